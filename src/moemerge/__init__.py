@@ -1,0 +1,1 @@
+"""Merge Mixture-of-Experts language models and repair the routers that merging breaks."""

@@ -1,0 +1,94 @@
+"""What a merge method declares about its parameters, so that a config can be checked against it.
+
+The methods live above this room; they hand their schema down (`MethodSchema`), and the config
+reader checks a file against it without knowing any method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+Scalar = float | int | bool | str
+
+
+class Required(Enum):
+    """Marks a parameter without a default."""
+
+    REQUIRED = "required"
+
+
+REQUIRED: Final = Required.REQUIRED
+
+
+class BasePolicy(Enum):
+    """What `base_model` means to a method."""
+
+    REQUIRED = "required"  # task vectors are taken against it
+    OPTIONAL = "optional"  # used when given
+    MEMBER = "member"  # an ordinary model like the others (linear)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter of a method, as a user writes it in YAML."""
+
+    name: str  # the YAML key, `lambda` included
+    type: type  # float, int, bool or str
+    default: Scalar | Required | None
+    per_model: bool  # may be given under a model; otherwise for the whole method only
+    help: str
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    exclusive_minimum: bool = False
+    exclusive_maximum: bool = False
+    choices: tuple[str, ...] = ()
+
+    def problem(self, value: object) -> str | None:
+        """Why `value` cannot be this parameter, or None. Numbers arrive as YAML gave them."""
+        if self.type is str:
+            if not isinstance(value, str) or (self.choices and value not in self.choices):
+                return f"{self.name} must be one of {', '.join(self.choices)}, not {value!r}"
+            return None
+        if isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return f"{self.name} must be a finite number, not {value!r}"
+        if self.type is bool and value not in (0, 1):
+            return f"{self.name} must be true or false, not {value!r}"
+        if self.type is int and value != int(value):
+            return f"{self.name} must be a whole number, not {value!r}"
+        low = value <= self.minimum if self.exclusive_minimum else value < self.minimum
+        high = value >= self.maximum if self.exclusive_maximum else value > self.maximum
+        return f"{self.name} must lie in {self.interval}, not {value!r}" if low or high else None
+
+    @property
+    def interval(self) -> str:
+        left = "(" if self.exclusive_minimum or self.minimum == -math.inf else "["
+        right = ")" if self.exclusive_maximum or self.maximum == math.inf else "]"
+        return f"{left}{self.minimum:g}, {self.maximum:g}{right}"
+
+    def convert(self, value: Scalar) -> Scalar:
+        """A checked value in the parameter's own type (YAML's `true` may mean 1.0)."""
+        return value if self.type is str else self.type(value)
+
+
+@dataclass(frozen=True)
+class MethodSchema:
+    """All that a config needs to know of one merge method."""
+
+    name: str
+    summary: str
+    base: BasePolicy
+    min_models: int  # models besides the base (MEMBER: base counted in)
+    max_models: int | None
+    parameters: tuple[ParameterSpec, ...]
+
+    def parameter(self, name: str) -> ParameterSpec | None:
+        return next((p for p in self.parameters if p.name == name), None)
+
+
+SchemaLookup = Callable[[str], MethodSchema]

@@ -1,0 +1,81 @@
+"""Devices, dtypes and free space: the only room (with the kernels) that asks torch.cuda."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from moemerge.errors import UsageError
+from moemerge.registry import did_you_mean
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """`bfloat16` or `torch.bfloat16` -> torch.bfloat16."""
+    short = name.removeprefix("torch.")
+    if short not in DTYPES:
+        raise UsageError(
+            f"unknown dtype {name!r}{did_you_mean(short, DTYPES)}",
+            hint=f"known: {', '.join(DTYPES)}",
+        )
+    return DTYPES[short]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes a GPU when there is one; anything else must exist."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"unknown device {name!r}", hint="use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {name!r} was asked for, but no CUDA device is available here")
+    if device.type not in {"cpu", "cuda"}:
+        raise UsageError(f"device {name!r} is not supported", hint="use auto, cpu, cuda or cuda:N")
+    return device
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can be allocated now: free GPU memory, or what Linux calls available."""
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return int(free)
+    for line in _meminfo():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _meminfo() -> list[str]:
+    path = Path("/proc/meminfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def free_disk(folder: Path) -> int:
+    """Free bytes on the disk that will hold `folder`, which need not exist yet."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def cpu_count() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,31 @@
+"""What a long job tells about itself. Rooms below the command line report; only the cli draws."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """A job announces its size once, then its steps. Calls may come from any thread."""
+
+    def start(self, what: str, total: int, *, unit: str) -> None: ...
+
+    def advance(self, amount: int) -> None: ...
+
+    def note(self, message: str) -> None:
+        """A line worth showing now (a warning, a finished layer)."""
+        ...
+
+    def finish(self) -> None: ...
+
+
+class Silent:
+    """Progress for nobody."""
+
+    def start(self, what: str, total: int, *, unit: str) -> None: ...
+
+    def advance(self, amount: int) -> None: ...
+
+    def note(self, message: str) -> None: ...
+
+    def finish(self) -> None: ...
