@@ -35,3 +35,4 @@ class Gate:
     group_score: str = "max"  # "max" or "top2_sum"
     soft_cap: float | None = None  # z -> c tanh(z / c)
     approximate: str | None = None  # why this gate is only approximated, in words
+    masked_score: float = float("-inf")  # what experts outside the kept groups score (axk2: 0)

@@ -50,6 +50,11 @@ class Slot:
     part: Part | None = None  # counted after the squeeze
     transposed: bool = False  # stored (in, out); units are always (out, in)
 
+    @property
+    def covers_block(self) -> bool:
+        """Whether the unit is the whole block as it is stored (but for the leading axis)."""
+        return self.part is None and not self.transposed
+
     def take(self, block: Tensor) -> Tensor:
         """The unit as a view of `block` (the rows of the stored tensor), as (out, in)."""
         view = block.squeeze(0) if self.squeeze else block

@@ -1,0 +1,24 @@
+"""Routing mathematics: gates, the curvature of their divergence, its solution, and metrics."""
+
+from moemerge.routing.curvature import Curvature, Domain, DomainStatistics, RouterCurvature
+from moemerge.routing.exact import ExactResult, ExactSettings, minimise_divergence
+from moemerge.routing.metrics import MetricsAccumulator, RoutingMetrics, measure
+from moemerge.routing.preconditioners import Preconditioner
+from moemerge.routing.solve import RouterSolution, SolveSettings, solve_router
+
+__all__ = [
+    "Curvature",
+    "Domain",
+    "DomainStatistics",
+    "ExactResult",
+    "ExactSettings",
+    "MetricsAccumulator",
+    "Preconditioner",
+    "RouterCurvature",
+    "RouterSolution",
+    "RoutingMetrics",
+    "SolveSettings",
+    "measure",
+    "minimise_divergence",
+    "solve_router",
+]

@@ -1,0 +1,5 @@
+"""`python -m moemerge`."""
+
+from moemerge.cli import main
+
+main()

@@ -1,0 +1,327 @@
+"""What each stored tensor of a checkpoint is: role, layer, and the units a merge acts on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from moemerge.architectures import names
+from moemerge.architectures.families import family_of, family_of_class
+from moemerge.architectures.gates import Gate
+from moemerge.architectures.layout import ExpertLayout, Piece, equal_parts
+from moemerge.architectures.quantisation import find_quantised
+from moemerge.architectures.reading import Header, Named, NameReader
+from moemerge.architectures.roles import WHOLE, Role, Unit
+from moemerge.architectures.rules import Family, Router, look_up
+from moemerge.errors import ArchitectureError
+
+
+@dataclass(frozen=True)
+class RouterPlace:
+    """One router of a checkpoint, by its names on disk."""
+
+    layer: int
+    weight: str
+    bias: str | None
+    selection_bias: str | None
+    rows: int  # leading rows that are logits of experts
+    gate: Gate | None
+    served: bool
+    reason: str | None  # why it is not calibrated
+
+
+@dataclass(frozen=True)
+class LayerKey:
+    """What a config says layer by layer: re-ordered when a merge takes slices of models."""
+
+    section: tuple[str, ...]  # where it stands: () or ("text_config",)
+    count: tuple[str, ...]  # keys of the number of layers
+    lists: tuple[str, ...]  # keys whose value has one entry for each layer
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """The names on disk of the input embedding and the output head."""
+
+    input: str | None
+    head: str | None
+
+
+_TEXT_SECTIONS = (
+    ("text_config",),
+    ("thinker_config", "text_config"),
+    ("llm_config",),
+    ("language_config",),
+)
+_LAYER_COUNTS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
+_EXPERT_COUNTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "ffn_config.moe_num_experts",
+)
+# Lists of layer numbers: one may be as long as the model is deep, and still not go by layer.
+_INDEX_LISTS = frozenset({"moe_layers", "mlp_only_layers", "ple_layer_ids", "full_attn_idxs"})
+_BEYOND = "a layer beyond the config's number of layers (multi-token prediction), never run here"
+
+
+class Architecture:
+    """A checkpoint's structure, from its config and its tensors' headers alone."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Header],
+        *,
+        family: Family | None,
+        section: tuple[str, ...],
+        model_type: str | None,
+    ) -> None:
+        self.config = config
+        self.family = family
+        self.model_type = model_type
+        self._tensors = tensors
+        self._section = section
+        self._layout = ExpertLayout.of(family, self.hidden_size, self.num_experts)
+        self._reader = NameReader(family, self._layout)
+        self._named = self._reader.read_all(tensors)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], tensors: Mapping[str, Header]) -> Architecture:
+        """Recognise a checkpoint by `model_type` (also of a nested text config), then by class."""
+        section, text = _text_section(config)
+        outer, inner = config.get("model_type"), text.get("model_type")
+        family = family_of(inner) or family_of(outer) or _family_by_class(config)
+        model_type = inner or outer or (family.model_type if family else None)
+        return cls(config, tensors, family=family, section=section, model_type=model_type)
+
+    # --- the model as a whole -----------------------------------------------------------------
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The config of the decoder: the nested one in a multimodal model."""
+        text: Mapping[str, Any] = self.config
+        for part in self._section:
+            text = text[part]
+        return text
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of the hidden states, where the config tells it."""
+        for name in ("hidden_size", "d_model", "n_embd"):
+            if isinstance(self.text_config.get(name), int):
+                return int(self.text_config[name])
+        return None
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Decoder layers, multi-token-prediction layers not counted."""
+        for name in _LAYER_COUNTS:
+            if isinstance(self.text_config.get(name), int):
+                return int(self.text_config[name])
+        for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
+            if self.text_config.get(name):
+                return len(self.text_config[name])
+        return 1 + max((n.layer for n in self._named.values() if n.layer is not None), default=-1)
+
+    @cached_property
+    def num_experts(self) -> int | None:
+        """Routed experts in a layer (the largest number, where layers differ); None when dense."""
+        if self.family is None:
+            return None
+        for path in _EXPERT_COUNTS:
+            value = look_up(self.text_config, path)
+            if isinstance(value, list) and value:
+                return max(int(v) for v in value)
+            if isinstance(value, int) and value > 0:
+                return value
+        return None
+
+    @cached_property
+    def layer_key(self) -> LayerKey:
+        """Where the config speaks of layers."""
+        text = self.text_config
+        count = tuple(name for name in _LAYER_COUNTS if isinstance(text.get(name), int))
+        lists = tuple(
+            name
+            for name, value in text.items()
+            if isinstance(value, (list, str))
+            and len(value) == self.num_layers
+            and name not in _INDEX_LISTS
+            and (isinstance(value, list) or name == "hybrid_override_pattern")
+        )
+        return LayerKey(self._section, count, lists)
+
+    @cached_property
+    def is_moe(self) -> bool:
+        """Whether the checkpoint holds experts."""
+        return any(n.role is Role.EXPERT for n in self._named.values())
+
+    @cached_property
+    def notice(self) -> str | None:
+        """What a user should know: an unknown MoE is merged tensor by tensor."""
+        if self.family is not None or not self.is_moe:
+            return None
+        return (
+            f"unknown MoE architecture {self.model_type!r}: tensors are merged one by one, stacked "
+            "experts as one tensor, and its routers cannot be calibrated"
+        )
+
+    @cached_property
+    def quantised(self) -> str | None:
+        """What was found of quantised weights, in words; None for plain floats."""
+        return find_quantised((self.config, self.text_config), self._tensors)
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether the output head is the input embedding."""
+        for section in (self.text_config, self.config):
+            if isinstance(section.get("tie_word_embeddings"), bool):
+                return bool(section["tie_word_embeddings"])
+        names_ = self.embedding_names()
+        return names_.input is not None and names_.head is None
+
+    def embedding_names(self) -> Embeddings:
+        """The input embedding and the output head (per-layer embeddings are neither)."""
+        found: dict[Role, str] = {}
+        for name, named in self._named.items():
+            if named.layer is None and named.role in (Role.EMBEDDING, Role.HEAD):
+                plain = not any(part in named.rest for part in ("per_layer", "ngram", "wpe"))
+                if plain and name.endswith("weight"):
+                    found.setdefault(named.role, name)
+        return Embeddings(found.get(Role.EMBEDDING), found.get(Role.HEAD))
+
+    # --- one tensor ---------------------------------------------------------------------------
+    def units(self, name: str) -> tuple[Unit, ...]:
+        """What a merge acts on in this tensor. Together they cover it exactly once."""
+        named = self._of(name)
+        shape = tuple(self._tensors[name].shape)
+        pieces: tuple[Piece, ...] | None = None
+        if named.layer is not None and named.expert is None:
+            pieces = self._layout.pieces(named.rest, shape)
+            if pieces is None:
+                pieces = equal_parts(self.family, named.rest, shape)
+        if pieces is None:
+            place = (named.role, named.layer, named.expert, named.projection)
+            return (Unit(named.key, name, WHOLE, shape, *place),)
+        return tuple(
+            Unit(
+                self._reader.key(named.layer, piece.rest),
+                name,
+                piece.slot,
+                piece.shape,
+                named.role,
+                named.layer,
+                piece.expert,
+                piece.projection,
+            )
+            for piece in pieces
+        )
+
+    def role(self, name: str) -> Role:
+        """What the tensor does in the model."""
+        return self._of(name).role
+
+    def key(self, name: str) -> str:
+        """The tensor's name in the family's original spelling: the same in every layout."""
+        return self._of(name).key
+
+    def layer_of(self, name: str) -> int | None:
+        """The decoder layer a tensor belongs to."""
+        return self._of(name).layer
+
+    def at_layer(self, name: str, layer: int) -> str:
+        """The same tensor's name in another decoder layer; names outside the layers stay."""
+        return names.with_layer(name, layer) if self._of(name).layer is not None else name
+
+    def is_stack(self, name: str) -> bool:
+        """Whether the tensor holds the projections of many experts."""
+        named = self._of(name)
+        return named.expert is None and self._layout.is_stack(named.rest)
+
+    def _of(self, name: str) -> Named:
+        try:
+            return self._named[name]
+        except KeyError:
+            raise ArchitectureError(
+                f"the checkpoint has no tensor {name!r}",
+                hint="ask only for names in the checkpoint's own headers",
+            ) from None
+
+    # --- routers ------------------------------------------------------------------------------
+    def gate(self, layer: int) -> Gate | None:
+        """The gate of a layer, None where it has no router."""
+        for place in self.routers():
+            if place.layer == layer:
+                return place.gate
+        return None
+
+    def routers(self) -> tuple[RouterPlace, ...]:
+        """Every router in the order the model runs them."""
+        return self._routers
+
+    @cached_property
+    def _routers(self) -> tuple[RouterPlace, ...]:
+        if self.family is None:
+            return ()
+        by_rest = {
+            (n.layer, n.rest): name for name, n in self._named.items() if n.layer is not None
+        }
+        layers = sorted({layer for layer, _ in by_rest})
+        return tuple(
+            self._place(self.family, router, layer, by_rest)
+            for layer in layers
+            for router in self.family.routers
+            if (layer, "." + router.weight) in by_rest
+        )
+
+    def _place(
+        self,
+        family: Family,
+        router: Router,
+        layer: int,
+        by_rest: Mapping[tuple[int, str], str],
+    ) -> RouterPlace:
+        def beside(rest: str | None) -> str | None:
+            return by_rest.get((layer, "." + rest)) if rest else None
+
+        weight = by_rest[layer, "." + router.weight]
+        rows = int(self._tensors[weight].shape[0])
+        if router.real_rows and self.num_experts:
+            rows = min(rows, self.num_experts)
+        selection_bias = beside(router.selection_bias)
+        reason = None if family.served else family.reason
+        if layer >= self.num_layers:
+            reason = _BEYOND
+        elif family.passed_over and beside(family.passed_over[0]):
+            reason = family.passed_over[1]
+        return RouterPlace(
+            layer=layer,
+            weight=weight,
+            bias=beside(router.bias),
+            selection_bias=selection_bias,
+            rows=rows,
+            gate=family.gate.gate(self.text_config, layer, biased=selection_bias is not None)
+            if family.served
+            else None,
+            served=reason is None,
+            reason=reason,
+        )
+
+
+def _text_section(config: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    for section in _TEXT_SECTIONS:
+        text = look_up(config, ".".join(section))
+        if isinstance(text, Mapping) and text:
+            return section, text
+    return (), config
+
+
+def _family_by_class(config: Mapping[str, Any]) -> Family | None:
+    """By `architectures`, where a config has no model_type."""
+    if config.get("model_type"):
+        return None
+    found = (family_of_class(str(name)) for name in config.get("architectures") or ())
+    return next((family for family in found if family is not None), None)

@@ -1,0 +1,190 @@
+"""What a checkpoint is, in words and numbers, from its config and tensor headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.gates import BiasPlace, Gate, Score
+from moemerge.architectures.reading import Header
+from moemerge.architectures.roles import ROUTING_ROLES, Role, Unit
+
+
+@dataclass(frozen=True)
+class Description:
+    """The answer of `inspect`. Parameters are counted as stored (a tied head once)."""
+
+    family: str | None
+    model_type: str | None
+    layers: int
+    moe_layers: int
+    extra_layers: int  # beyond the config's number: multi-token prediction
+    experts: int | None
+    top_k: int | None
+    gate: str | None
+    layout: str
+    shared_experts: bool
+    parameters: int
+    active_parameters: int  # touched by one token: of the routed experts only the Top-k
+    router_parameters: int
+    bytes_by_role: Mapping[str, int]
+    parameters_by_dtype: Mapping[str, int]
+    tied: bool
+    quantised: str | None
+    calibratable: bool
+    reason: str | None  # why it cannot be calibrated, or what to know if it can
+    notice: str | None
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers without experts."""
+        return self.layers - self.moe_layers
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.bytes_by_role.values())
+
+
+def describe(config: Mapping[str, Any], tensors: Mapping[str, Header]) -> Description:
+    """Describe a checkpoint without reading a tensor."""
+    return describe_architecture(Architecture.of(config, tensors), tensors)
+
+
+def describe_architecture(architecture: Architecture, tensors: Mapping[str, Header]) -> Description:
+    """Describe a checkpoint that was recognised already."""
+    sizes = {name: _numel(header.shape) for name, header in tensors.items()}
+    roles = {name: architecture.role(name) for name in tensors}
+    size_by_role: Counter[str] = Counter()
+    size_by_dtype: Counter[str] = Counter()
+    for name, header in tensors.items():
+        size_by_role[roles[name].value] += sizes[name] * header.dtype.itemsize
+        size_by_dtype[str(header.dtype).removeprefix("torch.")] += sizes[name]
+    layers = {n for name in tensors if (n := architecture.layer_of(name)) is not None}
+    gate = _first_gate(architecture)
+    experts = architecture.num_experts if architecture.is_moe else None
+    routed = sum(size for name, size in sizes.items() if roles[name] is Role.EXPERT)
+    total = sum(sizes.values())
+    calibratable, reason = _calibratable(architecture, gate)
+    return Description(
+        family=architecture.family.title if architecture.family else None,
+        model_type=architecture.model_type,
+        layers=architecture.num_layers,
+        moe_layers=len(_moe_layers(architecture, roles)),
+        extra_layers=sum(n >= architecture.num_layers for n in layers),
+        experts=experts,
+        top_k=gate.top_k if gate else None,
+        gate=gate_in_words(gate) if gate else None,
+        layout=_layout_in_words(architecture, tensors),
+        shared_experts=Role.SHARED_EXPERT in roles.values(),
+        parameters=total,
+        active_parameters=total - _idle(routed, gate, experts),
+        router_parameters=sum(s for name, s in sizes.items() if roles[name] in ROUTING_ROLES),
+        bytes_by_role=dict(size_by_role),
+        parameters_by_dtype=dict(size_by_dtype),
+        tied=architecture.tied,
+        quantised=architecture.quantised,
+        calibratable=calibratable,
+        reason=reason,
+        notice=architecture.notice,
+    )
+
+
+def gate_in_words(gate: Gate) -> str:
+    """`sigmoid, renormalised over the top 8 of the best 4 of 8 groups, ...`."""
+    score = {
+        Score.SOFTMAX: "softmax over all experts",
+        Score.SIGMOID: "sigmoid",
+        Score.SQRT_SOFTPLUS: "square root of softplus",
+    }[gate.score]
+    words = [score, f"top {gate.top_k}"]
+    if gate.score is not Score.SOFTMAX:
+        words[1] = (
+            f"{'renormalised' if gate.normalised else 'not renormalised'} over the {words[1]}"
+        )
+    if gate.groups > 1:
+        how = "best expert" if gate.group_score == "max" else "two best experts"
+        words.append(f"from the best {gate.top_groups} of {gate.groups} groups (by their {how})")
+    if gate.soft_cap is not None:
+        words.append(f"logits capped at {gate.soft_cap:g}")
+    if gate.selection_bias is not None:
+        where = "logits" if gate.selection_bias is BiasPlace.LOGITS else "scores"
+        words.append(f"choice moved by a bias on the {where}")
+    if gate.approximate:
+        words.append(f"approximated ({gate.approximate})")
+    return ", ".join(words)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _first_gate(architecture: Architecture) -> Gate | None:
+    places = architecture.routers()
+    if not places or architecture.family is None:
+        return None
+    place = places[-1] if places[-1].gate else places[0]
+    return place.gate or architecture.family.gate.gate(
+        architecture.text_config, place.layer, biased=place.selection_bias is not None
+    )
+
+
+def _moe_layers(architecture: Architecture, roles: Mapping[str, Role]) -> set[int]:
+    found = (architecture.layer_of(name) for name, role in roles.items() if role is Role.EXPERT)
+    return {n for n in found if n is not None and n < architecture.num_layers}
+
+
+def _idle(routed: int, gate: Gate | None, experts: int | None) -> int:
+    """Parameters of the experts that one token does not visit."""
+    if gate is None or not experts:
+        return 0
+    return routed - routed * min(gate.top_k, experts) // experts
+
+
+def _layout_in_words(architecture: Architecture, tensors: Mapping[str, Header]) -> str:
+    first = {  # one tensor of each kind is enough: the layers are alike
+        (unit.expert is None, unit.projection, unit.slot.squeeze): (len(units), unit)
+        for name in tensors
+        if architecture.role(name) is Role.EXPERT
+        for units in [architecture.units(name)]
+        for unit in units[:1]
+    }
+    words = {_kind_of_tensor(count, unit) for count, unit in first.values()}
+    if any(unit.slot.squeeze and unit.slot.transposed for _, unit in first.values()):
+        words.add("transposed")
+    if any(unit.slot.part and unit.slot.part.step > 1 for _, unit in first.values()):
+        words.add("interleaved")
+    return ", ".join(word for word in _LAYOUTS if word in words) or "dense"
+
+
+_LAYOUTS = ("per expert", "fused", "flat", "one tensor for all", "transposed", "interleaved")
+
+
+def _kind_of_tensor(count: int, unit: Unit) -> str:
+    if count == 1:
+        return "per expert" if unit.expert is not None else "one tensor for all"
+    return "fused" if unit.slot.squeeze else "flat"
+
+
+def _calibratable(architecture: Architecture, gate: Gate | None) -> tuple[bool, str | None]:
+    if not architecture.is_moe:
+        return False, "no experts: there is no router to calibrate"
+    if architecture.family is None:
+        return False, f"unknown MoE architecture {architecture.model_type!r}"
+    if architecture.quantised:
+        return False, f"quantised weights ({architecture.quantised}): dequantise them first"
+    places = [p for p in architecture.routers() if p.layer < architecture.num_layers]
+    if not any(place.served for place in places):
+        reasons = [place.reason for place in places if place.reason]
+        return False, reasons[0] if reasons else "no router was found"
+    passed = {place.layer: place.reason for place in places if not place.served}
+    if passed:
+        listed = ", ".join(str(layer) for layer in passed)
+        return True, f"layers passed over: {listed} ({next(iter(passed.values()))})"
+    return True, f"approximately: {gate.approximate}" if gate and gate.approximate else None

@@ -1,0 +1,429 @@
+"""Rows of the family table: gates of sigmoid or other scores, and the families not served."""
+
+from __future__ import annotations
+
+from moemerge.architectures.gates import BiasPlace, Score
+from moemerge.architectures.rules import (
+    Concat,
+    Experts,
+    Family,
+    GateRule,
+    Groups,
+    Router,
+    W,
+    key,
+)
+from moemerge.architectures.spellings import (
+    CORRECTED,
+    MIXTRAL,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+    TO_SPARSE_BLOCK,
+    TOP_GROUPS,
+)
+
+
+def _sigmoid(
+    *names: str, top_k: int, norm: bool = True, groups: Groups | None = TOP_GROUPS
+) -> GateRule:
+    """Sigmoid scores; the flag that renormalises the chosen ones has default `norm`."""
+    return GateRule(
+        score=Score.SIGMOID,
+        top_k=key(*(names or ("num_experts_per_tok",)), default=top_k),
+        normalised=key("norm_topk_prob", "moe_renormalize", default=norm),
+        groups=groups,
+    )
+
+
+def _sigmoid_always(top_k: int) -> GateRule:
+    return GateRule(Score.SIGMOID, top_k=key("num_experts_per_tok", default=top_k))
+
+
+SIGMOID_FAMILIES: tuple[Family, ...] = (
+    # sigmoid scores
+    Family(
+        ("deepseek_v3", "kimi_k2"),
+        "DeepSeek-V3",
+        _sigmoid(top_k=8),
+        routers=CORRECTED,
+        shared=SHARED_EXPERTS,
+        dense="first_k_dense_replace",
+    ),
+    Family(
+        ("deepseek_v32",),
+        "DeepSeek-V3.2",
+        _sigmoid(top_k=8),
+        routers=CORRECTED,
+        shared=SHARED_EXPERTS,
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("glm4_moe", "glm4v_moe", "glm4v_moe_text"),
+        "GLM-4.5",
+        _sigmoid(top_k=8),
+        routers=CORRECTED,
+        shared=SHARED_EXPERTS,
+        dense="first_k_dense_replace",
+    ),
+    Family(
+        ("glm4_moe_lite",),
+        "GLM-4.7 Flash",
+        _sigmoid(top_k=4),
+        routers=CORRECTED,
+        shared=SHARED_EXPERTS,
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("glm_moe_dsa",),
+        "GLM-5",
+        _sigmoid(top_k=8),
+        routers=CORRECTED,
+        shared=SHARED_EXPERTS,
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("solar_open",),
+        "Solar Open",
+        _sigmoid(top_k=8),
+        routers=CORRECTED,
+        shared=SHARED_EXPERTS,
+    ),
+    Family(
+        ("dots1",),
+        "dots.llm1",
+        _sigmoid(top_k=2, norm=False),
+        routers=CORRECTED,
+        shared=SHARED_EXPERTS,
+        dense="first_k_dense_replace",
+    ),
+    Family(
+        ("axk1",),
+        "A.X-K1",
+        _sigmoid(top_k=8),
+        routers=CORRECTED,
+        shared=SHARED_EXPERTS,
+        renames=((".mlp.post_mlp_layernorm.", ".post_mlp_layernorm."),),
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("axk2",),
+        "A.X-K2",
+        _sigmoid(top_k=8),
+        routers=CORRECTED,
+        shared=SHARED_EXPERTS,
+        renames=(
+            ("norm.mlp.fc1.", "norm.W_down."),
+            ("norm.mlp.fc2.", "norm.W_up."),
+            (".self_attn.q_gate_proj.", ".self_attn.q_b_proj."),
+        ),
+        root_renames=(("norm.mlp.fc1.", "norm.W_down."), ("norm.mlp.fc2.", "norm.W_up.")),
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("exaone_moe",),
+        "EXAONE-MoE",
+        _sigmoid(top_k=8),
+        routers=(Router(selection_bias="mlp.e_score_correction_bias"),),
+        shared=SHARED_EXPERTS,
+        renames=((".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),),
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("kimi_linear",),
+        "Kimi Linear",
+        _sigmoid("num_experts_per_token", "num_experts_per_tok", top_k=8),
+        routers=(
+            Router(
+                "block_sparse_moe.gate.weight",
+                selection_bias="block_sparse_moe.gate.e_score_correction_bias",
+            ),
+        ),
+        experts=MIXTRAL,
+        shared=("block_sparse_moe.shared_experts.",),
+        renames=((".self_attn.forget_gate.", ".self_attn."), *TO_SPARSE_BLOCK),
+        concats=(
+            Concat(
+                "self_attn.conv1d.weight",
+                (
+                    "self_attn.q_conv1d.weight",
+                    "self_attn.k_conv1d.weight",
+                    "self_attn.v_conv1d.weight",
+                ),
+            ),
+        ),
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("bailing_hybrid",),
+        "Ling / Ring hybrid",
+        _sigmoid("num_experts_per_token", "num_experts_per_tok", top_k=8),
+        routers=(Router(selection_bias="mlp.gate.expert_bias"),),
+        shared=SHARED_EXPERTS,
+        renames=(
+            (".self_attn.forget_gate.", ".self_attn."),
+            (".self_attn.o_proj.", ".self_attn.dense."),
+            (".self_attn.", ".attention."),
+            (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
+        ),
+        root_renames=((".embed_tokens.", ".word_embeddings."),),
+        concats=(
+            Concat(
+                "attention.conv1d.weight",
+                (
+                    "attention.q_conv1d.weight",
+                    "attention.k_conv1d.weight",
+                    "attention.v_conv1d.weight",
+                ),
+            ),
+        ),
+        dense="first_k_dense_replace",
+    ),
+    Family(("beam",), "Beam", _sigmoid(top_k=8), routers=CORRECTED, dense="mlp_layer_types"),
+    Family(
+        ("mimo_v2_flash",),
+        "MiMo-V2-Flash",
+        _sigmoid(top_k=8),
+        routers=CORRECTED,
+        renames=((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("nemotron_h",),
+        "Nemotron-H",
+        _sigmoid(top_k=2),
+        routers=(Router("mixer.gate.weight", selection_bias="mixer.gate.e_score_correction_bias"),),
+        experts=(Experts("mixer.experts"),),
+        shared=("mixer.shared_experts.",),
+        container="backbone.layers",
+        dense="layers_block_type",
+    ),
+    Family(
+        ("hy_v4",),
+        "HunYuan v4",
+        _sigmoid(top_k=8),
+        routers=CORRECTED,
+        shared=SHARED_EXPERTS,
+        renames=(
+            (".attn_hc.", ".hc_pre.hc_attn_layer.hc_"),
+            (".ffn_hc.", ".hc_pre.hc_mlp_layer.hc_"),
+            (".gate_proj.", ".linear_gate."),
+            (".self_attn.sinks", ".self_attn.learnable_sink_param"),
+        ),
+        root_renames=(
+            (".hc_head.hc_pre.hc_head_", ".hc_pre.hc_head.hc_head_"),
+            (".hc_head.hc_", ".hc_pre.hc_head.hc_head_"),
+        ),
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("hy_v3",),
+        "HunYuan v3",
+        _sigmoid_always(8),
+        routers=(Router("mlp.router.gate.weight", selection_bias="mlp.expert_bias"),),
+        shared=("mlp.shared_mlp.",),
+        renames=(
+            (".mlp.gate.weight", ".mlp.router.gate.weight"),
+            (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+            (".mlp.shared_experts.", ".mlp.shared_mlp."),
+        ),
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("afmoe",),
+        "AFMoE",
+        _sigmoid_always(6),
+        routers=(Router("mlp.router.gate.weight", selection_bias="mlp.expert_bias"),),
+        shared=SHARED_EXPERTS,
+        dense="num_dense_layers",
+    ),
+    Family(
+        ("lfm2_moe",),
+        "LFM2-MoE",
+        _sigmoid(top_k=4, groups=None),
+        routers=(Router("feed_forward.gate.weight", selection_bias="feed_forward.expert_bias"),),
+        experts=(Experts("feed_forward.experts", W),),
+        dense="num_dense_layers",
+    ),
+    Family(
+        ("minimax_m2",),
+        "MiniMax-M2",
+        _sigmoid_always(8),
+        routers=(
+            Router(
+                "block_sparse_moe.gate.weight",
+                selection_bias="block_sparse_moe.e_score_correction_bias",
+            ),
+        ),
+        experts=MIXTRAL,
+        renames=TO_SPARSE_BLOCK,
+    ),
+    Family(
+        ("minimax_m3_vl_text", "minimax_m3_vl"),
+        "MiniMax-M3",
+        _sigmoid_always(4),
+        routers=CORRECTED,
+        experts=(Experts(spelling=W),),
+        shared=SHARED_EXPERTS,
+        renames=(
+            (".block_sparse_moe.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+            (".block_sparse_moe.", ".mlp."),
+            (".self_attn.index_", ".self_attn.indexer."),
+        ),
+        concats=(
+            Concat("mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+            Concat(
+                "mlp.shared_experts.gate_up_proj.weight",
+                ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+            ),
+        ),
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("flint",),
+        "Flint",
+        _sigmoid(top_k=6, groups=None),
+        shared=SHARED_EXPERT,
+        renames=((".self_attn.sinks", ".self_attn.softmax_offset"),),
+        dense="mlp_only_layers",
+    ),
+    Family(
+        ("laguna",),
+        "Laguna",
+        GateRule(
+            Score.SIGMOID,
+            top_k=key("num_experts_per_tok", default=8),
+            soft_cap=key("moe_router_logit_softcapping", default=0.0),
+        ),
+        routers=(Router(selection_bias="mlp.experts.e_score_correction_bias"),),
+        shared=("mlp.shared_expert.",),
+        renames=(
+            (".mlp.gate.e_score_correction_bias", ".mlp.experts.e_score_correction_bias"),
+            (".mlp.shared_experts.", ".mlp.shared_expert."),
+        ),
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("kolibri1",),
+        "Kolibri 1",
+        GateRule(
+            Score.SIGMOID,
+            top_k=key("num_experts_per_tok", default=6),
+            normalised=key("norm_topk_prob", default=False),
+            bias=BiasPlace.LOGITS,
+        ),
+        routers=(Router(selection_bias="moe.router.expert_bias"),),
+        shared=SHARED_EXPERTS,
+        renames=(
+            (".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
+            (".post_self_attn_layernorm.", ".post_attn_norm."),
+            (".post_mlp_layernorm.", ".post_ffn_norm."),
+        ),
+    ),
+    Family(
+        ("llama4_text", "llama4"),
+        "Llama 4",
+        GateRule(Score.SIGMOID, top_k=key("num_experts_per_tok", default=1), normalised=False),
+        routers=(Router("feed_forward.router.weight"),),
+        experts=(Experts("feed_forward.experts", transposed=True),),
+        shared=("feed_forward.shared_expert.",),
+        dense="moe_layers",
+    ),
+    Family(
+        ("inkling_text",),
+        "Inkling",
+        _sigmoid_always(6),
+        routers=(
+            Router(
+                selection_bias="mlp.gate.e_score_correction_bias",
+                extra=("mlp.gate.global_scale",),
+                real_rows=True,
+            ),
+        ),
+        shared=SHARED_EXPERTS,
+        dense="mlp_layer_types",
+    ),
+    # sqrt(softplus) scores
+    Family(
+        ("deepseek_v4",),
+        "DeepSeek-V4",
+        GateRule(
+            score={
+                "sqrtsoftplus": Score.SQRT_SOFTPLUS,
+                "sigmoid": Score.SIGMOID,
+                "softmax": Score.SOFTMAX,
+            },
+            score_key=key("scoring_func", default="sqrtsoftplus"),
+            top_k=key("num_experts_per_tok", default=6),
+        ),
+        routers=(
+            Router(
+                "ffn.gate.weight",
+                selection_bias="ffn.gate.bias",  # a logit bias only by name
+                extra=("ffn.gate.tid2eid",),
+            ),
+        ),
+        experts=(Experts("ffn.experts", W),),
+        shared=("ffn.shared_experts.",),
+        renames=(
+            (".self_attn.sinks", ".attn.attn_sink"),
+            (".self_attn.compressor.indexer.scorer.weights_proj.", ".attn.indexer.weights_proj."),
+            (".self_attn.compressor.indexer.q_b_proj.", ".attn.indexer.wq_b."),
+            (".self_attn.compressor.indexer.", ".attn.indexer.compressor."),
+            (".self_attn.", ".attn."),
+            (".compressor.position_bias", ".compressor.ape"),
+            (".compressor.kv_norm.", ".compressor.norm."),
+            (".compressor.gate_proj.", ".compressor.wgate."),
+            (".kv_proj.", ".wkv."),
+            (".attn.kv_norm.", ".attn.norm."),
+            (".attn.q_a_norm.", ".attn.q_norm."),
+            (".q_a_proj.", ".wq_a."),
+            (".q_b_proj.", ".wq_b."),
+            (".o_a_proj.", ".wo_a."),
+            (".o_b_proj.", ".wo_b."),
+            (".input_layernorm.", ".attn_norm."),
+            (".post_attention_layernorm.", ".ffn_norm."),
+            (".attn_hc.", ".hc_attn_"),
+            (".ffn_hc.", ".hc_ffn_"),
+            (".mlp.", ".ffn."),
+            (".ffn.gate.e_score_correction_bias", ".ffn.gate.bias"),
+            (".shared_experts.gate_proj.", ".shared_experts.w1."),
+            (".shared_experts.down_proj.", ".shared_experts.w2."),
+            (".shared_experts.up_proj.", ".shared_experts.w3."),
+        ),
+        root_renames=(
+            (".lm_head.", ".head."),
+            (".embed.", ".embed_tokens."),
+            (".hc_head_", ".hc_head.hc_"),
+        ),
+        passed_over=(
+            "ffn.gate.tid2eid",
+            "hash-routed layer: a table of token ids chooses the experts, not the router",
+        ),
+    ),
+    # not served
+    Family(
+        ("zaya",),
+        "Zaya",
+        GateRule(top_k=key("num_experts_per_tok", default=1)),
+        routers=(
+            Router(
+                "mlp.gate.router_mlp.out_proj.weight",
+                selection_bias="mlp.gate.balancing_biases",
+                extra=("mlp.gate.",),
+            ),
+        ),
+        served=False,
+        reason="its router is a small network with a state carried from layer to layer, "
+        "not a matrix on the hidden state",
+    ),
+    Family(
+        ("doge",),
+        "Doge",
+        GateRule(top_k=key("num_experts_per_tok", default=64)),
+        routers=(Router("mlp.router_gate.weight"),),
+        experts=(Experts(whole=("mlp.down_embed.weight", "mlp.up_embed.weight")),),
+        dense="is_moe",
+        served=False,
+        reason="its router chooses experts by product keys, not by one row for each expert",
+    ),
+)

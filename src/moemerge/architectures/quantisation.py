@@ -1,0 +1,45 @@
+"""Signs of quantised weights in a config and in tensor headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from moemerge.architectures.reading import Header
+
+_FLOAT8 = frozenset(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+)
+_QUANTISED_ENDS = {
+    "_blocks": "MXFP4 blocks",
+    "weight_scale_inv": "block-scaled weights",
+    "weight_scale": "scaled weights",
+    ".qweight": "packed integer weights (GPTQ or AWQ)",
+    "weight_packed": "packed weights",
+    ".quant_map": "bitsandbytes weights",
+}
+
+
+def find_quantised(
+    configs: Iterable[Mapping[str, Any]], tensors: Mapping[str, Header]
+) -> str | None:
+    """What was found, in words; None for plain floats."""
+    for config in configs:
+        section = config.get("quantization_config")
+        if isinstance(section, Mapping):
+            return f"quantization_config: {section.get('quant_method', 'unnamed method')}"
+    found = (_quantised_tensor(name, header) for name, header in tensors.items())
+    return next((words for words in found if words), None)
+
+
+def _quantised_tensor(name: str, header: Header) -> str | None:
+    if header.dtype in _FLOAT8:
+        return f"{str(header.dtype).removeprefix('torch.')} tensors ({name})"
+    for end, words in _QUANTISED_ENDS.items():
+        if name.endswith(end):
+            return f"{words} ({name})"
+    return None

@@ -1,0 +1,142 @@
+"""From a stored tensor's name to its role, its layer and the key it has in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from moemerge.architectures import names
+from moemerge.architectures.layout import ExpertLayout
+from moemerge.architectures.roles import Role
+from moemerge.architectures.rules import Family
+
+
+class Header(Protocol):
+    """What is known of a tensor before it is read."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """A stored tensor, read from its name."""
+
+    key: str
+    rest: str  # relative to the layer (or to the decoder), original spelling, with leading dot
+    role: Role
+    layer: int | None = None
+    expert: int | None = None
+    projection: str | None = None
+
+
+class NameReader:
+    """Reads the names of one checkpoint by its family's row, or by general patterns."""
+
+    def __init__(self, family: Family | None, layout: ExpertLayout) -> None:
+        self.family = family
+        self._layout = layout
+        self._renamed: dict[tuple[str, bool], str] = {}
+        self._base_only = False
+        self._spelled = "layers"
+
+    def read_all(self, tensors: Mapping[str, Header]) -> dict[str, Named]:
+        """Every tensor's reading. Two tensors never share a key."""
+        self._base_only = not any(names.is_wrapped(name) for name in tensors)
+        self._spelled = next(
+            (found.box for found in map(names.split_layer, tensors) if found is not None), "layers"
+        )
+        read = {name: self._read(name, tuple(header.shape)) for name, header in tensors.items()}
+        seen: dict[str, str] = {}
+        for name, named in list(read.items()):
+            other = seen.setdefault(named.key, name)
+            if other != name:  # two tensors of one key would overwrite each other: keep them apart
+                for clash in (name, other):
+                    old = read[clash]
+                    read[clash] = Named(clash, old.rest, old.role, old.layer)
+        return read
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Named:
+        found = names.split_layer(name)
+        if found is None:
+            return self._read_root(name)
+        box = self._box(found.box)
+        one = names.split_expert(found.rest)
+        if one is not None:
+            root, expert, tail = one
+            rest, projection = self._layout.one_expert(self._rename(root + tail), expert)
+            return Named(
+                f"{box}.{found.layer}{rest}", rest, Role.EXPERT, found.layer, expert, projection
+            )
+        rest = self._rename(found.rest)
+        role = self._layer_role(rest, shape)
+        return Named(f"{box}.{found.layer}{rest}", rest, role, found.layer)
+
+    def _read_root(self, name: str) -> Named:
+        if (tower := names.tower_name(name)) is not None:
+            return Named(tower, "." + name, Role.OTHER)
+        bare = names.without_wrapper(name)
+        rest = self._rename("." + bare, root=True)
+        role = names.generic_root_role(rest)
+        if names.split_expert(rest) is not None:  # a layer outside the decoder: multi-token heads
+            role = Role.EXPERT
+        wrapped = bare != name or self._base_only
+        if role is Role.HEAD:
+            return Named(rest[1:], rest, role)
+        prefix = self._box("").rpartition(".")[0]
+        return Named(f"{prefix}{rest}" if wrapped and prefix else rest[1:], rest, role)
+
+    def _box(self, spelled: str) -> str:
+        """The layer list in the original spelling; `spelled` is this checkpoint's own word."""
+        if self.family is not None:
+            return self.family.container
+        if not spelled:
+            spelled = self._spelled
+        return f"transformer.{spelled}" if spelled in ("h", "blocks") else f"model.{spelled}"
+
+    def key(self, layer: int | None, rest: str) -> str:
+        """The key of a name relative to a layer."""
+        return f"{self._box('')}.{layer}{rest}"
+
+    def _rename(self, rest: str, *, root: bool = False) -> str:
+        """The original spelling of a name; few patterns repeat over all layers and experts."""
+        known = self._renamed.get((rest, root))
+        if known is not None:
+            return known
+        renamed = rest
+        if self.family is not None:
+            rules = self.family.root_renames if root else self.family.renames
+            for old, new in rules:
+                if new not in renamed or old not in new:
+                    renamed = renamed.replace(old, new)
+        self._renamed[rest, root] = renamed
+        return renamed
+
+    def _layer_role(self, rest: str, shape: tuple[int, ...]) -> Role:
+        if self._layout.is_stack(rest) or self._layout.is_table(rest):
+            return Role.EXPERT
+        if self.family is None:
+            if names.looks_like_router(rest, shape):
+                return Role.ROUTER
+            if names.looks_like_experts(rest):
+                return Role.EXPERT
+            return names.generic_layer_role(rest)
+        return self._family_role(self.family, rest[1:]) or names.generic_layer_role(rest)
+
+    @staticmethod
+    def _family_role(family: Family, name: str) -> Role | None:
+        for router in family.routers:
+            if name == router.weight:
+                return Role.ROUTER
+            if name == router.bias:
+                return Role.ROUTER_BIAS
+            if name == router.selection_bias:
+                return Role.SELECTION_BIAS
+            if name.startswith(router.extra):
+                return Role.ROUTER
+        return Role.SHARED_EXPERT if name.startswith(family.shared) else None

@@ -1,0 +1,164 @@
+"""The vocabulary of the family table: where experts lie, what a gate reads of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moemerge.architectures.gates import BiasPlace, Gate, Score
+
+
+def look_up(config: Mapping[str, Any], path: str) -> Any:
+    """`a.b` of a nested config, None where it is absent."""
+    value: Any = config
+    for part in path.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value
+
+
+@dataclass(frozen=True)
+class Key:
+    """A config value: the names it goes by, and the default where a file leaves it out."""
+
+    names: tuple[str, ...]
+    default: Any = None
+
+    def read(self, config: Mapping[str, Any], layer: int | None = None) -> Any:
+        """The value; of a list with one entry a layer, that layer's."""
+        for name in self.names:
+            value = look_up(config, name)
+            if value is not None:
+                if isinstance(value, (list, tuple)):
+                    return value[min(layer or 0, len(value) - 1)] if value else self.default
+                return value
+        return self.default
+
+
+def key(*names: str, default: Any = None) -> Key:
+    """Shorthand of the table."""
+    return Key(names, default)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Group-limited Top-k: the numbers' keys, and how a group is scored."""
+
+    count: Key
+    chosen: Key
+    score: str
+    only_if: tuple[str, str] | None = None  # (config key, value it must have)
+
+
+@dataclass(frozen=True)
+class GateRule:
+    """How to read a `Gate` from a config."""
+
+    score: Score | Mapping[str, Score] = Score.SOFTMAX  # a mapping goes by `score_key`'s value
+    score_key: Key | None = None
+    top_k: Key = Key(("num_experts_per_tok",), 2)
+    normalised: bool | Key = True  # of a sigmoid; a softmax is a distribution in any case
+    bias: BiasPlace = BiasPlace.SCORES  # where the selection bias acts, if the checkpoint has one
+    groups: Groups | None = None
+    soft_cap: Key | None = None
+    approximate: str | None = None
+
+    def gate(self, config: Mapping[str, Any], layer: int, *, biased: bool) -> Gate:
+        """The gate of one layer; `biased`: the checkpoint holds a selection bias there."""
+        score = self._score(config)
+        groups, chosen = self._groups(config)
+        cap = self.soft_cap.read(config, layer) if self.soft_cap else None
+        flag = self.normalised
+        return Gate(
+            score=score,
+            top_k=int(self.top_k.read(config, layer)),
+            normalised=score is Score.SOFTMAX
+            or bool(flag.read(config, layer) if isinstance(flag, Key) else flag),
+            selection_bias=self.bias if biased else None,
+            groups=groups,
+            top_groups=chosen,
+            group_score=self.groups.score if self.groups and groups > 1 else "max",
+            soft_cap=float(cap) if cap else None,
+            approximate=self.approximate,
+        )
+
+    def _score(self, config: Mapping[str, Any]) -> Score:
+        if isinstance(self.score, Score):
+            return self.score
+        named = self.score_key.read(config) if self.score_key else None
+        return self.score.get(str(named), next(iter(self.score.values())))
+
+    def _groups(self, config: Mapping[str, Any]) -> tuple[int, int]:
+        rule = self.groups
+        if rule is None or (rule.only_if and look_up(config, rule.only_if[0]) != rule.only_if[1]):
+            return 1, 1
+        count = rule.count.read(config) or 1
+        chosen = rule.chosen.read(config) or count
+        return (int(count), int(chosen)) if count > 1 else (1, 1)
+
+
+# gate, up, down as one expert's tensors are called
+PROJ = ("gate_proj", "up_proj", "down_proj")
+W = ("w1", "w3", "w2")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One set of experts in a layer. A stack holds all of them, leading axis the expert.
+
+    Where a family stores its experts one by one, `root` and `spelling` are that spelling.
+    """
+
+    root: str = "mlp.experts"
+    spelling: tuple[str, str, str] = PROJ
+    transposed: bool | None = False  # stacks are (expert, in, out); None: told by the hidden size
+    interleaved: bool = False  # gate and up alternate instead of lying one after the other
+    stacks: tuple[tuple[str, str], ...] = ()  # further names of stacks: (name, "gate+up" or one)
+    flat: tuple[tuple[str, str, bool], ...] = ()  # (name, projection, transposed): (expert*I, d)
+    whole: tuple[str, ...] = ()  # experts that are rows of a table, merged as one tensor
+
+
+@dataclass(frozen=True)
+class Concat:
+    """A tensor that other layouts store as equal parts of its leading axis."""
+
+    name: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router in a layer, and what stands beside it."""
+
+    weight: str = "mlp.gate.weight"
+    bias: str | None = None  # added to the logits
+    selection_bias: str | None = None
+    extra: tuple[str, ...] = ()  # prefixes of further tensors that feed the routing
+    real_rows: bool = False  # rows beyond the number of experts are no routed experts
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table. Names are relative to the decoder layer, in the original spelling."""
+
+    model_types: tuple[str, ...]
+    title: str
+    gate: GateRule
+    routers: tuple[Router, ...] = (Router(),)
+    experts: tuple[Experts, ...] = (Experts(),)
+    shared: tuple[str, ...] = ()
+    container: str = "model.layers"
+    renames: tuple[tuple[str, str], ...] = ()  # from another spelling to the original one
+    root_renames: tuple[tuple[str, str], ...] = ()
+    concats: tuple[Concat, ...] = ()
+    dense: str | None = None  # the config key that makes some layers dense
+    served: bool = True
+    reason: str | None = None  # why routers of this family are not calibrated
+    passed_over: tuple[str, str] | None = None  # (tensor that marks such a layer, reason)
+
+    @property
+    def model_type(self) -> str:
+        """The name of the row."""
+        return self.model_types[0]

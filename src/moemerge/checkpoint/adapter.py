@@ -1,0 +1,242 @@
+"""A PEFT LoRA adapter folder: its settings and which of its tensors belong together.
+
+PEFT names a pair `base_model.model.MODULE.lora_A.weight` / `lora_B`. A parameter that is no module
+of its own (`target_parameters`: a stack of experts, a router) is wrapped on its owner: the key
+names the owner alone, and several parameters of one owner nest, each outer one adding
+`.base_layer` to the keys of the inner ones.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from moemerge.checkpoint.reader import ADAPTER_WEIGHTS, TensorFile, open_file, read_json
+from moemerge.errors import CheckpointError
+
+CONFIG: Final = "adapter_config.json"
+PREFIX: Final = "base_model.model."
+_KEY: Final = re.compile(
+    r"(?P<module>.+?)(?P<nesting>(?:\.base_layer)*)\.(?P<kind>lora_A|lora_B|lora_embedding_A|"
+    r"lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.(?P<leaf>weight|bias))?"
+)
+# The order in which a module declares its parameters: the first is wrapped innermost.
+_DECLARED: Final = (
+    "gate_up_proj",
+    "gate_up_proj_bias",
+    "gate_proj",
+    "w1",
+    "v1",
+    "up_proj",
+    "w3",
+    "down_proj",
+    "down_proj_bias",
+    "w2",
+)
+# Settings under which the merged weight is not W + scaling * B @ A, or not known from the files.
+_REFUSED: Final = {
+    "use_qalora": "QALoRA pools its inputs",
+    "alora_invocation_tokens": "an activated LoRA acts on some tokens only",
+    "layer_replication": "it repeats layers of the base",
+    "trainable_token_indices": "it trains single tokens' embeddings",
+    "use_bdlora": "block-diagonal LoRA is not supported",
+    "arrow_config": "it routes between several adapters",
+    "kasa_config": "KaSA changes the base weights",
+    "monteclora_config": "MonteCLoRA samples its weights",
+}
+# Initialisations that subtract from the base weights, which the adapter then does not tell.
+_BASE_CHANGING_INITS: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What `adapter_config.json` says about the merged weight."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    fan_in_fan_out: bool
+    target_parameters: tuple[str, ...]
+
+    def rank_of(self, key: str) -> int:
+        return int(_by_pattern(self.rank_pattern, key, self.rank))
+
+    def scaling_of(self, key: str) -> float:
+        rank, alpha = self.rank_of(key), float(_by_pattern(self.alpha_pattern, key, self.alpha))
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def parameters_of(self, module: str) -> list[str]:
+        """The parameters of a module that `target_parameters` names, in declared order."""
+        found = {
+            target.rpartition(".")[2]
+            for target in self.target_parameters
+            for owner in [target.rpartition(".")[0]]
+            if module == owner or module.endswith(f".{owner}") or not owner
+        }
+        if len(found) > 1 and not found <= set(_DECLARED):
+            raise CheckpointError(
+                f"the adapter wraps {', '.join(sorted(found))} of {module}, whose order is unknown",
+                hint="merge the adapter with peft (merge_and_unload) and use the result",
+            )
+        return sorted(found, key=lambda n: _DECLARED.index(n) if n in _DECLARED else 0)
+
+
+def _by_pattern(patterns: Mapping[str, float], key: str, default: float) -> float:
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", key):
+            return value
+    return default
+
+
+@dataclass
+class LoraPair:
+    """The adapter tensors that together change one parameter of the model."""
+
+    parameter: str  # as the model in memory names it
+    a: str = ""
+    b: str = ""
+    bias: str | None = None
+    magnitude: str | None = None  # DoRA
+    embedding: bool = False
+    rank: int = 0
+    scaling: float = 0.0
+
+    @property
+    def names(self) -> list[str]:
+        return [n for n in (self.a, self.b, self.bias, self.magnitude) if n]
+
+
+@dataclass
+class Adapter:
+    """An opened adapter: pairs that add to parameters, and tensors that replace them."""
+
+    path: Path
+    settings: LoraSettings
+    config: dict[str, Any]
+    file: TensorFile
+    pairs: list[LoraPair] = field(default_factory=list)
+    replacements: dict[str, str] = field(default_factory=dict)  # parameter -> adapter tensor
+
+
+def open_adapter(folder: Path) -> Adapter:
+    """Read settings and headers; refuses adapters whose effect is not a low-rank sum."""
+    config = read_json(folder / CONFIG, f"a PEFT adapter folder has an {CONFIG}")
+    settings = _settings(config, folder / CONFIG)
+    weights = next((folder / n for n in ADAPTER_WEIGHTS if (folder / n).exists()), None)
+    if weights is None:
+        raise CheckpointError(
+            f"{folder} has no adapter weights, expected {' or '.join(ADAPTER_WEIGHTS)}",
+            hint="point at the adapter's folder, as peft's save_pretrained wrote it",
+        )
+    adapter = Adapter(folder, settings, config, open_file(weights))
+    try:
+        _sort_tensors(adapter)
+    except BaseException:
+        adapter.file.close()
+        raise
+    return adapter
+
+
+def _settings(config: Mapping[str, Any], path: Path) -> LoraSettings:
+    merge_hint = "merge the adapter with peft (merge_and_unload) and use the result"
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{path}: the adapter is of type {config.get('peft_type')!r}, expected 'LORA'",
+            hint=merge_hint,
+        )
+    for key, reason in _REFUSED.items():
+        if config.get(key):
+            raise CheckpointError(f"{path}: {key} is set, and {reason}", hint=merge_hint)
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
+        raise CheckpointError(
+            f"{path}: the adapter was started by {init!r}, which changed the base weights",
+            hint="save it with path_initial_model_for_weight_conversion, or merge it with peft",
+        )
+    try:
+        return LoraSettings(
+            rank=int(config["r"]),
+            alpha=float(config["lora_alpha"]),
+            rslora=bool(config.get("use_rslora", False)),
+            rank_pattern=dict(config.get("rank_pattern") or {}),
+            alpha_pattern=dict(config.get("alpha_pattern") or {}),
+            fan_in_fan_out=bool(config.get("fan_in_fan_out", False)),
+            target_parameters=tuple(config.get("target_parameters") or ()),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: r and lora_alpha must be numbers, the patterns objects: {error!r}",
+            hint="use the file that peft's save_pretrained wrote",
+        ) from error
+
+
+def _sort_tensors(adapter: Adapter) -> None:
+    pairs: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)
+    for name in adapter.file.tensors:
+        match = _KEY.fullmatch(name.removeprefix(PREFIX))
+        if match is None:
+            parameter = name.removeprefix(PREFIX).replace(".modules_to_save.default.", ".")
+            parameter = parameter.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
+            adapter.replacements[parameter] = name
+        else:
+            kind = match["kind"] + ("_bias" if match["leaf"] == "bias" else "")
+            pairs[match["module"], match["nesting"].count(".")][kind] = name
+    depth: dict[str, int] = defaultdict(int)
+    for module, nesting in pairs:
+        depth[module] = max(depth[module], nesting)
+    for (module, nesting), found in pairs.items():
+        parameter = _parameter(adapter.settings, module, depth[module] - nesting, depth[module] + 1)
+        adapter.pairs.append(_pair(adapter, parameter, found))
+
+
+def _parameter(settings: LoraSettings, module: str, position: int, count: int) -> str:
+    """The parameter that the wrapper at `position` (from the inside) of `count` changes."""
+    wrapped = settings.parameters_of(module)
+    if not wrapped and count == 1:
+        return f"{module}.weight"
+    if len(wrapped) != count:
+        raise CheckpointError(
+            f"the adapter has {count} nested pairs on {module}, but its target_parameters name "
+            f"{', '.join(wrapped) or 'none'} there",
+            hint="use the adapter_config.json that was saved with these weights",
+        )
+    return f"{module}.{wrapped[position]}"
+
+
+def _pair(adapter: Adapter, parameter: str, found: Mapping[str, str]) -> LoraPair:
+    embedding = "lora_embedding_A" in found
+    suffix = "embedding_" if embedding else ""
+    a, b = found.get(f"lora_{suffix}A"), found.get(f"lora_{suffix}B")
+    if a is None or b is None:
+        raise CheckpointError(
+            f"{adapter.file.path} has {', '.join(found.values())} for {parameter} without the "
+            "other half of the pair",
+            hint="the adapter is incomplete; save it again",
+        )
+    # PEFT matches its patterns against the module's name, or the parameter's where it is wrapped.
+    wrapped = bool(adapter.settings.parameters_of(parameter.rpartition(".")[0]))
+    key = parameter if wrapped else parameter.removesuffix(".weight")
+    return LoraPair(
+        parameter,
+        a,
+        b,
+        bias=found.get("lora_B_bias"),
+        magnitude=found.get("lora_magnitude_vector"),
+        embedding=embedding,
+        rank=adapter.settings.rank_of(key),
+        scaling=adapter.settings.scaling_of(key),
+    )
+
+
+def listed(names: Iterable[str], limit: int = 5) -> str:
+    """The first few of many names."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more

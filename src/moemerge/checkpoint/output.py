@@ -1,0 +1,264 @@
+"""An output folder that appears whole or not at all.
+
+Everything is written into a hidden folder beside it (`.OUT.partial-PID-RANDOM`), which is renamed
+at the end. A killed run leaves that folder behind; the next run with the same OUT removes it,
+if its process is gone and nobody holds its lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from moemerge.checkpoint.companions import CARRIED_FOLDERS, is_weights
+from moemerge.checkpoint.sizes import format_size
+from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
+from moemerge.runtime.devices import free_disk
+
+# Folders that other tools leave in a model folder; nothing of the user's own is in them.
+_KNOWN_FOLDERS: Final = frozenset({*CARRIED_FOLDERS, ".cache"})
+_ADVICE: Final = {
+    errno.ENOSPC: "free some space, or choose an output folder on another disk",
+    errno.EDQUOT: "your disk quota is used up; free some space or choose another folder",
+    errno.EACCES: "you may not write there; choose another output folder or change permissions",
+    errno.EPERM: "you may not write there; choose another output folder or change permissions",
+    errno.EROFS: "that disk is read-only; choose an output folder on another one",
+    errno.ENOTDIR: "a part of the path is a file; choose another output folder",
+}
+
+
+def require_space(out: Path, nbytes: int) -> None:
+    """Refuse a job whose output cannot fit on the disk."""
+    free = free_disk(out)
+    if free < nbytes:
+        raise ResourceError(
+            f"{out} needs {format_size(nbytes)}, but only {format_size(free)} are free there",
+            hint=_ADVICE[errno.ENOSPC],
+        )
+
+
+def check_output(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+    """Refuse an output folder that must not be written, before any work is done."""
+    target = _real(out)
+    for folder in map(_real, inputs):
+        if target == folder or target.is_relative_to(folder) or folder.is_relative_to(target):
+            where = "is" if target == folder else "overlaps"
+            raise CheckpointError(
+                f"the output {out} {where} the input folder {folder}",
+                hint="choose an output folder outside every input",
+            )
+    if os.path.lexists(target):
+        _check_replaceable(out, target, overwrite)
+    _check_writable(out, target)
+
+
+def _check_writable(out: Path, target: Path) -> None:
+    parent = target.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise CheckpointError(
+            f"the output {out} cannot be made: {parent} is a file", hint=_ADVICE[errno.ENOTDIR]
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        read_only = os.statvfs(parent).f_flag & os.ST_RDONLY
+        raise CheckpointError(
+            f"the output {out} cannot be made: {parent} is not writable",
+            hint=_ADVICE[errno.EROFS if read_only else errno.EACCES],
+        )
+
+
+def _check_replaceable(out: Path, target: Path, overwrite: bool) -> None:
+    if not target.is_dir():
+        raise CheckpointError(
+            f"the output {out} exists and is a file", hint="choose another output folder"
+        )
+    if not overwrite:
+        raise CheckpointError(
+            f"the output {out} exists", hint="choose another folder, or allow --overwrite"
+        )
+    entries = list(target.iterdir())
+    foreign = [p.name for p in entries if p.is_dir() and p.name not in _KNOWN_FOLDERS]
+    is_model = any(p.name == "config.json" or is_weights(p.name) for p in entries)
+    if entries and (foreign or not is_model):
+        reason = f"it holds the folder {foreign[0]}" if foreign else "it holds no model"
+        raise CheckpointError(
+            f"the output {out} exists and is not overwritten: {reason}, so other data would be "
+            "lost with it",
+            hint="choose another output folder, or empty this one yourself",
+        )
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns a failure of the file system into an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise output_error(error, path) from error
+
+
+def output_error(error: OSError, path: Path) -> MoeMergeError:
+    return CheckpointError(
+        f"{path} cannot be written: {error.strerror or error}",
+        hint=_ADVICE.get(error.errno or 0, "check the disk, or choose another output folder"),
+    )
+
+
+class OutputFolder:
+    """The hidden folder that becomes OUT on `commit`, or vanishes on `abort`."""
+
+    def __init__(self, out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+        check_output(out, overwrite=overwrite, inputs=inputs)
+        self.out = out
+        self._target = _real(out)
+        self._overwrite = overwrite
+        self._made: list[Path] = []
+        self._lock: int | None = None
+        self.committed = False
+        self.path = self._sibling("partial")
+        with writing(out):
+            try:
+                self._make_parents()
+                self._remove_stale()
+                self.path.mkdir()
+                self._lock = _lock(self.path)
+            except OSError:
+                self.abort()
+                raise
+
+    def _sibling(self, kind: str) -> Path:
+        name = f".{self._target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
+        return self._target.with_name(name)
+
+    def _make_parents(self) -> None:
+        missing = [p for p in self._target.parents if not p.exists()]
+        for parent in reversed(missing):
+            parent.mkdir(exist_ok=True)
+            self._made.append(parent)
+
+    def _remove_stale(self) -> None:
+        pattern = re.compile(rf"\.{re.escape(self._target.name)}\.partial-(\d+)-[0-9a-f]{{8}}")
+        for path in self._target.parent.iterdir():
+            match = pattern.fullmatch(path.name)
+            if match is None or _is_alive(int(match[1])):
+                continue
+            lock = _lock(path)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+    def commit(self) -> None:
+        """Rename into place. With `overwrite` the old folder is moved aside first and deleted
+        only once the new one is there."""
+        with writing(self.out):
+            sync_folder(self.path)
+            old = self._move_aside()
+            try:
+                os.rename(self.path, self._target)
+            except OSError:
+                if old is not None:
+                    os.rename(old, self._target)
+                raise
+            self.committed = True
+            sync_folder(self._target.parent)
+        self._unlock()
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _move_aside(self) -> Path | None:
+        if not os.path.lexists(self._target):
+            return None
+        # It may have come into being, or have been filled, while the work was going on.
+        _check_replaceable(self.out, self._target, self._overwrite)
+        old = self._sibling("replaced")
+        os.rename(self._target, old)
+        return old
+
+    def abort(self) -> None:
+        """Remove everything that was made. Does nothing after a commit."""
+        if self.committed:
+            return
+        self._unlock()
+        shutil.rmtree(self.path, ignore_errors=True)
+        for parent in reversed(self._made):
+            with contextlib.suppress(OSError):  # somebody else uses it by now
+                parent.rmdir()
+        self._made.clear()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _lock(folder: Path) -> int | None:
+    """An exclusive lock on a folder, or None where somebody holds it or locks do not work."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy contents, sharing blocks where the file system can. Symlinks are followed."""
+    with open(source, "rb") as reader, open(target, "xb") as writer:
+        left = os.fstat(reader.fileno()).st_size
+        try:
+            while left > 0:
+                count = os.copy_file_range(reader.fileno(), writer.fileno(), left)
+                if count == 0:
+                    break
+                left -= count
+        except OSError as error:
+            if error.errno not in {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
+                raise
+            reader.seek(0)
+            writer.seek(0)
+            shutil.copyfileobj(reader, writer, 2**20)
+        writer.flush()
+        os.fsync(writer.fileno())
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file durably, in place of one of that name."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,294 @@
+"""A copy of a checkpoint with some tensors replaced: what calibrating the routers needs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from moemerge.checkpoint.companions import CARRIED_FOLDERS, folder_files, is_weights
+from moemerge.checkpoint.lora import AdaptedCheckpoint
+from moemerge.checkpoint.output import OutputFolder, copy_file, write_file, writing
+from moemerge.checkpoint.reader import INDEX, PICKLED_INDEX, Checkpoint, is_inside
+from moemerge.checkpoint.safetensors_file import SafetensorsFile
+from moemerge.checkpoint.tensors import TensorInfo, as_bytes
+from moemerge.checkpoint.writer import CheckpointWriter
+from moemerge.errors import CheckpointError
+
+DEFAULT_SHARD_BYTES: Final = 5_000_000_000
+_COPY_BLOCK_BYTES: Final = 64 * 2**20
+
+
+class _Target(Protocol):
+    def write(self, name: str, tensor: Tensor, row: int) -> None: ...
+
+    def add_bytes(self, filename: str, data: bytes) -> None: ...
+
+    def add_file(self, source: Path, name: str | None) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class CheckpointPatch:
+    """A new folder OUT with the source's files, in which `write` replaces tensors or rows.
+
+    Layout, sharding and all files beside the weights stay as they are. `link` makes hard links of
+    the shards in which nothing is replaced, which costs no space but ties the two folders
+    together: do not edit either in place. Pickled and adapted (`model+lora`) sources are written
+    anew as safetensors. OUT appears on `commit` or not at all.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        out: Path,
+        *,
+        overwrite: bool = False,
+        link: bool = False,
+        inputs: Sequence[Path] = (),
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+    ) -> None:
+        self.source = source
+        self.out = out
+        inputs = (source.path, *inputs)
+        in_place = not isinstance(source, AdaptedCheckpoint) and all(
+            isinstance(file, SafetensorsFile) for file in source.files
+        )
+        self._target: _Target = (
+            _PatchedCopy(source, out, overwrite=overwrite, link=link, inputs=inputs)
+            if in_place
+            else _Rewritten(
+                source, out, overwrite=overwrite, inputs=inputs, shard_bytes=shard_bytes
+            )
+        )
+
+    def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
+        """Replace a tensor, or the leading-axis rows from `row` on. Safe from any thread; a row
+        is replaced at most once."""
+        info = self.source.tensors.get(name)
+        if info is None:
+            self.source.file_of(name)  # raises, with a suggestion
+        else:
+            _check_fits(info, tensor, row)
+        self._target.write(name, tensor, row)
+
+    def add_bytes(self, filename: str, data: bytes) -> None:
+        """Put a small file into the output, in place of the source's of that name."""
+        self._target.add_bytes(filename, data)
+
+    def add_file(self, source: Path, name: str | None = None) -> None:
+        """Copy a file into the output, in place of the source's of that name."""
+        self._target.add_file(source, name)
+
+    def commit(self) -> None:
+        self._target.commit()
+
+    def abort(self) -> None:
+        self._target.abort()
+
+    def __enter__(self) -> CheckpointPatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+
+def _check_fits(info: TensorInfo, tensor: Tensor, row: int) -> None:
+    stop = row + (tensor.shape[0] if tensor.dim() else 1)
+    shape = info.shape if not info.shape else info.block_shape((row, stop))
+    if tensor.dtype != info.dtype or tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{info.name!r} is {list(info.shape)} {info.dtype}; it cannot take "
+            f"{list(tensor.shape)} {tensor.dtype} at row {row}",
+            hint="a patch keeps shapes and dtypes",
+        )
+
+
+def other_files(source: Checkpoint) -> dict[str, Path]:
+    """All files of a model folder but its weights: stale weights beside the index included, and
+    training states, which would contradict the patched ones."""
+    entries = [p for p in source.path.iterdir() if p.is_file() and not p.name.startswith(".")]
+    found = {p.name: p for p in entries if not is_weights(p.name)}
+    for name in CARRIED_FOLDERS:
+        found |= folder_files(source.path, name)
+    return found
+
+
+class _PatchedCopy:
+    """Copies shards byte for byte and overwrites tensors where they lie.
+
+    A shard is copied when it is first written to, the others on commit.
+    """
+
+    def __init__(
+        self, source: Checkpoint, out: Path, *, overwrite: bool, link: bool, inputs: Sequence[Path]
+    ) -> None:
+        self._source = source
+        self._link = link
+        self._out = out
+        self._copied: dict[str, int] = {}  # shard name -> descriptor of the copy
+        self._lock = threading.Lock()
+        self._closed = False
+        self._folder = OutputFolder(out, overwrite=overwrite, inputs=inputs)
+
+    def write(self, name: str, tensor: Tensor, row: int) -> None:
+        file = self._source.file_of(name)
+        if not isinstance(file, SafetensorsFile):
+            raise AssertionError("a patched copy has safetensors files alone")
+        stored = file.stored[name]
+        data = as_bytes(tensor.detach().cpu().contiguous())
+        with writing(self._out), self._lock:
+            self._check_open()
+            fd = self._copy(file)
+            offset = stored.offset + row * stored.info.row_bytes
+            done = 0
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], offset + done)
+
+    def _copy(self, file: SafetensorsFile) -> int:
+        name = self._name(file)
+        if name not in self._copied:
+            target = self._place(name)
+            copy_file(file.path, target)
+            self._copied[name] = os.open(target, os.O_RDWR | os.O_CLOEXEC)
+        return self._copied[name]
+
+    def _name(self, file: SafetensorsFile) -> str:
+        return str(file.path.relative_to(self._source.path))
+
+    def _place(self, name: str) -> Path:
+        if not is_inside(name):
+            raise CheckpointError(f"the file name {name!r} would leave the output {self._out}")
+        path = self._folder.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"the output {self._out} was closed already")
+
+    def add_bytes(self, filename: str, data: bytes) -> None:
+        with writing(self._out), self._lock:
+            self._check_open()
+            write_file(self._place(filename), data)
+
+    def add_file(self, source: Path, name: str | None) -> None:
+        with writing(self._out), self._lock:
+            self._check_open()
+            path = self._place(name if name is not None else source.name)
+            path.unlink(missing_ok=True)
+            copy_file(source, path)
+
+    def commit(self) -> None:
+        try:
+            with writing(self._out), self._lock:
+                self._check_open()
+                self._copy_rest()
+                for fd in self._copied.values():
+                    os.fsync(fd)
+            self._release()
+            self._folder.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _copy_rest(self) -> None:
+        for file in self._source.files:
+            name = str(file.path.relative_to(self._source.path))
+            if name not in self._copied:
+                self._adopt(file.path, self._place(name))
+        others = other_files(self._source)
+        if (self._source.path / INDEX).exists():
+            others[INDEX] = self._source.path / INDEX
+        for name, path in others.items():
+            target = self._place(name)
+            if not target.exists():
+                copy_file(path, target)
+
+    def _adopt(self, source: Path, target: Path) -> None:
+        if self._link:
+            try:
+                os.link(os.path.realpath(source), target)
+                return
+            except OSError as error:
+                if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP}:
+                    raise
+        copy_file(source, target)
+
+    def abort(self) -> None:
+        self._release()
+        self._folder.abort()
+
+    def _release(self) -> None:
+        with self._lock:
+            self._closed = True
+            for fd in self._copied.values():
+                os.close(fd)
+            self._copied.clear()
+
+
+class _Rewritten:
+    """Writes every tensor anew; what was not replaced is read from the source on commit."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        out: Path,
+        *,
+        overwrite: bool,
+        inputs: Sequence[Path],
+        shard_bytes: int,
+    ) -> None:
+        self._source = source
+        self._added: set[str] = set()
+        self._writer = CheckpointWriter(
+            out,
+            list(source.tensors.values()),
+            shard_bytes=shard_bytes,
+            overwrite=overwrite,
+            inputs=inputs,
+        )
+
+    def write(self, name: str, tensor: Tensor, row: int) -> None:
+        self._writer.write(name, tensor, row)
+
+    def add_bytes(self, filename: str, data: bytes) -> None:
+        self._added.add(filename)
+        self._writer.add_bytes(filename, data)
+
+    def add_file(self, source: Path, name: str | None) -> None:
+        self._added.add(name if name is not None else source.name)
+        self._writer.add_file(source, name)
+
+    def commit(self) -> None:
+        try:
+            for name, spans in self._writer.missing().items():
+                for start, stop in spans:
+                    self._copy_rows(self._source.tensors[name], start, stop)
+            files = {**other_files(self._source), **self._source.companions()}
+            for name, path in files.items():
+                if name not in self._added and name != PICKLED_INDEX:
+                    self._writer.add_file(path, name)
+            self._writer.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _copy_rows(self, info: TensorInfo, start: int, stop: int) -> None:
+        if not info.shape:
+            self._writer.write(info.name, self._source.read(info.name))
+            return
+        step = max(1, _COPY_BLOCK_BYTES // max(1, info.row_bytes))
+        for row in range(start, stop, step):
+            block = self._source.read(info.name, (row, min(row + step, stop)))
+            self._writer.write(info.name, block, row)
+
+    def abort(self) -> None:
+        self._writer.abort()

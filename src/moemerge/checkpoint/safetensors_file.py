@@ -1,0 +1,279 @@
+"""One safetensors file, read by `pread`.
+
+The header is checked whole before a tensor is read. Reads do not go through mmap: a mapping counts
+every page it has touched as resident memory, so a merge would appear to hold all its inputs.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from moemerge.checkpoint.tensors import DTYPE_OF, NAME_OF, PACKED, TensorInfo, as_bytes
+from moemerge.errors import CheckpointError
+from moemerge.registry import did_you_mean
+
+LENGTH_BYTES: Final = 8
+MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
+HEADER_ALIGNMENT: Final = 8
+METADATA: Final = "__metadata__"
+REPLACE_FILE: Final = "the file is damaged or was not fully downloaded; fetch it again"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `offset` counts from the start of the file."""
+
+    info: TensorInfo
+    offset: int
+
+
+class SafetensorsFile:
+    """An open file: its tensors in the order of their bytes. Reading is safe from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = _open(path)
+        self._closer = weakref.finalize(self, os.close, self._fd)
+        try:
+            self.size = os.fstat(self._fd).st_size
+            self.stored, self.metadata = read_header(self._fd, self.size, path)
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: Mapping[str, TensorInfo] = {n: s.info for n, s in self.stored.items()}
+
+    def close(self) -> None:
+        self._closer()
+
+    def read(
+        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """A tensor or a range of its leading-axis rows, into fresh memory or into `out`."""
+        stored = self.stored[name]
+        info = stored.info
+        shape = info.block_shape(rows)
+        if out is None:
+            out = torch.empty(shape, dtype=info.dtype)
+        elif tuple(out.shape) != shape or out.dtype != info.dtype or not out.is_contiguous():
+            raise CheckpointError(
+                f"a buffer of {list(out.shape)} {out.dtype} was given for {name!r}, "
+                f"which is {list(shape)} {info.dtype} and contiguous"
+            )
+        offset = stored.offset + (rows[0] * info.row_bytes if rows else 0)
+        self._fill(as_bytes(out), offset, name)
+        return out
+
+    def sample(self, name: str, limit: int) -> bytes:
+        """At most `limit` bytes from the middle of a tensor."""
+        stored = self.stored[name]
+        count = min(limit, stored.info.nbytes)
+        buffer = bytearray(count)
+        self._fill(memoryview(buffer), stored.offset + (stored.info.nbytes - count) // 2, name)
+        return bytes(buffer)
+
+    def _fill(self, buffer: memoryview, offset: int, name: str) -> None:
+        if not self._closer.alive:
+            raise CheckpointError(f"{self.path} was closed before {name!r} was read")
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} cannot be read: {error.strerror}",
+                    hint="the disk or network share fails; copy the model elsewhere and try again",
+                ) from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} ends after {done} of {len(buffer)} bytes; "
+                    "the file was cut short after it was opened",
+                    hint="do not change a model while it is read",
+                )
+            done += count
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        hint = {
+            errno.ENOENT: "fetch the missing file, or point at the right folder",
+            errno.EACCES: "give yourself permission to read it",
+            errno.EMFILE: "too many files are open at once; raise the limit, e.g. ulimit -n 65536",
+        }.get(error.errno or 0)
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}", hint=hint) from error
+
+
+def read_header(
+    fd: int, size: int, path: Path
+) -> tuple[dict[str, StoredTensor], Mapping[str, str]]:
+    """Parse and check the header of an open file of `size` bytes."""
+    length = _header_length(fd, size, path)
+    raw = os.pread(fd, length, LENGTH_BYTES)
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: the header is not valid JSON: {error}", hint=REPLACE_FILE
+        ) from error
+    if not isinstance(header, dict):
+        raise CheckpointError(
+            f"{path}: the header is a JSON {type(header).__name__}, expected an object",
+            hint=REPLACE_FILE,
+        )
+    metadata = _metadata(header.pop(METADATA, {}), path)
+    start = LENGTH_BYTES + length
+    entries = [_entry(name, entry, path) for name, entry in header.items()]
+    entries.sort(key=lambda e: (e[1], e[2]))
+    _check_coverage(entries, size - start, path)
+    return {info.name: StoredTensor(info, start + begin) for info, begin, _ in entries}, metadata
+
+
+def _header_length(fd: int, size: int, path: Path) -> int:
+    if size < LENGTH_BYTES:
+        raise CheckpointError(
+            f"{path} has {size} bytes, too few for a safetensors header", hint=REPLACE_FILE
+        )
+    (length,) = struct.unpack("<Q", os.pread(fd, LENGTH_BYTES, 0))
+    if length > size - LENGTH_BYTES:
+        raise CheckpointError(
+            f"{path}: the header claims {length} bytes, but only {size - LENGTH_BYTES} follow; "
+            "it is truncated or no safetensors file (a Git LFS pointer, perhaps)",
+            hint=REPLACE_FILE,
+        )
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path}: the header claims {length} bytes, at most {MAX_HEADER_BYTES} are allowed",
+            hint=REPLACE_FILE,
+        )
+    return int(length)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice!r} occurs twice")
+    return result
+
+
+def _metadata(value: object, path: Path) -> Mapping[str, str]:
+    if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
+        return value
+    raise CheckpointError(
+        f"{path}: {METADATA} must map strings to strings, got {str(value)[:80]}", hint=REPLACE_FILE
+    )
+
+
+def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
+    """One tensor's header entry as (info, begin, end), offsets counted from the data's start."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has the header entry {str(entry)[:80]}, "
+            "expected dtype, shape and data_offsets",
+            hint=REPLACE_FILE,
+        )
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPE_OF:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has dtype {dtype!r}{did_you_mean(str(dtype), DTYPE_OF)}",
+            hint=f"readable: {', '.join(DTYPE_OF)}; save the model in one of these",
+        )
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}, "
+            "expected lists of non-negative integers, two of them for the offsets",
+            hint=REPLACE_FILE,
+        )
+    info = TensorInfo.of(name, DTYPE_OF[dtype], _torch_shape(shape, DTYPE_OF[dtype]))
+    begin, end = offsets
+    if end - begin != info.nbytes:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} of shape {shape} and dtype {dtype} needs {info.nbytes} "
+            f"bytes, but its offsets {begin}:{end} hold {end - begin}",
+            hint=REPLACE_FILE,
+        )
+    return info, begin, end
+
+
+def _torch_shape(shape: list[int], dtype: torch.dtype) -> list[int]:
+    pack = PACKED.get(dtype, 1)
+    return [*shape[:-1], shape[-1] // pack] if shape else []
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
+    )
+
+
+def _check_coverage(
+    entries: Sequence[tuple[TensorInfo, int, int]], data_bytes: int, path: Path
+) -> None:
+    """The tensors must cover the data exactly, one after the other."""
+    expected = 0
+    for info, begin, end in entries:
+        if begin != expected:
+            kind = "overlaps the one before" if begin < expected else "leaves a gap before it"
+            raise CheckpointError(
+                f"{path}: tensor {info.name!r} {kind}: it begins at byte {begin}, "
+                f"expected {expected}",
+                hint=REPLACE_FILE,
+            )
+        if end > data_bytes:
+            raise CheckpointError(
+                f"{path}: tensor {info.name!r} ends at byte {end} of the data, "
+                f"but the file holds {data_bytes}; it is truncated",
+                hint=REPLACE_FILE,
+            )
+        expected = end
+    if expected != data_bytes:
+        raise CheckpointError(
+            f"{path}: {data_bytes - expected} bytes after the last tensor belong to none",
+            hint=REPLACE_FILE,
+        )
+
+
+def build_header(infos: Sequence[TensorInfo]) -> tuple[bytes, dict[str, int]]:
+    """A header (with its length) for `infos`, and each tensor's offset in the file.
+
+    Wider dtypes come first, so that every tensor is aligned to its own element size.
+    """
+    ordered = sorted(infos, key=lambda info: -info.dtype.itemsize)
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    begins: dict[str, int] = {}
+    end = 0
+    for info in ordered:
+        begins[info.name] = end
+        end += info.nbytes
+        header[info.name] = {
+            "dtype": dtype_label(info),
+            "shape": info.stored_shape,
+            "data_offsets": [begins[info.name], end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    start = LENGTH_BYTES + len(text)
+    return struct.pack("<Q", len(text)) + text, {n: start + b for n, b in begins.items()}
+
+
+def dtype_label(info: TensorInfo) -> str:
+    """What safetensors calls the dtype; refuses one that it cannot store."""
+    if info.dtype not in NAME_OF:
+        raise CheckpointError(
+            f"tensor {info.name!r} has dtype {info.dtype}, which safetensors cannot store",
+            hint=f"it can store {', '.join(str(d) for d in NAME_OF)}",
+        )
+    return NAME_OF[info.dtype]

@@ -1,0 +1,292 @@
+"""Writing a checkpoint: all tensors are declared first, then filled in any order by any thread."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from torch import Tensor
+
+from moemerge.checkpoint.output import OutputFolder, copy_file, output_error, write_file, writing
+from moemerge.checkpoint.reader import INDEX, SINGLE, is_inside
+from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_label
+from moemerge.checkpoint.tensors import TensorInfo, as_bytes
+from moemerge.errors import CheckpointError, MoeMergeError
+from moemerge.registry import did_you_mean
+
+# A shard is pushed to the disk while it grows, so that little is left to wait for at the end.
+SYNC_BYTES: Final = 128 * 2**20
+
+
+@dataclass
+class _Shard:
+    path: Path
+    fd: int
+    left: int  # bytes of tensors still to be written
+    unsynced: int = 0
+
+
+@dataclass
+class _Progress:
+    """Which rows of a tensor are written or being written: disjoint, sorted, joined."""
+
+    info: TensorInfo
+    shard: _Shard
+    offset: int
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+    def claim(self, start: int, stop: int) -> None:
+        at = bisect.bisect_left(self.spans, (start, stop))
+        before = self.spans[at - 1] if at > 0 else (0, -1)
+        after = self.spans[at] if at < len(self.spans) else None
+        if before[1] > start or (after is not None and after[0] < stop):
+            raise CheckpointError(
+                f"rows {start}:{stop} of tensor {self.info.name!r} are written a second time"
+            )
+        if before[1] == start:
+            at, start = at - 1, before[0]
+            del self.spans[at]
+        if after is not None and after[0] == stop:
+            stop = after[1]
+            del self.spans[at]
+        self.spans.insert(at, (start, stop))
+
+    def gaps(self) -> list[tuple[int, int]]:
+        if self.info.nbytes == 0:
+            return []
+        edges = [0, *(edge for span in self.spans for edge in span), self.info.rows]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [(start, stop) for start, stop in pairs if start < stop]
+
+
+class CheckpointWriter:
+    """Writes safetensors shards beside OUT and renames them into place on `commit`.
+
+    A context manager: leaving it without a commit aborts and leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        tensors: Sequence[TensorInfo],
+        *,
+        shard_bytes: int,
+        overwrite: bool,
+        inputs: Sequence[Path] = (),
+    ) -> None:
+        shards = plan_shards(tensors, shard_bytes)
+        self.out = out
+        self._tensors: dict[str, _Progress] = {}
+        self._shards: list[_Shard] = []
+        self._condition = threading.Condition()
+        self._writing = 0
+        self._closed = False
+        self._error: MoeMergeError | None = None
+        self._syncs: list[Future[None]] = []
+        self._folder = OutputFolder(out, overwrite=overwrite, inputs=inputs)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="moemerge-sync")
+        try:
+            with writing(out):
+                for name, infos in shards.items():
+                    self._create(name, infos)
+        except BaseException:
+            self.abort()
+            raise
+        self._index = None if len(shards) == 1 else _index(shards)
+
+    def _create(self, name: str, infos: Sequence[TensorInfo]) -> None:
+        header, offsets = build_header(infos)
+        data_bytes = sum(info.nbytes for info in infos)
+        path = self._folder.path / name
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        shard = _Shard(path, fd, data_bytes)
+        self._shards.append(shard)
+        _pwrite(fd, memoryview(header), 0)
+        os.ftruncate(fd, len(header) + data_bytes)
+        for info in infos:
+            self._tensors[info.name] = _Progress(info, shard, offsets[info.name])
+
+    def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
+        """Write a tensor, or a block of its leading-axis rows from `row` on.
+
+        Each row is written once; shape and dtype must be those declared.
+        """
+        progress = self._progress(name)
+        info = progress.info
+        rows = tensor.shape[0] if tensor.dim() else 1
+        self._check(info, tensor, row, rows)
+        data = as_bytes(tensor.detach().cpu().contiguous())
+        with self._condition:
+            self._check_open()
+            progress.claim(row, row + rows)
+            self._writing += 1
+        try:
+            _pwrite(progress.shard.fd, data, progress.offset + row * info.row_bytes)
+        except OSError as error:
+            problem = output_error(error, self.out)
+            with self._condition:
+                self._error = self._error or problem
+            raise problem from error
+        finally:
+            with self._condition:
+                self._writing -= 1
+                self._condition.notify_all()
+        self._account(progress.shard, len(data))
+
+    def _progress(self, name: str) -> _Progress:
+        if name not in self._tensors:
+            raise CheckpointError(
+                f"tensor {name!r} was not declared for {self.out}"
+                f"{did_you_mean(name, self._tensors)}"
+            )
+        return self._tensors[name]
+
+    def _check(self, info: TensorInfo, tensor: Tensor, row: int, rows: int) -> None:
+        whole = tuple(tensor.shape) == info.shape and row == 0
+        block = (
+            bool(info.shape)
+            and tensor.dim() == len(info.shape)
+            and tuple(tensor.shape[1:]) == info.shape[1:]
+            and 0 <= row <= row + rows <= info.rows
+        )
+        if tensor.dtype != info.dtype or not (whole or block):
+            raise CheckpointError(
+                f"tensor {info.name!r} was declared as {list(info.shape)} {info.dtype}, "
+                f"but {list(tensor.shape)} {tensor.dtype} came for row {row}"
+            )
+
+    def _account(self, shard: _Shard, count: int) -> None:
+        with self._condition:
+            shard.left -= count
+            shard.unsynced += count
+            if not self._closed and (shard.unsynced >= SYNC_BYTES or shard.left == 0):
+                shard.unsynced = 0
+                self._syncs.append(self._pool.submit(os.fdatasync, shard.fd))
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise CheckpointError(f"the output {self.out} was closed already")
+
+    def missing(self) -> dict[str, list[tuple[int, int]]]:
+        """The rows that nobody has written yet, by tensor."""
+        with self._condition:
+            gaps = {name: progress.gaps() for name, progress in self._tensors.items()}
+        return {name: spans for name, spans in gaps.items() if spans}
+
+    def add_bytes(self, filename: str, data: bytes) -> None:
+        """Put a small file (config, report, card) into the output."""
+        with writing(self.out):
+            write_file(self._place(filename), data)
+
+    def add_file(self, source: Path, name: str | None = None) -> None:
+        """Copy a file into the output, under its own name or another."""
+        with writing(self.out):
+            path = self._place(name if name is not None else source.name)
+            path.unlink(missing_ok=True)
+            copy_file(source, path)
+
+    def _place(self, filename: str) -> Path:
+        with self._condition:
+            self._check_open()
+        if not is_inside(filename):
+            raise CheckpointError(f"the file name {filename!r} would leave the output {self.out}")
+        path = self._folder.path / filename
+        if filename == INDEX or any(shard.path == path for shard in self._shards):
+            raise CheckpointError(f"{filename} is written by the checkpoint writer itself")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def commit(self) -> None:
+        """Check that every tensor is complete, make all durable, and rename into place."""
+        with self._condition:
+            self._check_open()
+            self._condition.wait_for(lambda: self._writing == 0)
+            self._check_open()
+        missing = self.missing()
+        if missing:
+            name, spans = next(iter(missing.items()))
+            raise CheckpointError(
+                f"{self.out} is incomplete: {len(missing)} of {len(self._tensors)} tensors lack "
+                f"rows, the first is {name!r} (rows {spans[0][0]}:{spans[0][1]})"
+            )
+        try:
+            with writing(self.out):
+                for sync in self._syncs:
+                    sync.result()
+                for shard in self._shards:
+                    os.fsync(shard.fd)
+                if self._index is not None:
+                    write_file(self._folder.path / INDEX, self._index)
+            self._release()
+            self._folder.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Leave nothing behind. Does nothing after a commit; writes still running are awaited."""
+        self._release()
+        self._folder.abort()
+
+    def _release(self) -> None:
+        with self._condition:
+            if self._closed:
+                return
+            self._closed = True
+            self._condition.wait_for(lambda: self._writing == 0)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for shard in self._shards:
+            os.close(shard.fd)
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+
+def plan_shards(tensors: Sequence[TensorInfo], shard_bytes: int) -> dict[str, list[TensorInfo]]:
+    """File name -> tensors, in the given order; a tensor is never split over two files."""
+    names: set[str] = set()
+    groups: list[list[TensorInfo]] = []
+    filled = 0
+    for info in tensors:
+        if info.name in names or info.name == METADATA:
+            raise CheckpointError(
+                f"an output cannot hold {info.name!r} (twice, or a reserved name)"
+            )
+        dtype_label(info)  # refuses what safetensors cannot store
+        names.add(info.name)
+        if not groups or (filled and filled + info.nbytes > shard_bytes):
+            groups.append([])
+            filled = 0
+        groups[-1].append(info)
+        filled += info.nbytes
+    if not groups:
+        raise CheckpointError("an output needs at least one tensor")
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    count = len(groups)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _index(shards: dict[str, list[TensorInfo]]) -> bytes:
+    total = sum(info.nbytes for infos in shards.values() for info in infos)
+    weight_map = {info.name: file for file, infos in shards.items() for info in infos}
+    document = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)

@@ -1,0 +1,89 @@
+"""Where text goes: results to stdout, progress, notes and errors to stderr."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as RichProgress
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def show_error(message: str) -> None:
+    first, _, rest = message.partition("\n")
+    err.print(f"[bold red]error:[/] {escape(first)}", soft_wrap=True)
+    if rest:
+        err.print(escape(rest), soft_wrap=True)
+
+
+def show_json(value: Any) -> None:
+    """One JSON document on stdout, for programs."""
+    out.print(json.dumps(value, indent=2, ensure_ascii=False), markup=False, soft_wrap=True)
+
+
+class Bar:
+    """A progress bar on stderr with rate and time left; silent where stderr is no terminal."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._visible = err.is_terminal and not quiet
+        self._lock = threading.Lock()
+        self._bar: RichProgress | None = None
+        self._task: Any = None
+
+    def start(self, what: str, total: int, *, unit: str) -> None:
+        if not self._visible:
+            return
+        self._bar = RichProgress(*_columns(unit), console=err, transient=True)
+        self._task = self._bar.add_task(what, total=total)
+        self._bar.start()
+
+    def advance(self, amount: int) -> None:
+        with self._lock:
+            if self._bar is not None:
+                self._bar.advance(self._task, amount)
+
+    def note(self, message: str) -> None:
+        if not self._quiet:
+            err.print(escape(message), soft_wrap=True)
+
+    def finish(self) -> None:
+        with self._lock:
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None
+
+
+def _columns(unit: str) -> list[ProgressColumn]:
+    amount: list[ProgressColumn] = (
+        [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+        if unit == "B"
+        else [MofNCompleteColumn(), TextColumn(unit)]
+    )
+    return [TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn()]
+
+
+@contextmanager
+def progress(*, quiet: bool) -> Iterator[Bar]:
+    """A bar that is always taken off the screen again."""
+    bar = Bar(quiet=quiet)
+    try:
+        yield bar
+    finally:
+        bar.finish()

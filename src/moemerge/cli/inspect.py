@@ -1,0 +1,35 @@
+"""`moemerge inspect`: what a model folder holds, from its headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import typer
+
+from moemerge.cli import options
+from moemerge.cli.console import out, show_json
+
+EXAMPLES = """
+Examples:
+
+    moemerge inspect merged/
+
+    moemerge inspect allenai/OLMoE-1B-7B-0125 --json
+"""
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("inspect", epilog=EXAMPLES)(inspect)
+
+
+def inspect(model: options.Model, json: options.Json = False) -> None:
+    """Say what MODEL is: family, layers, experts, gate, layout, bytes. Reads no tensor."""
+    from moemerge import api
+
+    description = api.inspect(model)
+    if json:
+        show_json(asdict(description))
+        return
+    from moemerge.cli.render import description_table
+
+    out.print(description_table(description))

@@ -1,0 +1,126 @@
+"""Every setting of a calibration, with the defaults that the command line and the API use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, PlainValidator
+
+from moemerge.config.fields import (
+    DataFiles,
+    Fraction,
+    PositiveInt,
+    Strict,
+    device_name,
+    layer_selection,
+    model_ref,
+)
+from moemerge.config.layers import LayerSelection
+from moemerge.config.models import ModelRef
+from moemerge.config.problems import ProblemsError, shown
+
+DEFAULT_ALPHA: Final = 0.9
+
+Dtype = Literal["auto", "float32", "float16", "bfloat16", "float64"]
+
+
+class CalibrationSettings(Strict):
+    """How routers are calibrated. `alpha` and `gamma` exclude each other: one unsets the other."""
+
+    alpha: Fraction | None = Field(
+        DEFAULT_ALPHA,
+        description="share of the full curvature; the rest is its diagonal (not with gamma)",
+    )
+    gamma: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = Field(
+        None, description="add gamma times the curvature's diagonal instead of blending by alpha"
+    )
+    layers: Annotated[LayerSelection, PlainValidator(layer_selection)] = Field(
+        LayerSelection(), description="which MoE layers: all, last:4, 8-15 or 0,2,5-7"
+    )
+    curvature: Literal["full", "diagonal", "identity"] = Field(
+        "full", description="how much of the gate's curvature is kept"
+    )
+    objective: Literal["quadratic", "exact"] = Field(
+        "quadratic", description="the quadratic model of the KL, or the KL itself (Newton)"
+    )
+    targets: Literal["merged-features", "source-features"] = Field(
+        "merged-features",
+        description="source routers on the merged model's features, or each source's own routing",
+    )
+    preconditioner: Literal["auto", "none", "jacobi", "block", "kronecker"] = Field(
+        "auto", description="what speeds the solver up; auto takes the fastest"
+    )
+    rtol: Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)] = Field(
+        1e-6, description="relative residual at which a solve has converged"
+    )
+    max_steps: PositiveInt = Field(1000, description="most solver steps per layer")
+    init: Literal["merged", "average", "zero"] = Field(
+        "merged", description="router the solver starts from"
+    )
+    max_tokens: PositiveInt | None = Field(
+        None, description="most tokens of each domain (default: all)"
+    )
+    max_length: PositiveInt = Field(2048, description="tokens at which a row is cut")
+    limit: PositiveInt | None = Field(None, description="most rows of each domain (default: all)")
+    seed: Annotated[int, Field(strict=True, ge=0)] = Field(
+        0, description="seed of every random choice"
+    )
+    holdout: Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)] = Field(
+        0.0, description="share of the rows kept out of every solve and measured separately"
+    )
+    offload: Literal["auto", "device", "cpu", "disk"] = Field(
+        "auto", description="where hidden states live between layers"
+    )
+    device: Annotated[str, PlainValidator(device_name)] = Field(
+        "auto", description="auto, cpu, cuda or cuda:N"
+    )
+    dtype: Dtype = Field("auto", description="dtype of the forward pass (auto: the checkpoint's)")
+    strict: Annotated[bool, Field(strict=True)] = Field(
+        False, description="fail when a layer does not converge"
+    )
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if "gamma" not in data:
+            return data
+        if "alpha" in data:
+            raise ProblemsError.one("alpha and gamma exclude each other: give one", "gamma")
+        return {**data, "alpha": None}
+
+
+CalibrationSources = dict[str, ModelRef] | tuple[str, ...]
+
+
+def _sources(raw: object) -> CalibrationSources:
+    if isinstance(raw, Mapping) and raw:
+        return {str(name): _named(name, model) for name, model in raw.items()}
+    names = raw if isinstance(raw, (list, tuple)) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ProblemsError.one(f"expected name: model, or a list of model names, not {shown(raw)}")
+    return tuple(names)
+
+
+def _named(name: object, model: object) -> ModelRef:
+    try:
+        return model_ref(model)
+    except ProblemsError as problems:
+        raise ProblemsError([p.under((str(name),)) for p in problems.found]) from None
+
+
+class CalibrationBlock(CalibrationSettings):
+    """The `calibration:` block of a config: the settings, and what to calibrate with.
+
+    `data` falls back to the config's own `data:`; `sources` to the merged models.
+    """
+
+    data: DataFiles | None = Field(None, description="calibration text of each source, by name")
+    sources: Annotated[CalibrationSources, PlainValidator(_sources)] | None = Field(
+        None, description="name: model, or names of merged models; default: all but the base"
+    )
+
+    @property
+    def settings(self) -> CalibrationSettings:
+        """The settings alone."""
+        names = CalibrationSettings.model_fields
+        return CalibrationSettings.model_construct(**{n: getattr(self, n) for n in names})

@@ -1,0 +1,249 @@
+"""What a well-formed config must also fulfil: its method's needs, its slices, its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+
+from moemerge.config.lookup import ParameterReader
+from moemerge.config.models import ModelRef
+from moemerge.config.parameters import REQUIRED, BasePolicy, MethodSchema, ParameterSpec
+from moemerge.config.problems import Path, Problem, listed
+from moemerge.config.resolve import NormalisedMerge, entries, normalise, shared_range
+from moemerge.config.schema import RunConfig, SliceEntry
+from moemerge.config.values import ParameterValue, leaves
+from moemerge.registry import did_you_mean
+
+Values = Mapping[str, ParameterValue]
+
+
+def body_prefix(config: RunConfig) -> Path:
+    """Where `models` or `slices` stand."""
+    return ("modules", "default") if config.modules else ()
+
+
+def method_problems(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> list[Problem]:
+    """Misspelt methods."""
+    named: list[tuple[Path, str]] = [(("merge_method",), config.merge_method)]
+    if config.router is not None and config.router.merge_method is not None:
+        named.append((("router", "merge_method"), config.router.merge_method))
+    return [
+        Problem(
+            path,
+            f"unknown merge method {name!r}"
+            f"{did_you_mean(name, schemas) or '; known: ' + listed(sorted(schemas))}",
+        )
+        for path, name in named
+        if name not in schemas
+    ]
+
+
+def slice_problems(config: RunConfig) -> Iterator[Problem]:
+    """A model listed twice, and ranges of different length."""
+    prefix = body_prefix(config)
+    seen: set[ModelRef] = set()
+    for i, entry in enumerate(config.body.models or ()):
+        if entry.model in seen:
+            yield Problem((*prefix, "models", i, "model"), f"{entry.model} is listed twice")
+        seen.add(entry.model)
+    for i, piece in enumerate(config.body.slices or ()):
+        here = (*prefix, "slices", i)
+        yield from (
+            Problem((*here, "sources", j, "model"), f"{s.model} is listed twice in this slice")
+            for j, s in enumerate(piece.sources)
+            if any(s.model == other.model for other in piece.sources[:j])
+        )
+        lengths = [s.layer_range[1] - s.layer_range[0] for s in piece.sources]
+        if len(set(lengths)) > 1:
+            counts = listed(map(str, lengths))
+            text = f"all sources of a slice need the same number of layers, got {counts}"
+            yield Problem((*here, "sources"), text)
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """One `parameters:` of the file."""
+
+    path: Path
+    values: Values
+    known: Mapping[str, ParameterSpec]
+    method: str
+    kind: str = "wide"  # or "model", or "base": a model that stands apart
+
+
+@dataclass(frozen=True)
+class MethodCheck:
+    """A config against the schema of its method (and of its routers' method)."""
+
+    config: RunConfig
+    schemas: Mapping[str, MethodSchema]
+
+    @property
+    def schema(self) -> MethodSchema:
+        return self.schemas[self.config.merge_method]
+
+    @property
+    def router(self) -> MethodSchema | None:
+        settings = self.config.router
+        name = settings.merge_method if settings else None
+        return self.schemas.get(name) if name is not None else None
+
+    def bases(self) -> Iterator[Problem]:
+        """A base model where a method needs one."""
+        for path, schema in ((("base_model",), self.schema), (("router",), self.router)):
+            if schema is None or schema.base is not BasePolicy.REQUIRED:
+                continue
+            pieces = self.config.body.slices or ()
+            lacking = not pieces or any(piece.base_model is None for piece in pieces)
+            if self.config.base_model is None and lacking:
+                yield Problem(path, f"merge method {schema.name!r} needs a base_model")
+        if self.schema.base is BasePolicy.REQUIRED:
+            yield from self._unplaced_bases()
+
+    def _unplaced_bases(self) -> Iterator[Problem]:
+        for i, piece in enumerate(self.config.body.slices or ()):
+            base = piece.base_model or self.config.base_model
+            listed_here = any(source.model == base for source in piece.sources)
+            if base is not None and not listed_here and shared_range(piece) is None:
+                place = (*body_prefix(self.config), "slices", i, "sources")
+                text = f"the sources have different layer ranges: list {base} with its own as well"
+                yield Problem(place, text)
+
+    def counts(self, merge: NormalisedMerge) -> Iterator[Problem]:
+        """As many models as the methods take."""
+        place = "models" if self.config.body.models is not None else "slices"
+        for i, piece in enumerate(merge.slices):
+            path: Path = (*body_prefix(self.config), place)
+            for schema in filter(None, (self.schema, self.router)):
+                number = len(piece.inputs)
+                most = schema.max_models if schema.max_models is not None else number
+                if not schema.min_models <= number <= most:
+                    names = listed(source.name for source in piece.inputs)
+                    text = f"{schema.name!r} merges {_needs(schema)}, got {number}: {names}"
+                    yield Problem(path if place == "models" else (*path, i), text)
+
+    def parameters(self) -> Iterator[Problem]:
+        """Every parameter in every scope: known there, and with possible values."""
+        for scope in self._scopes():
+            if scope.kind == "base" and scope.values:
+                text = f"the base model's parameters have no effect in {self.schema.name!r}"
+                yield Problem(scope.path, f"{text} (mergekit ignores them): remove them", True)
+            elif scope.kind != "base":
+                yield from self._scope_problems(scope)
+
+    def misspelt(self) -> set[str]:
+        """Known parameters that an unknown one was probably meant to be."""
+        return {
+            known
+            for scope in self._scopes()
+            for name in scope.values
+            for known in scope.known
+            if name not in scope.known and repr(known) in did_you_mean(name, scope.known)
+        }
+
+    def _scopes(self) -> Iterator[_Scope]:
+        prefix, body = body_prefix(self.config), self.config.body
+        known, method = self._known(), self.schema.name
+        yield _Scope(("parameters",), self.config.parameters, known, method)
+        if prefix:
+            yield _Scope((*prefix, "parameters"), body.parameters, known, method)
+        for i, piece in enumerate(body.slices or ()):
+            path: Path = (*prefix, "slices", i, "parameters")
+            yield _Scope(path, piece.parameters, known, method)
+        for place, entry in entries(body):
+            kind = "base" if self._is_base(place, entry.model) else "model"
+            path = (*prefix, *place, "parameters")
+            yield _Scope(path, entry.parameters, known, method, kind)
+        if self.config.router is not None and self.router is not None:
+            own = {spec.name: spec for spec in self.router.parameters}
+            path = ("router", "parameters")
+            yield _Scope(path, self.config.router.parameters, own, self.router.name)
+
+    def _known(self) -> dict[str, ParameterSpec]:
+        """The method's parameters; the router's method may add per-model ones to them."""
+        added = [spec for spec in (self.router.parameters if self.router else ()) if spec.per_model]
+        return {spec.name: spec for spec in (*added, *self.schema.parameters)}
+
+    def _is_base(self, path: Path, model: ModelRef) -> bool:
+        base = self.config.base_model
+        if path[0] == "slices" and self.config.body.slices is not None:
+            piece: SliceEntry = self.config.body.slices[int(path[1])]
+            base = piece.base_model or base
+        return model == base and self.schema.base is not BasePolicy.MEMBER
+
+    def _scope_problems(self, scope: _Scope) -> Iterator[Problem]:
+        for name, value in scope.values.items():
+            spec, path = scope.known.get(name), (*scope.path, name)
+            if spec is None:
+                close = did_you_mean(name, scope.known)
+                taken = f"; {scope.method!r} takes: {listed(scope.known)}"
+                yield Problem(path, f"unknown parameter{close or taken}", True)
+            elif scope.kind == "model" and not spec.per_model:
+                text = (
+                    f"{name} is a parameter of the whole method and has no effect under a model "
+                    "(mergekit ignores it): move it to the top `parameters:`"
+                )
+                yield Problem(path, text, True)
+            else:
+                yield from _value_problems(path, value, spec)
+
+    def required(self, merge: NormalisedMerge, known: Container[str] = ()) -> Iterator[Problem]:
+        """Parameters without a default that no scope gives, but for those in `known`."""
+        for reader in filter(None, (merge.reader, merge.router_reader)):
+            for spec in reader.schema.parameters:
+                if spec.default is REQUIRED and spec.name not in known:
+                    yield from _unset(reader, spec, merge)
+
+
+def _unset(
+    reader: ParameterReader, spec: ParameterSpec, merge: NormalisedMerge
+) -> Iterator[Problem]:
+    start = f"{reader.schema.name!r} needs the parameter {spec.name!r}, which is not set"
+    if not spec.per_model:
+        if any(not reader.is_set(i, None, spec) for i in range(len(merge.slices))):
+            yield Problem((), f"{start}: give it in the top `parameters:`")
+        return
+    lacking = dict.fromkeys(
+        source.name
+        for i, piece in enumerate(merge.slices)
+        for source in piece.inputs
+        if not reader.is_set(i, source.name, spec)
+    )
+    if lacking:
+        text = "give it under each model or in the top `parameters:`"
+        yield Problem((), f"{start} for {listed(lacking)}: {text}")
+
+
+def normalised_for_checks(
+    config: RunConfig, schemas: Mapping[str, MethodSchema]
+) -> NormalisedMerge:
+    """The planner's view, also of a config whose router section is at fault."""
+    router = config.router
+    if router is not None and (router.merge_method is None or router.merge_method not in schemas):
+        config = config.model_copy(update={"router": None})
+    return normalise(config, schemas)
+
+
+def _needs(schema: MethodSchema) -> str:
+    low, high = schema.min_models, schema.max_models
+    number = f"{low}" if low == high else f"{low} to {high}"
+    if high is None:
+        number = f"at least {low}"
+    besides = "" if schema.base is BasePolicy.MEMBER else " besides the base"
+    return f"{number} {'model' if number == '1' else 'models'}{besides}"
+
+
+def _value_problems(path: Path, value: ParameterValue, spec: ParameterSpec) -> Iterator[Problem]:
+    for place, leaf in leaves(value):
+        text = spec.problem(leaf)
+        if text is not None:
+            quoted = isinstance(leaf, str) and spec.type is not str and _is_number(leaf)
+            yield Problem((*path, *place), f"{text} (remove the quotes)" if quoted else text)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

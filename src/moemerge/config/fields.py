@@ -1,0 +1,189 @@
+"""The field types of a config and the strict base of its models.
+
+A validator raises `ProblemsError`, so that a fault deep in a value keeps its own place and words.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+
+from moemerge.config.layers import LayerSelection
+from moemerge.config.models import ModelRef
+from moemerge.config.problems import EMPTY, Path, Problem, ProblemsError, listed, shown
+from moemerge.config.values import ParameterValue, parse_value
+from moemerge.errors import ConfigError, UsageError
+from moemerge.registry import did_you_mean
+from moemerge.runtime.devices import DTYPES
+
+_DEVICE: Final = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
+MIN_TEMPLATE_LENGTH: Final = 20  # mergekit's rule: anything shorter is a misspelt name
+CHAT_TEMPLATES: Final = ("auto", "alpaca", "chatml", "exaone", "llama3", "mistral")
+_OVERRIDE: Final = (
+    "override_architecture is not supported: the architecture is read from each model's config.json"
+)
+
+
+class Strict(BaseModel):
+    """Frozen; unknown keys are problems with a suggestion; an explicit null means "not given"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    inert: ClassVar[Mapping[str, str]] = {}  # keys that mergekit accepts without any effect
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        found = [
+            Problem((key,), cls._unknown(str(key)), ignorable=True)
+            for key in data
+            if key not in cls.model_fields
+        ]
+        if found:
+            raise ProblemsError(found)
+        return cls.prepare({key: value for key, value in data.items() if value is not None})
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """What a model checks or fills in between its fields, before they are read."""
+        return data
+
+    @classmethod
+    def _unknown(cls, key: str) -> str:
+        if key in cls.inert:
+            return cls.inert[key]
+        close = did_you_mean(key, cls.model_fields)
+        return f"unknown key{close or '; known here: ' + listed(cls.model_fields)}"
+
+
+def model_ref(raw: object) -> ModelRef:
+    """A model as text, as mergekit's mapping, or as an object."""
+    if isinstance(raw, ModelRef):
+        return raw
+    if isinstance(raw, os.PathLike):
+        return ModelRef(os.fspath(raw))
+    try:
+        if isinstance(raw, str):
+            return ModelRef.parse(raw)
+        if isinstance(raw, Mapping):
+            _model_keys(raw)
+            return ModelRef.from_mapping(raw)
+    except ConfigError as error:
+        raise ProblemsError.one(str(error).replace("\n  ", ": ")) from None
+    raise ProblemsError.one(f"expected a model path or hub id, not {shown(raw)}: put it in quotes")
+
+
+def _model_keys(raw: Mapping[str, Any]) -> None:
+    found: list[Problem] = []
+    whole = "model" in raw
+    known = ("model", "lora", "override_architecture") if whole else ("path", "revision")
+    places: list[tuple[Path, Mapping[str, Any], tuple[str, ...]]] = [((), raw, known)]
+    places += [
+        ((side,), raw[side], ("path", "revision"))
+        for side in ("model", "lora")
+        if whole and isinstance(raw.get(side), Mapping)
+    ]
+    for path, mapping, keys in places:
+        for key, value in mapping.items():
+            if key not in keys:
+                found.append(
+                    Problem((*path, key), f"unknown key{did_you_mean(str(key), keys)}", True)
+                )
+            elif key == "override_architecture" and value is not None:
+                found.append(Problem((*path, key), _OVERRIDE, True))
+    if found:
+        raise ProblemsError(found)
+
+
+def dtype_field(raw: object) -> str:
+    """`bfloat16` or `torch.bfloat16`, as the short name."""
+    if not isinstance(raw, str):
+        raise ProblemsError.one(f"expected a dtype ({listed(DTYPES)}), not {shown(raw)}")
+    short = raw.removeprefix("torch.")
+    if short == "int64":
+        raise ProblemsError.one(
+            "int64 cannot hold weights: merging would round them to whole numbers"
+        )
+    if short not in DTYPES:
+        close = did_you_mean(short, DTYPES) or f"; known: {listed(DTYPES)}"
+        raise ProblemsError.one(f"unknown dtype {raw!r}{close}")
+    return short
+
+
+def chat_template(raw: object) -> str:
+    """`auto`, the name of a built-in template, or a Jinja template itself."""
+    if not isinstance(raw, str):
+        raise ProblemsError.one(f"expected a name or a Jinja template, not {shown(raw)}")
+    if raw in CHAT_TEMPLATES or (len(raw) >= MIN_TEMPLATE_LENGTH and "{" in raw):
+        return raw
+    close = did_you_mean(raw, CHAT_TEMPLATES)
+    raise ProblemsError.one(
+        f"{shown(raw)} is neither a known chat template ({listed(CHAT_TEMPLATES)}) nor a Jinja "
+        f"template (at least {MIN_TEMPLATE_LENGTH} characters with a '{{' in it){close}"
+    )
+
+
+def layer_selection(raw: object) -> LayerSelection:
+    try:
+        return LayerSelection.parse(raw)
+    except UsageError as error:
+        raise ProblemsError.one(str(error).replace("\n  ", ": ")) from None
+
+
+def device_name(raw: object) -> str:
+    """The form only: whether the device exists is asked when it is used."""
+    if isinstance(raw, str) and _DEVICE.fullmatch(raw):
+        return raw
+    raise ProblemsError.one(f"unknown device {shown(raw)}: use auto, cpu, cuda or cuda:N")
+
+
+def layer_range(raw: object) -> tuple[int, int]:
+    """`[a, b]`: layers a to b - 1."""
+    numbers = raw if isinstance(raw, (list, tuple)) else ()
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
+    if len(numbers) != 2 or not whole:
+        raise ProblemsError.one(f"expected [first, end] (end not included), not {shown(raw)}")
+    first, end = numbers
+    if first < 0 or end <= first:
+        raise ProblemsError.one(
+            f"[{first}, {end}] holds no layer: expected 0 <= first < end (end is not included)"
+        )
+    return first, end
+
+
+def not_empty(raw: object) -> object:
+    if isinstance(raw, (list, tuple, Mapping)) and not raw:
+        raise ProblemsError.one(EMPTY)
+    return raw
+
+
+def _files(raw: object) -> object:
+    return (raw,) if isinstance(raw, (str, os.PathLike)) else raw
+
+
+def _file(raw: object) -> str:
+    if isinstance(raw, (str, os.PathLike)) and str(raw):
+        return os.fspath(raw)
+    raise ProblemsError.one(f"expected a file name, not {shown(raw)}")
+
+
+ModelField = Annotated[ModelRef, PlainValidator(model_ref)]
+DtypeField = Annotated[str, PlainValidator(dtype_field)]
+ChatTemplateField = Annotated[str, PlainValidator(chat_template)]
+LayerRange = Annotated[tuple[int, int], PlainValidator(layer_range)]
+ValueField = Annotated[ParameterValue, PlainValidator(parse_value)]
+Parameters = dict[str, ValueField]
+Name = Annotated[str, Field(min_length=1)]
+NotEmpty = BeforeValidator(not_empty)
+Files = Annotated[
+    tuple[Annotated[str, PlainValidator(_file)], ...], NotEmpty, BeforeValidator(_files)
+]
+DataFiles = Annotated[dict[str, Files], NotEmpty]
+PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]

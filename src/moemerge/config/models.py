@@ -1,0 +1,108 @@
+"""A model as a user names it: `path[@revision][+lora[@revision]]`, a folder or a hub id."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moemerge.errors import ConfigError
+
+FORM = "path[@revision][+lora[@revision]]"
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """Where a model is: a folder or a hub id, with an optional LoRA adapter on top."""
+
+    path: str
+    revision: str | None = None
+    lora: str | None = None
+    lora_revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> ModelRef:
+        """Read `path@revision+lora@revision`.
+
+        A folder that exists under the text as it stands (or under one side of its `+`) is taken as
+        that folder: `@` and `+` are legal in folder names.
+        """
+        text = text.strip()
+        if os.path.exists(text):
+            return cls(_present(text, text))
+        base, lora = _split_lora(text)
+        path, revision = _split_revision(base, text)
+        if lora is None:
+            return cls(path, revision)
+        return cls(path, revision, *_split_revision(lora, text))
+
+    @classmethod
+    def from_mapping(cls, value: Mapping[str, object]) -> ModelRef:
+        """Read `{path, revision}` or mergekit's `{model: {path, revision}, lora: ...}`."""
+        if "model" not in value:
+            return cls(*_path_and_revision(value))
+        path, revision = _part(value["model"])
+        if value.get("lora") is None:
+            return cls(path, revision)
+        return cls(path, revision, *_part(value["lora"]))
+
+    @property
+    def label(self) -> str:
+        """The last component of the path: what a model is called where it has no `name`."""
+        return os.path.basename(self.path.rstrip("/")) or self.path
+
+    def __str__(self) -> str:
+        text = _joined(self.path, self.revision)
+        return text if self.lora is None else f"{text}+{_joined(self.lora, self.lora_revision)}"
+
+
+def _joined(path: str, revision: str | None) -> str:
+    return path if revision is None else f"{path}@{revision}"
+
+
+def _present(part: str, text: str) -> str:
+    if not part:
+        raise ConfigError(f"model reference {text!r} lacks a name", hint=f"write {FORM}")
+    return part
+
+
+def _split_lora(text: str) -> tuple[str, str | None]:
+    if "+" not in text:
+        return text, None
+    pieces = text.split("+")
+    splits = [("+".join(pieces[:i]), "+".join(pieces[i:])) for i in range(1, len(pieces))]
+    if len(splits) == 1:
+        return splits[0]
+    for base, lora in splits:  # a folder with `+` in its name stays whole
+        if os.path.exists(base) or os.path.exists(lora):
+            return base, lora
+    raise ConfigError(f"model reference {text!r} has more than one '+'", hint=f"write {FORM}")
+
+
+def _split_revision(part: str, text: str) -> tuple[str, str | None]:
+    if os.path.exists(part) or "@" not in part:
+        return _present(part, text), None
+    path, revision = part.rsplit("@", 1)
+    if "@" in path and not os.path.exists(path):
+        raise ConfigError(
+            f"model reference {text!r} has more than one '@' in {part!r}", hint=f"write {FORM}"
+        )
+    return _present(path, text), _present(revision, text)
+
+
+def _part(value: object) -> tuple[str, str | None]:
+    """One side of the mapping form: a `path@revision` string or `{path, revision}`."""
+    if isinstance(value, str):
+        return _split_revision(value.strip(), value)
+    if isinstance(value, Mapping):
+        return _path_and_revision(value)
+    raise ConfigError(f"expected a model path or {{path, revision}}, not {value!r}")
+
+
+def _path_and_revision(value: Mapping[str, object]) -> tuple[str, str | None]:
+    path, revision = value.get("path"), value.get("revision")
+    if not isinstance(path, str) or not path:
+        raise ConfigError(f"a model reference needs a `path`, got {dict(value)!r}")
+    if revision is not None and not isinstance(revision, str):
+        raise ConfigError(f"`revision` must be text, not {revision!r}", hint="put it in quotes")
+    return path, revision

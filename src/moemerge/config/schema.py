@@ -1,0 +1,186 @@
+"""A config file as frozen data: mergekit's keys and ours (`name`, `router`, `calibration`, `data`).
+
+The models here hold what was written. `resolve.normalise` turns it into what a merge needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+
+from moemerge.config.calibration import CalibrationBlock
+from moemerge.config.fields import (
+    ChatTemplateField,
+    DataFiles,
+    DtypeField,
+    LayerRange,
+    ModelField,
+    Name,
+    NotEmpty,
+    Parameters,
+    PositiveInt,
+    Strict,
+    model_ref,
+)
+from moemerge.config.models import ModelRef
+from moemerge.config.problems import ProblemsError, listed
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class ModelEntry(Strict):
+    """One of `models:`. `name` pairs the model with its calibration text."""
+
+    model: ModelField
+    name: Name | None = None
+    parameters: Parameters = Field(default_factory=dict)
+
+
+class SliceSource(ModelEntry):
+    """One of a slice's `sources:`; `layer_range` is [first, end), end not included."""
+
+    layer_range: LayerRange
+
+
+class SliceEntry(Strict):
+    """One of `slices:`: layers that are merged with each other and stacked on the slices before."""
+
+    inert: ClassVar[Mapping[str, str]] = {
+        "residual_weight": "residual_weight has no effect (mergekit accepts and never uses it): "
+        "remove it"
+    }
+
+    sources: Annotated[tuple[SliceSource, ...], NotEmpty]
+    base_model: ModelField | None = None
+    parameters: Parameters = Field(default_factory=dict)
+
+
+class Body(Strict):
+    """What is merged: exactly one of `models` and `slices` (or `modules` at the top)."""
+
+    models: Annotated[tuple[ModelEntry, ...], NotEmpty] | None = None
+    slices: Annotated[tuple[SliceEntry, ...], NotEmpty] | None = None
+    parameters: Parameters = Field(default_factory=dict)
+
+    bodies: ClassVar[tuple[str, ...]] = ("models", "slices")
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        given = [key for key in cls.bodies if key in data]
+        if len(given) > 1:
+            raise ProblemsError.one(f"give one of {listed(cls.bodies)}, not several", given[-1])
+        return data
+
+
+class Module(Body):
+    """One of mergekit's `modules:`."""
+
+
+class TokenSource(Strict):
+    """Where a token's embedding comes from, when it is not a plain model."""
+
+    kind: Literal["model_token", "zero"]
+    model: ModelField | None = None
+    token: Text | None = None
+    token_id: Annotated[int, Field(strict=True, ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> TokenSource:
+        if self.kind == "zero":
+            given = [k for k in ("model", "token", "token_id") if getattr(self, k) is not None]
+            if given:
+                raise ProblemsError.one("a zero embedding comes from no model or token", given[0])
+            return self
+        if self.model is None:
+            raise ProblemsError.one("model_token needs a `model`")
+        if (self.token is None) == (self.token_id is None):
+            raise ProblemsError.one("model_token needs either `token` or `token_id`")
+        return self
+
+
+def _token_source(raw: object) -> ModelRef | TokenSource:
+    if isinstance(raw, TokenSource):
+        return raw
+    if isinstance(raw, Mapping) and "kind" in raw:
+        return TokenSource.model_validate(raw)
+    return model_ref(raw)
+
+
+class TokenEntry(Strict):
+    """One of `tokenizer.tokens`; `force` takes the source's embedding even where others have it."""
+
+    source: Annotated[ModelRef | TokenSource, PlainValidator(_token_source)] | None = None
+    force: Annotated[bool, Field(strict=True)] = False
+
+
+def _tokenizer_source(raw: object) -> str | ModelRef:
+    return raw if raw in ("union", "base") and isinstance(raw, str) else model_ref(raw)
+
+
+TokenizerSource = Annotated[str | ModelRef, PlainValidator(_tokenizer_source)]
+
+
+class TokenizerSettings(Strict):
+    """Which vocabulary the result has: `union`, `base`, or a model's."""
+
+    source: TokenizerSource = "union"
+    tokens: dict[str, TokenEntry] = Field(default_factory=dict)
+    pad_to_multiple_of: PositiveInt | None = None
+
+
+class RouterSettings(Strict):
+    """How routers are merged, where not like everything else: another method, or one model's."""
+
+    merge_method: Text | None = None
+    parameters: Parameters = Field(default_factory=dict)
+    keep: ModelField | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> RouterSettings:
+        if (self.merge_method is None) == (self.keep is None):
+            raise ProblemsError.one("give either `merge_method` or `keep`")
+        if self.keep is not None and self.parameters:
+            raise ProblemsError.one("`keep` copies a router and takes no parameters", "parameters")
+        return self
+
+
+def _only_default(raw: object) -> object:
+    others = [str(name) for name in raw if name != "default"] if isinstance(raw, Mapping) else []
+    if others:
+        raise ProblemsError.one(
+            f"only the module 'default' is supported, not {listed(others)}: models are merged "
+            "whole, so write `models:` or `slices:` at the top"
+        )
+    return raw
+
+
+Modules = Annotated[dict[str, Module], NotEmpty, BeforeValidator(_only_default)]
+
+
+class RunConfig(Body):
+    """A whole config file."""
+
+    bodies: ClassVar[tuple[str, ...]] = ("models", "slices", "modules")
+    inert: ClassVar[Mapping[str, str]] = {
+        "name": "a name for the merge belongs to files of several merges (mergekit-multi), "
+        "which are not supported: remove it"
+    }
+
+    merge_method: Text
+    base_model: ModelField | None = None
+    modules: Modules | None = None
+    dtype: DtypeField | None = None
+    out_dtype: DtypeField | None = None
+    tokenizer_source: TokenizerSource | None = None
+    tokenizer: TokenizerSettings | None = None
+    chat_template: ChatTemplateField | None = None
+    router: RouterSettings | None = None
+    data: DataFiles | None = None
+    calibration: CalibrationBlock | None = None
+
+    @property
+    def body(self) -> Body:
+        """Where `models` or `slices` are: here, or in the only module."""
+        return self.modules["default"] if self.modules else self

@@ -1,0 +1,199 @@
+"""Validation in our own words: pydantic finds what is wrong, this says it.
+
+A file's problems are wanted all at once, but a broken part hides what depends on it. So a broken
+part is noted, taken out of a working copy, and the rest is validated again, until it stands.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from moemerge.config.problems import EMPTY, Path, Problem, ProblemsError, listed, path_text, shown
+from moemerge.errors import ConfigError
+from moemerge.registry import did_you_mean
+
+M = TypeVar("M", bound=BaseModel)
+
+_NUMBER = "must be a number, not {got}"
+_WHOLE = "must be a whole number, not {got}"
+_MAPPING = "expected keys and values, not {got}"
+_LIST = "expected a list, not {got}"
+_WORDS: Final[Mapping[str, str]] = {
+    "missing": "is missing",
+    "bool_type": "must be true or false, not {got}",
+    "string_type": "must be text, not {got}: put it in quotes",
+    "string_too_short": EMPTY,
+    "float_type": _NUMBER,
+    "finite_number": "must be a finite number, not {got}",
+    "int_type": _WHOLE,
+    "int_from_float": _WHOLE,
+    "int_parsing_size": _WHOLE,
+    "greater_than": "must be greater than {gt:g}, not {got}",
+    "greater_than_equal": "must be at least {ge:g}, not {got}",
+    "less_than": "must be less than {lt:g}, not {got}",
+    "less_than_equal": "must be at most {le:g}, not {got}",
+    "model_type": _MAPPING,
+    "model_attributes_type": _MAPPING,
+    "dict_type": _MAPPING,
+    "tuple_type": _LIST,
+    "list_type": _LIST,
+}
+_QUOTED = re.compile(r"'([^']*)'")
+
+
+def problems_of(error: ValidationError, prefix: Path = ()) -> list[Problem]:
+    """Every error of a validation, placed and reworded."""
+    return [problem for item in error.errors() for problem in _reword(item, prefix)]
+
+
+def _reword(item: ErrorDetails, prefix: Path) -> list[Problem]:
+    path: Path = (*prefix, *item["loc"])
+    context = item.get("ctx", {})
+    cause = context.get("error")
+    if isinstance(cause, ProblemsError):
+        return [problem.under(path) for problem in cause.found]
+    if isinstance(cause, ValidationError):  # a model validated inside a field's validator
+        return problems_of(cause, path)
+    got = shown(item["input"])
+    if item["type"] == "literal_error":
+        known = _QUOTED.findall(str(context.get("expected", "")))
+        close = did_you_mean(item["input"], known) if isinstance(item["input"], str) else ""
+        return [Problem(path, f"must be one of {listed(known)}, not {got}{close}")]
+    words = _WORDS.get(item["type"], "cannot be {got}")
+    return [Problem(path, words.format(got=got, **context))]
+
+
+class WorkingCopy:
+    """Raw data from which parts are taken out while every place keeps its original name."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.data: Any = _plain_copy(data)
+        self.removed: set[Path] = set()  # of broken parts, in original places
+        self._numbers: dict[int, list[int]] = {}  # list (by id) -> original index of each entry
+
+    def original(self, path: Path) -> Path:
+        """Where `path` of the working copy was in the file."""
+        node: Any = self.data
+        result: list[str | int] = []
+        for step in path:
+            if isinstance(node, list) and isinstance(step, int) and step < len(node):
+                result.append(self._indices(node)[step])
+                node = node[step]
+            else:
+                result.append(step)
+                node = node.get(step) if isinstance(node, dict) else None
+        return tuple(result)
+
+    def lost(self, *places: Path, but: str | None = None) -> bool:
+        """Whether a broken part was taken out of one of `places`, or with it.
+
+        Parts inside a key called `but` do not count.
+        """
+        return any(
+            but not in path and path[: len(place)] == place[: len(path)]
+            for path in self.removed
+            for place in places
+        )
+
+    def caused(self, place: Path, message: str) -> bool:
+        """Whether a thing is missing or empty only because its broken parts were taken out."""
+        emptied = message == EMPTY and any(p[: len(place)] == place for p in self.removed)
+        return emptied or place in self.removed
+
+    def remove(self, found: Sequence[Problem], fill: Mapping[str, object]) -> bool:
+        """Take out what the problems name, or what should have held it where it is missing.
+
+        Keys in `fill` get that value instead. False when nothing would be left to validate.
+        """
+        targets: set[Path] = set()
+        for problem in found:
+            if problem.path[:1] and problem.path[0] in fill:
+                self.data[problem.path[0]] = fill[str(problem.path[0])]
+                self.removed.add(problem.path[:1])
+                continue
+            target = self.existing(problem.path)
+            if not target:
+                return False
+            targets.add(target)
+            if not problem.ignorable:
+                self.removed.add(self.original(target))
+        for target in sorted(targets, key=_last_first):
+            self._delete(target)
+        return True
+
+    def existing(self, path: Path) -> Path:
+        """A key that is missing breaks what should have held it."""
+        node: Any = self.data
+        for depth, step in enumerate(path):
+            inside = isinstance(node, dict) and step in node
+            inside |= isinstance(node, list) and isinstance(step, int) and step < len(node)
+            if not inside:
+                return path[:depth]
+            node = node[step]
+        return path
+
+    def _indices(self, node: list[Any]) -> list[int]:
+        return self._numbers.setdefault(id(node), list(range(len(node))))
+
+    def _delete(self, path: Path) -> None:
+        node: Any = self.data
+        for step in path[:-1]:
+            node = node[step]
+        if isinstance(node, list) and isinstance(path[-1], int):
+            del self._indices(node)[path[-1]]
+        del node[path[-1]]
+
+
+def _last_first(path: Path) -> tuple[int, tuple[tuple[int, int, str], ...]]:
+    """Deep before shallow and the end of a list before its start: indices stay valid."""
+    key = tuple((-s, 0, "") if isinstance(s, int) else (0, 1, s) for s in path)
+    return -len(path), key
+
+
+def _plain_copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain_copy(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_copy(item) for item in value]
+    return copy.copy(value)
+
+
+def validate(
+    model: type[M],
+    work: WorkingCopy,
+    note: Callable[[Problem], None],
+    *,
+    fill: Mapping[str, object] | None = None,
+) -> M | None:
+    """Build `model`, noting every problem in its original place; None when too little is sound.
+
+    A broken top-level key in `fill` is replaced by the value there, so that the rest is checked.
+    """
+    while True:
+        try:
+            return model.model_validate(work.data)
+        except ValidationError as error:
+            found = problems_of(error)
+        for problem in found:
+            place = work.original(problem.path)
+            if not work.caused(place, problem.message):
+                note(replace(problem, path=place))
+        if not work.remove(found, fill or {}):
+            return None
+
+
+def parse_settings(model: type[M], values: Mapping[str, Any], where: str) -> M:
+    """Build settings from Python or command-line values, all problems in one `ConfigError`."""
+    found: list[Problem] = []
+    built = validate(model, WorkingCopy(values), found.append)
+    if found or built is None:
+        texts = [f"{path_text(p.path)}: {p.message}" for p in found]
+        raise ConfigError.from_problems(where, texts)
+    return built

@@ -1,0 +1,209 @@
+"""YAML with the line of every key, strict where PyYAML is lax.
+
+Duplicate keys are problems, one file holds one document, only plain data is built, and numbers
+follow YAML 1.2 where YAML 1.1 surprises: `1e-6` is a number, `1:30` and `2024-01-01` are text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import yaml
+
+from moemerge.config.problems import Path, Problem
+from moemerge.errors import ConfigError
+
+MAX_NODES: Final = 200_000  # aliases of aliases can describe more data than memory holds
+
+_FLOAT: Final = re.compile(
+    r"^(?:[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_INT: Final = re.compile(r"^[-+]?(?:0b[0-1_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)$")
+_TAG: Final = "tag:yaml.org,2002:"
+_REPLACED: Final = frozenset({f"{_TAG}float", f"{_TAG}int", f"{_TAG}timestamp"})
+_PLAIN_TAGS: Final = frozenset(
+    f"{_TAG}{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "merge")
+)
+
+
+def _resolvers() -> dict[Any, list[tuple[str, re.Pattern[str]]]]:
+    """PyYAML's rules for plain scalars with ours for numbers; int goes before float."""
+    rules: dict[Any, list[tuple[str, re.Pattern[str]]]] = {
+        first: [(tag, pattern) for tag, pattern in entries if tag not in _REPLACED]
+        for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for first in "-+0123456789.":
+        own = [(f"{_TAG}int", _INT), (f"{_TAG}float", _FLOAT)]
+        rules[first] = own + rules.get(first, [])
+    return rules
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with our idea of a number."""
+
+    yaml_implicit_resolvers = _resolvers()
+
+
+def _whole_number(loader: Loader, node: yaml.ScalarNode) -> int:
+    """`010` is ten (YAML 1.1 says eight)."""
+    text = str(node.value).replace("_", "")
+    digits = text.lstrip("+-").lower()
+    base = {"0x": 16, "0b": 2}.get(digits[:2], 10)
+    return int(text, base)
+
+
+Loader.add_constructor(f"{_TAG}int", _whole_number)
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what `Loader` reads back unchanged: text that looks like a number is quoted."""
+
+    yaml_implicit_resolvers = _resolvers()
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+@dataclass
+class Document:
+    """What a YAML text holds, and on which line each key or list entry stands."""
+
+    data: Any = None
+    lines: dict[Path, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def line(self, path: Path) -> int | None:
+        """The line of `path`, or of the nearest thing around it."""
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.lines:
+                return self.lines[path[:end]]
+        return None
+
+
+def read_yaml(text: str, where: str) -> Document:
+    """Read one YAML document that is a mapping; syntax errors name line and column."""
+    try:
+        nodes = _compose(text)
+        if len(nodes) > 1:
+            raise ConfigError(
+                f"{where}: holds {len(nodes)} documents separated by '---', expected one",
+                hint="moemerge runs one merge per file: put each document into its own file and "
+                "use the output folder of one as a model of the next",
+            )
+        if not nodes:
+            raise ConfigError(f"{where}: the file is empty", hint="it needs at least merge_method")
+        return _Builder(nodes[0]).document(where)
+    except yaml.YAMLError as error:
+        raise _syntax_error(error, where) from None
+    except RecursionError:
+        raise ConfigError(f"{where}: the YAML is nested too deeply") from None
+
+
+def _compose(text: str) -> list[yaml.Node]:
+    loader = Loader(text)
+    nodes = []
+    try:
+        while loader.check_node():
+            node = loader.get_node()
+            if node is not None and not _is_empty(node):
+                nodes.append(node)
+    finally:
+        loader.dispose()
+    return nodes
+
+
+def _is_empty(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}null"
+
+
+def _syntax_error(error: yaml.YAMLError, where: str) -> ConfigError:
+    if not isinstance(error, yaml.MarkedYAMLError):  # the reader: characters YAML does not allow
+        return ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}")
+    mark = error.problem_mark or error.context_mark
+    place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
+    said = ", ".join(part for part in (error.context, error.problem) if part)
+    hint = "indent with spaces, YAML allows no tabs" if "\\t" in said else None
+    return ConfigError(f"{place}: not valid YAML: {said}", hint=hint)
+
+
+class _Builder:
+    """Turns the node tree into plain data while noting lines and duplicate keys."""
+
+    def __init__(self, root: yaml.Node) -> None:
+        self.root = root
+        self.result = Document()
+        self.scalars = Loader("")
+        self.open: set[int] = set()
+        self.count = 0
+
+    def document(self, where: str) -> Document:
+        if not isinstance(self.root, yaml.MappingNode):
+            kind = "a list" if isinstance(self.root, yaml.SequenceNode) else "a single value"
+            raise ConfigError(
+                f"{where}: expected keys and values (merge_method: ...), found {kind}"
+            )
+        self.result.lines[()] = self.root.start_mark.line + 1
+        self.result.data = self.build(self.root, ())
+        return self.result
+
+    def build(self, node: yaml.Node, path: Path) -> Any:
+        self.count += 1
+        if id(node) in self.open or self.count > MAX_NODES:
+            raise yaml.constructor.ConstructorError(
+                None, None, "an alias that contains itself or grows without end", node.start_mark
+            )
+        if node.tag not in _PLAIN_TAGS:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the tag {node.tag!r} is not allowed in a config", node.start_mark
+            )
+        if isinstance(node, yaml.ScalarNode):
+            return self.scalars.construct_object(node)
+        self.open.add(id(node))
+        try:
+            if isinstance(node, yaml.SequenceNode):
+                return [self.item(child, (*path, i)) for i, child in enumerate(node.value)]
+            assert isinstance(node, yaml.MappingNode)
+            return self.mapping(node, path)
+        finally:
+            self.open.remove(id(node))
+
+    def item(self, node: yaml.Node, path: Path) -> Any:
+        self.result.lines[path] = node.start_mark.line + 1
+        return self.build(node, path)
+
+    def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        self.duplicates(node, path)
+        self.scalars.flatten_mapping(node)  # `<<: *defaults`: own keys come last and win
+        result = {}
+        for key_node, value_node in node.value:
+            key = self.key(key_node, path)
+            self.result.lines[(*path, key)] = key_node.start_mark.line + 1
+            result[key] = self.build(value_node, (*path, key))
+        return result
+
+    def duplicates(self, node: yaml.MappingNode, path: Path) -> None:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key, line = str(key_node.value), key_node.start_mark.line + 1
+            if key in seen:
+                self.note((*path, key), f"given twice, on lines {seen[key]} and {line}")
+            seen.setdefault(key, line)
+
+    def key(self, node: yaml.Node, path: Path) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key must be a single word", node.start_mark
+            )
+        if node.tag != f"{_TAG}str":
+            self.note((*path, node.value), f"this key is read as {node.tag.removeprefix(_TAG)}, "
+                      f"not as text: put it in quotes")  # fmt: skip
+        return str(node.value)
+
+    def note(self, path: Path, message: str) -> None:
+        problem = Problem(path, message)
+        if problem not in self.result.problems:  # an alias is walked once per use
+            self.result.problems.append(problem)

@@ -1,0 +1,232 @@
+"""The only module that touches transformers' internals: skeletons, and names on disk <-> in memory.
+
+transformers 5 keeps experts fused in memory and per expert on disk, and converts between the two
+by a table that has no public door. What is used of it: `get_model_conversion_mapping`,
+`rename_source_key`, `dot_natural_key`, `WeightConverter.convert` and `_get_dtype_plan`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from moemerge.checkpoint.reader import Checkpoint
+from moemerge.errors import ArchitectureError, CheckpointError
+
+_CONSTRUCTION = threading.Lock()  # `_parameters_on_meta` changes a class for a moment
+
+
+# --- the skeleton -------------------------------------------------------------------------------
+
+
+def build_skeleton(
+    checkpoint: Checkpoint, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model with every parameter on meta; buffers are real, as not all of them are on disk."""
+    config = _model_config(checkpoint, trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"{checkpoint.label} is quantised; its layers cannot be streamed as they are",
+            hint="dequantise it to bfloat16 first and use that folder",
+        )
+    cls = _model_class(config, checkpoint)
+    with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = cls._from_config(config, dtype=dtype)
+    model.requires_grad_(False)
+    model.train(False)
+    return model
+
+
+def _model_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(str(checkpoint.path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArchitectureError(
+            f"{checkpoint.label}: transformers {transformers.__version__} does not know this model "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})",
+            hint="a newer transformers may; the model's own code is used only on request",
+        ) from error
+
+
+def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
+    for name in getattr(config, "architectures", None) or ():
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+            return cls
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    raise ArchitectureError(
+        f"{checkpoint.label}: no causal language model for model type {config.model_type!r} in "
+        f"transformers {transformers.__version__} (config names {config.architectures})"
+    )
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, a parameter goes to meta as soon as a module takes it; buffers stay where they are.
+
+    `torch.device("meta")` would take the buffers (rotary frequencies, ...) along.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+        register(module, name, param)
+
+    with _CONSTRUCTION:
+        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def tied_names(model: PreTrainedModel) -> Mapping[str, str]:
+    """Names that share one tensor, in both directions."""
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    return {**{source: target for target, source in tied.items()}, **tied}
+
+
+def keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Which parameters a family keeps in float32 whatever the rest is computed in."""
+    plan = model._get_dtype_plan(dtype)
+    if any(value != torch.float32 for value in plan.values()):
+        raise ArchitectureError(f"unexpected dtype plan of {type(model).__name__}: {plan}")
+    if not plan:
+        return lambda name: False
+    found = re.compile("|".join(pattern.replace("*", ".*") for pattern in plan))
+    return lambda name: found.search(name) is not None
+
+
+def recorded_routers(model: PreTrainedModel) -> list[str]:
+    """Paths of the modules whose outputs a model (or a part of it) declares as router logits."""
+    found: dict[str, None] = {}
+    for base, part in model.named_modules():
+        recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", ())
+        for recorder in recorders if isinstance(recorders, list | tuple) else [recorders]:
+            kind = getattr(recorder, "target_class", recorder)
+            inside = f".{name}." if (name := getattr(recorder, "layer_name", None)) else ""
+            for path, module in part.named_modules(prefix=base):
+                if isinstance(kind, type) and type(module) is kind and inside in f".{path}.":
+                    found[path] = None
+    return list(found)
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one parameter is made from stored tensors: as it is, or by a conversion."""
+
+    target: str  # name in memory; a conversion that splits makes siblings beside it
+    sources: tuple[tuple[str, str], ...]  # (pattern, name on disk), in natural order
+    converter: WeightConverter | None = None
+
+    @property
+    def stack(self) -> tuple[tuple[str, ...], ...] | None:
+        """Names on disk by (projection, expert) where the conversion only stacks experts and
+        joins their projections row-wise: nearly always. None for anything else."""
+        if self.converter is None or len(self.converter.target_patterns) != 1:
+            return None
+        plan = [(type(op), getattr(op, "dim", None)) for op in self.converter.operations]
+        if plan not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+            return None
+        by_pattern: dict[str, list[str]] = {key: [] for key in self.converter.source_patterns}
+        for pattern, name in self.sources:
+            by_pattern[pattern].append(name)
+        columns = tuple(tuple(names) for names in by_pattern.values() if names)
+        if len(columns) > 1 and len(plan) == 1:
+            return None
+        return columns if len({len(names) for names in columns}) == 1 else None
+
+    def convert(self, model: PreTrainedModel, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Run the conversion; `read` gives a stored tensor in the dtype it is wanted in."""
+        if self.converter is None:
+            return {self.target: read(self.sources[0][1])}
+        work = deepcopy(self.converter)
+        for pattern, name in self.sources:
+            work.add_tensor(self.target, name, pattern, _reader(read, name))
+        try:
+            made = work.convert(self.target, model=model, config=model.config)
+        except (RuntimeError, ValueError, KeyError, IndexError) as error:
+            stored = ", ".join(name for _, name in self.sources[:3])
+            raise CheckpointError(
+                f"cannot make {self.target} from {len(self.sources)} stored tensors "
+                f"({stored}, ...): {error}"
+            ) from error
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
+
+
+def _reader(read: Callable[[str], Tensor], name: str) -> Any:
+    return lambda: read(name)
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """Every stored tensor's place in the model."""
+
+    recipes: Mapping[str, Recipe]  # by name in memory
+    unused: tuple[str, ...]  # stored, but unknown to the model (MTP layers, ...)
+
+    def on_disk(self, name: str) -> str | None:
+        """The stored tensor that is this parameter, where it is exactly one, unchanged."""
+        recipe = self.recipes.get(name)
+        if recipe is None or recipe.converter is not None:
+            return None
+        return recipe.sources[0][1]
+
+
+def map_names(model: PreTrainedModel, checkpoint: Checkpoint) -> NameMap:
+    """Names on disk -> names in memory, by transformers' own table."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    known = model.state_dict()
+    prefix = model.base_model_prefix
+    sources: dict[str, list[tuple[str, str]]] = {}
+    used_by: dict[str, WeightConverter | None] = {}
+    unused: list[str] = []
+    # Natural order is part of the contract: experts stack in it, and some renamings count.
+    for name in sorted(checkpoint.tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if target not in known and name in known:
+            target, pattern = rename_source_key(name, [], [], prefix, known)
+        if target not in known:
+            unused.append(name)
+            continue
+        if pattern is None and target in sources:
+            raise CheckpointError(
+                f"{checkpoint.label}: {sources[target][0][1]} and {name} are both {target}",
+                hint="the folder mixes two layouts; keep one",
+            )
+        used_by[target] = None if pattern is None else by_pattern[pattern]
+        sources.setdefault(target, []).append((pattern or name, name))
+    recipes = {
+        target: Recipe(target, tuple(found), used_by[target]) for target, found in sources.items()
+    }
+    return NameMap(recipes, tuple(unused))

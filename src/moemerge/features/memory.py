@@ -1,0 +1,140 @@
+"""What streaming will need, told before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moemerge.errors import ResourceError
+from moemerge.features.batches import Batch
+from moemerge.features.routers import Anatomy
+from moemerge.features.spill import Offload
+from moemerge.features.weights import Weights
+from moemerge.runtime.devices import available_memory
+
+# A batch parked at a router keeps: the embeddings (in the model's frame), the layer's input (in the
+# same frame), the residual and the router's input.
+PARKED_COPIES = 4
+# A running batch needs that, its attention's projections and one temporary of each.
+RUNNING_COPIES = 10
+HEADROOM = 0.9  # of the free memory; allocators round up
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes by purpose."""
+
+    device: torch.device
+    offload: Offload
+    root: int  # embeddings, norms, head: resident
+    layer: int  # the largest layer
+    ahead: int  # the next one, read meanwhile
+    parked: int  # activations of all waiting batches
+    running: int  # temporaries of the batch that runs
+    features: int  # router inputs that are handed out
+
+    @property
+    def on_device(self) -> int:
+        total = self.root + self.layer + self.running + self.features
+        if self.device.type == "cpu":
+            total += self.ahead
+        return total + (self.parked if not self._spills else 0)
+
+    @property
+    def on_host(self) -> int:
+        if self.device.type == "cpu":
+            return self.on_device
+        return self.ahead + (self.parked if self.offload == "cpu" else 0)
+
+    @property
+    def on_disk(self) -> int:
+        return self.parked if self.offload == "disk" else 0
+
+    @property
+    def _spills(self) -> bool:
+        return self.offload == "disk" or (self.offload == "cpu" and self.device.type != "cpu")
+
+    def describe(self) -> str:
+        parts = {
+            "resident": self.root,
+            "largest layer": self.layer,
+            "next layer": self.ahead,
+            "parked activations": self.parked,
+            "running batch": self.running,
+            "router inputs": self.features,
+        }
+        listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items() if nbytes)
+        return (
+            f"streaming needs about {_size(self.on_device)} on {self.device} ({listed}; "
+            f"offload {self.offload})"
+        )
+
+
+def estimate_memory(
+    weights: Weights,
+    anatomy: Anatomy,
+    batches: Sequence[Batch],
+    root_names: Sequence[str],
+    *,
+    offload: Offload,
+    prefetch: bool = True,
+) -> MemoryEstimate:
+    """Sizes from shapes alone: nothing is read."""
+    config: Any = weights.model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width = _number(text, "hidden_size", "d_model")
+    streams = max(1, _number(text, "hc_mult", "hc_count"))  # hyper-connections widen the residual
+    itemsize = weights.model.dtype.itemsize
+    padded = [batch.input_ids.numel() for batch in batches]
+    token = width * itemsize
+    largest = max(padded, default=0)
+    chosen = _number(text, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+    inner = _number(text, "moe_intermediate_size", "intermediate_size")
+    layer = max((weights.nbytes(path) for path in anatomy.layers), default=0)
+    return MemoryEstimate(
+        device=weights.device,
+        offload=offload,
+        root=weights.nbytes_of(root_names),
+        layer=layer,
+        ahead=layer if prefetch else 0,
+        parked=PARKED_COPIES * streams * token * sum(padded),
+        running=largest
+        * (RUNNING_COPIES * streams * token + chosen * (3 * inner * itemsize + token)),
+        features=token * sum(batch.tokens for batch in batches),
+    )
+
+
+def choose_offload(estimate: MemoryEstimate) -> MemoryEstimate:
+    """The nearest place with room for the parked activations; refuses what fits nowhere."""
+    device_free = int(available_memory(estimate.device) * HEADROOM)
+    host = torch.device("cpu")
+    kinds: list[Offload] = (
+        ["device", "disk"] if estimate.device == host else ["device", "cpu", "disk"]
+    )
+    for kind in kinds:
+        candidate = replace(estimate, offload=kind)
+        host_free = int(available_memory(host) * HEADROOM)
+        if candidate.on_device <= device_free and candidate.on_host <= host_free:
+            return candidate
+    least = replace(estimate, offload="disk")
+    raise ResourceError(
+        f"{least.describe()}, but {_size(device_free)} are usable on {estimate.device}",
+        hint="lower --max-tokens or --max-length, use smaller batches, or a larger machine",
+    )
+
+
+def _number(config: Any, *names: str) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, list | tuple) and value:
+            value = max(value)
+        if isinstance(value, int) and value:
+            return value
+    return 0
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"

@@ -1,0 +1,116 @@
+"""Where a model's routers and decoder layers are, found in the modules themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from moemerge.errors import ArchitectureError
+from moemerge.features.loading import recorded_routers
+
+# Families whose declared router makes its input first; the linear map inside is what is solved.
+_INNER = {"Gemma4TextRouter": "proj"}
+_BLOCK_CHILDREN = ("gate", "router")
+# A bias beside the weight that is added to the logits. Elsewhere such a bias only moves selection.
+_LOGIT_BIAS = {"GptOssTopKRouter": "bias"}
+# Routers that transformers does not record, and why they are not stopped at.
+_PASSED_OVER = {
+    "DeepseekV4HashRouter": "chooses experts by token id from a table, not by its weight"
+}
+
+
+@dataclass(frozen=True)
+class RouterModule:
+    """A router z = W x (+ b): the module whose input is x, and its parameters' names in memory."""
+
+    layer: int
+    path: str
+    weight: str
+    bias: str | None
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Layers and routers of a model by module path."""
+
+    layers: tuple[str, ...]
+    owner: str  # the module that holds the layer list and runs it
+    routers: tuple[RouterModule, ...]
+    passed_over: tuple[tuple[str, str], ...]  # (path, reason)
+
+
+def anatomy(model: PreTrainedModel) -> Anatomy:
+    """Find the decoder layers, and in them every router."""
+    paths = _router_paths(model)
+    passed = tuple(
+        (path, _PASSED_OVER[type(module).__name__])
+        for path, module in model.named_modules()
+        if type(module).__name__ in _PASSED_OVER
+    )
+    layer_list = _layer_list(model, [*paths, *(path for path, _ in passed)])
+    count = len(model.get_submodule(layer_list))  # type: ignore[arg-type]
+    routers = tuple(_router(model, layer_list, path) for path in paths)
+    return Anatomy(
+        layers=tuple(f"{layer_list}.{index}" for index in range(count)),
+        owner=layer_list.rpartition(".")[0],
+        routers=routers,
+        passed_over=passed,
+    )
+
+
+def _router_paths(model: PreTrainedModel) -> list[str]:
+    found = recorded_routers(model)
+    # jetmoe declares its attention blocks too; the router proper lies inside them.
+    return [path for path in found if not any(other.startswith(path + ".") for other in found)]
+
+
+def _layer_list(model: PreTrainedModel, routers: list[str]) -> str:
+    """The outermost module list that holds the routers (or, without any, the longest list)."""
+    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ArchitectureError(f"{type(model).__name__} has no list of layers to stream")
+
+    def rank(path: str) -> tuple[int, int, int]:
+        inside = sum(router.startswith(path + ".") for router in routers)
+        length = len(model.get_submodule(path))  # type: ignore[arg-type]
+        return (inside, -path.count("."), length)
+
+    best: str = max(lists, key=rank)
+    return best
+
+
+def _router(model: PreTrainedModel, layer_list: str, path: str) -> RouterModule:
+    declared = model.get_submodule(path)
+    inner = _INNER.get(type(declared).__name__)
+    # Some releases declare the whole block; its router is then the child of one of these names.
+    candidates = [path] if inner is None else []
+    candidates += [f"{path}.{child}" for child in ((inner,) if inner else _BLOCK_CHILDREN)]
+    for candidate in candidates:
+        matrices = _matrices(model, candidate)
+        if len(matrices) == 1 and candidate.startswith(layer_list + "."):
+            bias = _LOGIT_BIAS.get(type(model.get_submodule(candidate)).__name__)
+            return RouterModule(
+                layer=int(candidate.removeprefix(layer_list + ".").split(".")[0]),
+                path=candidate,
+                weight=f"{candidate}.{matrices[0]}",
+                bias=None if bias is None else f"{candidate}.{bias}",
+            )
+    raise ArchitectureError(
+        f"{path} ({type(declared).__name__}) is not a single linear map of its input, so it cannot "
+        "be calibrated",
+        hint=f"its matrices: {', '.join(_matrices(model, path)) or 'none'}",
+    )
+
+
+def _matrices(model: PreTrainedModel, path: str) -> list[str]:
+    parent, _, leaf = path.rpartition(".")
+    module = getattr(model.get_submodule(parent), leaf, None)
+    if not isinstance(module, nn.Module):
+        return []
+    return [
+        name
+        for name, value in module.named_parameters()
+        if value.dim() == 2 and not name.endswith("correction_bias")
+    ]

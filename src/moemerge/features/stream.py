@@ -1,0 +1,393 @@
+"""Stream a model over batches, one decoder layer in memory at a time, stopping at each router.
+
+The model's own forward runs, once per batch, each in a thread of its own that is parked before
+every layer and every router. When all batches wait at the same place, the next layer's weights are
+brought in, or the router's inputs are handed out; then one batch after the other goes on. Masks,
+rotary embeddings, state that layers pass to each other: all of it is the model's own business, so
+the features are those of the whole model, bit for bit.
+
+What lives where: the resident part (embeddings, norms, head when asked for), one layer (and the
+next, while it is read), the parked batches' activations (see `spill`), one running batch's
+temporaries, and at a router its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from moemerge.checkpoint.reader import Checkpoint
+from moemerge.errors import (
+    ArchitectureError,
+    DataError,
+    MoeMergeError,
+    NumericalError,
+    ResourceError,
+    UsageError,
+)
+from moemerge.features.batches import Batch
+from moemerge.features.loading import build_skeleton
+from moemerge.features.memory import MemoryEstimate, choose_offload, estimate_memory
+from moemerge.features.routers import Anatomy, RouterModule, anatomy
+from moemerge.features.spill import SMALLEST, Offload, SpillRoom, held_by
+from moemerge.features.stops import RouterStop
+from moemerge.features.weights import Weights
+from moemerge.features.workers import Place, Worker, current_worker
+from moemerge.runtime.progress import Progress, Silent
+
+Output = Literal["hidden", "logits"]
+
+
+class RouterStream:
+    """Iterate to get a `RouterStop` at every router, in the order the model runs them.
+
+    `layers` restricts the stops (all layers are run all the same, as far as they are needed).
+    `on_output` gets every batch's final hidden states (after the last norm) or logits; without it
+    the run ends at the last router asked for. Use it as a context manager: leaving it ends all
+    threads and frees the weights.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        batches: Sequence[Batch],
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        offload: Offload | Literal["auto"] = "auto",
+        layers: Collection[int] | None = None,
+        output: Output = "hidden",
+        on_output: Callable[[Batch, Tensor], None] | None = None,
+        prefetch: bool = True,
+        progress: Progress | None = None,
+        spill_folder: Path | None = None,
+        spill_smallest: int = SMALLEST,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.device = torch.device(device)
+        self.model = build_skeleton(checkpoint, dtype, trust_remote_code=trust_remote_code)
+        self.anatomy: Anatomy = anatomy(self.model)
+        self._wanted = self._routers_wanted(layers, on_output is not None)
+        self._check_batches(batches)
+        self._on_output = on_output
+        self._prefetch = prefetch
+        self._progress = progress or Silent()
+        self._smallest = spill_smallest
+        whole = on_output is not None and output == "logits"
+        self._runs = self.model if whole else self.model.get_submodule(self.anatomy.owner)
+        self._weights = Weights(self.model, checkpoint, self.device, dtype)
+        self._root = self._root_names("" if whole else self.anatomy.owner)
+        self.memory: MemoryEstimate = estimate_memory(
+            self._weights,
+            self.anatomy,
+            batches,
+            self._root,
+            offload="device" if offload == "auto" else offload,
+            prefetch=prefetch,
+        )
+        if offload == "auto":
+            self.memory = choose_offload(self.memory)
+        self._room = SpillRoom(self.memory.offload, self.device, spill_folder)
+        self._workers = [
+            Worker(number, batch, self._forward, self._room.spill(number))
+            for number, batch in enumerate(batches)
+        ]
+        for worker in self._workers:
+            worker.rows = _real_rows(worker.batch, self.device)
+        self._hooks: list[RemovableHandle] = []
+        self._layer: int | None = None  # the one whose weights are placed
+        self._closed = False
+        self._begun = False
+
+    @property
+    def passed_over(self) -> tuple[tuple[str, str], ...]:
+        """Routers that are never stopped at: (module path, reason)."""
+        return self.anatomy.passed_over
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Stored tensors that the model has no place for (MTP layers, ...)."""
+        return self._weights.names.unused
+
+    # --- life ---
+
+    def __enter__(self) -> RouterStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every thread, drop every weight and spilled file. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for worker in self._workers:
+            worker.cancel()
+        self._workers = []
+        for hook in self._hooks:
+            hook.remove()
+        self._weights.close()
+        self._weights.free(self._root)
+        self._drop_layer()
+        self._room.close()
+
+    def __iter__(self) -> Iterator[RouterStop]:
+        if self._begun:
+            raise UsageError("a RouterStream runs once; open another for a second pass")
+        self._begun = True
+        try:
+            yield from self._run()
+        finally:
+            self.close()
+
+    # --- the schedule ---
+
+    def _run(self) -> Iterator[RouterStop]:
+        self._progress.start("streaming", len(self.anatomy.layers), unit="layers")
+        self._weights.place(self._weights.fetch(self._root))
+        self._weights.check(self._root, "the resident part")
+        self._add_hooks()
+        left = set(self._wanted)
+        while left or self._on_output is not None:
+            place, features = self._advance()
+            if place.kind == "end":
+                break
+            if place.kind == "layer":
+                self._bring(self.anatomy.layers.index(place.key))
+                continue
+            router = self._wanted[place.key]
+            left.discard(place.key)
+            stop = self._stop(router, features)
+            del features
+            yield stop
+            stop.release()
+        self._progress.finish()
+
+    def _advance(self) -> tuple[Place, list[tuple[Batch, Tensor]]]:
+        """Every batch goes on to its next pause; all must come to the same."""
+        features: list[tuple[Batch, Tensor]] = []
+        finite: list[Tensor] = []
+        for worker in self._workers:
+            worker.step()
+            self._raise_error_of(worker)
+            if worker.value is not None:
+                finite.append(_finite(worker.value, worker.rows))
+            if worker.place.kind == "router":
+                features.append((worker.batch, self._features(worker)))
+            if worker.place.kind == "end":
+                self._finish(worker)
+            elif self._room.active:
+                worker.put_away(self._shared_storages(), self._smallest)
+        places = {worker.place for worker in self._workers}
+        if len(places) != 1:
+            raise ArchitectureError(
+                f"batches wait at different places of the model: {sorted(map(str, places))}",
+                hint="the model's course depends on its input; it cannot be streamed by layers",
+            )
+        place = places.pop()
+        self._check_finite(place, finite)
+        return place, features
+
+    def _finish(self, worker: Worker) -> None:
+        if self._on_output is not None and worker.value is not None:
+            self._on_output(worker.batch, worker.value)
+        worker.value = None
+
+    def _bring(self, layer: int) -> None:
+        """Replace the resident layer by this one, and begin to read the one after it."""
+        if layer == self._layer:
+            return
+        first = self._layer is None
+        self._drop_layer()
+        path = self.anatomy.layers[layer]
+        names = self._weights.names_under(path)
+        self._weights.place(self._weights.fetched(path, names))
+        self._weights.check(names, path)
+        self._layer = layer
+        if self._prefetch and layer + 1 < len(self.anatomy.layers):
+            after = self.anatomy.layers[layer + 1]
+            self._weights.prefetch(after, self._weights.names_under(after))
+        if not first:
+            self._progress.advance(1)
+
+    def _drop_layer(self) -> None:
+        if self._layer is not None:
+            path = self.anatomy.layers[self._layer]
+            self._weights.free(self._weights.names_under(path))
+            self._layer = None
+
+    def _stop(self, router: RouterModule, features: list[tuple[Batch, Tensor]]) -> RouterStop:
+        names = self._weights.names
+        weight_name = names.on_disk(router.weight)
+        bias_name = None if router.bias is None else names.on_disk(router.bias)
+        if weight_name is None or (router.bias is not None and bias_name is None):
+            raise ArchitectureError(
+                f"{self.checkpoint.label}: {router.weight} is not stored as one tensor of its own"
+            )
+        bias = None if router.bias is None else self.model.get_parameter(router.bias)
+        stored = self.checkpoint.tensors[weight_name].dtype
+        parameters = (self.model.get_parameter(router.weight), bias)
+        return RouterStop(router, (weight_name, bias_name), parameters, stored, features)
+
+    # --- what runs inside the batches' threads ---
+
+    def _forward(self, batch: Batch) -> Tensor:
+        mask = batch.mask.to(self.device, torch.int64) if batch.padded else None
+        result: Any = self._runs(
+            input_ids=batch.input_ids.to(self.device), attention_mask=mask, use_cache=False
+        )
+        found: Tensor = (
+            result.logits if self._runs is self.model and "logits" in result else result[0]
+        )
+        return found
+
+    def _add_hooks(self) -> None:
+        for path in self.anatomy.layers:
+            self._hook(path, Place("layer", path))
+        for path in self._wanted:
+            self._hook(path, Place("router", path))
+
+    def _hook(self, path: str, place: Place) -> None:
+        def pause(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            worker = current_worker()
+            if worker is None:
+                return
+            value = args[0] if args else next(iter(kwargs.values()))
+            if not isinstance(value, Tensor):
+                raise ArchitectureError(f"{path} is called without a tensor of hidden states")
+            worker.pause(place, value)
+
+        module = self.model.get_submodule(path)
+        self._hooks.append(module.register_forward_pre_hook(pause, with_kwargs=True))
+
+    # --- checks and parts ---
+
+    def _features(self, worker: Worker) -> Tensor:
+        value = worker.value
+        assert value is not None
+        tokens = value.reshape(-1, value.shape[-1])  # (rows * length, d)
+        if tokens.shape[0] != worker.batch.mask.numel():
+            raise ArchitectureError(
+                f"{worker.place.key} sees {tokens.shape[0]} tokens of a batch of "
+                f"{worker.batch.mask.numel()}"
+            )
+        if worker.rows is not None:
+            return tokens.index_select(0, worker.rows)
+        return tokens.clone() if self._room.active else tokens
+
+    def _shared_storages(self) -> set[int]:
+        inside = () if self._layer is None else (self.anatomy.layers[self._layer],)
+        modules = [
+            module
+            for path, module in self.model.named_modules()
+            if path.startswith(inside) or not path.startswith(self.anatomy.layers)
+        ]
+        return held_by(modules)
+
+    def _check_finite(self, place: Place, flags: list[Tensor]) -> None:
+        if not flags or bool(torch.stack(flags).all()):
+            return
+        bad = {
+            worker.batch.domain
+            for worker, flag in zip(self._workers, flags, strict=True)
+            if not bool(flag)
+        }
+        raise NumericalError(
+            f"{self.checkpoint.label}: non-finite hidden states {self._where(place)}, domain "
+            f"{', '.join(sorted(bad))}",
+            hint="the weights of that layer hold NaN or infinity, or overflow in this dtype; "
+            "try --dtype float32",
+        )
+
+    def _where(self, place: Place) -> str:
+        if place.kind == "router":
+            return f"in layer {self._layer}, before its router"
+        if self._layer is None:
+            return "in the embeddings"
+        return f"in the output of layer {self._layer}"
+
+    def _raise_error_of(self, worker: Worker) -> None:
+        error = worker.error
+        if error is None:
+            return
+        if isinstance(error, MoeMergeError) or not isinstance(error, Exception):
+            raise error
+        layer = "before the first layer" if self._layer is None else f"in layer {self._layer}"
+        where = f"{self.checkpoint.label}: {layer}, domain {worker.batch.domain}"
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(
+            error
+        ):
+            raise ResourceError(
+                f"{where}: out of memory on {self.device} ({self.memory.describe()})",
+                hint="use smaller batches, --offload cpu or disk, or fewer tokens",
+            ) from error
+        raise ArchitectureError(
+            f"{where}: the model's forward failed: {type(error).__name__}: {error}"
+        ) from error
+
+    def _routers_wanted(
+        self, layers: Collection[int] | None, has_output: bool
+    ) -> dict[str, RouterModule]:
+        found = {
+            router.path: router
+            for router in self.anatomy.routers
+            if layers is None or router.layer in layers
+        }
+        if not found and not has_output:
+            have = sorted({router.layer for router in self.anatomy.routers})
+            raise ArchitectureError(
+                f"{self.checkpoint.label}: no router to stop at",
+                hint=f"layers with a router: {have or 'none'}",
+            )
+        return found
+
+    def _check_batches(self, batches: Sequence[Batch]) -> None:
+        if not batches:
+            raise DataError("no batch of calibration text given")
+        embedding: Any = self.model.get_input_embeddings()
+        rows = getattr(embedding, "num_embeddings", None)
+        largest = max(int(batch.input_ids.max()) for batch in batches)
+        if rows is not None and largest >= rows:
+            raise DataError(
+                f"the text holds token {largest}, but {self.checkpoint.label} knows {rows} tokens",
+                hint="text must be tokenized with the model's own tokenizer",
+            )
+
+    def _root_names(self, runs: str) -> tuple[str, ...]:
+        inside = tuple(path + "." for path in self.anatomy.layers)
+        prefix = runs + "." if runs else ""
+        return tuple(
+            name
+            for name in self.model.state_dict()
+            if name.startswith(prefix) and not name.startswith(inside)
+        )
+
+
+def _real_rows(batch: Batch, device: torch.device) -> Tensor | None:
+    if not batch.padded:
+        return None
+    return batch.mask.reshape(-1).nonzero().squeeze(1).to(device)
+
+
+def _finite(value: Tensor, rows: Tensor | None) -> Tensor:
+    """Whether all real tokens are finite: a flag that stays on the device, so nothing waits."""
+    if not value.is_floating_point() or value.numel() == 0:
+        return torch.tensor(True, device=value.device)
+    if rows is not None:
+        value = value.reshape(-1, *value.shape[-1:]) if value.dim() == 2 else value.flatten(0, 1)
+        value = value.index_select(0, rows)
+    low, high = torch.aminmax(value.detach())
+    return torch.isfinite(low) & torch.isfinite(high)

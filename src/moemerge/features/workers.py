@@ -1,0 +1,108 @@
+"""One parked thread per batch. Only one of them runs at a time, handed over strictly."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemerge.features.batches import Batch
+from moemerge.features.spill import Spill, Tracker
+
+
+class Cancelled(BaseException):
+    """Unwinds a parked thread. No Exception, so that no model code can swallow it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the forward a batch waits: before layer or router `key`, or at the end."""
+
+    kind: str  # "layer", "router" or "end"
+    key: str = ""
+
+
+class Worker(threading.Thread):
+    """Runs `forward(batch)` and waits wherever a hook calls `pause`."""
+
+    def __init__(
+        self, number: int, batch: Batch, forward: Callable[[Batch], Tensor], spill: Spill | None
+    ) -> None:
+        # A daemon: an interpreter that ends without `close` must not wait for a parked thread.
+        super().__init__(name=f"moemerge-batch-{number}", daemon=True)
+        self.batch = batch
+        self.rows: Tensor | None = None  # places of real tokens, None without padding
+        self.place = Place("end")
+        self.value: Tensor | None = None  # what the hook saw: hidden states or router input
+        self.error: BaseException | None = None
+        self._forward: Callable[[Batch], Tensor] | None = forward
+        self._spill = spill
+        self._tracker = None if spill is None else Tracker()
+        self._go = threading.Semaphore(0)
+        self._parked = threading.Semaphore(0)
+        self._cancelled = False
+
+    # --- called by the scheduler ---
+
+    def step(self) -> None:
+        """Run until the next pause; afterwards `place`, `value` and `error` are set."""
+        if self._spill is not None:
+            self._spill.back()
+        self.value = None
+        if self.ident is None:
+            self.start()
+        self._go.release()
+        self._parked.acquire()
+
+    def put_away(self, keep: set[int], smallest: int) -> None:
+        """Spill what this parked batch holds."""
+        if self._spill is not None and self._tracker is not None:
+            self.value = None
+            self._spill.out(self._tracker.alive(), keep, smallest)
+
+    def cancel(self) -> None:
+        """End the thread wherever it is; returns when it has ended.
+
+        A thread that still computes (the caller was interrupted) ends at its next pause.
+        """
+        self._cancelled = True
+        self._go.release()
+        if self.ident is not None:
+            self.join()
+        self.value = None
+
+    # --- called in the thread itself ---
+
+    def pause(self, place: Place, value: Tensor) -> None:
+        self.place, self.value = place, value
+        del value
+        self._parked.release()
+        self._go.acquire()
+        if self._cancelled:
+            raise Cancelled
+
+    def run(self) -> None:
+        forward, self._forward = self._forward, None
+        assert forward is not None
+        self._go.acquire()
+        try:
+            if not self._cancelled:
+                with torch.no_grad(), self._tracker or contextlib.nullcontext():
+                    self.value = forward(self.batch)
+            self.place = Place("end")
+        except Cancelled:
+            pass
+        except BaseException as error:  # the scheduler raises it in the caller's thread
+            self.error = error
+        finally:
+            self._parked.release()
+
+
+def current_worker() -> Worker | None:
+    thread: Any = threading.current_thread()
+    return thread if isinstance(thread, Worker) else None

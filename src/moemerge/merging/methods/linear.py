@@ -1,0 +1,36 @@
+"""Weighted average of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.methods._blocks import weighted_sum
+from moemerge.merging.methods._task_vectors import Weighted
+from moemerge.merging.methods._weights import shares
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    normalize: bool = param(True, help="divide by the sum of the weights")
+
+
+@merge_method(
+    "linear",
+    base=BasePolicy.MEMBER,
+    per_model=Weighted,
+    options=LinearOptions,
+    elementwise=True,
+)
+def linear(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: LinearOptions, unit: UnitInfo
+) -> Tensor:
+    """Weighted average of the models: Σ w_i θ_i / Σ w_i."""
+    weights = [i.params.weight for i in inputs]
+    if options.normalize:
+        weights = shares(weights, unit)
+    return weighted_sum([i.tensor for i in inputs], weights)

@@ -1,0 +1,47 @@
+"""Take the other model's value where it is near."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.methods._blocks import blocks, flat, scratch
+
+_LEAST_DISTANCE = 1e-6  # nearer elements count as this near
+
+
+@dataclass(frozen=True)
+class NearswapOptions:
+    t: float = param(help="distance up to which the other model's value is taken whole")
+
+
+@merge_method(
+    "nearswap",
+    base=BasePolicy.REQUIRED,
+    per_model=NoParams,
+    options=NearswapOptions,
+    max_models=1,
+    elementwise=True,
+)
+def nearswap(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: NearswapOptions, unit: UnitInfo
+) -> Tensor:
+    """Move each element of the base towards the other model's, the more the nearer they are.
+
+    θ_0 + c·(θ - θ_0) with c = clamp(t / |θ - θ_0|, 0, 1).
+    """
+    assert base is not None
+    origin, other = flat(base), flat(inputs[0].tensor)
+    out = torch.empty_like(origin)
+    buffers = scratch(origin, 1)
+    for b in blocks(origin):
+        share = buffers[0][: b.stop - b.start]
+        torch.sub(other[b], origin[b], out=share).abs_().clamp_min_(_LEAST_DISTANCE)
+        share.reciprocal_().mul_(options.t).clamp_(0, 1)
+        torch.lerp(origin[b], other[b], share, out=out[b])
+    return out.view(base.shape)

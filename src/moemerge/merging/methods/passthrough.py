@@ -1,0 +1,32 @@
+"""One model as it is: for stacking layers of several models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+
+
+@dataclass(frozen=True)
+class PassthroughParams:
+    scale: float | None = param(None, help="factor on the tensor")
+
+
+@merge_method(
+    "passthrough",
+    base=BasePolicy.MEMBER,
+    per_model=PassthroughParams,
+    options=NoParams,
+    max_models=1,
+    elementwise=True,
+)
+def passthrough(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: NoParams, unit: UnitInfo
+) -> Tensor:
+    """One model's tensor, times `scale` where given; unscaled, it is the input itself."""
+    scale = inputs[0].params.scale
+    return inputs[0].tensor if scale is None else inputs[0].tensor * scale

@@ -1,0 +1,82 @@
+"""SCE: select, calculate, erase (Wan et al. 2024, "FuseChat")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.methods._blocks import blocks, scratch
+from moemerge.merging.methods._geometry import gram
+from moemerge.merging.methods._task_vectors import TaskVector, add_elected, difference
+from moemerge.merging.methods.selection import keep_largest_
+
+_LEAST_DIVISOR = 1e-6  # mergekit's; matters only to models whose share is below it
+
+
+@dataclass(frozen=True)
+class SceOptions:
+    select_topk: float = param(
+        1.0, minimum=0, maximum=1, help="fraction of the varying elements that is kept"
+    )
+    int8_mask: bool = param(False, help="accepted for mergekit's configs; has no effect here")
+
+
+@merge_method("sce", base=BasePolicy.REQUIRED, per_model=NoParams, options=SceOptions)
+def sce(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: SceOptions, unit: UnitInfo
+) -> Tensor:
+    """Keep where task vectors vary most, weigh models by their size there, erase minority signs.
+
+    An element on which all models agree does not vary, so below `select_topk` 1 it is never kept:
+    a tensor that is the same in all models becomes the base's.
+    """
+    assert base is not None
+    deltas = [difference(i.tensor, base) for i in inputs]
+    if options.select_topk < 1:
+        _select_(deltas, options.select_topk)
+    sizes = [gram([d]).item() for d in deltas]
+    total = sum(sizes)
+    if total == 0:
+        return base.clone(memory_format=torch.contiguous_format)
+    return add_elected(
+        base,
+        [TaskVector(d, size / total) for d, size in zip(deltas, sizes, strict=True)],
+        normalize=True,
+        factor=1.0,
+        election="unweighted",
+        floor=_LEAST_DIVISOR,
+    )
+
+
+def _select_(deltas: Sequence[Tensor], fraction: float) -> None:
+    """Zero all but the given fraction of the elements whose variance over models is largest."""
+    variance = _variance(deltas)
+    varying = int(torch.count_nonzero(variance))
+    keep_largest_(variance, int(varying * fraction))
+    for b in blocks(variance):
+        dropped = variance[b] == 0
+        for delta in deltas:
+            delta[b].masked_fill_(dropped, 0.0)
+
+
+def _variance(deltas: Sequence[Tensor]) -> Tensor:
+    """Biased variance over models, per element; exactly nought where they agree."""
+    variance = torch.zeros_like(deltas[0])
+    buffers = scratch(variance, 2)
+    share = 1 / len(deltas)
+    for b in blocks(variance):
+        mean, deviation = (x[: b.stop - b.start] for x in buffers)
+        mean.zero_()
+        # Deviations are taken from the first model's: three equal numbers have no variance, but
+        # a mean of their thirds may differ from them by its rounding.
+        for delta in deltas[1:]:
+            mean.add_(torch.sub(delta[b], deltas[0][b], out=deviation), alpha=share)
+        for delta in deltas:
+            torch.sub(delta[b], deltas[0][b], out=deviation).sub_(mean)
+            variance[b].addcmul_(deviation, deviation, value=share)
+    return variance

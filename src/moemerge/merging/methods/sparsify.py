@@ -1,0 +1,111 @@
+"""Ways to thin out a task vector, in place, each with its rescaling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moemerge.merging.methods._blocks import bits, block_size, total_magnitude
+from moemerge.merging.methods._task_vectors import TaskVector
+from moemerge.merging.methods.random import Stream, keep_randomly_, keep_threshold
+from moemerge.merging.methods.selection import (
+    ascending_order,
+    drop_largest_,
+    keep_largest_,
+    kept_count,
+)
+
+
+def trim_(vector: TaskVector, density: float, *, rescale: bool) -> None:
+    """Keep the largest magnitudes (TIES)."""
+    before = total_magnitude(vector.values) if rescale else 0.0
+    keep_largest_(vector.values, kept_count(density, vector.values.numel()))
+    _rescale(vector, before, rescale=rescale)
+
+
+def trim_both_ends_(vector: TaskVector, density: float, gamma: float, *, rescale: bool) -> None:
+    """Drop the fraction `gamma` of largest magnitudes, then keep the largest of the rest.
+
+    Where density + gamma exceed one, fewer of the largest are dropped: density has precedence.
+    """
+    n = vector.values.numel()
+    kept = kept_count(density, n)
+    outliers = min(int(gamma * n), n - kept)
+    before = total_magnitude(vector.values) if rescale else 0.0
+    # The outliers go last, so that both cuts rank the same values.
+    keep_largest_(vector.values, kept + outliers)
+    drop_largest_(vector.values, outliers)
+    _rescale(vector, before, rescale=rescale)
+
+
+def drop_randomly_(vector: TaskVector, density: float, seed: int, *, rescale: str | None) -> None:
+    """Keep each element with probability `density` (DARE).
+
+    `rescale`: "l1" restores the L1 norm, "probability" divides by the density.
+    """
+    if density >= 1:
+        return
+    before = total_magnitude(vector.values) if rescale == "l1" else 0.0
+    keep_randomly_(vector.values, density, seed)
+    _rescale(vector, before, rescale=rescale == "l1")
+    if rescale == "probability" and density > 0:
+        vector.scale /= density
+
+
+def drop_by_rank_(
+    vector: TaskVector,
+    rows: int,
+    density: float,
+    epsilon: float,
+    seed: int,
+    *,
+    rescale: str | None,
+) -> None:
+    """Keep each element with a probability that grows with its magnitude's rank in its row (DELLA).
+
+    From density - epsilon for the smallest to density + epsilon for the largest.
+    `rescale`: "l1" restores the L1 norm, "probability" divides each element by its own.
+    """
+    values = vector.values
+    if density >= 1 or values.numel() == 0:
+        return
+    before = total_magnitude(values) if rescale == "l1" else 0.0
+    matrix = values.view(rows, -1)
+    ramp = _keep_probabilities(matrix.shape[1], density, epsilon)
+    thresholds = torch.tensor([keep_threshold(p) for p in ramp], dtype=torch.int32)
+    gains = torch.ones(len(ramp), dtype=values.dtype)
+    if rescale == "probability":
+        gains = torch.tensor([1 / p if p > 0 else 0.0 for p in ramp], dtype=values.dtype)
+    _apply_ranked_(matrix, thresholds.to(values.device), gains.to(values.device), seed)
+    _rescale(vector, before, rescale=rescale == "l1")
+
+
+def _keep_probabilities(n: int, density: float, epsilon: float) -> list[float]:
+    """By ascending rank. A row of one element has no rank: it is kept with the density itself."""
+    if n == 1:
+        return [density]
+    low = density - epsilon
+    return [min(1.0, max(0.0, low + 2 * epsilon * r / (n - 1))) for r in range(n)]
+
+
+def _apply_ranked_(matrix: Tensor, thresholds: Tensor, gains: Tensor, seed: int) -> None:
+    """Multiply each row by its gains where a draw keeps the element, else by nought, in place.
+
+    Thresholds and gains are by ascending magnitude, and so are the draws.
+    """
+    columns = matrix.shape[1]
+    step = max(1, block_size(matrix.device) // columns)
+    stream = Stream(seed, min(step, matrix.shape[0]) * columns, matrix.device)
+    for first in range(0, matrix.shape[0], step):
+        block = matrix[first : first + step]
+        keep = stream.keep(first * columns, block.numel(), thresholds).view_as(block)
+        ranked = gains.expand(block.shape).contiguous()
+        bits(ranked).bitwise_and_(keep.to(bits(ranked).dtype))
+        block.mul_(torch.empty_like(block).scatter_(1, ascending_order(block), ranked))
+
+
+def _rescale(vector: TaskVector, before: float, *, rescale: bool) -> None:
+    """Let the scale restore the L1 norm that the vector had `before`."""
+    after = total_magnitude(vector.values) if rescale else 0.0
+    if after > 0:
+        vector.scale *= before / after

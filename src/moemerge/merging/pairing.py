@@ -1,0 +1,116 @@
+"""Which tensor of one model answers to which tensor of another.
+
+Models of one family may store the same thing under other names and in other stacks. Units have a
+key that is the same in all of them; here every model's units are found by that key, and what one
+model has and another lacks is settled before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.roles import Role, Unit
+from moemerge.checkpoint import TensorInfo
+from moemerge.errors import ArchitectureError, CheckpointError
+from moemerge.merging.plan import InputModel
+
+SHOWN = 5  # names listed in one message
+
+
+@dataclass(frozen=True)
+class UnitIndex:
+    """All units of one model by key, and by stored tensor."""
+
+    model: InputModel
+
+    @cached_property
+    def by_tensor(self) -> Mapping[str, tuple[Unit, ...]]:
+        architecture = self.model.architecture
+        return {name: architecture.units(name) for name in self.model.checkpoint.tensors}
+
+    @cached_property
+    def by_key(self) -> Mapping[str, Unit]:
+        return {unit.key: unit for units in self.by_tensor.values() for unit in units}
+
+    @cached_property
+    def head(self) -> Unit | None:
+        """The embedding in the place of a head, where the two are one tensor."""
+        if not self.model.architecture.tied:
+            return None
+        units = self.by_key.values()
+        if any(u.role is Role.HEAD for u in units):
+            return None
+        return next((u for u in units if u.role is Role.EMBEDDING and len(u.shape) == 2), None)
+
+    def find(self, unit: Unit, key: str | None = None) -> Unit | None:
+        """This model's unit for another model's `unit` (under `key`, where layers are moved)."""
+        found = self.by_key.get(unit.key if key is None else key)
+        if found is None and unit.role is Role.HEAD:
+            return self.head
+        return found
+
+    def info(self, unit: Unit) -> TensorInfo:
+        return self.model.checkpoint.tensors[unit.tensor]
+
+
+def is_auxiliary(unit: Unit, architecture: Architecture) -> bool:
+    """Whether the model runs without it: extra prediction layers, which tools often strip."""
+    beyond = unit.layer is not None and unit.layer >= architecture.num_layers
+    return beyond or ".mtp." in f".{unit.key}"
+
+
+def require_one_family(models: Sequence[InputModel]) -> None:
+    """All models must be of one family: weights of another mean nothing here."""
+    first = models[0]
+    for other in models[1:]:
+        if other.architecture.model_type != first.architecture.model_type:
+            raise ArchitectureError(
+                f"{first.checkpoint.label} is {first.architecture.model_type!r}, but "
+                f"{other.checkpoint.label} is {other.architecture.model_type!r}",
+                hint="only models of one family, fine-tunes of one base, can be merged",
+            )
+    for model in models:
+        if model.architecture.quantised:
+            raise ArchitectureError(
+                f"{model.checkpoint.label} is quantised ({model.architecture.quantised})",
+                hint="dequantise it first: quantised values cannot be merged",
+            )
+
+
+def require_layers(models: Sequence[InputModel]) -> None:
+    """A merge of whole models needs the same number of layers in each."""
+    first = models[0]
+    for other in models[1:]:
+        if other.architecture.num_layers != first.architecture.num_layers:
+            raise ArchitectureError(
+                f"{first.checkpoint.label} has {first.architecture.num_layers} layers, but "
+                f"{other.checkpoint.label} has {other.architecture.num_layers}",
+                hint="choose the layers to merge with `slices:`",
+            )
+
+
+def require_shape(unit: Unit, mine: UnitIndex, found: Unit, theirs: UnitIndex) -> None:
+    if found.shape == unit.shape:
+        return
+    raise CheckpointError(
+        f"tensor {found.tensor} of {theirs.model.checkpoint.label} has shape "
+        f"{list(found.shape)}, but {mine.model.checkpoint.label} has {list(unit.shape)}"
+        + ("" if found.tensor == unit.tensor else f" (in {unit.tensor})"),
+        hint="only models of one size can be merged; the two are not fine-tunes of one base",
+    )
+
+
+def missing_error(
+    model: InputModel, reference: InputModel, names: Sequence[str]
+) -> CheckpointError:
+    """`model` lacks tensors that `reference` has."""
+    shown = ", ".join(names[:SHOWN])
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return CheckpointError(
+        f"{model.checkpoint.label} lacks {len(names)} tensors that {reference.checkpoint.label} "
+        f"has: {shown}{more}",
+        hint="the download may be incomplete, or the models are not fine-tunes of one base",
+    )

@@ -1,0 +1,423 @@
+"""From a checked config to a plan: per output tensor its inputs, method, parameters and bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.names import with_layer
+from moemerge.architectures.roles import ROUTING_ROLES, WHOLE, Role, Unit
+from moemerge.checkpoint import Checkpoint, TensorInfo
+from moemerge.config.lookup import ParameterReader
+from moemerge.config.models import ModelRef
+from moemerge.config.parameters import BasePolicy
+from moemerge.config.resolve import MergeSlice, NormalisedMerge
+from moemerge.config.resolve import Source as ConfigSource
+from moemerge.errors import ArchitectureError, CheckpointError, ConfigError
+from moemerge.merging import pairing
+from moemerge.merging.accounts import Ledger
+from moemerge.merging.blocks import split_into_blocks
+from moemerge.merging.method import METHODS, MergeMethod, yaml_key
+from moemerge.merging.pairing import UnitIndex
+from moemerge.merging.plan import Account, Block, Fate, InputModel, Source, UnitMerge
+from moemerge.merging.vocabulary import Vocabularies
+from moemerge.runtime.devices import dtype_name, parse_dtype
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the output a tensor of the reference model goes."""
+
+    slice_index: int
+    t: float  # position inside the slice, for gradients
+    shift: Mapping[str, int]  # model name -> its layer for this output layer (empty: no layer)
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class OutputTensors:
+    """The planner's result for the weights."""
+
+    tensors: tuple[TensorInfo, ...]
+    blocks: tuple[Block, ...]
+    accounts: tuple[Account, ...]
+    notices: tuple[str, ...]
+    num_layers: int
+    layer_origins: tuple[int, ...]  # per output layer, the reference model's layer
+
+
+def open_models(merge: NormalisedMerge) -> dict[str, InputModel]:
+    """Open every model of the merge by name; headers alone are read."""
+    models = {}
+    for name, ref in merge.models.items():
+        models[name] = _open(name, ref)
+    pairing.require_one_family(list(models.values()))
+    if merge.whole:
+        pairing.require_layers(list(models.values()))
+    return models
+
+
+def _open(name: str, ref: ModelRef) -> InputModel:
+    plain = Checkpoint.open(replace(ref, lora=None, lora_revision=None))
+    architecture = Architecture.of(plain.config, plain.tensors)
+    checkpoint = plain if ref.lora is None else Checkpoint.open(ref)
+    return InputModel(name, checkpoint, architecture)
+
+
+class Planner:
+    """Decides every output tensor of one merge."""
+
+    def __init__(
+        self,
+        merge: NormalisedMerge,
+        models: Mapping[str, InputModel],
+        vocabularies: Vocabularies,
+        dtype: str | None,
+        out_dtype: str | None,
+    ) -> None:
+        self.merge = merge
+        self.models = models
+        self.position = {name: i for i, name in enumerate(models)}
+        self.index = {name: UnitIndex(model) for name, model in models.items()}
+        self.vocabularies = vocabularies
+        self.method = METHODS.get(merge.schema.name)
+        router = merge.router_schema
+        self.router_method = None if router is None else METHODS.get(router.name)
+        chosen = out_dtype or dtype
+        self.out_dtype = None if chosen is None else parse_dtype(chosen)
+        self.input_dtype = None if dtype is None else parse_dtype(dtype)
+        self.ledger = Ledger()
+        self.missing: dict[tuple[str, str], list[str]] = defaultdict(list)
+        self._params: dict[tuple[Any, ...], Any] = {}
+
+    # -- the whole ---------------------------------------------------------------------------
+
+    def plan(self) -> OutputTensors:
+        tensors: list[TensorInfo] = []
+        blocks: list[Block] = []
+        for reference, name, place in self._places():
+            planned = self._tensor(reference, name, place)
+            if planned is not None:
+                tensors.append(planned[0])
+                blocks.extend(planned[1])
+        for (model, reference), names in self.missing.items():
+            raise pairing.missing_error(self.models[model], self.models[reference], names)
+        for info, block in self._extras({t.name for t in tensors}):
+            tensors.append(info)
+            blocks.append(block)
+        origins = tuple(self._layer_origins())
+        return OutputTensors(
+            tensors=tuple(tensors),
+            blocks=tuple(blocks),
+            accounts=tuple(self.ledger.complete(self.models)),
+            notices=tuple(self._notices()),
+            num_layers=len(origins),
+            layer_origins=origins,
+        )
+
+    def _reference(self, piece: MergeSlice) -> ConfigSource:
+        """The source whose tensors, names and layout the output takes in this slice."""
+        donor = self.merge.donor
+        return next((s for s in piece.sources if s.model == donor), piece.sources[0])
+
+    def _layer_origins(self) -> Iterator[int]:
+        for piece in self.merge.slices:
+            yield from self._layers(self._reference(piece))
+
+    def _layers(self, source: ConfigSource) -> range:
+        count = self.models[source.name].architecture.num_layers
+        layers = source.layers(count)
+        if layers and layers[-1] >= count:
+            raise ConfigError(
+                f"layer_range [{layers.start}, {layers.stop}) of {source.model} goes past its last "
+                f"layer: it has {count}, numbered 0 to {count - 1}",
+            )
+        return layers
+
+    def _places(self) -> Iterator[tuple[str, str, Place]]:
+        """(reference model, stored tensor, place) of every output tensor, in model order."""
+        slices = self.merge.slices
+        first, last = self._reference(slices[0]), self._reference(slices[-1])
+        yield from self._outside(first.name, 0, {Role.HEAD, Role.NORM}, keep=False)
+        offset = 0
+        for i, piece in enumerate(slices):
+            reference = self._reference(piece)
+            by_layer = self._by_layer(reference.name)
+            ranges = {s.name: self._layers(s) for s in piece.sources}
+            length = len(ranges[reference.name])
+            for n in range(length):
+                shift = {name: layers[n] for name, layers in ranges.items()}
+                t = n / (length - 1) if length > 1 else 1.0
+                place = Place(i, t, shift, offset + n)
+                for name in by_layer.get(shift[reference.name], ()):
+                    yield reference.name, name, place
+            offset += length
+        yield from self._outside(last.name, len(slices) - 1, {Role.HEAD, Role.NORM}, keep=True)
+        yield from self._beyond(last.name, len(slices) - 1, offset)
+
+    def _by_layer(self, model: str) -> dict[int, list[str]]:
+        architecture = self.models[model].architecture
+        by_layer: dict[int, list[str]] = defaultdict(list)
+        for name in self.index[model].by_tensor:
+            layer = architecture.layer_of(name)
+            if layer is not None:
+                by_layer[layer].append(name)
+        return by_layer
+
+    def _outside(
+        self, model: str, slice_index: int, roles: set[Role], *, keep: bool
+    ) -> Iterator[tuple[str, str, Place]]:
+        """Tensors outside the layers: the final norm and head belong to the last slice, the
+        rest to the first. Gradients give all of them their first value, as mergekit does."""
+        architecture = self.models[model].architecture
+        for name, units in self.index[model].by_tensor.items():
+            outside = architecture.layer_of(name) is None
+            if outside and any(u.role in roles for u in units) == keep:
+                yield model, name, Place(slice_index, 0.0, {}, None)
+
+    def _beyond(
+        self, model: str, slice_index: int, offset: int
+    ) -> Iterator[tuple[str, str, Place]]:
+        """Layers after the model's own count (extra prediction layers) follow the last layer."""
+        count = self.models[model].architecture.num_layers
+        for layer, names in sorted(self._by_layer(model).items()):
+            if layer < count:
+                continue
+            shift = {s.name: layer for s in self.merge.slices[slice_index].sources}
+            for name in names:
+                yield model, name, Place(slice_index, 0.0, shift, offset + layer - count)
+
+    # -- one tensor --------------------------------------------------------------------------
+
+    def _tensor(
+        self, reference: str, name: str, place: Place
+    ) -> tuple[TensorInfo, list[Block]] | None:
+        index = self.index[reference]
+        stored = index.model.checkpoint.tensors[name]
+        units = index.by_tensor[name]
+        architecture = index.model.architecture
+        output = name if place.layer is None else architecture.at_layer(name, place.layer)
+        if self._keeps_router(units):
+            return self._kept_router(units[0], stored, output, place)
+        found = {
+            source.name: self._find_all(units, reference, source, place)
+            for source in self._piece(place).sources
+        }
+        lacking = [m for m, pairs in found.items() if any(u is None for u in pairs)]
+        if lacking:
+            if not pairing.is_auxiliary(units[0], architecture):
+                for model in lacking:
+                    self.missing[model, reference].append(name)
+                return None
+            why = f"not in every model ({', '.join(lacking)} lack it)"
+            return self._copied(reference, name, output, stored, why)
+        whole = {m: [u for u in pairs if u is not None] for m, pairs in found.items()}
+        if not stored.dtype.is_floating_point:
+            return self._integers(reference, output, stored, whole)
+        info = self._output_info(output, stored, units, whole)
+        merges = [self._unit(i, unit, whole, place, info) for i, unit in enumerate(units)]
+        for model, pairs in whole.items():
+            for unit in pairs:
+                self.ledger.record(model, unit.tensor, Fate.MERGED)
+        return info, list(split_into_blocks(info, merges))
+
+    def _piece(self, place: Place) -> MergeSlice:
+        return self.merge.slices[place.slice_index]
+
+    def _find_all(
+        self, units: Iterable[Unit], reference: str, source: ConfigSource, place: Place
+    ) -> list[Unit | None]:
+        index = self.index[source.name]
+        moved = place.shift.get(source.name) != place.shift.get(reference)
+        found = []
+        for unit in units:
+            key = unit.key
+            if moved:
+                key = with_layer(key, place.shift[source.name])
+            other = index.find(unit, key)
+            if other is not None and not self.vocabularies.spans(unit):
+                pairing.require_shape(unit, self.index[reference], other, index)
+            found.append(other)
+        return found
+
+    def _output_info(
+        self,
+        output: str,
+        stored: TensorInfo,
+        units: tuple[Unit, ...],
+        found: Mapping[str, list[Unit]],
+    ) -> TensorInfo:
+        dtypes = {model: self.index[model].info(pairs[0]).dtype for model, pairs in found.items()}
+        if self.out_dtype is None and len(set(dtypes.values())) > 1:
+            listed = ", ".join(f"{m}: {dtype_name(d)}" for m, d in dtypes.items())
+            raise CheckpointError(
+                f"tensor {stored.name} has another dtype in each model ({listed})",
+                hint="say which the result should have: `out_dtype: bfloat16` in the config",
+            )
+        for model, dtype in dtypes.items():
+            if not dtype.is_floating_point:
+                raise CheckpointError(
+                    f"tensor {stored.name} is {dtype_name(dtype)} in {model}, but "
+                    f"{dtype_name(stored.dtype)} in the model it is merged with",
+                    hint="the models are not fine-tunes of one base",
+                )
+        shape = stored.shape
+        if self.vocabularies.spans(units[0]):
+            shape = self.vocabularies.shape(units[0])
+        return TensorInfo.of(output, self.out_dtype or stored.dtype, shape)
+
+    def _unit(
+        self,
+        i: int,
+        unit: Unit,
+        found: Mapping[str, list[Unit]],
+        place: Place,
+        info: TensorInfo,
+    ) -> UnitMerge:
+        piece = self._piece(place)
+        method, reader = self._method_for(unit)
+        role = str(unit.role)
+
+        def source(s: ConfigSource, params: Any = None) -> Source:
+            mine = found[s.name][i]
+            return Source(self.position[s.name], mine.tensor, mine.slot, params)
+
+        inputs = []
+        models, base = self._split(piece, method)
+        for s in models:
+            names = found[s.name][i].names
+            values = reader.model_values(place.slice_index, s.name, names, role, place.t)
+            inputs.append(source(s, self._build(method.per_model, values)))
+        placed = self._placed(unit, info, place)
+        options = reader.method_values(place.slice_index, placed.names, role, place.t)
+        prepare = None
+        if self.vocabularies.spans(unit):
+            order = [s.name for s in (*models, *([] if base is None else [base]))]
+            prepare = self.vocabularies.prepare(unit, order)
+            placed = replace(placed, slot=WHOLE, shape=info.shape)
+        return UnitMerge(
+            unit=placed,
+            method=method,
+            options=self._build(method.options, options),
+            inputs=tuple(inputs),
+            base=None if base is None else source(base),
+            prepare=prepare,
+        )
+
+    def _method_for(self, unit: Unit) -> tuple[MergeMethod, ParameterReader]:
+        reader = self.merge.router_reader
+        if unit.role in ROUTING_ROLES and self.router_method is not None and reader is not None:
+            return self.router_method, reader
+        return self.method, self.merge.reader
+
+    def _split(
+        self, piece: MergeSlice, method: MergeMethod
+    ) -> tuple[tuple[ConfigSource, ...], ConfigSource | None]:
+        """Inputs and base as this method sees them. They differ from the slice's own only for
+        a `router:` method whose idea of a base is not the main method's."""
+        if method.schema.base is BasePolicy.MEMBER or piece.base is not None:
+            apart = None if method.schema.base is BasePolicy.MEMBER else piece.base
+            return piece.inputs, apart
+        base = next((s for s in piece.inputs if s.model == self.merge.base_model), None)
+        return tuple(s for s in piece.inputs if s is not base), base
+
+    def _build(self, cls: type, values: Mapping[str, Any]) -> Any:
+        """The parameter object; the same values share one object over all tensors."""
+        key = (cls, *values.values())
+        if key not in self._params:
+            self._params[key] = cls(**{f.name: values[yaml_key(f)] for f in fields(cls)})
+        return self._params[key]
+
+    def _placed(self, unit: Unit, info: TensorInfo, place: Place) -> Unit:
+        """The reference model's unit under its name in the output."""
+        if place.layer is None or unit.layer == place.layer:
+            return replace(unit, tensor=info.name)
+        key = with_layer(unit.key, place.layer)
+        return replace(unit, tensor=info.name, key=key, layer=place.layer)
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def _keeps_router(self, units: tuple[Unit, ...]) -> bool:
+        return self.merge.router_keep is not None and units[0].role in ROUTING_ROLES
+
+    def _kept_router(
+        self, unit: Unit, stored: TensorInfo, output: str, place: Place
+    ) -> tuple[TensorInfo, list[Block]]:
+        keep = self.merge.router_keep
+        assert keep is not None
+        index = self.index[keep]
+        layer = place.shift.get(keep, unit.layer)
+        key = unit.key if layer is None else with_layer(unit.key, layer)
+        found = index.find(unit, key)
+        if found is None:
+            raise pairing.missing_error(index.model, self.models[keep], [stored.name])
+        for source in self._piece(place).sources:
+            other = self.index[source.name].by_key.get(key)
+            if source.name != keep and other is not None:
+                why = f"the routers are those of {keep}"
+                self.ledger.record(source.name, other.tensor, Fate.DROPPED, why)
+        return self._copied(keep, found.tensor, output, index.info(found), "router: keep")
+
+    def _copied(
+        self, model: str, name: str, output: str, stored: TensorInfo, why: str
+    ) -> tuple[TensorInfo, list[Block]]:
+        self.ledger.record(model, name, Fate.COPIED, why)
+        dtype = self.out_dtype if stored.dtype.is_floating_point else None
+        info = TensorInfo.of(output, dtype or stored.dtype, stored.shape)
+        source = Source(self.position[model], name, WHOLE)
+        return info, [Block(output, None, info.shape, (), copy=source)]
+
+    def _integers(
+        self, reference: str, output: str, stored: TensorInfo, found: Mapping[str, list[Unit]]
+    ) -> tuple[TensorInfo, list[Block]]:
+        info = TensorInfo.of(output, stored.dtype, stored.shape)
+        sources = {}
+        for model, units in found.items():
+            self.ledger.record(model, units[0].tensor, Fate.COPIED, "integers, equal in all models")
+            sources[model] = Source(self.position[model], units[0].tensor, WHOLE)
+        first = sources.pop(reference)
+        block = Block(output, None, info.shape, (), first, tuple(sources.values()))
+        return info, [block]
+
+    def _extras(self, written: set[str]) -> Iterator[tuple[TensorInfo, Block]]:
+        """Tensors that only other models than the reference have: copied when the model runs
+        without them, an error otherwise. None may get lost."""
+        reference = self._reference(self.merge.slices[0]).name
+        known = self.index[reference].by_key
+        for name, index in self.index.items():
+            unknown = []
+            for tensor, units in index.by_tensor.items():
+                if (name, tensor) in self.ledger or units[0].key in known:
+                    continue
+                if units[0].role is Role.HEAD and self.index[reference].head is not None:
+                    self._tied_head(name, reference, tensor)
+                elif not pairing.is_auxiliary(units[0], index.model.architecture):
+                    unknown.append(tensor)
+                elif tensor not in written:
+                    written.add(tensor)
+                    stored = index.model.checkpoint.tensors[tensor]
+                    info, blocks = self._copied(
+                        name, tensor, tensor, stored, f"not in every model ({reference} lacks it)"
+                    )
+                    yield info, blocks[0]
+            if unknown and self.merge.whole:
+                raise pairing.missing_error(self.models[reference], index.model, unknown)
+
+    def _tied_head(self, model: str, reference: str, tensor: str) -> None:
+        if not self.models[model].architecture.tied:
+            raise ArchitectureError(
+                f"{self.models[model].checkpoint.label} has an output head of its own ({tensor}), "
+                f"but {self.models[reference].checkpoint.label} ties it to the embeddings",
+                hint="untie the base first, or leave that model out",
+            )
+        self.ledger.record(model, tensor, Fate.DROPPED, "a copy of the tied embeddings")
+
+    def _notices(self) -> Iterator[str]:
+        for model in self.models.values():
+            notice = model.architecture.notice
+            if notice:
+                yield f"{model.name}: {notice}"
+        yield from self.vocabularies.notices

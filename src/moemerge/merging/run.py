@@ -1,0 +1,154 @@
+"""A merge from config to folder."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moemerge.checkpoint import CheckpointWriter, check_output, parse_size, require_space
+from moemerge.config.dump import dump_config
+from moemerge.config.load import LoadedConfig
+from moemerge.config.options import MergeOptions
+from moemerge.config.resolve import NormalisedMerge
+from moemerge.config.schema import RunConfig, TokenizerSettings
+from moemerge.merging.execute import ExecutionSettings, execute
+from moemerge.merging.output import OutputFiles, output_files
+from moemerge.merging.plan import MergePlan
+from moemerge.merging.planner import Planner, open_models
+from moemerge.merging.report import MergeReport, describe_plan
+from moemerge.merging.vocabulary import plan_vocabularies
+from moemerge.report.card import model_card
+from moemerge.report.document import (
+    CARD_NAME,
+    CONFIG_NAME,
+    REPORT_NAME,
+    report_bytes,
+    report_document,
+)
+from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.progress import Progress
+
+# Config, tokenizer, report and card beside the weights.
+COMPANION_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A merge that was planned and checked, and can be run."""
+
+    loaded: LoadedConfig
+    plan: MergePlan
+    files: OutputFiles
+    report: MergeReport
+
+
+def prepare_merge(loaded: LoadedConfig, options: MergeOptions) -> Prepared:
+    """Open the models, make the plan and check it; reads headers, never a tensor."""
+    config = loaded.config
+    merge = loaded.merge
+    models = open_models(merge)
+    vocabularies = plan_vocabularies(merge, models, _tokenizer(config))
+    planner = Planner(merge, models, vocabularies, config.dtype, config.out_dtype)
+    output = planner.plan()
+    files = output_files(merge, models, vocabularies, output, config.chat_template)
+    plan = MergePlan(
+        models=tuple(models.values()),
+        tensors=output.tensors,
+        blocks=output.blocks,
+        accounts=output.accounts,
+        input_dtype=planner.input_dtype,
+        seed=options.seed,
+        notices=(*loaded.warnings, *output.notices, *files.notices),
+    )
+    report = describe_plan(plan, config.merge_method, _router_words(merge))
+    return Prepared(loaded, plan, files, report)
+
+
+def check_merge(loaded: LoadedConfig, out: Path | None, options: MergeOptions) -> MergeReport:
+    """All checks of a merge, and its report as far as it can be told beforehand."""
+    prepared = prepare_merge(loaded, options)
+    parse_size(options.out_shard_size)
+    resolve_device(options.device)
+    if out is not None:
+        _check_out(prepared.plan, out, options)
+    return prepared.report
+
+
+def run_merge(
+    loaded: LoadedConfig, out: Path, options: MergeOptions, progress: Progress
+) -> MergeReport:
+    """Merge into `out`, which appears whole or not at all."""
+    start = time.perf_counter()
+    prepared = prepare_merge(loaded, options)
+    plan = prepared.plan
+    device = resolve_device(options.device)
+    _check_out(plan, out, options)
+    writer = CheckpointWriter(
+        out,
+        plan.tensors,
+        shard_bytes=parse_size(options.out_shard_size),
+        overwrite=options.overwrite,
+        inputs=[m.checkpoint.path for m in plan.models],
+    )
+    with writer:
+        settings = ExecutionSettings(device=device, allow_nonfinite=options.allow_nonfinite)
+        execute(plan, writer, settings, progress)
+        seconds = time.perf_counter() - start
+        report = replace(prepared.report, device=str(device), seconds=seconds, output=str(out))
+        _write_files(writer, prepared, report)
+        writer.commit()
+    return replace(report, seconds=time.perf_counter() - start)
+
+
+def _check_out(plan: MergePlan, out: Path, options: MergeOptions) -> None:
+    inputs = [m.checkpoint.path for m in plan.models]
+    check_output(out, overwrite=options.overwrite, inputs=inputs)
+    require_space(out, plan.bytes_written + COMPANION_BYTES)
+
+
+def _write_files(writer: CheckpointWriter, prepared: Prepared, report: MergeReport) -> None:
+    from moemerge import __version__
+
+    for name, path in prepared.files.copied.items():
+        writer.add_file(path, name)
+    config_text = dump_config(prepared.loaded.config)
+    document = report_document(__version__, merge=report.to_json())
+    made = {
+        **prepared.files.made,
+        CONFIG_NAME: config_text.encode(),
+        REPORT_NAME: report_bytes(document),
+        CARD_NAME: merge_card(prepared, report, config_text, __version__).encode(),
+    }
+    for name, data in made.items():
+        writer.add_bytes(name, data)
+
+
+def merge_card(prepared: Prepared, report: MergeReport, config: str, version: str) -> str:
+    """The README of a merged model."""
+    inputs = "\n".join(f"- `{m.reference}` ({m.name})" for m in report.models)
+    hub = [m.reference for m in report.models if not Path(m.reference).exists()]
+    router = f" Routers: {report.router}." if report.router else ""
+    return model_card(
+        title=Path(report.output or "merged model").name,
+        summary=f"{len(report.models)} models merged with `{report.method}`.{router}",
+        hub_models=hub,
+        sections=[("Models", inputs)],
+        config=config,
+        version=version,
+    )
+
+
+def _tokenizer(config: RunConfig) -> TokenizerSettings | None:
+    """`tokenizer_source: x` is short for `tokenizer: {source: x}`."""
+    if config.tokenizer_source is not None:
+        return TokenizerSettings(source=config.tokenizer_source)
+    return config.tokenizer
+
+
+def _router_words(merge: NormalisedMerge) -> str | None:
+    if merge.router_keep is not None:
+        return f"kept from {merge.router_keep}"
+    if merge.router_schema is not None:
+        return f"merged with {merge.router_schema.name}"
+    return None

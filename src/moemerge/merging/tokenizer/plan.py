@@ -1,0 +1,289 @@
+"""What the output's vocabulary is and where each row of an embedding comes from: no tensor read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from moemerge.config.models import ModelRef
+from moemerge.config.schema import TokenEntry, TokenizerSettings, TokenSource
+from moemerge.errors import TokenizerError
+from moemerge.merging.tokenizer.vocab import AddedToken, Vocabulary, next_id
+from moemerge.registry import did_you_mean
+
+MISSING: Final = -1  # in `TokenizerPlan.rows`: the model has no row of its own for this token
+Rows = tuple[tuple[ModelRef, int], ...]  # to be averaged; empty means zero
+
+
+@dataclass(frozen=True)
+class TokenizerPlan:
+    """The output's vocabulary, and each model's way to it."""
+
+    donor: ModelRef  # whose tokenizer files the output's are made of
+    vocabulary: Vocabulary  # of the output
+    appended: tuple[str, ...]  # tokens the donor lacks, by id
+    dropped: frozenset[str]  # of the donor's: those its embedding has no row for
+    tokens: Tensor  # (tokens,) ids in use, ascending; all other rows hold the mean
+    rows: Mapping[ModelRef, Tensor]  # (tokens,) row in the model's own embedding, or MISSING
+    fill: Mapping[int, Rows]  # position in `tokens` -> where a missing row comes from
+    output_rows: int
+    warnings: tuple[str, ...]
+
+    def changes(self, model: ModelRef, embedding_rows: int) -> bool:
+        """Whether this model's embedding differs from the one it contributes."""
+        own = self.rows[model]
+        same = embedding_rows == self.output_rows == len(own)
+        return not (same and torch.equal(own, torch.arange(len(own))))
+
+
+def plan_tokenizer(
+    settings: TokenizerSettings,
+    vocabularies: Mapping[ModelRef, Vocabulary],
+    *,
+    base: ModelRef | None,
+    order: Sequence[ModelRef],
+    embedding_rows: Mapping[ModelRef, int],
+) -> TokenizerPlan:
+    """Plan the output's vocabulary.
+
+    `order` has the models that take part, as the config lists them; `embedding_rows` their
+    embeddings' sizes (the smaller of embedding and head). `vocabularies` has those models and,
+    where `source` names another one, that one as well.
+    """
+    first = base if base is not None else order[0]
+    models = tuple(m for m in dict.fromkeys((first, *order)) if m in embedding_rows)
+    donor = settings.source if isinstance(settings.source, ModelRef) else first
+    _require(vocabularies, (donor, *models))
+    own = {m: _with_rows(vocabularies[m], embedding_rows[m]) for m in models}
+
+    donated, dropped = _trim(vocabularies[donor], embedding_rows.get(donor))
+    extra: list[AddedToken] = []
+    if settings.source == "union":
+        extra += _union(models, vocabularies, own)
+    extra += [AddedToken(t, normalized=True) for t in settings.tokens]
+    vocabulary, appended = _append(donated, extra)
+
+    overrides = _overrides(settings.tokens, vocabularies, own, embedding_rows)
+    forced = {t for t, entry in settings.tokens.items() if entry.force}
+    ids = _by_id(vocabulary)
+    rows = {m: _gather(own[m], ids, forced) for m in models}
+    lacking = torch.stack([r == MISSING for r in rows.values()]).any(0).nonzero().flatten().tolist()
+    fill = {
+        i: overrides[ids[i][0]] if ids[i][0] in overrides else _others(ids[i][0], base, own)
+        for i in lacking
+    }
+    return TokenizerPlan(
+        donor=donor,
+        vocabulary=vocabulary,
+        appended=appended,
+        dropped=dropped,
+        tokens=torch.tensor([i for _, i in ids], dtype=torch.long),
+        rows=rows,
+        fill=fill,
+        output_rows=_padded(ids[-1][1] + 1, settings.pad_to_multiple_of),
+        warnings=(
+            *_dropped_warning(donor, dropped),
+            *_ordinary_warning(appended, vocabularies),
+            *_empty_warning([ids[i][0] for i, sources in fill.items() if not sources], overrides),
+        ),
+    )
+
+
+def refuse_unlike_sizes(embedding_rows: Mapping[ModelRef, int]) -> None:
+    """Without a tokenizer setting the embeddings' rows mean the same only if they are equally many.
+
+    Raises TokenizerError otherwise (as mergekit does).
+    """
+    if len(set(embedding_rows.values())) > 1:
+        sizes = ", ".join(f"{m}: {n}" for m, n in embedding_rows.items())
+        raise TokenizerError(
+            f"the models' embeddings have different numbers of rows ({sizes})",
+            hint="say which vocabulary the result shall have: add `tokenizer_source: base` (or "
+            "union, or a model) to the config",
+        )
+
+
+def _require(vocabularies: Mapping[ModelRef, Vocabulary], models: Iterable[ModelRef]) -> None:
+    missing = sorted({str(m) for m in models if m not in vocabularies})
+    if missing:
+        raise TokenizerError(
+            f"no tokenizer was found for {', '.join(missing)}",
+            hint="put tokenizer.json into the model's folder, or leave `tokenizer` out",
+        )
+
+
+def _with_rows(vocabulary: Vocabulary, rows: int) -> dict[str, int]:
+    """Tokens that have an embedding: an id beyond the last row has none."""
+    return {t: i for t, i in vocabulary.ids.items() if i < rows}
+
+
+def _trim(donor: Vocabulary, rows: int | None) -> tuple[Vocabulary, frozenset[str]]:
+    """The donor without tokens that its embedding has no row for."""
+    if rows is None:
+        return donor, frozenset()
+    beyond = [t for t, i in donor.model_ids.items() if i >= rows]
+    if beyond:
+        raise TokenizerError(
+            f"{donor.label}: {len(beyond)} tokens of its tokenizer, such as {beyond[0]!r} "
+            f"(id {donor.model_ids[beyond[0]]}), lie beyond its embedding of {rows} rows",
+            hint="the tokenizer and the weights do not belong together; choose another "
+            "`tokenizer_source`",
+        )
+    dropped = frozenset(t for t, i in donor.added_ids.items() if i >= rows)
+    kept = {t: i for t, i in donor.added_ids.items() if t not in dropped}
+    added = {t: a for t, a in donor.added.items() if t not in dropped}
+    return replace(donor, added_ids=kept, added=added), dropped
+
+
+def _union(
+    models: Sequence[ModelRef],
+    vocabularies: Mapping[ModelRef, Vocabulary],
+    own: Mapping[ModelRef, Mapping[str, int]],
+) -> list[AddedToken]:
+    """All models' tokens: ordinary ones model by model, then added ones model by model."""
+    by_id = {m: sorted(own[m], key=own[m].__getitem__) for m in models}
+    added: dict[str, AddedToken] = {}
+    for m in models:
+        for token in by_id[m]:
+            if token in vocabularies[m].added:
+                added.setdefault(token, vocabularies[m].added[token])
+    ordinary = dict.fromkeys(t for m in models for t in by_id[m] if t not in added)
+    return [*(AddedToken(t, normalized=True) for t in ordinary), *added.values()]
+
+
+def _append(donor: Vocabulary, extra: Iterable[AddedToken]) -> tuple[Vocabulary, tuple[str, ...]]:
+    """The donor with the tokens of `extra` that it lacks, under the ids that loading will give."""
+    added_ids, added = dict(donor.added_ids), dict(donor.added)
+    taken = set(donor.ids.values())
+    appended = []
+    index = next_id(donor.model_ids, added_ids)
+    for token in extra:
+        if token.content in donor.model_ids or token.content in added_ids:
+            continue
+        if index in taken:
+            raise TokenizerError(
+                f"{donor.label}: its token ids have gaps, and a token appended to it "
+                f"({token.content!r}) would get id {index}, which is in use",
+                hint="choose another model as `tokenizer_source`, or `base` without new tokens",
+            )
+        added_ids[token.content], added[token.content] = index, token
+        appended.append(token.content)
+        index += 1
+    return replace(donor, added_ids=added_ids, added=added), tuple(appended)
+
+
+def _overrides(
+    entries: Mapping[str, TokenEntry],
+    vocabularies: Mapping[ModelRef, Vocabulary],
+    own: Mapping[ModelRef, Mapping[str, int]],
+    embedding_rows: Mapping[ModelRef, int],
+) -> dict[str, Rows]:
+    """Token -> the row that `tokens:` names for it. All impossible entries in one error."""
+    found: dict[str, Rows] = {}
+    problems = []
+    for token, entry in entries.items():
+        source = entry.source
+        if source is None:
+            if entry.force:
+                problems.append(f"{token!r}: `force` needs a `source`")
+            elif not any(token in v.ids for v in vocabularies.values()):
+                problems.append(f"{token!r}: no model has this token; give it a `source`")
+            continue
+        if isinstance(source, TokenSource) and source.kind == "zero":
+            found[token] = ()
+            continue
+        model, row, problem = _named_row(token, source, own, embedding_rows)
+        if problem:
+            problems.append(f"{token!r}: {problem}")
+        else:
+            found[token] = ((model, row),)
+    if problems:
+        raise TokenizerError(
+            "\n".join(["tokenizer.tokens:", *(f"  {p}" for p in problems)]),
+            hint="name a model of this merge and a token or token_id that it has",
+        )
+    return found
+
+
+def _named_row(
+    token: str,
+    source: ModelRef | TokenSource,
+    own: Mapping[ModelRef, Mapping[str, int]],
+    embedding_rows: Mapping[ModelRef, int],
+) -> tuple[ModelRef, int, str]:
+    """(model, row, "") or, as the last, why there is none."""
+    model = source if isinstance(source, ModelRef) else source.model
+    assert model is not None  # the config demands it of a model_token
+    if model not in own:
+        return model, MISSING, f"{model} takes no part in this merge"
+    wanted = token
+    if isinstance(source, TokenSource):
+        if source.token_id is not None:
+            past = source.token_id >= embedding_rows[model]
+            rows = embedding_rows[model]
+            problem = f"id {source.token_id} lies beyond the {rows} rows of {model}" if past else ""
+            return model, source.token_id, problem
+        wanted = source.token or token
+    if wanted not in own[model]:
+        close = did_you_mean(wanted, own[model])
+        return model, MISSING, f"{model} has no token {wanted!r}{close}"
+    return model, own[model][wanted], ""
+
+
+def _by_id(vocabulary: Vocabulary) -> list[tuple[str, int]]:
+    """(token, id), ascending; of tokens that share an id (a broken file) the first."""
+    tokens: dict[int, str] = {}
+    for token, index in vocabulary.ids.items():
+        tokens.setdefault(index, token)
+    return [(tokens[index], index) for index in sorted(tokens)]
+
+
+def _gather(own: Mapping[str, int], ids: list[tuple[str, int]], forced: set[str]) -> Tensor:
+    rows = [MISSING if t in forced else own.get(t, MISSING) for t, _ in ids]
+    return torch.tensor(rows, dtype=torch.long)
+
+
+def _others(token: str, base: ModelRef | None, own: Mapping[ModelRef, Mapping[str, int]]) -> Rows:
+    """The base's row; else those of all models that have the token."""
+    if base is not None and token in own.get(base, ()):
+        return ((base, own[base][token]),)
+    return tuple((m, tokens[token]) for m, tokens in own.items() if token in tokens)
+
+
+def _padded(rows: int, multiple: int | None) -> int:
+    return rows if multiple is None else -(-rows // multiple) * multiple
+
+
+def _dropped_warning(donor: ModelRef, dropped: frozenset[str]) -> list[str]:
+    if not dropped:
+        return []
+    names = ", ".join(sorted(dropped)[:5])
+    return [
+        f"{donor}: left out {len(dropped)} tokens that its embedding has no row for ({names}); "
+        "if one of them is its pad or eos token, set another after the merge"
+    ]
+
+
+def _ordinary_warning(
+    appended: Sequence[str], vocabularies: Mapping[ModelRef, Vocabulary]
+) -> list[str]:
+    known = {t for v in vocabularies.values() for t in v.model_ids}
+    marked = {t for v in vocabularies.values() for t in v.added}
+    ordinary = [t for t in appended if t in known and t not in marked]
+    if not ordinary:
+        return []
+    return [
+        f"{len(ordinary)} ordinary tokens, such as {ordinary[0]!r}, are appended to the "
+        "tokenizer as whole words to be found in text; their merge rules are not taken over"
+    ]
+
+
+def _empty_warning(tokens: Sequence[str], overrides: Mapping[str, Rows]) -> list[str]:
+    empty = [t for t in tokens if t not in overrides]
+    if not empty:
+        return []
+    return [f"{len(empty)} tokens, such as {empty[0]!r}, are in no model; their rows are zero"]

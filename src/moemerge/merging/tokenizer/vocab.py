@@ -1,0 +1,159 @@
+"""One model folder's vocabulary, with the ids that transformers gives its tokens.
+
+tokenizer.json lists the model's own tokens and those added to them. The ids written beside added
+tokens are not what counts: when loading, an added token that the model does not have gets the next
+free id. Tokens that only tokenizer_config.json (or the older special_tokens_map.json and
+added_tokens.json) names are appended likewise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from moemerge.errors import TokenizerError
+
+SPECIAL_KEYS: Final = (  # in the order in which transformers appends them
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+SPECIAL_LISTS: Final = ("additional_special_tokens", "extra_special_tokens")
+FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """How a token outside the model's own vocabulary is found in text."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    special: bool = False
+
+    @classmethod
+    def parse(cls, raw: str | Mapping[str, Any], *, special: bool) -> AddedToken:
+        """From a JSON entry, or from a bare string in a list of special tokens."""
+        if isinstance(raw, str):
+            return cls(raw, special=special, normalized=not special)
+        flags = {k: bool(raw[k]) for k in FLAGS if k in raw}
+        return cls(str(raw["content"]), **({"special": special} | flags))
+
+    def flags(self) -> dict[str, bool]:
+        return {name: getattr(self, name) for name in FLAGS}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens and ids of one tokenizer. `added` describes added tokens, in the model or not."""
+
+    label: str
+    folder: Path
+    model_ids: Mapping[str, int]
+    added_ids: Mapping[str, int]  # those the model does not have
+    added: Mapping[str, AddedToken]
+    has_tokenizer_json: bool = True
+
+    @property
+    def ids(self) -> dict[str, int]:
+        return {**self.model_ids, **self.added_ids}
+
+    @property
+    def next_id(self) -> int:
+        return next_id(self.model_ids, self.added_ids)
+
+
+def next_id(model_ids: Mapping[str, int], added_ids: Mapping[str, int]) -> int:
+    """The id the next added token gets: the rule of the `tokenizers` library."""
+    return max(len(model_ids), 1 + max(added_ids.values(), default=-1))
+
+
+def read_vocabulary(folder: Path, label: str) -> Vocabulary:
+    """Read tokenizer.json, or vocab.json where a byte-pair tokenizer has only that."""
+    tokenizer = read_json(folder / "tokenizer.json")
+    config = read_json(folder / "tokenizer_config.json") or {}
+    if tokenizer is not None:
+        model_ids = _model_ids(tokenizer, folder / "tokenizer.json")
+        listed = [AddedToken.parse(a, special=False) for a in tokenizer.get("added_tokens") or []]
+    else:
+        model_ids = _vocab_json(folder, label)
+        listed = []
+    added_ids: dict[str, int] = {}
+    added: dict[str, AddedToken] = {}
+    for token in [*listed, *_named_in_config(folder, config)]:
+        if token.content not in model_ids and token.content not in added_ids:
+            added_ids[token.content] = next_id(model_ids, added_ids)
+        added.setdefault(token.content, token)
+    return Vocabulary(label, folder, model_ids, added_ids, added, tokenizer is not None)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TokenizerError(
+            f"{path}: cannot be read: {error}", hint="download the tokenizer files again"
+        ) from error
+    if not isinstance(value, dict):
+        raise TokenizerError(
+            f"{path}: expected a JSON object, got {type(value).__name__}",
+            hint="download the tokenizer files again",
+        )
+    return value
+
+
+def _model_ids(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
+    vocab = (tokenizer.get("model") or {}).get("vocab")
+    if vocab and isinstance(vocab, dict) and all(isinstance(i, int) for i in vocab.values()):
+        return vocab  # BPE, WordPiece, WordLevel
+    if vocab and isinstance(vocab, list) and all(len(v) == 2 for v in vocab):
+        return {piece: index for index, (piece, _) in enumerate(vocab)}  # Unigram
+    raise TokenizerError(
+        f"{path}: expected `model.vocab` as token -> id (BPE, WordPiece, WordLevel) or a list of "
+        f"[piece, score] (Unigram), got {type(vocab).__name__}" + ("" if vocab else ", empty"),
+        hint="save the tokenizer again with transformers' save_pretrained",
+    )
+
+
+def _vocab_json(folder: Path, label: str) -> dict[str, int]:
+    vocab = read_json(folder / "vocab.json")
+    if vocab is not None and (folder / "merges.txt").is_file():
+        return {token: int(index) for token, index in vocab.items()}
+    raise TokenizerError(
+        f"{label}: no tokenizer.json (nor vocab.json with merges.txt) in {folder}; other tokenizer "
+        "files, such as sentencepiece's tokenizer.model, cannot be merged",
+        hint=f"make one: AutoTokenizer.from_pretrained({str(folder)!r})"
+        f".save_pretrained({str(folder)!r})",
+    )
+
+
+def _named_in_config(folder: Path, config: Mapping[str, Any]) -> Iterator[AddedToken]:
+    """Tokens that loading appends, in its order: listed with ids, single special ones, lists."""
+    decoder = config.get("added_tokens_decoder")
+    if decoder is not None:
+        for index in sorted(decoder, key=int):
+            yield AddedToken.parse(decoder[index], special=False)
+    else:
+        older = read_json(folder / "added_tokens.json") or {}
+        for content in sorted(older, key=lambda token: int(older[token])):
+            yield AddedToken.parse(content, special=False)
+        config = {**(read_json(folder / "special_tokens_map.json") or {}), **config}
+    for key in SPECIAL_KEYS:
+        if config.get(key):
+            yield AddedToken.parse(config[key], special=True)
+    for key in SPECIAL_LISTS:
+        values = config.get(key) or []
+        for value in values.values() if isinstance(values, dict) else values:
+            yield AddedToken.parse(value, special=True)

@@ -1,0 +1,203 @@
+"""Approximate inverses of the router's curvature, and which of them to take.
+
+* Jacobi: the diagonal.
+* Blocks: for each expert its exact (d, d) block of A. Costs K weighted Gram matrices and K·d²
+  memory, so it is for small d.
+* Kronecker: Σ ≈ mean H ⊗ mean x xᵀ. With S = diag Σ known exactly and C_H, C_X the two factors
+  scaled to unit diagonal, A ≈ S^½ (a C_H ⊗ C_X + c I) S^½. The eigenvectors of the two small
+  matrices diagonalise the bracket whole, damping included; blending each factor with its own
+  diagonal instead would put the damping in the wrong place, and takes twice the steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from moemerge.linalg.operator import Diagonal, Identity, LinearOperator
+from moemerge.routing.curvature import RouterCurvature
+
+# Eigenvalues of a unit-diagonal matrix below this are rounding, not curvature.
+EIGENVALUE_FLOOR = 1e-6
+# Jitter tried first where a Cholesky factorisation fails, relative to the mean diagonal.
+FIRST_JITTER = 1e-7
+JITTER_GROWTH = 10.0
+# Blocks may not take more memory than this.
+BLOCK_BYTES = 2 << 30
+
+
+class Preconditioner(StrEnum):
+    """The ways to precondition; AUTO takes the one a cost model expects to be fastest."""
+
+    AUTO = "auto"
+    NONE = "none"
+    JACOBI = "jacobi"
+    BLOCK = "block"
+    KRONECKER = "kronecker"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A preconditioner ready for use; `jitter` was added to keep it positive definite (0: none)."""
+
+    kind: Preconditioner
+    operator: LinearOperator
+    jitter: float = 0.0
+
+
+class BlockInverse(LinearOperator):
+    """One (d, d) matrix for each expert."""
+
+    def __init__(self, inverses: Tensor) -> None:
+        super().__init__((inverses.shape[0], inverses.shape[1]), inverses.device)
+        self.inverses = inverses  # (K, d, d)
+
+    def mv(self, vector: Tensor) -> Tensor:
+        columns = vector.to(self.inverses.dtype).unsqueeze(-1)  # (K, d, 1)
+        return torch.bmm(self.inverses, columns).squeeze(-1).double()
+
+    def diagonal(self) -> Tensor:
+        return self.inverses.diagonal(dim1=1, dim2=2).double()
+
+
+class KroneckerInverse(LinearOperator):
+    """D (Q_H ⊗ Q_X) diag(values) (Q_H ⊗ Q_X)ᵀ D with an elementwise scale D."""
+
+    def __init__(self, scale: Tensor, experts: Tensor, features: Tensor, values: Tensor) -> None:
+        super().__init__((scale.shape[0], scale.shape[1]), scale.device)
+        self.scale = scale  # (K, d)
+        self.experts = experts  # (K, K), eigenvectors in columns
+        self.features = features  # (d, d), eigenvectors in columns
+        self.values = values  # (K, d)
+
+    def mv(self, vector: Tensor) -> Tensor:
+        y = self.experts.T @ (self.scale * vector).to(self.features.dtype) @ self.features
+        y = self.experts @ (y * self.values) @ self.features.T
+        return self.scale * y
+
+    def diagonal(self) -> Tensor:
+        spread = (self.experts**2) @ self.values @ (self.features**2).T
+        return self.scale * self.scale * spread
+
+
+def prepare(operator: RouterCurvature, kind: Preconditioner) -> Prepared:
+    """Build the preconditioner asked for."""
+    if kind is Preconditioner.AUTO:
+        kind = choose(operator)
+    if kind is Preconditioner.JACOBI:
+        return Prepared(kind, Diagonal(operator.diagonal()).inverse())
+    if kind is Preconditioner.BLOCK:
+        return _block(operator)
+    if kind is Preconditioner.KRONECKER:
+        return _kronecker(operator)
+    return Prepared(Preconditioner.NONE, Identity(operator.shape, operator.device))
+
+
+# Steps to a residual of 1e-6 at α = 0.9, measured: on small models with real features (K 16-32,
+# d 64-128) and on d = 2048, K = 64 synthetic ones. Only their ratios matter.
+EXPECTED_STEPS = {
+    Preconditioner.JACOBI: 200,
+    Preconditioner.KRONECKER: 40,
+    Preconditioner.BLOCK: 55,
+}
+# An eigendecomposition costs about 9 n³ multiplications, but runs far below a product's rate.
+EIGEN_COST = 30.0
+# Cholesky and inverse: n³, at a rate between the two.
+INVERSE_COST = 4.0
+# Work (multiply-adds) below which calls, not arithmetic, cost the time.
+NEGLIGIBLE_WORK = 2e8
+
+
+def costs(operator: RouterCurvature) -> dict[Preconditioner, float]:
+    """Expected work of a whole solve in multiply-adds, build included; what memory allows."""
+    experts, width = operator.shape
+    tokens = sum(s.tokens for s in operator.statistics)
+    product = 2.0 * tokens * experts * width
+    build = {
+        Preconditioner.JACOBI: 0.0,
+        Preconditioner.KRONECKER: tokens * width**2 + EIGEN_COST * (width**3 + experts**3),
+        Preconditioner.BLOCK: experts * (tokens * width**2 + INVERSE_COST * width**3),
+    }
+    apply = {
+        Preconditioner.JACOBI: 0.0,
+        Preconditioner.KRONECKER: 2.0 * experts * width * (width + experts),
+        Preconditioner.BLOCK: 1.0 * experts * width**2,
+    }
+    itemsize = torch.finfo(operator.dtype).bits // 8
+    if experts * width**2 * itemsize > BLOCK_BYTES:
+        del build[Preconditioner.BLOCK]
+    return {kind: build[kind] + EXPECTED_STEPS[kind] * (product + apply[kind]) for kind in build}
+
+
+def choose(operator: RouterCurvature) -> Preconditioner:
+    """The kind with the least expected work; the sturdiest where all are negligible."""
+    expected = costs(operator)
+    if expected.get(Preconditioner.BLOCK, float("inf")) < NEGLIGIBLE_WORK:
+        return Preconditioner.BLOCK
+    return min(expected, key=lambda kind: expected[kind])
+
+
+def _block(operator: RouterCurvature) -> Prepared:
+    """(a mean h_k x xᵀ + c diag)⁻¹ for each expert k, h = diag H."""
+    experts, width = operator.shape
+    blocks = torch.zeros(experts, width, width, dtype=operator.dtype, device=operator.device)
+    for expert in range(experts):
+        for domain in operator.statistics:
+            blocks[expert] += domain.gram(lambda h, k=expert: h[:, k])  # type: ignore[misc]
+    damped = operator.damping * operator.sum_diagonal
+    blocks.mul_(operator.dense).diagonal(dim1=1, dim2=2).add_(damped.to(blocks.dtype))
+    factors, jitter = cholesky(blocks)
+    return Prepared(Preconditioner.BLOCK, BlockInverse(torch.cholesky_inverse(factors)), jitter)
+
+
+def cholesky(matrices: Tensor) -> tuple[Tensor, float]:
+    """Batched Cholesky factors, with the relative jitter that was needed (0 where none was).
+
+    A matrix that is zero altogether (an expert no token ever leans to) becomes the identity: it
+    then changes nothing, as its residual is zero too.
+    """
+    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(dim=-1, keepdim=True)
+    diagonal += torch.where(diagonal > 0, 0.0, torch.where(mean > 0, mean, torch.ones_like(mean)))
+    jitter, step = 0.0, FIRST_JITTER
+    factors, info = torch.linalg.cholesky_ex(matrices)
+    while bool((info != 0).any()) and step < 1.0:
+        diagonal += (step - jitter) * mean
+        jitter, step = step, step * JITTER_GROWTH
+        factors, info = torch.linalg.cholesky_ex(matrices)
+    return factors, jitter
+
+
+def _kronecker(operator: RouterCurvature) -> Prepared:
+    mean_h = torch.stack([s.mean_hessian() for s in operator.statistics]).sum(dim=0)
+    # Tokens weighted by tr H: those that are routed with certainty do not bend the divergence.
+    gram = operator.statistics[0].gram(_trace)
+    for domain in operator.statistics[1:]:
+        gram += domain.gram(_trace)
+    lambda_h, vectors_h = torch.linalg.eigh(_unit_diagonal(mean_h))
+    lambda_x, vectors_x = torch.linalg.eigh(_unit_diagonal(gram))
+    values = operator.dense * torch.outer(lambda_h.to(lambda_x.dtype), lambda_x) + operator.damping
+    floor = EIGENVALUE_FLOOR * float(values.max())
+    jitter = EIGENVALUE_FLOOR if float(values.min()) < floor else 0.0
+    scale = Diagonal(operator.sum_diagonal).inverse().values.sqrt()
+    inverse = KroneckerInverse(
+        scale, vectors_h.to(lambda_x.dtype), vectors_x, 1.0 / values.clamp_min(floor)
+    )
+    return Prepared(Preconditioner.KRONECKER, inverse, jitter)
+
+
+def _trace(h: Tensor) -> Tensor:
+    return h.sum(dim=-1)
+
+
+def _unit_diagonal(matrix: Tensor) -> Tensor:
+    """The matrix scaled to a diagonal of ones; empty rows become those of the identity."""
+    diagonal = matrix.diagonal()
+    empty = diagonal <= 0
+    scale = torch.where(empty, torch.ones_like(diagonal), diagonal).rsqrt()
+    unit = scale.unsqueeze(1) * matrix * scale
+    unit.diagonal().add_(empty.to(matrix.dtype))
+    return unit

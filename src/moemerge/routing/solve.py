@@ -1,0 +1,110 @@
+"""One router's calibration: the linear system of Algorithm 1, solved and accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.gates import Gate
+from moemerge.errors import DataError, UsageError
+from moemerge.linalg.cg import CGResult, cg
+from moemerge.routing.curvature import Curvature, Domain, DomainStatistics, RouterCurvature
+from moemerge.routing.preconditioners import Preconditioner, prepare
+
+# Steps between two looks of the host at a GPU.
+GPU_CHECK_EVERY = 4
+DEFAULT_ALPHA = 0.9
+
+
+@dataclass(frozen=True)
+class SolveSettings:
+    """How to solve. `alpha` blends Σ with its diagonal; `gamma` adds to it; not both."""
+
+    alpha: float | None = None
+    gamma: float | None = None
+    curvature: Curvature = Curvature.FULL
+    preconditioner: Preconditioner = Preconditioner.AUTO
+    rtol: float = 1e-6
+    max_steps: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None and self.gamma is not None:
+            raise UsageError("alpha and gamma are two forms of one regulariser: give one of them")
+        if self.alpha is not None and not 0.0 <= self.alpha <= 1.0:
+            raise UsageError(f"alpha must lie in [0, 1], got {self.alpha}")
+        if self.gamma is not None and not 0.0 <= self.gamma < float("inf"):
+            raise UsageError(f"gamma must be a number >= 0, got {self.gamma}")
+        if not 0.0 < self.rtol < 1.0:
+            raise UsageError(f"rtol must lie in (0, 1), got {self.rtol}")
+        if self.max_steps < 1:
+            raise UsageError(f"max_steps must be at least 1, got {self.max_steps}")
+
+    @property
+    def regulariser(self) -> tuple[float, float]:
+        """(a, c) of a Σ + c diag Σ."""
+        if self.gamma is not None:
+            return 1.0, self.gamma
+        alpha = DEFAULT_ALPHA if self.alpha is None else self.alpha
+        return alpha, 1.0 - alpha
+
+
+@dataclass(frozen=True)
+class RouterSolution:
+    """A new router and how it was found."""
+
+    weight: Tensor  # (K, d) or (K, d + 1), float64, on the features' device
+    cg: CGResult
+    preconditioner: Preconditioner
+    jitter: float
+
+
+def build_operator(
+    gate: Gate, domains: Sequence[Domain], settings: SolveSettings
+) -> RouterCurvature:
+    """The statistics of all domains (one pass over their features) as an operator."""
+    if not domains:
+        raise DataError("no domain to calibrate on", hint="name at least one source with its data")
+    shapes = {domain.name: tuple(domain.router.shape) for domain in domains}
+    if len(set(shapes.values())) > 1:
+        told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise DataError(f"the sources' routers differ in shape: {told}")
+    dense, diagonal = settings.regulariser
+    statistics = [DomainStatistics(gate, domain, settings.curvature) for domain in domains]
+    return RouterCurvature(statistics, dense=dense, diagonal=diagonal)
+
+
+def solve_router(
+    gate: Gate, domains: Sequence[Domain], start: Tensor, settings: SolveSettings | None = None
+) -> RouterSolution:
+    """Solve (Σ_i Σ_reg,i) w = b from `start`.
+
+    The products run in float32 (float64 for float64 features); the residual that decides is
+    float64.
+    """
+    settings = settings or SolveSettings()
+    return solve_system(build_operator(gate, domains, settings), start, settings)
+
+
+def solve_system(
+    operator: RouterCurvature, start: Tensor, settings: SolveSettings
+) -> RouterSolution:
+    """`solve_router` for an operator that is there already."""
+    if start.shape != operator.shape:
+        raise DataError(
+            f"the merged router is {tuple(start.shape)}, the sources' are {operator.shape}"
+        )
+    prepared = prepare(operator, settings.preconditioner)
+    result = cg(
+        operator,
+        operator.rhs(),
+        start=start,
+        preconditioner=prepared.operator,
+        accurate=operator if operator.dtype == torch.float64 else operator.accurate(),
+        rtol=settings.rtol,
+        max_steps=settings.max_steps,
+        check_every=1 if operator.device.type == "cpu" else GPU_CHECK_EVERY,
+    )
+    return RouterSolution(result.solution, result, prepared.kind, prepared.jitter)

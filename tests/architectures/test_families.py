@@ -1,0 +1,196 @@
+"""The table against transformers' own routers: which module, which experts it chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import zoo
+from moemerge.architectures.architecture import Architecture, RouterPlace
+from moemerge.architectures.families import FAMILIES, family_of, family_of_class
+from moemerge.architectures.gates import BiasPlace, Gate, Score
+
+INSTALLED = tuple(f for f in zoo.FAMILIES if zoo.installed(f))
+
+# Routers that give no expert numbers back: the block around them chooses.
+NO_INDICES = {"dbrx", "llama4_text", "jetmoe"}
+
+
+def recorded_routers(model: Any) -> dict[str, Any]:
+    """The modules that transformers itself declares to be routers."""
+    classes = set()
+    for module in model.modules():
+        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
+        for entry in recorded if isinstance(recorded, (list, tuple)) else (recorded,):
+            classes.add(getattr(entry, "target_class", entry))
+    return {name: module for name, module in model.named_modules() if type(module) in classes}
+
+
+def architecture_in_memory(model: Any) -> Architecture:
+    return Architecture.of(model.config.to_dict(), model.state_dict())
+
+
+def scores_of(gate: Gate, logits: Tensor) -> Tensor:
+    if gate.soft_cap is not None:
+        logits = gate.soft_cap * torch.tanh(logits / gate.soft_cap)
+    return {
+        Score.SOFTMAX: lambda z: z.softmax(-1),
+        Score.SIGMOID: torch.sigmoid,
+        Score.SQRT_SOFTPLUS: lambda z: torch.nn.functional.softplus(z).sqrt(),
+    }[gate.score](logits)
+
+
+def choose(gate: Gate, logits: Tensor, bias: Tensor | None) -> Tensor:
+    """The experts a gate chooses, written from the Gate's own description."""
+    scores = scores_of(gate, logits)
+    if gate.selection_bias is BiasPlace.LOGITS:
+        scores = logits + bias
+    elif gate.selection_bias is BiasPlace.SCORES:
+        scores = scores + bias
+    if gate.groups > 1:
+        grouped = scores.unflatten(-1, (gate.groups, -1))
+        best = grouped.topk(1 if gate.group_score == "max" else 2, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(best).scatter_(-1, best.topk(gate.top_groups).indices, 1.0)
+        scores = grouped.masked_fill(kept[..., None] == 0, -torch.inf).flatten(-2)
+    return scores.topk(gate.top_k, dim=-1).indices.sort(-1).values
+
+
+def observe(model: Any, module: Any, owner: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """The input of the router's matrix and the output of the router, on twelve tokens."""
+    seen: dict[str, Any] = {}
+    hooks = [
+        owner.register_forward_pre_hook(lambda _, args: seen.__setitem__("x", args[0])),
+        module.register_forward_hook(lambda _, args, out: seen.__setitem__("out", out)),
+    ]
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 15)[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    out = seen["out"] if isinstance(seen["out"], tuple) else (seen["out"],)
+    return seen["x"].flatten(0, -2), out
+
+
+@pytest.mark.parametrize("model_type", INSTALLED)
+def test_routers_are_the_modules_transformers_records(model_type: str) -> None:
+    model = zoo.model(model_type)
+    places = architecture_in_memory(model).routers()
+    modules = recorded_routers(model)
+    assert modules
+    for place in places:
+        owners = [name for name in modules if place.weight.startswith(name + ".")]
+        hashed = place.reason is not None and "hash-routed" in place.reason
+        assert len(owners) == (0 if hashed else 1), place
+    reached = {n for n in modules for place in places if place.weight.startswith(n + ".")}
+    assert reached == set(modules)
+    order = [place.layer for place in places]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    "model_type", [f for f in INSTALLED if f not in NO_INDICES | {"zaya", "doge", "phimoe"}]
+)
+def test_gate_chooses_the_experts_that_transformers_chooses(model_type: str) -> None:
+    model = zoo.model(model_type, seed=3)
+    state = model.state_dict()
+    places = [p for p in architecture_in_memory(model).routers() if p.served]
+    modules = recorded_routers(model)
+    for place in places:
+        name = next(n for n in modules if place.weight.startswith(n + "."))
+        x, out = observe(model, modules[name], model.get_submodule(place.weight.rpartition(".")[0]))
+        logits = torch.nn.functional.linear(x.float(), state[place.weight].float())[:, : place.rows]
+        if place.bias is not None:
+            logits = logits + state[place.bias]
+        bias = state[place.selection_bias].flatten() if place.selection_bias else None
+        assert place.gate is not None
+        chosen = next(o for o in out if isinstance(o, Tensor) and not o.is_floating_point())
+        assert torch.equal(chosen.sort(-1).values, choose(place.gate, logits, bias))
+        check_normalisation(model_type, place, out)
+
+
+def check_normalisation(model_type: str, place: RouterPlace, out: tuple[Any, ...]) -> None:
+    """Renormalised weights add up to the same number for every token; others do not."""
+    gate = place.gate
+    assert gate is not None
+    if gate.score is Score.SOFTMAX or model_type == "inkling_text":  # shared experts take a part
+        return
+    weights = next(
+        o for o in out if o.is_floating_point() and o.dim() == 2 and o.shape[-1] == gate.top_k
+    )
+    sums = weights.sum(-1)
+    same = torch.allclose(sums, sums[:1].expand_as(sums), atol=1e-4)
+    assert same == gate.normalised
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "jetmoe", "dbrx"])
+def test_logits_of_routers_that_give_no_indices(model_type: str) -> None:
+    model = zoo.model(model_type)
+    place = architecture_in_memory(model).routers()[-1]
+    modules = recorded_routers(model)
+    name = next(n for n in modules if place.weight.startswith(n + "."))
+    owner = model.get_submodule(place.weight.rpartition(".")[0])
+    x, out = observe(model, modules[name], owner)
+    logits = torch.nn.functional.linear(x, model.state_dict()[place.weight])
+    assert any(
+        isinstance(o, Tensor) and o.shape == logits.shape and torch.allclose(o, logits, atol=1e-6)
+        for o in out
+    )
+    assert place.gate is not None
+    assert place.gate.top_k == (1 if model_type == "llama4_text" else 2)
+
+
+@pytest.mark.parametrize("model_type", INSTALLED)
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    """A config.json may leave out what equals the class's default."""
+    family = family_of(model_type)
+    assert family is not None
+    full = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    for biased in (False, True):
+        named = family.gate.gate(full, 1, biased=biased)
+        bare = family.gate.gate({}, 1, biased=biased)
+        groups = {"groups": 1, "top_groups": 1, "group_score": "max"}
+        assert {**vars(bare), **groups} == {**vars(named), **groups}
+
+
+def test_every_family_of_the_zoo_has_a_row() -> None:
+    assert {family.model_type for family in FAMILIES} >= set(zoo.FAMILIES)
+    assert len(zoo.FAMILIES) == 56
+    every = [name for family in FAMILIES for name in family.model_types]
+    assert len(every) == len(set(every))
+    assert [f.model_type for f in FAMILIES if not f.served] == ["zaya", "doge"]
+    assert all(f.reason for f in FAMILIES if not f.served)
+
+
+@pytest.mark.parametrize("alias", ["llama4", "gemma4", "qwen3_5_moe", "qwen4_exp", "glm4v_moe"])
+def test_aliases(alias: str) -> None:
+    assert family_of(alias) is not None
+    assert family_of("llama") is None
+
+
+def test_family_of_class() -> None:
+    found = family_of_class("DeepseekV3ForCausalLM")
+    assert found is not None
+    assert found.model_type == "deepseek_v3"
+    assert family_of_class("LlamaForCausalLM") is None
+
+
+def test_gate_reads_lists_by_layer_and_both_scores() -> None:
+    hunyuan, cohere = family_of("hunyuan_v1_moe"), family_of("cohere2_moe")
+    assert hunyuan is not None
+    assert cohere is not None
+    assert hunyuan.gate.gate({"moe_topk": [1, 2, 4]}, 2, biased=False).top_k == 4
+    sigmoid = {"expert_selection_fn": "sigmoid", "norm_topk_prob": False}
+    gate = cohere.gate.gate(sigmoid, 0, biased=False)
+    assert (gate.score, gate.normalised) == (Score.SIGMOID, False)
+
+
+def test_group_limit_only_where_the_config_asks_for_it() -> None:
+    family = family_of("deepseek_v2")
+    assert family is not None
+    config = {"n_group": 8, "topk_group": 3, "topk_method": "greedy"}
+    assert family.gate.gate(config, 0, biased=False).groups == 1
+    limited = family.gate.gate({**config, "topk_method": "group_limited_greedy"}, 0, biased=False)
+    assert (limited.groups, limited.top_groups, limited.group_score) == (8, 3, "max")

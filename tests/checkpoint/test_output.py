@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moemerge.checkpoint.output import OutputFolder, check_output, copy_file, require_space
+from moemerge.errors import CheckpointError, ResourceError
+
+
+def model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("old")
+    return folder
+
+
+def test_existing_output_needs_overwrite(tmp_path: Path) -> None:
+    out = model(tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"exists\n.*--overwrite"):
+        OutputFolder(out, overwrite=False)
+    folder = OutputFolder(out, overwrite=True)
+    (folder.path / "new").touch()
+    assert os.listdir(out) == ["config.json"]  # untouched until the commit
+    folder.commit()
+    assert os.listdir(out) == ["new"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_empty_folder_may_be_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    OutputFolder(tmp_path / "out", overwrite=True).commit()
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("content", ["thesis.txt", "config.json checkpoint-500/", "a.py .git/"])
+def test_other_peoples_data_are_never_overwritten(tmp_path: Path, content: str) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in content.split():
+        (out / name).mkdir() if name.endswith("/") else (out / name).touch()
+    with pytest.raises(CheckpointError, match="is not overwritten"):
+        OutputFolder(out, overwrite=True)
+    assert len(os.listdir(out)) == len(content.split())
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_data_that_came_meanwhile_are_not_overwritten(tmp_path: Path) -> None:
+    folder = OutputFolder(tmp_path / "out", overwrite=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").touch()
+    with pytest.raises(CheckpointError, match="is not overwritten"):
+        folder.commit()
+    folder.abort()
+    assert os.listdir(tmp_path / "out") == ["thesis.txt"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_file_is_no_output(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(CheckpointError, match="is a file"):
+        check_output(tmp_path / "out", overwrite=True)
+    with pytest.raises(CheckpointError, match="is a file"):
+        check_output(tmp_path / "out" / "deeper", overwrite=True)
+
+
+@pytest.mark.parametrize("out", ["model", "model/out", ".", "link/out", "model/../model"])
+def test_outputs_and_inputs_must_not_overlap(tmp_path: Path, out: str) -> None:
+    source = model(tmp_path / "model")
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(CheckpointError, match="the input folder"):
+        check_output(tmp_path / out, overwrite=True, inputs=[source])
+    check_output(tmp_path / "model-2", overwrite=False, inputs=[source])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_parent_as_user(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="is not writable"):
+        check_output(tmp_path / "out", overwrite=False)
+
+
+@pytest.mark.skipif(not Path("/proc/sys").exists(), reason="needs Linux")
+def test_an_unwritable_place_is_explained() -> None:
+    """Nobody, root included, can make folders in /proc."""
+    with pytest.raises(CheckpointError, match="/proc") as caught:
+        OutputFolder(Path("/proc/out"), overwrite=False)
+    assert caught.value.hint
+
+
+def test_a_symlinked_output_is_written_where_it_points(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    model(tmp_path / "disk" / "real")
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "real")
+    folder = OutputFolder(tmp_path / "out", overwrite=True)
+    assert folder.path.parent == tmp_path / "disk"
+    (folder.path / "new").touch()
+    folder.commit()
+    assert (tmp_path / "out").is_symlink()
+    assert os.listdir(tmp_path / "disk" / "real") == ["new"]
+
+
+def test_a_failed_rename_puts_the_old_output_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = model(tmp_path / "out")
+    folder = OutputFolder(out, overwrite=True)
+    real = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if Path(source) == folder.path:
+            raise PermissionError(13, "Permission denied")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        folder.commit()
+    folder.abort()
+    assert (out / "config.json").read_text() == "old"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_free_disk_is_checked(tmp_path: Path) -> None:
+    require_space(tmp_path / "not" / "yet", 1)
+    with pytest.raises(ResourceError, match=r"needs 1000000.0 TB, but only .* are free"):
+        require_space(tmp_path, 10**18)
+
+
+def test_copies_are_whole_and_never_over_another(tmp_path: Path) -> None:
+    data = os.urandom(3 * 2**20 + 1)
+    (tmp_path / "a").write_bytes(data)
+    copy_file(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == data
+    with pytest.raises(FileExistsError):
+        copy_file(tmp_path / "a", tmp_path / "b")

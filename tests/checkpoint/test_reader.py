@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moemerge.checkpoint import Checkpoint
+from moemerge.config.models import ModelRef
+from moemerge.errors import CheckpointError
+
+from .conftest import MakeFolder, sample_tensors
+
+
+def test_single_file(make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    with Checkpoint.open(str(folder)) as checkpoint:
+        assert checkpoint.label == str(folder)
+        assert checkpoint.path == folder
+        assert checkpoint.config == {"model_type": "olmoe"}
+        assert set(checkpoint) == set(sample_tensors())
+        assert checkpoint.total_bytes == sum(t.nbytes for t in sample_tensors().values())
+        for name, tensor in sample_tensors().items():
+            assert torch.equal(checkpoint[name], tensor)
+            assert checkpoint.tensors[name].shape == tuple(tensor.shape)
+        rows = checkpoint.read("model.layers.0.mlp.experts.gate_up_proj", (1, 3))
+        expected = sample_tensors()["model.layers.0.mlp.experts.gate_up_proj"][1:3]
+        assert torch.equal(rows, expected)
+
+
+def test_sharded_reads_like_single(make_folder: MakeFolder, sharded: Path) -> None:
+    checkpoint, single = Checkpoint.open(sharded), Checkpoint.open(ModelRef(str(make_folder())))
+    assert len(checkpoint.files) == 2
+    assert all(torch.equal(checkpoint[n], single[n]) for n in single)
+    assert checkpoint.fingerprint() == single.fingerprint()
+
+
+def test_reads_are_fresh_memory(sharded: Path) -> None:
+    checkpoint = Checkpoint.open(sharded)
+    checkpoint["model.norm.weight"].zero_()
+    assert torch.equal(checkpoint["model.norm.weight"], torch.ones(8, dtype=torch.float16))
+
+
+def test_several_files_without_an_index(make_folder: MakeFolder) -> None:
+    files = {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.zeros(2)}}
+    checkpoint = Checkpoint.open(make_folder(files=files))
+    assert list(checkpoint) == ["x", "y"]
+
+
+def test_an_adapter_beside_the_model_is_not_part_of_it(make_folder: MakeFolder) -> None:
+    files = {
+        "a.safetensors": {"x": torch.ones(2)},
+        "adapter_model.safetensors": {"y": torch.ones(1)},
+    }
+    assert list(Checkpoint.open(make_folder(files=files))) == ["x"]
+
+
+def test_duplicate_tensors_without_an_index_are_refused(make_folder: MakeFolder) -> None:
+    files = {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"x": torch.zeros(2)}}
+    with pytest.raises(CheckpointError, match=r"'x' is in .*a.safetensors and in .*b.safetensors"):
+        Checkpoint.open(make_folder(files=files))
+
+
+def test_a_missing_numbered_shard_is_noticed_without_an_index(make_folder: MakeFolder) -> None:
+    folder = make_folder(files={"model-00002-of-00002.safetensors": {"x": torch.ones(2)}})
+    with pytest.raises(CheckpointError, match="but not model-00001-of-00002.safetensors"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../other/model.safetensors", "/etc/passwd.safetensors", "a/../../b.safetensors", ""]
+)
+def test_an_index_that_leaves_the_folder_is_refused(make_folder: MakeFolder, name: str) -> None:
+    make_folder("other")
+    folder = make_folder(weight_map={"x": name})
+    with pytest.raises(CheckpointError, match="outside the model folder"):
+        Checkpoint.open(folder)
+
+
+def test_symlinked_blobs_as_in_the_hub_cache_are_read(make_folder: MakeFolder) -> None:
+    blobs = make_folder("blobs")
+    snapshot = blobs.parent / "snapshot"
+    snapshot.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).symlink_to(blobs / name)
+    assert len(Checkpoint.open(snapshot)) == len(sample_tensors())
+
+
+def broken_index(make_folder: MakeFolder, content: object) -> Path:
+    folder = make_folder(files={"a.safetensors": {"x": torch.ones(2)}})
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / "model.safetensors.index.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ([], "holds a JSON list"),
+        ({}, "has no weight_map"),
+        ({"weight_map": {}}, "has no weight_map"),
+        ({"weight_map": {"x": 3}}, "outside the model folder"),
+        ({"weight_map": {"x": "config.json"}}, "expected a .safetensors or .bin file"),
+        ({"weight_map": {"x": "gone.safetensors"}}, "gone.safetensors cannot be opened"),
+        ({"weight_map": {"xx": "a.safetensors"}}, "holds 'xx', but it does not"),
+    ],
+)
+def test_broken_indexes(make_folder: MakeFolder, content: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(broken_index(make_folder, content))
+
+
+def test_tensors_that_the_index_forgot_are_read(make_folder: MakeFolder) -> None:
+    files = {"a.safetensors": {"x": torch.ones(2), "forgotten": torch.ones(3)}}
+    checkpoint = Checkpoint.open(make_folder(files=files, weight_map={"x": "a.safetensors"}))
+    assert set(checkpoint) == {"x", "forgotten"}
+
+
+def test_the_index_decides_between_two_copies(make_folder: MakeFolder) -> None:
+    files = {
+        "a.safetensors": {"x": torch.ones(2)},
+        "b.safetensors": {"x": torch.zeros(2), "y": torch.ones(1)},
+    }
+    weight_map = {"x": "a.safetensors", "y": "b.safetensors"}
+    checkpoint = Checkpoint.open(make_folder(files=files, weight_map=weight_map))
+    assert torch.equal(checkpoint["x"], torch.ones(2))
+
+
+def test_single_file_beside_an_index_is_ambiguous(make_folder: MakeFolder) -> None:
+    files = {"model.safetensors": {"x": torch.ones(2)}, "a.safetensors": {"x": torch.ones(2)}}
+    with pytest.raises(CheckpointError, match="unclear which of the two"):
+        Checkpoint.open(make_folder(files=files, weight_map={"x": "a.safetensors"}))
+
+
+def test_config_missing_and_invalid(make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config.json is not valid JSON"):
+        Checkpoint.open(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config.json holds a JSON list"):
+        Checkpoint.open(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config.json is missing"):
+        Checkpoint.open(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"is a PEFT adapter; name it with its model"):
+        Checkpoint.open(folder)
+
+
+def test_a_folder_without_weights(make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no weights"):
+        Checkpoint.open(folder)
+
+
+def test_a_missing_tensor_is_suggested(sharded: Path) -> None:
+    checkpoint = Checkpoint.open(sharded)
+    with pytest.raises(CheckpointError, match=r"did you mean 'model.norm.weight'"):
+        checkpoint.read("model.norm.weigth")
+    with pytest.raises(KeyError):
+        checkpoint["model.norm.weigth"]
+    assert checkpoint.get("nothing") is None
+
+
+def test_a_failed_open_leaves_no_descriptor(make_folder: MakeFolder) -> None:
+    files = {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"x": torch.zeros(2)}}
+    folder = make_folder(files=files)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(folder)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_fingerprints_tell_models_apart(make_folder: MakeFolder) -> None:
+    tensors = sample_tensors()
+    first = Checkpoint.open(make_folder("a")).fingerprint()
+    assert first == Checkpoint.open(make_folder("b")).fingerprint()
+    tensors["model.layers.0.mlp.gate.weight"] += 1
+    changed = make_folder("c", {"model.safetensors": tensors})
+    assert first != Checkpoint.open(changed).fingerprint()
+    other_config = make_folder("d", config={"model_type": "mixtral"})
+    assert first != Checkpoint.open(other_config).fingerprint()
+
+
+def test_pickled_models(make_folder: MakeFolder) -> None:
+    tensors = sample_tensors()
+    names = list(tensors)
+    shards = {
+        "pytorch_model-00001-of-00002.bin": {n: tensors[n] for n in names[:2]},
+        "pytorch_model-00002-of-00002.bin": {n: tensors[n] for n in names[2:]},
+    }
+    single = make_folder("single", {"pytorch_model.bin": tensors})
+    indexed = make_folder("indexed", shards, {n: f for f, ts in shards.items() for n in ts})
+    loose = make_folder("loose", shards)
+    for folder in (single, indexed, loose):
+        checkpoint = Checkpoint.open(folder)
+        assert set(checkpoint) == set(tensors)
+        assert all(torch.equal(checkpoint[n], t) for n, t in tensors.items())
+        gate_up = "model.layers.0.mlp.experts.gate_up_proj"
+        assert torch.equal(checkpoint.read(gate_up, (2, 4)), tensors[gate_up][2:4])
+        assert checkpoint.fingerprint() == Checkpoint.open(single).fingerprint()
+
+
+def test_safetensors_go_before_pickles(make_folder: MakeFolder) -> None:
+    files = {"model.safetensors": {"x": torch.ones(1)}, "pytorch_model.bin": {"x": torch.zeros(1)}}
+    assert Checkpoint.open(make_folder(files=files))["x"].item() == 1
+
+
+def test_threads_read_one_checkpoint(sharded: Path) -> None:
+    checkpoint, expected = Checkpoint.open(sharded), sample_tensors()
+    with ThreadPoolExecutor(8) as pool:
+        jobs = list(expected) * 50
+        results = pool.map(lambda n: torch.equal(checkpoint[n], expected[n]), jobs)
+        assert all(results)
+
+
+def test_memory_stays_bounded(tmp_path: Path, make_folder: MakeFolder) -> None:
+    """Reading 256 MB, 4 MB at a time, must not hold them: that is why nothing is mapped."""
+    tensors = {f"t{i}": torch.ones(2**20) for i in range(64)}
+    for kind in ("model.safetensors", "pytorch_model.bin"):
+        folder = make_folder(kind, {kind: tensors})
+        code = (
+            "import resource, sys\n"
+            "from moemerge.checkpoint import Checkpoint\n"
+            "import moemerge.checkpoint.pickled as pickled\n"
+            "pickled.REMAP_BYTES = 32 * 2**20\n"
+            "c = Checkpoint.open(sys.argv[1])\n"
+            "c.read('t0')\n"
+            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            "for name in c: c.read(name)\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+        )
+        command = [sys.executable, "-c", code, str(folder)]
+        grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        assert grown < 80 * 1024, kind  # kilobytes
+
+
+def test_too_many_open_files_is_explained(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for i in range(20):
+        save_file({f"t{i}": torch.ones(1)}, folder / f"m{i}.safetensors")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 5, hard))
+    try:
+        with pytest.raises(CheckpointError, match="ulimit -n"):
+            Checkpoint.open(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moemerge.checkpoint.safetensors_file import SafetensorsFile, build_header
+from moemerge.checkpoint.tensors import DTYPE_OF, TensorInfo, as_bytes
+from moemerge.errors import CheckpointError
+
+from .conftest import write_raw
+
+
+def entry(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:
+    as_list = [list(x) if isinstance(x, tuple) else x for x in (shape, offsets)]
+    return {"dtype": dtype, "shape": as_list[0], "data_offsets": as_list[1]}
+
+
+@pytest.mark.parametrize("name", sorted(DTYPE_OF))
+def test_every_dtype_reads_as_it_was_saved(tmp_path: Path, name: str) -> None:
+    dtype = DTYPE_OF[name]
+    raw = torch.arange(6 * dtype.itemsize, dtype=torch.uint8) % 2
+    saved = raw.view(dtype).view(3, 2)
+    save_file({"x": saved}, tmp_path / "x.safetensors")
+    file = SafetensorsFile(tmp_path / "x.safetensors")
+    assert file.tensors["x"] == TensorInfo("x", dtype, (3, 2), saved.nbytes)
+    read = file.read("x")
+    assert read.dtype == dtype
+    assert read.shape == (3, 2)
+    assert as_bytes(read) == as_bytes(saved)
+    assert as_bytes(file.read("x", (1, 3))) == as_bytes(saved[1:].clone())
+
+
+@pytest.mark.parametrize("name", sorted(DTYPE_OF))
+def test_every_dtype_is_written_as_the_library_reads_it(tmp_path: Path, name: str) -> None:
+    dtype = DTYPE_OF[name]
+    tensor = (torch.arange(6 * dtype.itemsize, dtype=torch.uint8) % 2).view(dtype).view(3, 2)
+    header, offsets = build_header([TensorInfo.of("x", dtype, (3, 2))])
+    assert offsets["x"] == len(header)
+    (tmp_path / "x.safetensors").write_bytes(header + bytes(as_bytes(tensor)))
+    loaded = load_file(tmp_path / "x.safetensors")["x"]
+    assert (loaded.dtype, loaded.shape) == (dtype, (3, 2))
+    assert as_bytes(loaded) == as_bytes(tensor)
+
+
+def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
+    tensors = {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "flat": torch.empty(2, 0)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    file = SafetensorsFile(tmp_path / "x.safetensors")
+    assert file.read("scalar").item() == 2.5
+    assert file.read("empty").shape == (0, 3)
+    assert file.read("flat", (1, 2)).shape == (1, 0)
+    with pytest.raises(CheckpointError, match="rows 0:1 were asked of tensor 'scalar'"):
+        file.read("scalar", (0, 1))
+
+
+@pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (0, 5)])
+def test_rows_outside_are_refused(tmp_path: Path, rows: tuple[int, int]) -> None:
+    save_file({"x": torch.zeros(4, 2)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="were asked of tensor 'x' of shape"):
+        SafetensorsFile(tmp_path / "x.safetensors").read("x", rows)
+
+
+def test_reading_into_a_buffer(tmp_path: Path) -> None:
+    saved = torch.randn(4, 3)
+    save_file({"x": saved}, tmp_path / "x.safetensors")
+    file = SafetensorsFile(tmp_path / "x.safetensors")
+    buffer = torch.empty(2, 3)
+    assert file.read("x", (1, 3), buffer) is buffer
+    assert torch.equal(buffer, saved[1:3])
+    for wrong in (torch.empty(3, 3), torch.empty(2, 3).double(), torch.empty(3, 2).T):
+        with pytest.raises(CheckpointError, match="a buffer of"):
+            file.read("x", (1, 3), wrong)
+
+
+LIES = {
+    "length beyond the file": (b"{}", b"", 1000, "claims 1000 bytes, but only 2 follow"),
+    "bad JSON": (b"{nonsense", b"", None, "not valid JSON"),
+    "not UTF-8": (b'{"\xff": 1}', b"", None, "not valid JSON"),
+    "nested too deep": (b"[" * 100_000, b"", None, "not valid JSON"),
+    "a list": ([], b"", None, "a JSON list, expected an object"),
+    "metadata": ({"__metadata__": {"a": 1}}, b"", None, "must map strings to strings"),
+    "no fields": ({"x": {"dtype": "F32"}}, b"", None, "expected dtype, shape and data_offsets"),
+    "entry is no object": ({"x": 3}, b"", None, "expected dtype, shape and data_offsets"),
+    "unknown dtype": ({"x": entry("BF61")}, bytes(8), None, "dtype 'BF61', did you mean 'BF16'"),
+    "dtype is no string": ({"x": entry(3)}, bytes(8), None, "has dtype 3"),
+    "negative shape": ({"x": entry(shape=(-2,))}, bytes(8), None, "non-negative integers"),
+    "shape of booleans": ({"x": entry(shape=(True,))}, bytes(8), None, "non-negative integers"),
+    "shape is no list": ({"x": entry(shape="2")}, bytes(8), None, "non-negative integers"),
+    "three offsets": ({"x": entry(offsets=(0, 4, 8))}, bytes(8), None, "two of them"),
+    "shape and bytes": ({"x": entry(shape=(3,))}, bytes(8), None, "needs 12 bytes"),
+    "offsets reversed": ({"x": entry(offsets=(8, 0))}, bytes(8), None, "needs 8 bytes"),
+    "truncated": ({"x": entry()}, bytes(5), None, "holds 5; it is truncated"),
+    "trailing bytes": ({"x": entry()}, bytes(9), None, "1 bytes after the last tensor"),
+    "overlap": (
+        {"x": entry(), "y": entry(offsets=(4, 12))},
+        bytes(12),
+        None,
+        "'y' overlaps the one before",
+    ),
+    "gap": ({"x": entry(offsets=(4, 12))}, bytes(12), None, "'x' leaves a gap before it"),
+    "duplicate": (
+        b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+        b'"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        bytes(1),
+        None,
+        "'x' occurs twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_a_header_that_lies_is_refused(tmp_path: Path, case: str) -> None:
+    header, data, length, message = LIES[case]
+    path = write_raw(tmp_path / "lie.safetensors", header, data, length)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        SafetensorsFile(path)
+    assert str(path) in str(caught.value)
+    assert caught.value.hint
+
+
+def test_an_oversized_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "big.safetensors"
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", 200_000_000))
+        file.truncate(300_000_000)  # sparse
+    with pytest.raises(CheckpointError, match="at most 100000000 are allowed"):
+        SafetensorsFile(path)
+
+
+def test_tiny_missing_and_unreadable_files(tmp_path: Path) -> None:
+    (tmp_path / "tiny.safetensors").write_bytes(b"abc")
+    with pytest.raises(CheckpointError, match="has 3 bytes, too few"):
+        SafetensorsFile(tmp_path / "tiny.safetensors")
+    with pytest.raises(CheckpointError, match="cannot be opened: No such file"):
+        SafetensorsFile(tmp_path / "none.safetensors")
+
+
+def test_a_file_cut_after_opening_is_a_short_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(100)}, path)
+    file = SafetensorsFile(path)
+    os.truncate(path, path.stat().st_size - 10)
+    with pytest.raises(CheckpointError, match="ends after 390 of 400 bytes"):
+        file.read("x")
+
+
+def test_descriptors_are_closed(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(2)}, path)
+    bad = write_raw(tmp_path / "bad.safetensors", b"{oops")
+    before = len(os.listdir("/proc/self/fd"))
+    file = SafetensorsFile(path)
+    with pytest.raises(CheckpointError):
+        SafetensorsFile(bad)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    file.close()
+    file.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(CheckpointError, match="was closed before 'x' was read"):
+        file.read("x")
+    SafetensorsFile(path)  # dropped at once: collected with its descriptor
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_threads_share_one_descriptor(tmp_path: Path) -> None:
+    saved = {f"t{i}": torch.randn(50, 64) for i in range(20)}
+    save_file(saved, tmp_path / "x.safetensors")
+    file = SafetensorsFile(tmp_path / "x.safetensors")
+
+    def check(job: int) -> bool:
+        name, row = f"t{job % 20}", job % 49
+        return torch.equal(file.read(name, (row, row + 2)), saved[name][row : row + 2])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(check, range(2000)))
+
+
+def test_wider_dtypes_come_first_so_that_all_are_aligned() -> None:
+    infos = [
+        TensorInfo.of("flag", torch.bool, (3,)),
+        TensorInfo.of("half", torch.bfloat16, (3,)),
+        TensorInfo.of("wide", torch.float64, (1,)),
+    ]
+    _, offsets = build_header(infos)
+    assert all(offsets[i.name] % i.dtype.itemsize == 0 for i in infos)

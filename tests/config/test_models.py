@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moemerge.config.models import ModelRef
+from moemerge.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("org/name", ("org/name", None, None, None)),
+        ("org/name@main", ("org/name", "main", None, None)),
+        ("./a+./b", ("./a", None, "./b", None)),
+        ("org/a@v1+org/b@v2", ("org/a", "v1", "org/b", "v2")),
+        ("org/a+org/b@v2", ("org/a", None, "org/b", "v2")),
+    ],
+)
+def test_reads_and_writes_references(text: str, parts: tuple[str | None, ...]) -> None:
+    ref = ModelRef.parse(text)
+    assert (ref.path, ref.revision, ref.lora, ref.lora_revision) == parts
+    assert str(ref) == text
+    assert len({ref, ModelRef.parse(f" {text} ")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a@b@c", "more than one '@'"),
+        ("a+b+c", "more than one '+'"),
+        ("a+", "lacks a name"),
+        ("@main", "lacks a name"),
+        ("a@", "lacks a name"),
+        ("", "lacks a name"),
+    ],
+)
+def test_refuses_unclear_references(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match="path\\[@revision\\]") as caught:
+        ModelRef.parse(text)
+    assert said in str(caught.value)
+
+
+def test_an_existing_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    for name in ("model@home", "c++", "x+y@z", "base@1"):
+        (tmp_path / name).mkdir()
+        assert ModelRef.parse(str(tmp_path / name)) == ModelRef(str(tmp_path / name))
+    pair = ModelRef.parse(f"{tmp_path}/c+++org/lora@v1")
+    assert pair == ModelRef(f"{tmp_path}/c++", None, "org/lora", "v1")
+    revised = ModelRef.parse(f"{tmp_path}/base@1@v2")
+    assert revised == ModelRef(f"{tmp_path}/base@1", "v2")
+
+
+def test_mapping_forms() -> None:
+    assert ModelRef.from_mapping({"path": "a", "revision": "v"}) == ModelRef("a", "v")
+    assert ModelRef.from_mapping({"model": {"path": "a@b"}}) == ModelRef("a@b")
+    assert ModelRef.from_mapping(
+        {"model": {"path": "a", "revision": "v"}, "lora": "l@w"}
+    ) == ModelRef("a", "v", "l", "w")
+    with pytest.raises(ConfigError, match="needs a `path`"):
+        ModelRef.from_mapping({"model": {"revision": "v"}})
+    with pytest.raises(ConfigError, match="must be text, not 7"):
+        ModelRef.from_mapping({"path": "a", "revision": 7})
+
+
+def test_label_is_the_last_component() -> None:
+    assert ModelRef.parse("org/name@v1").label == "name"
+    assert ModelRef.parse("./out/math/").label == "math"

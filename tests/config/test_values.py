@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import pytest
+
+from moemerge.architectures.roles import Role
+from moemerge.config.problems import ProblemsError, path_text
+from moemerge.config.values import (
+    ROLE_NAMES,
+    Branch,
+    Conditional,
+    Gradient,
+    evaluate,
+    layer_depth,
+    leaves,
+    parse_value,
+    plain,
+)
+
+ATTENTION = ("model.layers.0.self_attn.q_proj.weight",)
+MLP = ("model.layers.0.mlp.up_proj.weight",)
+STACK = ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.3.gate_proj.weight")
+
+
+def test_roles_agree_with_the_architectures() -> None:
+    assert ROLE_NAMES == tuple(role.value for role in Role)
+
+
+@pytest.mark.parametrize(
+    ("points", "t", "expected"),
+    [
+        ([1.0], 0.7, 1.0),
+        ([0, 1], 0.25, 0.25),
+        ([0, 1, 0], 0.5, 1.0),
+        ([0, 1, 0], 0.75, 0.5),
+        ([0, 0.5, 0.3, 0.7, 1], 0.0, 0.0),
+        ([0, 0.5, 0.3, 0.7, 1], 1.0, 1.0),
+        ([0, 0.5, 0.3, 0.7, 1], 0.3, 0.46),
+        ([True, False], 0.25, 0.75),
+    ],
+)
+def test_gradients_interpolate(points: list[float], t: float, expected: float) -> None:
+    value = parse_value(points)
+    assert isinstance(value, Gradient)
+    assert evaluate(value, MLP, None, t) == pytest.approx(expected, abs=1e-15)
+
+
+def test_depth_inside_a_slice() -> None:
+    assert [layer_depth(i, 5) for i in range(5)] == [0, 0.25, 0.5, 0.75, 1]
+    assert layer_depth(0, 1) == 1.0
+
+
+CHOICE = parse_value(
+    [
+        {"filter": "self_attn", "value": [0, 1]},
+        {"filter": "experts.3.", "value": 0.3},
+        {"filter": "role:expert", "value": 0.4},
+        {"filter": "mlp", "value": 0.5},
+        {"filter": "*", "value": 0.6},
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("names", "role", "expected"),
+    [
+        (ATTENTION, "attention", 0.25),
+        (STACK, "expert", 0.3),
+        (STACK[:1], "expert", 0.4),
+        (STACK[:1], None, 0.5),
+        (MLP, "mlp", 0.5),
+        (("model.norm.weight",), "norm", 0.6),
+    ],
+)
+def test_first_matching_filter_decides(
+    names: tuple[str, ...], role: str | None, expected: float
+) -> None:
+    assert evaluate(CHOICE, names, role, 0.25) == expected
+
+
+def test_no_match_gives_none() -> None:
+    value = parse_value([{"filter": "self_attn", "value": 1}])
+    assert evaluate(value, MLP, "mlp", 0.0) is None
+    assert isinstance(value, Conditional)
+    assert not value.complete
+
+
+def test_a_role_is_compared_whole() -> None:
+    value = parse_value([{"filter": "role:expert", "value": 1}])
+    assert evaluate(value, MLP, "shared_expert", 0.0) is None
+    assert evaluate(value, ("role:expert.weight",), "mlp", 0.0) is None
+
+
+@pytest.mark.parametrize("everything", ["*", None, ""])
+def test_catch_alls(everything: str | None) -> None:
+    value = parse_value([{"filter": everything, "value": 2}])
+    assert value == Conditional((Branch(None, 2),))
+    assert evaluate(value, MLP, None, 0.0) == 2
+
+
+def test_one_mapping_counts_as_a_list_of_one() -> None:
+    entry = {"filter": "mlp", "value": [0, 1]}
+    assert parse_value(entry) == parse_value([entry])
+
+
+@pytest.mark.parametrize("raw", [1, 0.5, True, "exact"])
+def test_scalars_stay_what_they_are(raw: object) -> None:
+    assert parse_value(raw) is raw
+
+
+@pytest.mark.parametrize(
+    "raw", [0.5, True, "exact", [1.0, 2.0], plain(CHOICE), {"value": [1.0, 2.0]}]
+)
+def test_plain_is_the_inverse_of_parse(raw: object) -> None:
+    value = parse_value(raw)
+    assert parse_value(plain(value)) == value
+
+
+def test_leaves_know_their_place() -> None:
+    assert list(leaves(parse_value(0.5))) == [((), 0.5)]
+    places = [(path_text(("w", *path)), leaf) for path, leaf in leaves(CHOICE)]
+    assert places[:3] == [("w[0].value[0]", 0), ("w[0].value[1]", 1), ("w[1].value", 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("raw", "place", "said"),
+    [
+        (None, "", "expected a number"),
+        ([], "", "an empty list has no value"),
+        (float("nan"), "", "finite number"),
+        ([1, "x"], "[1]", "a gradient is a list of numbers, not 'x'"),
+        ([1, float("inf")], "[1]", "a gradient is a list of numbers, not inf"),
+        ([[1]], "[0]", "a gradient is a list of numbers"),
+        ([1, {"value": 2}], "[0]", "like the entries beside it"),
+        ([{"filter": "mlp"}], "[0]", "needs a `value`"),
+        ([{"filtre": "mlp", "value": 1}], "[0].filtre", "did you mean 'filter'?"),
+        ([{"filter": 3, "value": 1}], "[0].filter", "a filter is text, not 3"),
+        ([{"filter": "role:ruter", "value": 1}], "[0].filter", "did you mean 'router'?"),
+        ([{"filter": "role:zzz", "value": 1}], "[0].filter", "known here: router, "),
+        ([{"value": [{"value": 1}]}], "[0].value", "cannot be nested"),
+        ([{"value": 1}, {"filter": "a", "value": 2}], "[1]", "never used"),
+        ({"value": [1, "x"]}, "value[1]", "not 'x'"),
+    ],
+)
+def test_faults_are_placed(raw: object, place: str, said: str) -> None:
+    with pytest.raises(ProblemsError) as caught:
+        parse_value(raw)
+    (problem,) = caught.value.found
+    assert path_text(problem.path) == place
+    assert said in problem.message
+
+
+def test_every_fault_of_a_value_is_found() -> None:
+    with pytest.raises(ProblemsError) as caught:
+        parse_value([{"filter": "role:x", "value": 1}, {"value": [1, "a", "b"]}])
+    assert len(caught.value.found) == 3

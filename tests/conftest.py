@@ -1,0 +1,28 @@
+"""Fixtures shared by all rooms: tiny checkpoints, built once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zoo
+
+
+@pytest.fixture(scope="session")
+def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`zoo_folder("olmoe", seed=1, fused=True)`: a family's tiny checkpoint; read it only."""
+    built: dict[tuple[Any, ...], Path] = {}
+
+    def folder(model_type: str, **options: Any) -> Path:
+        if not zoo.installed(model_type):
+            pytest.skip(f"the installed transformers has no {model_type}")
+        key = (model_type, *sorted((name, repr(value)) for name, value in options.items()))
+        if key not in built:
+            path = tmp_path_factory.mktemp(model_type)
+            built[key] = zoo.build(model_type, path, **options)
+        return built[key]
+
+    return folder

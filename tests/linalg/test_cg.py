@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moemerge.errors import NumericalError
+from moemerge.linalg import Diagonal, LinearOperator, Status, cg
+
+SHAPE = (5, 8)
+SIZE = 40
+
+
+class Dense(LinearOperator):
+    """A matrix, applied in a chosen precision; counts its uses."""
+
+    def __init__(self, matrix: Tensor, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(SHAPE, matrix.device)
+        self.matrix = matrix.to(dtype)
+        self.uses = 0
+
+    def mv(self, vector: Tensor) -> Tensor:
+        self.uses += 1
+        out = self.matrix @ vector.reshape(-1).to(self.matrix.dtype)
+        return out.reshape(SHAPE).double()
+
+    def diagonal(self) -> Tensor:
+        return self.matrix.diagonal().reshape(SHAPE).double()
+
+
+def spd(condition: float, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    q, _ = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64))
+    spectrum = torch.logspace(0, -torch.log10(torch.tensor(condition)), SIZE, dtype=torch.float64)
+    return (q * spectrum) @ q.T
+
+
+def vector(seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+
+
+def true_residual(matrix: Tensor, w: Tensor, b: Tensor) -> float:
+    return float((b.reshape(-1) - matrix @ w.reshape(-1)).norm() / b.norm())
+
+
+@pytest.mark.parametrize("check_every", [1, 4, 7])
+def test_solves_as_the_dense_solver_does(check_every: int) -> None:
+    matrix, b = spd(1e3), vector()
+    result = cg(Dense(matrix), b, rtol=1e-10, check_every=check_every)
+    expected = torch.linalg.solve(matrix, b.reshape(-1)).reshape(SHAPE)
+    assert result.status is Status.CONVERGED
+    torch.testing.assert_close(result.solution, expected, rtol=1e-6, atol=1e-8)
+    assert result.true_residual == pytest.approx(true_residual(matrix, result.solution, b))
+    assert len(result.residuals) == result.steps + 1
+
+
+def test_steps_do_not_run_past_convergence_by_more_than_a_look() -> None:
+    matrix, b = spd(1e3), vector()
+    eager = cg(Dense(matrix), b, rtol=1e-8)
+    lazy = cg(Dense(matrix), b, rtol=1e-8, check_every=6)
+    assert eager.steps <= lazy.steps < eager.steps + 6
+
+
+def test_exact_convergence_between_two_looks_stays_finite() -> None:
+    matrix = torch.eye(SIZE, dtype=torch.float64) * 2.0
+    result = cg(Dense(matrix), vector(), check_every=10)
+    assert result.status is Status.CONVERGED
+    torch.testing.assert_close(result.solution, vector() / 2.0)
+
+
+def test_zero_right_hand_side() -> None:
+    result = cg(Dense(spd(10.0)), torch.zeros(SHAPE), start=vector())
+    assert (result.status, result.steps, result.true_residual) == (Status.CONVERGED, 0, 0.0)
+    assert not result.solution.any()
+
+
+def test_start_at_the_solution_takes_no_step() -> None:
+    matrix, b = spd(10.0), vector()
+    start = torch.linalg.solve(matrix, b.reshape(-1)).reshape(SHAPE)
+    operator = Dense(matrix)
+    result = cg(operator, b, start=start)
+    assert (result.status, result.steps, operator.uses) == (Status.CONVERGED, 0, 1)
+    assert torch.equal(result.solution, start)
+
+
+def test_the_start_is_not_written_to() -> None:
+    start = vector(5)
+    kept = start.clone()
+    cg(Dense(spd(10.0)), vector(), start=start)
+    assert torch.equal(start, kept)
+
+
+def test_a_coarse_operator_is_refined_to_the_true_residual() -> None:
+    matrix, b = spd(50.0), vector()
+    coarse = Dense(matrix, torch.bfloat16)  # relative error near 1e-2: useless on its own
+    alone = cg(coarse, b, rtol=1e-9, accurate=None)
+    assert true_residual(matrix, alone.solution, b) > 1e-4
+    refined = cg(
+        coarse, b, rtol=1e-9, accurate=Dense(matrix), inner_reduction=0.05, max_steps=2000
+    )
+    assert refined.status is Status.CONVERGED
+    assert refined.refinements > 1
+    assert true_residual(matrix, refined.solution, b) <= 1e-9
+
+
+def test_float32_inside_reaches_beyond_float32() -> None:
+    matrix, b = spd(1e4), vector()
+    result = cg(Dense(matrix, torch.float32), b, rtol=1e-11, accurate=Dense(matrix))
+    assert result.status is Status.CONVERGED
+    assert true_residual(matrix, result.solution, b) <= 1e-11
+
+
+def test_max_steps_is_said() -> None:
+    result = cg(Dense(spd(1e6)), vector(), rtol=1e-12, max_steps=5)
+    assert (result.status, result.steps) == (Status.MAX_STEPS, 5)
+    assert "5 steps" in result.message
+    assert result.true_residual <= 1.0
+
+
+def test_negative_curvature_is_said_and_the_last_good_iterate_kept() -> None:
+    matrix = spd(10.0)
+    matrix -= 0.5 * torch.eye(SIZE)
+    result = cg(Dense(matrix), vector(), check_every=3)
+    assert result.status is Status.NON_POSITIVE_CURVATURE
+    assert torch.isfinite(result.solution).all()
+
+
+def test_indefinite_preconditioner_is_said() -> None:
+    result = cg(Dense(spd(10.0)), vector(), preconditioner=Diagonal(-torch.ones(SHAPE)))
+    assert result.status is Status.NON_POSITIVE_CURVATURE
+
+
+@pytest.mark.parametrize("check_every", [1, 3])
+def test_non_finite_operator_is_said(check_every: int) -> None:
+    class Breaks(Dense):
+        def mv(self, vector: Tensor) -> Tensor:
+            out = super().mv(vector)
+            return out * float("nan") if self.uses > 4 else out
+
+    result = cg(Breaks(spd(1e3)), vector(), accurate=Dense(spd(1e3)), check_every=check_every)
+    assert result.status is Status.NON_FINITE
+    assert torch.isfinite(result.solution).all()
+
+
+def test_non_finite_right_hand_side_is_said() -> None:
+    b = vector()
+    b[0, 0] = float("nan")
+    assert cg(Dense(spd(10.0)), b).status is Status.NON_FINITE
+
+
+def test_an_inconsistent_singular_system_is_not_called_converged() -> None:
+    matrix = torch.diag(torch.cat([torch.ones(SIZE - 1), torch.zeros(1)])).double()
+    result = cg(Dense(matrix), torch.ones(SHAPE))
+    assert not result.converged
+
+
+def test_jacobi_helps_a_badly_scaled_system() -> None:
+    scale = torch.logspace(-2, 2, SIZE, dtype=torch.float64)
+    matrix = scale[:, None] * spd(10.0) * scale
+    b = vector()
+    plain = cg(Dense(matrix), b, rtol=1e-8, max_steps=4000)
+    jacobi = cg(Dense(matrix), b, rtol=1e-8, preconditioner=Diagonal(1 / Dense(matrix).diagonal()))
+    assert jacobi.converged
+    assert jacobi.steps < plain.steps / 2
+
+
+def test_a_wrong_shape_is_refused() -> None:
+    with pytest.raises(NumericalError, match=r"\(3, 3\)"):
+        cg(Dense(spd(10.0)), torch.ones(3, 3))

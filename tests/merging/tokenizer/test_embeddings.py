@@ -1,0 +1,155 @@
+"""Rows by hand: row r of model k holds 100 k + r, so each number tells where it comes from.
+
+base: a0 b1 ab2 <s>3 </s>4. chat: the same, <im>5 <end>6. other: b0 a1 ba2 </s>3 <s>4 <end>5 <t>6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from merging.tokenizer.samples import numbered, vocabularies
+from moemerge.config.models import ModelRef
+from moemerge.config.schema import TokenizerSettings
+from moemerge.errors import TokenizerError
+from moemerge.merging.tokenizer.embeddings import preparer, to_output_vocabulary
+from moemerge.merging.tokenizer.plan import plan_tokenizer
+
+Trio = tuple[ModelRef, ModelRef, ModelRef]
+ROWS = (8, 7, 9)
+
+
+def mapped(
+    trio: Trio, *, base: ModelRef | None, dtype: torch.dtype = torch.float32, **settings: Any
+) -> list[list[float]]:
+    plan = plan_tokenizer(
+        TokenizerSettings.model_validate(settings),
+        vocabularies(trio),
+        base=base,
+        order=trio,
+        embedding_rows=dict(zip(trio, ROWS, strict=True)),
+    )
+    tensors = [numbered(k + 1, rows).to(dtype) for k, rows in enumerate(ROWS)]
+    out = preparer(plan, trio)(tensors)
+    for before, after in zip(tensors, out, strict=True):
+        assert after.shape == (plan.output_rows, 2)
+        assert after.dtype == before.dtype
+        torch.testing.assert_close(after[:, 0], after[:, 1])
+    return [t[:, 0].tolist() for t in out]
+
+
+def test_union_fills_from_the_base_then_from_the_mean(trio: Trio) -> None:
+    # a b ab <s> </s> | ba <im> <end> <t>; <end> is chat's 206 and other's 305: mean 255.5
+    assert mapped(trio, base=trio[0], source="union") == [
+        [100, 101, 102, 103, 104, 302, 205, 255.5, 306],
+        [200, 201, 202, 203, 204, 302, 205, 206, 306],
+        [301, 300, 102, 304, 303, 302, 205, 305, 306],
+    ]
+
+
+def test_without_a_base_the_mean_of_those_that_have_it(trio: Trio) -> None:
+    other = mapped(trio, base=None, source="union")[2]
+    assert other[2] == 152  # ab: base's 102 and chat's 202
+
+
+def test_base_source(trio: Trio) -> None:
+    assert mapped(trio, base=trio[0], source="base") == [
+        [100, 101, 102, 103, 104],
+        [200, 201, 202, 203, 204],
+        [301, 300, 102, 304, 303],
+    ]
+
+
+def test_model_source_permutes_the_others(trio: Trio) -> None:
+    assert mapped(trio, base=trio[0], source=trio[2].path) == [
+        [101, 100, 302, 104, 103, 255.5, 306],
+        [201, 200, 302, 204, 203, 206, 306],
+        [300, 301, 302, 303, 304, 305, 306],
+    ]
+
+
+def test_overrides_fill_gaps_and_force_replaces(trio: Trio) -> None:
+    tokens = {
+        "<end>": {"source": trio[2].path},
+        "a": {"source": {"kind": "zero"}, "force": True},
+        "b": {"source": {"kind": "zero"}},
+        "<s>": {
+            "source": {"kind": "model_token", "model": trio[1].path, "token": "ab"},
+            "force": True,
+        },
+        "<im>": {"source": {"kind": "model_token", "model": trio[0].path, "token_id": 7}},
+        "<new>": {"source": {"kind": "model_token", "model": trio[0].path, "token": "ab"}},
+    }
+    assert mapped(trio, base=trio[0], source="union", tokens=tokens) == [
+        [0, 101, 102, 202, 104, 302, 107, 305, 306, 102],
+        [0, 201, 202, 202, 204, 302, 205, 206, 306, 102],
+        [0, 300, 102, 202, 303, 302, 107, 305, 306, 102],
+    ]
+
+
+def test_new_token_on_a_base_with_spare_rows(trio: Trio) -> None:
+    """The base's spare row 5 has nothing to do with the token that gets id 5."""
+    tokens = {"<im>": {"source": trio[1].path}}
+    rows = mapped(trio, base=trio[0], source="base", tokens=tokens)
+    assert [r[5] for r in rows] == [205, 205, 205]
+
+
+def test_padding_rows_hold_the_mean(trio: Trio) -> None:
+    base = mapped(trio, base=trio[0], source="base", pad_to_multiple_of=8)[0]
+    assert base == [100, 101, 102, 103, 104, 102, 102, 102]
+
+
+def test_a_donor_outside_the_merge_leaves_zero_rows(trio: Trio) -> None:
+    base, chat, other = trio
+    plan = plan_tokenizer(
+        TokenizerSettings.model_validate({"source": other.path}),
+        vocabularies(trio),
+        base=base,
+        order=(base, chat),
+        embedding_rows={base: 8, chat: 7},
+    )
+    out = to_output_vocabulary(plan, {base: numbered(1, 8), chat: numbered(2, 7)})
+    assert out[base][:, 0].tolist() == [101, 100, 0, 104, 103, 206, 0]
+    assert any("in no model" in w for w in plan.warnings)
+
+
+def test_means_are_rounded_once(trio: Trio) -> None:
+    rows = mapped(trio, base=trio[0], source="union", dtype=torch.bfloat16)
+    exact = (torch.tensor(206.0).bfloat16().float() + torch.tensor(305.0).bfloat16().float()) / 2
+    assert rows[0][7] == exact.bfloat16().item()
+
+
+def test_inputs_are_left_alone_and_a_bias_works_too(trio: Trio) -> None:
+    plan = plan_tokenizer(
+        TokenizerSettings.model_validate({"source": "union", "pad_to_multiple_of": 4}),
+        vocabularies(trio),
+        base=trio[0],
+        order=trio,
+        embedding_rows=dict(zip(trio, ROWS, strict=True)),
+    )
+    sizes = enumerate(zip(trio, ROWS, strict=True))
+    biases = {model: numbered(k + 1, rows)[:, 0].clone() for k, (model, rows) in sizes}
+    before = {m: b.clone() for m, b in biases.items()}
+    out = to_output_vocabulary(plan, biases)
+    assert out[trio[2]][:9].tolist() == [301, 300, 102, 304, 303, 302, 205, 305, 306]
+    assert out[trio[2]].shape == (12,)
+    assert all(torch.equal(biases[m], before[m]) for m in trio)
+
+
+def test_what_does_not_fit_the_plan_is_refused(trio: Trio) -> None:
+    plan = plan_tokenizer(
+        TokenizerSettings.model_validate({"source": "base"}),
+        vocabularies(trio),
+        base=trio[0],
+        order=trio,
+        embedding_rows=dict(zip(trio, ROWS, strict=True)),
+    )
+    whole = {m: numbered(k, n) for k, (m, n) in enumerate(zip(trio, ROWS, strict=True))}
+    with pytest.raises(TokenizerError, match="every model"):
+        to_output_vocabulary(plan, {trio[0]: whole[trio[0]]})
+    with pytest.raises(TokenizerError, match="different width"):
+        to_output_vocabulary(plan, whole | {trio[1]: numbered(2, 7, width=3)})
+    with pytest.raises(TokenizerError, match="3 rows"):
+        to_output_vocabulary(plan, whole | {trio[1]: numbered(2, 3)})

@@ -1,0 +1,169 @@
+"""What is written must load in transformers with the ids that the embedding rows have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from merging.tokenizer.samples import Maker, entry, vocabularies, write_json
+from moemerge.config.models import ModelRef
+from moemerge.config.schema import TokenizerSettings
+from moemerge.merging.tokenizer.plan import TokenizerPlan, plan_tokenizer
+from moemerge.merging.tokenizer.write import config_for, is_tokenizer_file, tokenizer_files
+
+Trio = tuple[ModelRef, ModelRef, ModelRef]
+
+
+def plan(models: tuple[ModelRef, ...], rows: tuple[int, ...], **settings: Any) -> TokenizerPlan:
+    return plan_tokenizer(
+        TokenizerSettings.model_validate(settings),
+        vocabularies(models),
+        base=models[0],
+        order=models,
+        embedding_rows=dict(zip(models, rows, strict=True)),
+    )
+
+
+def written(files: dict[str, bytes], out: Path) -> Any:
+    out.mkdir()
+    for name, content in files.items():
+        (out / name).write_bytes(content)
+    return AutoTokenizer.from_pretrained(out)
+
+
+def test_union_loads_with_our_ids(trio: Trio, tmp_path: Path) -> None:
+    found = plan(trio, (8, 7, 9), source="union")
+    tokenizer = written(tokenizer_files(found), tmp_path / "out")
+    assert tokenizer.get_vocab() == found.vocabulary.ids
+    ids = found.vocabulary.ids
+    assert tokenizer.encode("ab<im>b<end><t>") == [
+        ids[t] for t in ("ab", "<im>", "b", "<end>", "<t>")
+    ]
+    assert tokenizer.decode([ids["ab"], ids["<end>"]], skip_special_tokens=True) == "ab"
+    assert tokenizer.eos_token_id == 4
+    kept = json.loads(tokenizer_files(found)["tokenizer.json"])["added_tokens"]
+    assert {e["content"]: (e["special"], e["lstrip"]) for e in kept} == {
+        "<s>": (True, False),
+        "</s>": (True, False),
+        "ba": (False, False),
+        "<im>": (True, False),
+        "<end>": (True, False),
+        "<t>": (False, True),
+    }
+
+
+def test_an_unchanged_tokenizer_is_carried_over_byte_for_byte(trio: Trio) -> None:
+    (Path(trio[0].path) / "chat_template.jinja").write_text("{{ messages }}")
+    (Path(trio[0].path) / "config.json").write_text("{}")
+    files = tokenizer_files(plan(trio, (8, 7, 9), source="base"))
+    assert set(files) == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    for name, content in files.items():
+        assert content == (Path(trio[0].path) / name).read_bytes()
+
+
+def test_every_file_that_lists_added_tokens_follows(
+    make: Maker, trio: Trio, tmp_path: Path
+) -> None:
+    decoder = {"2": {k: v for k, v in entry("<s>", special=True).items() if k != "id"}}
+    base = make("b", ["a", "b"], special=["<s>"], bos_token="<s>", added_tokens_decoder=decoder)
+    write_json(Path(base.path) / "added_tokens.json", {"<s>": 2})
+    found = plan((base, trio[1]), (8, 7), source="union")
+    files = tokenizer_files(found)
+    assert written(files, tmp_path / "out").get_vocab() == found.vocabulary.ids
+    listed = json.loads(files["tokenizer_config.json"])["added_tokens_decoder"]
+    assert {v["content"]: int(i) for i, v in listed.items()} == found.vocabulary.added_ids
+    assert json.loads(files["added_tokens.json"]) == found.vocabulary.added_ids
+
+
+def test_tokens_that_only_the_config_named_keep_their_ids(
+    make: Maker, trio: Trio, tmp_path: Path
+) -> None:
+    base = make("b", ["a", "b"], special=["<s>"], bos_token="<s>", pad_token="<pad>")
+    found = plan((base, trio[1]), (8, 7), source="union")
+    assert found.vocabulary.ids["<pad>"] == 3
+    tokenizer = written(tokenizer_files(found), tmp_path / "out")
+    assert tokenizer.get_vocab() == found.vocabulary.ids
+    assert tokenizer.pad_token_id == 3
+
+
+def test_dropped_tokens_do_not_come_back(make: Maker, trio: Trio, tmp_path: Path) -> None:
+    """A pad token without an embedding row, as many fine-tunes have it."""
+    base = make(
+        "b",
+        ["a", "b"],
+        special=["<s>", "<pad>"],
+        bos_token="<s>",
+        pad_token={"content": "<pad>", "__type": "AddedToken", "special": True},
+        additional_special_tokens=["<s>", "<pad>"],
+    )
+    write_json(Path(base.path) / "special_tokens_map.json", {"pad_token": "<pad>"})
+    found = plan((base, trio[0]), (3, 5), source="base")
+    tokenizer = written(tokenizer_files(found), tmp_path / "out")
+    assert tokenizer.get_vocab() == {"a": 0, "b": 1, "<s>": 2} == found.vocabulary.ids
+    assert tokenizer.pad_token is None
+
+
+def test_a_tokenizer_of_vocab_json_and_merges_grows(trio: Trio, tmp_path: Path) -> None:
+    folder = tmp_path / "qwen"
+    write_json(folder / "vocab.json", {"a": 0, "b": 1, "ab": 2})
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    end = {k: v for k, v in entry("<|endoftext|>", special=True).items() if k != "id"}
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"}
+    write_json(folder / "tokenizer_config.json", {**config, "added_tokens_decoder": {"3": end}})
+    found = plan((ModelRef(str(folder)), trio[1]), (8, 7), source="union")
+    tokenizer = written(tokenizer_files(found), tmp_path / "out")
+    assert tokenizer.get_vocab() == found.vocabulary.ids
+    assert tokenizer.encode("ab<im>") == [2, found.vocabulary.ids["<im>"]]
+
+
+def test_config_sizes_and_ids_follow_the_tokenizer(trio: Trio) -> None:
+    base, _, other = trio
+    found = plan(trio, (8, 7, 9), source=other.path, pad_to_multiple_of=8)
+    own = vocabularies([base])[base]
+    config = {
+        "vocab_size": 8,
+        "bos_token_id": 3,
+        "eos_token_id": [4, 3],
+        "mask_token_id": 2,
+        "hidden_size": 2,
+        "text_config": {"vocab_size": 8, "bos_token_id": 3},
+    }
+    out, warnings = config_for(config, found, own=own, donor={"bos_token_id": 4, "pad_token_id": 3})
+    assert out == {
+        "vocab_size": 8,
+        "bos_token_id": 4,
+        "eos_token_id": [3, 4],  # </s> and <s> changed places
+        "pad_token_id": 3,
+        "mask_token_id": None,  # `ab` is no token of the donor
+        "hidden_size": 2,
+        "text_config": {"vocab_size": 8, "bos_token_id": 4},
+    }
+    assert warnings == ["mask_token_id: 2 has no counterpart in the output's tokenizer"]
+
+
+def test_config_ids_stand_when_the_tokenizer_is_their_own(trio: Trio) -> None:
+    found = plan(trio, (8, 7, 9), source="union")
+    own = vocabularies(trio)[trio[0]]
+    config = {"vocab_size": 8, "eos_token_id": 4, "pad_token_id": None}
+    assert config_for(config, found, own=own, donor=config)[0] == {**config, "vocab_size": 9}
+    assert config_for({"eos_token_id": 4}, found, own=None, donor=None) == ({"eos_token_id": 4}, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tokenizer.json", True),
+        ("tokenizer.model", True),
+        ("chat_template.jinja", True),
+        ("additional_chat_templates/tool_use.jinja", True),
+        ("generation_config.json", False),
+        ("preprocessor_config.json", False),
+        ("LICENSE", False),
+    ],
+)
+def test_which_companions_are_the_tokenizers(name: str, expected: bool) -> None:
+    assert is_tokenizer_file(name) is expected

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from routing.problems import GATES, make_domains, naive_divergence, tokens_of
+from torch import Tensor
+
+from moemerge.architectures.gates import Gate
+from moemerge.errors import UsageError
+from moemerge.linalg import Status
+from moemerge.routing import (
+    Domain,
+    ExactSettings,
+    Preconditioner,
+    measure,
+    minimise_divergence,
+    solve_router,
+)
+
+SOFTMAX = GATES["softmax"]
+
+
+def objective(gate: Gate, domains: list[Domain], w: Tensor) -> Tensor:
+    """Σ_i mean KL, token by token from the definition; differentiable."""
+    total = torch.zeros((), dtype=torch.float64)
+    for domain in domains:
+        x, targets = tokens_of(domain)
+        terms = [naive_divergence(gate, t, z) for t, z in zip(targets, x @ w.T, strict=True)]
+        total = total + torch.stack(terms).mean()
+    return total
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("source_targets", [False, True])
+def test_gradient_vanishes_and_divergence_never_rises(gate: Gate, source_targets: bool) -> None:
+    domains = make_domains(2, tokens=60, source_targets=source_targets, bias=True)
+    start = solve_router(gate, domains, domains[0].router).weight
+    settings = ExactSettings(decrease_rtol=1e-10)
+    result = minimise_divergence(gate, domains, start, settings)
+    assert result.converged, result
+    assert list(result.kl) == sorted(result.kl, reverse=True)
+    w = result.weight.clone().requires_grad_()
+    value = objective(gate, domains, w)
+    assert result.kl[-1] == pytest.approx(float(value.detach()), rel=1e-9)
+    (gradient,) = torch.autograd.grad(value, w)
+    assert float(gradient.norm()) == pytest.approx(result.gradient[-1], abs=1e-9)
+    assert float(gradient.norm()) < 1e-3 * result.gradient[0]
+
+
+def test_agrees_with_a_general_purpose_optimiser() -> None:
+    domains = make_domains(2, tokens=40, move=1.0)
+    start = domains[0].router
+    result = minimise_divergence(
+        SOFTMAX, domains, start, ExactSettings(decrease_rtol=1e-12, max_steps=60)
+    )
+    w = start.clone().requires_grad_()
+    lbfgs = torch.optim.LBFGS([w], max_iter=300, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        lbfgs.zero_grad()
+        x, targets = zip(*[tokens_of(d) for d in domains], strict=True)
+        value = sum(
+            torch.nn.functional.kl_div(
+                (a @ w.T).log_softmax(-1), t.softmax(-1), reduction="batchmean"
+            )
+            for a, t in zip(x, targets, strict=True)
+        )
+        assert isinstance(value, Tensor)
+        value.backward()
+        return value
+
+    lbfgs.step(closure)
+    assert result.kl[-1] == pytest.approx(float(closure().detach()), rel=1e-6)
+    got, want = (v - v.mean(0) for v in (result.weight, w.detach()))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_beats_the_quadratic_solution_far_from_the_targets() -> None:
+    domains = make_domains(3, experts=8, width=10, tokens=400, move=1.5, dtype=torch.float32)
+    start = sum(d.router for d in domains) / 3
+    quadratic = solve_router(SOFTMAX, domains, start).weight
+    result = minimise_divergence(SOFTMAX, domains, quadratic)
+    assert result.converged
+    assert result.kl[0] == pytest.approx(sum(measure(SOFTMAX, d, quadratic).kl for d in domains))
+    assert result.kl[-1] < 0.98 * result.kl[0]
+    again = sum(measure(SOFTMAX, d, result.weight).kl for d in domains)
+    assert result.kl[-1] == pytest.approx(again, rel=1e-5)
+    assert result.inner_steps >= result.steps > 0
+
+
+def test_the_null_direction_stays_where_it_was() -> None:
+    domains = make_domains(2, tokens=60)
+    start = domains[0].router + torch.linspace(0, 3, 5, dtype=torch.float64)
+    result = minimise_divergence(SOFTMAX, domains, start)
+    torch.testing.assert_close(result.weight.mean(0), start.mean(0))
+
+
+def test_a_perfect_start_is_left_alone() -> None:
+    (domain,) = make_domains(1)
+    result = minimise_divergence(SOFTMAX, [domain], domain.router)
+    assert result.converged
+    assert result.steps == 0
+    assert torch.equal(result.weight, domain.router)
+
+
+def test_a_far_start_needs_the_line_search_and_still_descends() -> None:
+    domains = make_domains(2, tokens=60)
+    start = -15.0 * domains[0].router
+    result = minimise_divergence(SOFTMAX, domains, start, ExactSettings(max_steps=60))
+    assert list(result.kl) == sorted(result.kl, reverse=True)
+    near = minimise_divergence(SOFTMAX, domains, domains[0].router)
+    assert result.kl[-1] == pytest.approx(near.kl[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", list(Preconditioner))
+def test_any_preconditioner_serves(kind: Preconditioner) -> None:
+    domains = make_domains(2, tokens=60)
+    result = minimise_divergence(
+        SOFTMAX, domains, domains[0].router, ExactSettings(preconditioner=kind)
+    )
+    assert result.converged
+
+
+def test_running_out_of_steps_is_said() -> None:
+    domains = make_domains(2, tokens=60)
+    result = minimise_divergence(SOFTMAX, domains, domains[0].router, ExactSettings(max_steps=1))
+    assert (result.status, result.steps) == (Status.MAX_STEPS, 1)
+
+
+def test_settings_are_refused_early() -> None:
+    with pytest.raises(UsageError, match="damping"):
+        ExactSettings(damping=0.0)
+    with pytest.raises(UsageError, match="max_steps"):
+        ExactSettings(max_steps=-1)

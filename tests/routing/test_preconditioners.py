@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from routing.problems import GATES, autograd_hessian, dense_system, make_domains, tokens_of
+from torch import Tensor
+
+from moemerge.architectures.gates import Gate
+from moemerge.linalg import cg
+from moemerge.routing.curvature import Curvature, Domain, DomainStatistics, RouterCurvature
+from moemerge.routing.preconditioners import Preconditioner, cholesky, choose, costs, prepare
+
+SOFTMAX = GATES["softmax"]
+KINDS = [kind for kind in Preconditioner if kind is not Preconditioner.AUTO]
+
+
+def operator_of(
+    domains: list[Domain],
+    dense: float = 0.9,
+    diagonal: float = 0.1,
+    curvature: Curvature = Curvature.FULL,
+    gate: Gate = SOFTMAX,
+) -> RouterCurvature:
+    statistics = [DomainStatistics(gate, domain, curvature) for domain in domains]
+    return RouterCurvature(statistics, dense=dense, diagonal=diagonal)
+
+
+def dense_kronecker(domains: list[Domain], dense: float, diagonal: float) -> Tensor:
+    """S^½ (a C_H ⊗ C_X + c I) S^½ with every piece written out from the definition."""
+    mean_h: Tensor | float = 0.0
+    gram: Tensor | float = 0.0
+    own: Tensor | float = 0.0
+    for domain in domains:
+        x, targets = tokens_of(domain)
+        h = torch.stack([autograd_hessian(SOFTMAX, z) for z in targets])
+        trace = h.diagonal(dim1=1, dim2=2).sum(-1)
+        mean_h = mean_h + h.mean(0)
+        gram = gram + (x * trace[:, None]).T @ x / len(x)
+        own = own + torch.einsum("nk,nd->kd", h.diagonal(dim1=1, dim2=2), x * x) / len(x)
+    assert isinstance(mean_h, Tensor)
+    assert isinstance(gram, Tensor)
+    assert isinstance(own, Tensor)
+    c_h = mean_h / mean_h.diagonal().sqrt().outer(mean_h.diagonal().sqrt())
+    c_x = gram / gram.diagonal().sqrt().outer(gram.diagonal().sqrt())
+    bracket = dense * torch.kron(c_h, c_x) + diagonal * torch.eye(own.numel(), dtype=torch.float64)
+    root = own.reshape(-1).sqrt()
+    return root[:, None] * bracket * root
+
+
+@pytest.mark.parametrize(("dense", "diagonal"), [(0.9, 0.1), (0.5, 0.5), (1.0, 0.15)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_kronecker_inverts_its_dense_twin(bias: bool, dense: float, diagonal: float) -> None:
+    domains = make_domains(2, tokens=25, bias=bias)
+    prepared = prepare(operator_of(domains, dense, diagonal), Preconditioner.KRONECKER)
+    matrix = prepared.operator.as_matrix()
+    expected = torch.linalg.inv(dense_kronecker(domains, dense, diagonal))
+    torch.testing.assert_close(matrix, expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(prepared.operator.diagonal().reshape(-1), matrix.diagonal())
+    assert prepared.jitter == 0.0
+
+
+@pytest.mark.parametrize("curvature", list(Curvature))
+def test_block_inverts_the_experts_blocks_of_the_dense_twin(curvature: Curvature) -> None:
+    domains = make_domains(2, tokens=25, bias=True)
+    prepared = prepare(operator_of(domains, curvature=curvature), Preconditioner.BLOCK)
+    a, _ = dense_system(SOFTMAX, domains, curvature, 0.9, 0.1)
+    matrix = prepared.operator.as_matrix()
+    width = 6
+    expected = torch.zeros_like(a)
+    for expert in range(4):
+        part = slice(expert * width, (expert + 1) * width)
+        expected[part, part] = torch.linalg.inv(a[part, part])
+    torch.testing.assert_close(matrix, expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(prepared.operator.diagonal().reshape(-1), matrix.diagonal())
+
+
+def test_jacobi_inverts_the_diagonal() -> None:
+    domains = make_domains(2, tokens=25)
+    matrix = prepare(operator_of(domains), Preconditioner.JACOBI).operator.as_matrix()
+    a, _ = dense_system(SOFTMAX, domains, Curvature.FULL, 0.9, 0.1)
+    torch.testing.assert_close(matrix, torch.diag(1 / a.diagonal()))
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("curvature", list(Curvature))
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_are_symmetric_positive_definite_and_reach_the_same_solution(
+    kind: Preconditioner, curvature: Curvature, gate: Gate
+) -> None:
+    operator = operator_of(make_domains(3, tokens=40), curvature=curvature, gate=gate)
+    prepared = prepare(operator, kind)
+    assert prepared.kind is kind
+    matrix = prepared.operator.as_matrix()
+    torch.testing.assert_close(matrix, matrix.T, rtol=1e-9, atol=1e-9 * float(matrix.abs().max()))
+    assert float(torch.linalg.eigvalsh(matrix).min()) > 0
+    result = cg(operator, operator.rhs(), preconditioner=prepared.operator, rtol=1e-11)
+    assert result.converged
+    expected = torch.linalg.solve(operator.as_matrix(), operator.rhs().reshape(-1))
+    torch.testing.assert_close(result.solution.reshape(-1), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_kronecker_is_exact_for_identity_curvature_of_one_domain() -> None:
+    operator = operator_of(make_domains(1, width=12, tokens=80), curvature=Curvature.IDENTITY)
+    prepared = prepare(operator, Preconditioner.KRONECKER)
+    result = cg(operator, operator.rhs(), preconditioner=prepared.operator, rtol=1e-10)
+    assert result.converged
+    assert result.steps == 1
+
+
+@pytest.mark.parametrize("kind", [Preconditioner.BLOCK, Preconditioner.KRONECKER])
+def test_fewer_tokens_than_features_without_damping_needs_jitter_and_says_so(
+    kind: Preconditioner,
+) -> None:
+    operator = operator_of(make_domains(1, width=40, tokens=9), dense=1.0, diagonal=0.0)
+    prepared = prepare(operator, kind)
+    assert prepared.jitter > 0
+    assert float(torch.linalg.eigvalsh(prepared.operator.as_matrix()).min()) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dead_experts_and_empty_features_are_harmless(kind: Preconditioner) -> None:
+    domains = []
+    for domain in make_domains(2, dtype=torch.float32, width=6, tokens=50):
+        features = [x.clone() for x in domain.features]
+        targets = []
+        for x in features:
+            x[:, 2] = 0.0  # a feature that never fires
+            z = x @ domain.router.T
+            z[:, 1] = -1e4  # an expert whose probability underflows on every token
+            targets.append(z)
+        domains.append(replace(domain, features=features, targets=targets))
+    operator = operator_of(domains)
+    assert float(operator.diagonal()[1].max()) == 0.0
+    start = domains[0].router.double()
+    prepared = prepare(operator, kind)
+    result = cg(operator, operator.rhs(), start=start, preconditioner=prepared.operator)
+    assert result.converged
+    torch.testing.assert_close(result.solution[1], start[1])  # untouched
+    torch.testing.assert_close(result.solution[:, 2], start[:, 2])
+
+
+def test_kronecker_beats_jacobi_on_correlated_features() -> None:
+    torch.manual_seed(0)
+    mixing = torch.linalg.qr(torch.randn(96, 96))[0] * torch.arange(1, 97).float() ** -1.0
+    domains = []
+    base = torch.randn(8, 96)
+    for index in range(2):
+        x = torch.randn(1500, 96) @ mixing.T
+        domains.append(Domain(str(index), [x], base + 0.3 * torch.randn(8, 96)))
+    operator = operator_of(domains)
+    steps = {
+        kind: cg(
+            operator,
+            operator.rhs(),
+            preconditioner=prepare(operator, kind).operator,
+            accurate=operator.accurate(),
+        ).steps
+        for kind in KINDS
+    }
+    assert steps[Preconditioner.KRONECKER] < steps[Preconditioner.JACOBI] / 3
+    assert steps[Preconditioner.BLOCK] < steps[Preconditioner.JACOBI]
+
+
+def test_cholesky_reports_the_jitter_it_needed() -> None:
+    good = torch.eye(3).expand(2, 3, 3).clone()
+    assert cholesky(good)[1] == 0.0
+    singular = torch.ones(1, 3, 3)
+    factors, jitter = cholesky(singular)
+    assert 0.0 < jitter <= 1e-5
+    assert torch.isfinite(factors).all()
+
+
+class Shape(RouterCurvature):
+    """Only the sizes that the cost model reads."""
+
+    def __init__(self, experts: int, width: int, tokens: int) -> None:
+        class Counted:
+            def __init__(self) -> None:
+                self.tokens = tokens
+
+        self.shape = (experts, width)
+        self.dtype = torch.float32
+        self.statistics = (Counted(),)  # type: ignore[assignment]
+
+
+def test_auto_takes_blocks_when_tiny_and_kronecker_when_large() -> None:
+    assert choose(Shape(8, 32, 500)) is Preconditioner.BLOCK
+    assert choose(Shape(64, 2048, 20_000)) is Preconditioner.KRONECKER
+    assert choose(Shape(128, 2048, 1_000_000)) is Preconditioner.KRONECKER
+    assert choose(Shape(8, 8192, 300)) is Preconditioner.JACOBI
+    assert Preconditioner.BLOCK not in costs(Shape(256, 7168, 10_000))  # would not fit
+
+
+def test_auto_is_resolved_in_the_answer() -> None:
+    prepared = prepare(operator_of(make_domains(2)), Preconditioner.AUTO)
+    assert prepared.kind is Preconditioner.BLOCK

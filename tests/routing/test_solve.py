@@ -1,0 +1,195 @@
+"""The whole layer solve against a dense float64 Algorithm 1 that shares no code with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from routing.problems import GATES, make_domains
+from torch import Tensor
+
+from moemerge.errors import DataError, UsageError
+from moemerge.linalg import Status
+from moemerge.routing import (
+    Curvature,
+    Domain,
+    Preconditioner,
+    SolveSettings,
+    measure,
+    solve_router,
+)
+
+SOFTMAX = GATES["softmax"]
+
+
+def algorithm_one(
+    features: list[Tensor],
+    routers: list[Tensor],
+    curvature: str,
+    *,
+    alpha: float | None = None,
+    gamma: float | None = None,
+) -> Tensor:
+    """Explicit (K·d, K·d) precision matrices in float64, one token at a time, and a dense solve."""
+    experts, width = routers[0].shape
+    total = torch.zeros(experts * width, experts * width, dtype=torch.float64)
+    right = torch.zeros(experts * width, dtype=torch.float64)
+    for x_i, w_i in zip(features, routers, strict=True):
+        x_i, w_i = x_i.double(), w_i.double()
+        sigma = torch.zeros_like(total)
+        for x in x_i:
+            z = w_i @ x
+            r = torch.exp(z - z.max())
+            r = r / r.sum()
+            h = {
+                "full": torch.diag(r) - torch.outer(r, r),
+                "diagonal": torch.diag(r * (1 - r)),
+                "identity": torch.eye(experts, dtype=torch.float64),
+            }[curvature]
+            sigma += torch.kron(h, torch.outer(x, x))
+        sigma /= len(x_i)
+        lam = torch.diag(torch.diag(sigma))
+        if gamma is not None:
+            regularised = sigma + gamma * lam
+        else:
+            assert alpha is not None
+            regularised = alpha * sigma + (1 - alpha) * lam
+        total += regularised
+        right += regularised @ w_i.reshape(-1)
+    return torch.linalg.solve(total, right).reshape(experts, width)
+
+
+def problem(sources: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(11 + sources)
+    mixing = torch.randn(12, 12, generator=generator) / 3
+    base = torch.randn(8, 12, generator=generator)
+    features = [
+        (torch.randn(90 + 37 * i, 12, generator=generator) @ mixing).to(dtype)
+        for i in range(sources)
+    ]
+    routers = [
+        (base + 0.4 * torch.randn(8, 12, generator=generator)).to(dtype) for _ in range(sources)
+    ]
+    start = base + 0.6 * torch.randn(8, 12, generator=generator)
+    return features, routers, start.to(dtype)
+
+
+@pytest.mark.parametrize("regulariser", [{"alpha": 0.9}, {"alpha": 0.5}, {"gamma": 0.15}])
+@pytest.mark.parametrize("curvature", list(Curvature))
+@pytest.mark.parametrize("sources", [2, 3])
+@pytest.mark.parametrize("preconditioner", list(Preconditioner))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_algorithm_one(
+    dtype: torch.dtype,
+    preconditioner: Preconditioner,
+    sources: int,
+    curvature: Curvature,
+    regulariser: dict[str, float],
+) -> None:
+    features, routers, start = problem(sources, dtype)
+    key = (dtype, sources, curvature, tuple(regulariser.items()))
+    if key not in _EXPECTED:
+        _EXPECTED[key] = algorithm_one(features, routers, curvature.value, **regulariser)
+    expected = _EXPECTED[key]
+    domains = [
+        Domain(str(i), list(x.split(41)), w)
+        for i, (x, w) in enumerate(zip(features, routers, strict=True))
+    ]
+    settings = SolveSettings(**regulariser, curvature=curvature, preconditioner=preconditioner)
+    solution = solve_router(SOFTMAX, domains, start, settings)
+    assert solution.cg.status is Status.CONVERGED
+    assert solution.cg.true_residual <= 1e-6
+    move = (expected - start.double()).norm()
+    assert float((solution.weight - expected).norm() / move) <= 1e-4
+
+
+_EXPECTED: dict[object, Tensor] = {}
+
+
+def test_one_source_gets_its_own_router_back() -> None:
+    (domain,) = make_domains(1, tokens=80)
+    solution = solve_router(SOFTMAX, [domain], domain.router + 0.5, SolveSettings(rtol=1e-12))
+    torch.testing.assert_close(solution.weight, domain.router)
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("source_targets", [False, True])
+def test_divergence_falls_for_every_gate(gate: object, source_targets: bool) -> None:
+    assert gate in GATES.values()
+    domains = make_domains(
+        2, experts=6, width=10, tokens=300, move=0.15, source_targets=False, bias=True, seed=4
+    )
+    if source_targets:  # the source's own features are a little off the merged model's
+        torch.manual_seed(0)
+        domains = [
+            Domain(
+                d.name,
+                d.features,
+                d.router,
+                [
+                    (x + 0.1 * torch.randn_like(x)) @ d.router[:, :-1].T + d.router[:, -1]
+                    for x in d.features
+                ],
+            )
+            for d in domains
+        ]
+    start = domains[0].router + 0.4 * torch.randn_like(domains[0].router)
+    solution = solve_router(gate, domains, start)  # type: ignore[arg-type]
+    before = sum(measure(gate, d, start).kl for d in domains)  # type: ignore[arg-type]
+    after = sum(measure(gate, d, solution.weight).kl for d in domains)  # type: ignore[arg-type]
+    assert solution.cg.converged
+    assert after < 0.7 * before
+
+
+def test_source_targets_reach_the_source_where_merged_features_cannot() -> None:
+    """If merged features are an invertible map of the source's, the fitted router undoes it."""
+    torch.manual_seed(2)
+    own = torch.randn(400, 6, dtype=torch.float64)
+    drift = torch.eye(6, dtype=torch.float64) + 0.2 * torch.randn(6, 6, dtype=torch.float64)
+    router = torch.randn(5, 6, dtype=torch.float64)
+    domain = Domain("a", [own @ drift.T], router, [own @ router.T])
+    solution = solve_router(SOFTMAX, [domain], router, SolveSettings(alpha=1.0, rtol=1e-9))
+    expected = router @ torch.linalg.inv(drift)
+    got, want = (w - w.mean(0) for w in (solution.weight, expected))  # up to a common shift
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_gamma_and_alpha_agree_where_they_are_the_same_problem() -> None:
+    domains = make_domains(2)
+    start = domains[0].router
+    one = solve_router(SOFTMAX, domains, start, SolveSettings(alpha=0.8, rtol=1e-12)).weight
+    other = solve_router(SOFTMAX, domains, start, SolveSettings(gamma=0.25, rtol=1e-12)).weight
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)  # 0.2 / 0.8 = 0.25
+
+
+def test_not_converged_is_a_status_not_an_error() -> None:
+    domains = make_domains(2, experts=8, width=30, tokens=200)
+    settings = SolveSettings(max_steps=2, preconditioner=Preconditioner.NONE)
+    solution = solve_router(SOFTMAX, domains, torch.zeros(8, 30), settings)
+    assert solution.cg.status is Status.MAX_STEPS
+    assert solution.preconditioner is Preconditioner.NONE
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"alpha": 0.9, "gamma": 0.1},
+        {"alpha": 1.5},
+        {"gamma": -1.0},
+        {"rtol": 0.0},
+        {"max_steps": 0},
+    ],
+)
+def test_settings_are_refused_early(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError):
+        SolveSettings(**wrong)  # type: ignore[arg-type]
+
+
+def test_shapes_are_refused_by_name() -> None:
+    one, _ = make_domains(2)
+    other = make_domains(1, experts=7)[0]
+    with pytest.raises(DataError, match=r"domain0 \(4, 5\)"):
+        solve_router(SOFTMAX, [one, Domain("other", other.features, other.router)], one.router)
+    with pytest.raises(DataError, match="merged router"):
+        solve_router(SOFTMAX, [one], torch.zeros(3, 5))
+    with pytest.raises(DataError, match="no domain"):
+        solve_router(SOFTMAX, [], torch.zeros(3, 5))
