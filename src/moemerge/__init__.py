@@ -6,8 +6,9 @@ Importing this package is instant and changes nothing; torch is imported when a 
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from moemerge.version import __version__
 
 if TYPE_CHECKING:
     from moemerge.api import inspect as inspect
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from moemerge.checkpoint import Checkpoint as Checkpoint
     from moemerge.merging.method import merge_method as merge_method
 
-__version__ = version("moemerge")
 
 # Public name -> the room it lives in.
 _PUBLIC = {
@@ -29,7 +29,7 @@ _PUBLIC = {
     "validate": "moemerge.api",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

@@ -315,3 +315,27 @@ def test_abort_waits_for_running_writes(tmp_path: Path, monkeypatch: pytest.Monk
         assert finished
         job.result()
     assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupted_write_cannot_be_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    with writer(tmp_path / "out", {"x": torch.zeros(1)}) as w:
+        monkeypatch.setattr(os, "pwrite", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            w.write("x", torch.zeros(1))
+        monkeypatch.undo()
+        with pytest.raises(CheckpointError, match="was interrupted"):
+            w.commit()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_companion_is_named(tmp_path: Path) -> None:
+    with (
+        writer(tmp_path / "out", {"x": torch.zeros(1)}) as w,
+        pytest.raises(CheckpointError, match=r"gone\.json cannot be read"),
+    ):
+        w.add_file(tmp_path / "gone.json")

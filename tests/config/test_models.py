@@ -62,6 +62,8 @@ def test_mapping_forms() -> None:
         ModelRef.from_mapping({"model": {"revision": "v"}})
     with pytest.raises(ConfigError, match="must be text, not 7"):
         ModelRef.from_mapping({"path": "a", "revision": 7})
+    with pytest.raises(ConfigError, match="must be text, not ''"):
+        ModelRef.from_mapping({"path": "a", "revision": ""})
 
 
 def test_label_is_the_last_component() -> None:

@@ -22,7 +22,7 @@ STACK = ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.
 
 
 def test_roles_agree_with_the_architectures() -> None:
-    assert ROLE_NAMES == tuple(role.value for role in Role)
+    assert tuple(role.value for role in Role) == ROLE_NAMES
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,8 @@ def test_leaves_know_their_place() -> None:
         (None, "", "expected a number"),
         ([], "", "an empty list has no value"),
         (float("nan"), "", "finite number"),
+        (10**400, "", "expected a finite number, not 1000"),
+        ([1, 10**400], "[1]", "a gradient is a list of numbers"),
         ([1, "x"], "[1]", "a gradient is a list of numbers, not 'x'"),
         ([1, float("inf")], "[1]", "a gradient is a list of numbers, not inf"),
         ([[1]], "[0]", "a gradient is a list of numbers"),

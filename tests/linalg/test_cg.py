@@ -96,9 +96,7 @@ def test_a_coarse_operator_is_refined_to_the_true_residual() -> None:
     coarse = Dense(matrix, torch.bfloat16)  # relative error near 1e-2: useless on its own
     alone = cg(coarse, b, rtol=1e-9, accurate=None)
     assert true_residual(matrix, alone.solution, b) > 1e-4
-    refined = cg(
-        coarse, b, rtol=1e-9, accurate=Dense(matrix), inner_reduction=0.05, max_steps=2000
-    )
+    refined = cg(coarse, b, rtol=1e-9, accurate=Dense(matrix), inner_reduction=0.05, max_steps=2000)
     assert refined.status is Status.CONVERGED
     assert refined.refinements > 1
     assert true_residual(matrix, refined.solution, b) <= 1e-9

@@ -46,7 +46,10 @@ def make_domains(
         sizes = [tokens // 3 + index, 1, tokens - tokens // 3]
         features = [(randn(n, width) @ mixing + 0.3 * randn(width)).to(dtype) for n in sizes]
         router = (base + move * randn(experts, width + bias)).to(dtype)
-        targets = [(1.5 * randn(n, experts)).to(dtype) for n in sizes] if source_targets else None
+        targets = None
+        if source_targets:  # no router reaches these from the features
+            own = [x.double() @ router[:, :width].double().T for x in features]
+            targets = [(z + 0.4 * randn(*z.shape)).to(dtype) for z in own]
         domains.append(Domain(f"domain{index}", features, router, targets))
     return domains
 

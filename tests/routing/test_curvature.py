@@ -4,15 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from routing.problems import (
-    GATES,
-    autograd_hessian,
-    dense_sigma,
-    dense_system,
-    make_domains,
-    naive_divergence,
-    tokens_of,
-)
 
 from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import DataError, NumericalError
@@ -24,6 +15,15 @@ from moemerge.routing.curvature import (
     DomainStatistics,
     RouterCurvature,
     token_weights,
+)
+from routing.problems import (
+    GATES,
+    autograd_hessian,
+    dense_sigma,
+    dense_system,
+    make_domains,
+    naive_divergence,
+    tokens_of,
 )
 
 SOFTMAX = GATES["softmax"]

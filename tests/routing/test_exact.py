@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from routing.problems import GATES, make_domains, naive_divergence, tokens_of
 from torch import Tensor
 
 from moemerge.architectures.gates import Gate
@@ -16,6 +15,7 @@ from moemerge.routing import (
     minimise_divergence,
     solve_router,
 )
+from routing.problems import GATES, make_domains, naive_divergence, tokens_of
 
 SOFTMAX = GATES["softmax"]
 
@@ -54,7 +54,9 @@ def test_agrees_with_a_general_purpose_optimiser() -> None:
         SOFTMAX, domains, start, ExactSettings(decrease_rtol=1e-12, max_steps=60)
     )
     w = start.clone().requires_grad_()
-    lbfgs = torch.optim.LBFGS([w], max_iter=300, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+    lbfgs = torch.optim.LBFGS(
+        [w], max_iter=300, tolerance_grad=1e-10, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         lbfgs.zero_grad()

@@ -126,9 +126,7 @@ NEWER: list[tuple[str, str, dict[str, Any], Gate, str | None]] = [
         "axk2",
         "AXK2TopkRouter",
         {},
-        Gate(
-            Score.SIGMOID, K, True, SCORES, 4, 2, group_score="top2_sum", masked_score=0.0
-        ),
+        Gate(Score.SIGMOID, K, True, SCORES, 4, 2, group_score="top2_sum", masked_score=0.0),
         "e_score_correction_bias",
     ),
 ]
@@ -226,7 +224,7 @@ def test_impossible_groups_are_refused() -> None:
         select(Gate(Score.SOFTMAX, 1, groups=4, group_score="median"), torch.zeros(1, 12))
 
 
-# --- mathematics -----------------------------------------------------------------------------------
+# --- mathematics ---------------------------------------------------------------------------------
 
 
 def naive_scores(gate: Gate, z: Tensor) -> Tensor:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from routing.problems import GATES, autograd_hessian, make_domains, naive_divergence, tokens_of
 
 from moemerge.architectures.gates import BiasPlace, Gate, Score
 from moemerge.errors import DataError
 from moemerge.routing import MetricsAccumulator, measure
+from routing.problems import GATES, autograd_hessian, make_domains, naive_divergence, tokens_of
 
 GATE = Gate(Score.SOFTMAX, 2)
 
@@ -38,7 +38,9 @@ def test_divergence_and_its_quadratic_model_equal_their_definition(gate: Gate) -
     result = accumulator.result()
     pairs = list(zip(target, z, strict=True))
     exact = sum(float(naive_divergence(gate, t, v)) for t, v in pairs) / 9
-    quadratic = sum(float(0.5 * (v - t) @ autograd_hessian(gate, t) @ (v - t)) for t, v in pairs) / 9
+    quadratic = (
+        sum(float(0.5 * (v - t) @ autograd_hessian(gate, t) @ (v - t)) for t, v in pairs) / 9
+    )
     assert result.kl == pytest.approx(exact)
     assert result.quadratic == pytest.approx(quadratic)
     assert result.quadratic == pytest.approx(result.kl, rel=0.1)

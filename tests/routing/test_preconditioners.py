@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from routing.problems import GATES, autograd_hessian, dense_system, make_domains, tokens_of
 from torch import Tensor
 
 from moemerge.architectures.gates import Gate
 from moemerge.linalg import cg
 from moemerge.routing.curvature import Curvature, Domain, DomainStatistics, RouterCurvature
 from moemerge.routing.preconditioners import Preconditioner, cholesky, choose, costs, prepare
+from routing.problems import GATES, autograd_hessian, dense_system, make_domains, tokens_of
 
 SOFTMAX = GATES["softmax"]
 KINDS = [kind for kind in Preconditioner if kind is not Preconditioner.AUTO]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from routing.problems import GATES, make_domains
 from torch import Tensor
 
 from moemerge.errors import DataError, UsageError
@@ -17,6 +16,7 @@ from moemerge.routing import (
     measure,
     solve_router,
 )
+from routing.problems import GATES, make_domains
 
 SOFTMAX = GATES["softmax"]
 

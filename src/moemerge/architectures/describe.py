@@ -149,7 +149,7 @@ def _idle(routed: int, gate: Gate | None, experts: int | None) -> int:
 
 def _layout_in_words(architecture: Architecture, tensors: Mapping[str, Header]) -> str:
     first = {  # one tensor of each kind is enough: the layers are alike
-        (unit.expert is None, unit.projection, unit.slot.squeeze): (len(units), unit)
+        (unit.expert is None, unit.projection, len(unit.shape)): (len(units), unit)
         for name in tensors
         if architecture.role(name) is Role.EXPERT
         for units in [architecture.units(name)]

@@ -20,6 +20,7 @@ from moemerge.architectures.spellings import (
     SHARED_EXPERTS,
     TO_SPARSE_BLOCK,
     TOP_GROUPS,
+    TOP_GROUPS_OR_ZERO,
 )
 
 
@@ -108,7 +109,7 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
     Family(
         ("axk2",),
         "A.X-K2",
-        _sigmoid(top_k=8),
+        _sigmoid(top_k=8, groups=TOP_GROUPS_OR_ZERO),
         routers=CORRECTED,
         shared=SHARED_EXPERTS,
         renames=(

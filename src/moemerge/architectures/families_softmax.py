@@ -20,7 +20,7 @@ from moemerge.architectures.spellings import (
     SHARED_EXPERTS,
     SPARSE_BLOCK,
     TO_SPARSE_BLOCK,
-    TOP_GROUPS,
+    TOP_GROUPS_OR_ZERO,
 )
 
 _SOFTMAX = GateRule()
@@ -133,6 +133,7 @@ SOFTMAX_FAMILIES: tuple[Family, ...] = (
                 key("topk_group"),
                 score="max",
                 only_if=("topk_method", "group_limited_greedy"),
+                masked=0.0,
             ),
         ),
         shared=SHARED_EXPERTS,
@@ -141,7 +142,7 @@ SOFTMAX_FAMILIES: tuple[Family, ...] = (
     Family(
         ("mistral4",),
         "Mistral 4",
-        GateRule(top_k=key("num_experts_per_tok", default=4), groups=TOP_GROUPS),
+        GateRule(top_k=key("num_experts_per_tok", default=4), groups=TOP_GROUPS_OR_ZERO),
         shared=SHARED_EXPERTS,
         dense="first_k_dense_replace",
     ),

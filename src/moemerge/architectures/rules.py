@@ -50,6 +50,7 @@ class Groups:
     chosen: Key
     score: str
     only_if: tuple[str, str] | None = None  # (config key, value it must have)
+    masked: float = float("-inf")  # what an expert outside the chosen groups scores
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class GateRule:
             group_score=self.groups.score if self.groups and groups > 1 else "max",
             soft_cap=float(cap) if cap else None,
             approximate=self.approximate,
+            masked_score=self.groups.masked if self.groups and groups > 1 else float("-inf"),
         )
 
     def _score(self, config: Mapping[str, Any]) -> Score:

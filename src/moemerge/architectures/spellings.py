@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moemerge.architectures.rules import Experts, Groups, Router, W, key
 
 # groups scored by their two best experts, added up
 TOP_GROUPS = Groups(key("n_group", "num_expert_group"), key("topk_group"), score="top2_sum")
+# the same, but experts of other groups are set to 0: one with a negative bias may lose to them
+TOP_GROUPS_OR_ZERO = replace(TOP_GROUPS, masked=0.0)
 
 CORRECTED = (Router(selection_bias="mlp.gate.e_score_correction_bias"),)
 SPARSE_BLOCK = (Router("block_sparse_moe.gate.weight"),)

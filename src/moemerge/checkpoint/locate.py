@@ -45,15 +45,15 @@ NEVER_FETCHED: Final = [
 def locate(model: str, revision: str | None = None) -> Path:
     """The folder of a model or adapter. An existing folder is meant as such; `org/name` that is
     none is a hub id, fetched into the local hub cache, or taken from there offline."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(model))
+    if os.path.isdir(folder):
         if revision is not None:
             raise CheckpointError(
                 f"{model} is a folder, so it has no revision {revision!r}",
                 hint="leave the @revision out, or give a hub id (org/name@revision)",
             )
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise CheckpointError(
             f"{model} is a file, expected a model folder or a hub id (org/name)",
             hint=f"did you mean its folder, {folder.parent}?",

@@ -128,11 +128,14 @@ class AdaptedCheckpoint(Checkpoint):
     def read(
         self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
     ) -> Tensor:
+        changed = name in self._updates or name in self._biases
         if name in self._replaced:
             block = self.adapter.file.read(self._replaced[name], rows).to(self.tensors[name].dtype)
-        else:
+        elif changed:
             block = super().read(name, rows)
-        if name in self._updates or name in self._biases:
+        else:
+            return super().read(name, rows, out)
+        if changed:
             block = self._adapted(name, block, rows[0] if rows else 0)
         return block if out is None else out.copy_(block)
 
@@ -238,8 +241,9 @@ class _Binding:
 
     def _is_stack(self, parameter: str) -> bool:
         """Whether a pair on a parameter with one expert means a stack of one."""
-        places = self._places(parameter, None, 0)
-        return len(places) == 1 and len(self._base.tensors[places[0].tensor].shape) == 3
+        places = [p for p in self._places(parameter, None, 0) if p.row is None]
+        infos = [self._base.tensors.get(place.tensor) for place in places]
+        return any(info is not None and len(info.shape) == 3 for info in infos)
 
     def _add_matrix(
         self, pair: LoraPair, expert: int | None, experts: int, rows: int, columns: int

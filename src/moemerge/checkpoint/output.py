@@ -16,7 +16,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from moemerge.checkpoint.companions import CARRIED_FOLDERS, is_weights
 from moemerge.checkpoint.sizes import format_size
@@ -207,7 +207,7 @@ class OutputFolder:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:
         return True
@@ -238,7 +238,7 @@ def sync_folder(folder: Path) -> None:
 
 def copy_file(source: Path, target: Path) -> None:
     """Copy contents, sharing blocks where the file system can. Symlinks are followed."""
-    with open(source, "rb") as reader, open(target, "xb") as writer:
+    with _open_source(source) as reader, open(target, "xb") as writer:
         left = os.fstat(reader.fileno()).st_size
         try:
             while left > 0:
@@ -254,6 +254,16 @@ def copy_file(source: Path, target: Path) -> None:
             shutil.copyfileobj(reader, writer, 2**20)
         writer.flush()
         os.fsync(writer.fileno())
+
+
+def _open_source(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}",
+            hint="the file is to be copied into the output; restore it or its permissions",
+        ) from error
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -160,7 +161,7 @@ def as_ref(ref: str | Path | ModelRef) -> ModelRef:
     """What was given as a reference; an existing folder is taken whole, `@` and `+` included."""
     if isinstance(ref, ModelRef):
         return ref
-    if isinstance(ref, Path) or Path(ref).expanduser().is_dir():
+    if isinstance(ref, Path) or os.path.isdir(os.path.expanduser(ref)):
         return ModelRef(path=str(ref))
     return ModelRef.parse(ref)
 

@@ -127,15 +127,17 @@ class CheckpointWriter:
             self._check_open()
             progress.claim(row, row + rows)
             self._writing += 1
+        # An interrupt counts as a failure too: its rows are claimed but not on disk.
+        problem: MoeMergeError | None = CheckpointError(f"writing {self.out} was interrupted")
         try:
             _pwrite(progress.shard.fd, data, progress.offset + row * info.row_bytes)
+            problem = None
         except OSError as error:
             problem = output_error(error, self.out)
-            with self._condition:
-                self._error = self._error or problem
             raise problem from error
         finally:
             with self._condition:
+                self._error = self._error or problem
                 self._writing -= 1
                 self._condition.notify_all()
         self._account(progress.shard, len(data))

@@ -59,7 +59,8 @@ def _plain(value: Any, *, full: bool) -> Any:
 
 def _model(ref: ModelRef) -> Any:
     """Text, or mergekit's mapping where the text would be read as something else."""
-    if not any(mark in part for part in (ref.path, ref.lora or "") for mark in "@+"):
+    parts = (ref.path, ref.revision, ref.lora, ref.lora_revision)
+    if not any(mark in part for part in parts if part for mark in "@+"):
         return str(ref)
     side = {"path": ref.path, "revision": ref.revision}
     result: dict[str, Any] = {"model": {k: v for k, v in side.items() if v is not None}}

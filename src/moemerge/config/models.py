@@ -103,6 +103,6 @@ def _path_and_revision(value: Mapping[str, object]) -> tuple[str, str | None]:
     path, revision = value.get("path"), value.get("revision")
     if not isinstance(path, str) or not path:
         raise ConfigError(f"a model reference needs a `path`, got {dict(value)!r}")
-    if revision is not None and not isinstance(revision, str):
+    if revision is not None and not (isinstance(revision, str) and revision):
         raise ConfigError(f"`revision` must be text, not {revision!r}", hint="put it in quotes")
     return path, revision

@@ -102,10 +102,9 @@ class WorkingCopy:
             for place in places
         )
 
-    def caused(self, place: Path, message: str) -> bool:
-        """Whether a thing is missing or empty only because its broken parts were taken out."""
-        emptied = message == EMPTY and any(p[: len(place)] == place for p in self.removed)
-        return emptied or place in self.removed
+    def caused(self, place: Path) -> bool:
+        """Whether `place` is missing or wrong only since its broken parts were taken out."""
+        return bool(place) and any(path[: len(place)] == place for path in self.removed)
 
     def remove(self, found: Sequence[Problem], fill: Mapping[str, object]) -> bool:
         """Take out what the problems name, or what should have held it where it is missing.
@@ -183,7 +182,7 @@ def validate(
             found = problems_of(error)
         for problem in found:
             place = work.original(problem.path)
-            if not work.caused(place, problem.message):
+            if not work.caused(place):
                 note(replace(problem, path=place))
         if not work.remove(found, fill or {}):
             return None

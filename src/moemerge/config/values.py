@@ -5,7 +5,7 @@
   s = t (n - 1) is interpolated linearly between the neighbours of s;
 - a list of `{filter, value}`: the first filter that matches decides; `*` or no filter matches all.
   When none matches, the next wider scope is asked. One `{filter, value}` alone counts as a list of
-  one (mergekit accepts it and then fails).
+  one.
 
 A filter is a plain substring of a name of the tensor, or `role:NAME`, equal to what the tensor is.
 """
@@ -13,6 +13,7 @@ A filter is a plain substring of a name of the tensor, or `role:NAME`, equal to 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -145,20 +146,25 @@ def parse_value(raw: object) -> ParameterValue:
 
 
 def _scalar(raw: object) -> Scalar:
-    if isinstance(raw, (bool, int, str)) or (isinstance(raw, float) and math.isfinite(raw)):
+    if isinstance(raw, str) or (isinstance(raw, (int, float)) and _finite(raw)):
         return raw
-    if isinstance(raw, float):
-        raise ProblemsError.one(f"expected a finite number, not {raw!r}")
+    if isinstance(raw, (int, float)):
+        raise ProblemsError.one(f"expected a finite number, not {shown(raw)}")
     raise ProblemsError.one(
         f"expected a number, a list of numbers or a list of {{filter, value}}, not {shown(raw)}"
     )
+
+
+def _finite(number: float) -> bool:
+    """Also of whole numbers that no float can hold."""
+    return abs(number) <= sys.float_info.max
 
 
 def _gradient(raw: Sequence[object]) -> Gradient:
     found = []
     points = []
     for i, item in enumerate(raw):
-        if isinstance(item, (bool, int, float)) and math.isfinite(item):
+        if isinstance(item, (int, float)) and _finite(item):
             points.append(float(item))
         else:
             found.append(Problem((i,), f"a gradient is a list of numbers, not {shown(item)}"))

@@ -48,7 +48,7 @@ class RouterStream:
     """Iterate to get a `RouterStop` at every router, in the order the model runs them.
 
     `layers` restricts the stops (all layers are run all the same, as far as they are needed).
-    `on_output` gets every batch's final hidden states (after the last norm) or logits; without it
+    `prefetch` reads the next layer while one computes (default: on accelerators). `on_output` gets every batch's final hidden states (after the last norm) or logits; without it
     the run ends at the last router asked for. Use it as a context manager: leaving it ends all
     threads and frees the weights.
     """
@@ -64,7 +64,7 @@ class RouterStream:
         layers: Collection[int] | None = None,
         output: Output = "hidden",
         on_output: Callable[[Batch, Tensor], None] | None = None,
-        prefetch: bool = True,
+        prefetch: bool | None = None,
         progress: Progress | None = None,
         spill_folder: Path | None = None,
         spill_smallest: int = SMALLEST,
@@ -77,7 +77,8 @@ class RouterStream:
         self._wanted = self._routers_wanted(layers, on_output is not None)
         self._check_batches(batches)
         self._on_output = on_output
-        self._prefetch = prefetch
+        # On a CPU, reading ahead takes memory and the very cores that compute.
+        self._prefetch = self.device.type != "cpu" if prefetch is None else prefetch
         self._progress = progress or Silent()
         self._smallest = spill_smallest
         whole = on_output is not None and output == "logits"
@@ -90,7 +91,7 @@ class RouterStream:
             batches,
             self._root,
             offload="device" if offload == "auto" else offload,
-            prefetch=prefetch,
+            prefetch=self._prefetch,
         )
         if offload == "auto":
             self.memory = choose_offload(self.memory)

@@ -44,7 +44,7 @@ class TextOptions:
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """The token rows of one domain, in the order of its file."""
+    """The token rows of one domain, in the order of its files."""
 
     name: str
     rows: tuple[Tensor, ...]  # each (tokens,), int64
@@ -75,7 +75,7 @@ def load_tokenizer(
 
 
 def load_domains(
-    files: Mapping[str, str | Path],
+    files: Mapping[str, str | Path | Sequence[str | Path]],
     tokenizer: PreTrainedTokenizerBase,
     options: TextOptions | None = None,
 ) -> tuple[Domain, ...]:
@@ -88,20 +88,20 @@ def load_domains(
 
 def load_domain(
     name: str,
-    path: str | Path,
+    files: str | Path | Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
     options: TextOptions | None = None,
 ) -> Domain:
-    """Rows of one file as tokens; where a bound applies, which rows is a matter of the seed."""
+    """Rows of a file (or several) as tokens; where a bound applies, the seed chooses the rows."""
     options = TextOptions() if options is None else options
-    path = Path(path)
-    rows = _rows_of(path)
+    paths = [Path(p) for p in ([files] if isinstance(files, str | Path) else files)]
+    rows = [row for path in paths for row in _rows_of(path)]
     # The name is part of the seed, so that two domains of one file do not take the same rows.
     chance = random.Random(options.seed * 0x1_0000_0000 + zlib.crc32(name.encode()))
-    taken = _take(rows, path, tokenizer, options, chance)
+    taken = _take(rows, tokenizer, options, chance)
     if not taken:
         raise DataError(
-            f"{path}: no token for domain {name!r} in {len(rows)} rows",
+            f"{', '.join(map(str, paths))}: no token for domain {name!r} in {len(rows)} rows",
             hint="every row was empty after tokenizing; give a file with text",
         )
     held = _held_out(len(taken), name, options, chance)
@@ -127,7 +127,7 @@ def _held_out(count: int, name: str, options: TextOptions, chance: random.Random
 
 # --- reading ------------------------------------------------------------------------------------
 
-Row = tuple[int, Any]  # number as a person counts them, content: bytes of a line, or a mapping
+Row = tuple[str, Any]  # where it stands, as a person counts; bytes of a line, or a mapping
 
 
 def _rows_of(path: Path) -> list[Row]:
@@ -147,7 +147,11 @@ def _json_lines(path: Path) -> list[Row]:
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as lines:
-            return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+            return [
+                (f"{path}, row {number}", line)
+                for number, line in enumerate(lines, 1)
+                if line.strip()
+            ]
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip file ({error})") from error
 
@@ -162,9 +166,10 @@ def _parquet_rows(path: Path) -> list[Row]:
         ) from None
     arrow = importlib.import_module("pyarrow")
     try:
-        return list(enumerate(parquet.read_table(path).to_pylist(), 1))
+        found = parquet.read_table(path).to_pylist()
     except (arrow.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file ({error})") from error
+    return [(f"{path}, row {number}", row) for number, row in enumerate(found, 1)]
 
 
 def _parsed(content: Any, where: str) -> Mapping[str, Any]:
@@ -185,7 +190,6 @@ def _parsed(content: Any, where: str) -> Mapping[str, Any]:
 
 def _take(
     rows: Sequence[Row],
-    path: Path,
     tokenizer: PreTrainedTokenizerBase,
     options: TextOptions,
     chance: random.Random,
@@ -199,8 +203,7 @@ def _take(
     for place in order:
         if len(taken) == options.limit or left == 0:
             break
-        number, content = rows[place]
-        where = f"{path}, row {number}"
+        where, content = rows[place]
         tokens = tokenize_row(_parsed(content, where), tokenizer, where)[: options.max_length]
         tokens = tokens[:left]
         if not tokens:

@@ -97,7 +97,7 @@ def _with_layers(config: dict[str, Any], key: LayerKey, origins: Sequence[int]) 
     if key.section:
         name, rest = key.section[0], replace(key, section=key.section[1:])
         return {**config, name: _with_layers(config[name], rest, origins)}
-    lists = {
+    lists: dict[str, Any] = {
         name: "".join(config[name][i] for i in origins)
         if isinstance(config[name], str)
         else [config[name][i] for i in origins]
@@ -120,7 +120,7 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Said under the key that the donor uses (`dtype` since transformers 5, `torch_dtype` before)
     wherever it says one; a config that says none gets `torch_dtype`, which all versions read."""
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    out = {**config, **dict.fromkeys(keys, dtype)}
+    out: dict[str, Any] = {**config, **{key: dtype for key in keys}}
     for key, value in config.items():
         if isinstance(value, dict) and any(k in value for k in ("dtype", "torch_dtype")):
             out[key] = _with_dtype(value, dtype)

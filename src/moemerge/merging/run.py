@@ -11,7 +11,6 @@ from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
 from moemerge.config.options import MergeOptions
 from moemerge.config.resolve import NormalisedMerge
-from moemerge.config.schema import RunConfig, TokenizerSettings
 from moemerge.merging.execute import ExecutionSettings, execute
 from moemerge.merging.output import OutputFiles, output_files
 from moemerge.merging.plan import MergePlan
@@ -28,6 +27,7 @@ from moemerge.report.document import (
 )
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress
+from moemerge.version import __version__
 
 # Config, tokenizer, report and card beside the weights.
 COMPANION_BYTES = 64 * 2**20
@@ -48,7 +48,7 @@ def prepare_merge(loaded: LoadedConfig, options: MergeOptions) -> Prepared:
     config = loaded.config
     merge = loaded.merge
     models = open_models(merge)
-    vocabularies = plan_vocabularies(merge, models, _tokenizer(config))
+    vocabularies = plan_vocabularies(merge, models, config.tokenizer)
     planner = Planner(merge, models, vocabularies, config.dtype, config.out_dtype)
     output = planner.plan()
     files = output_files(merge, models, vocabularies, output, config.chat_template)
@@ -108,8 +108,6 @@ def _check_out(plan: MergePlan, out: Path, options: MergeOptions) -> None:
 
 
 def _write_files(writer: CheckpointWriter, prepared: Prepared, report: MergeReport) -> None:
-    from moemerge import __version__
-
     for name, path in prepared.files.copied.items():
         writer.add_file(path, name)
     config_text = dump_config(prepared.loaded.config)
@@ -137,13 +135,6 @@ def merge_card(prepared: Prepared, report: MergeReport, config: str, version: st
         config=config,
         version=version,
     )
-
-
-def _tokenizer(config: RunConfig) -> TokenizerSettings | None:
-    """`tokenizer_source: x` is short for `tokenizer: {source: x}`."""
-    if config.tokenizer_source is not None:
-        return TokenizerSettings(source=config.tokenizer_source)
-    return config.tokenizer
 
 
 def _router_words(merge: NormalisedMerge) -> str | None:

@@ -8,7 +8,8 @@ For a softmax the objective is convex (multinomial logistic regression with soft
 its Hessian. It does not change when one row is added to all experts' rows; steps are projected so
 that this null direction stays where the start had it. For the other normalised gates H leaves out
 a term that vanishes at the target (Gauss-Newton); it is positive semidefinite, and the line search
-makes every step a descent all the same. The divergence therefore never rises.
+makes every step a descent all the same. The divergence therefore never rises; but such a gate may
+have its infimum at infinity, where the step limit ends the descent.
 """
 
 from __future__ import annotations

@@ -16,9 +16,6 @@ from moemerge.merging.methods._blocks import bits, blocks
 
 Floats = npt.NDArray[Any]
 
-_SAMPLE = 1 << 14  # brackets the cut within about 3 % of the elements
-_SAMPLE_SIGMAS = 4.0  # of the sampled rank's spread: misses less than once in ten thousand
-
 
 def kept_count(density: float, n: int) -> int:
     """How many of `n` elements a density keeps: int(density·n), but never none of a tensor.
@@ -79,8 +76,7 @@ def drop_largest_(values: Tensor, k: int) -> None:
 def magnitude_cut(values: Tensor, k: int) -> Cut:
     """Where the `k` largest magnitudes of a flat tensor end; 1 <= k <= numel."""
     if values.device.type == "cpu":
-        array = values.numpy()
-        return _sampled_cut(array, k) or _partition_cut(np.abs(array), k)
+        return _partition_cut(np.abs(values.numpy()), k)
     magnitudes = values.abs()
     cut = magnitudes.sort().values[values.numel() - k]
     above = int((magnitudes > cut).sum())
@@ -89,35 +85,13 @@ def magnitude_cut(values: Tensor, k: int) -> Cut:
 
 
 def _partition_cut(magnitudes: Floats, k: int) -> Cut:
-    """By partial sorting; uses up its argument."""
+    """By numpy's partition, a vectorised quickselect: ten times as fast as torch.kthvalue, and
+    as fast as looking only between the quantiles of a sample. Uses up its argument."""
     rest = magnitudes.size - k
     magnitudes.partition(rest)
     cut = magnitudes[rest]
     kept = int(np.count_nonzero(magnitudes[rest:] == cut))
     return Cut(float(cut), kept, int(np.count_nonzero(magnitudes[:rest] == cut)))
-
-
-def _sampled_cut(array: Floats, k: int) -> Cut | None:
-    """Bracket the cut by a sample's quantiles and look only inside; None where it is outside."""
-    if array.size < 4 * _SAMPLE:
-        return None
-    # An odd stride does not fall into step with a matrix' columns.
-    sample = np.sort(np.abs(array[:: (array.size // _SAMPLE) | 1]))
-    below = 1 - k / array.size
-    centre = sample.size * below
-    margin = _SAMPLE_SIGMAS * math.sqrt(centre * (1 - below)) + 1
-    first, last = math.floor(centre - margin), math.ceil(centre + margin)
-    low = sample[first] if first >= 0 else array.dtype.type(0)
-    high = sample[last] if last < sample.size else array.dtype.type(np.inf)
-    above, inside = 0, []
-    for b in blocks(torch.from_numpy(array)):
-        block = np.abs(array[b])
-        beyond = block > high
-        above += int(np.count_nonzero(beyond))
-        inside.append(block[(block >= low) ^ beyond])
-    candidates = np.concatenate(inside)
-    wanted = k - above
-    return _partition_cut(candidates, wanted) if 1 <= wanted <= candidates.size else None
 
 
 def _shrink_(values: Tensor, threshold: float) -> None:

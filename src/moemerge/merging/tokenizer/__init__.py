@@ -9,8 +9,9 @@ The rules are mergekit's (0.1.5), as its results show them:
 * Each model's embedding (and head) is brought to that vocabulary before the method runs. A token
   which a model lacks gets the row that `tokens:` names; else the base's; else the mean of those
   models that have it; else (`<model>` outside the merge) zero. `force` uses the named row for all.
-* A token whose id lies beyond a model's embedding is one that this model lacks; the output's
-  tokenizer does not keep such a token either.
+* A token whose id lies beyond a model's embedding is one that this model lacks (in a union with
+  others that have it mergekit fails); the tokenizer that is written does not keep such a token of
+  its donor.
 * The output has exactly as many rows as tokens, `config.json` says so, and spare rows of an input
   (Qwen's 152064 for 151665) go, unless `pad_to_multiple_of` asks for some: each holds the mean row.
 * Without a tokenizer setting, embeddings of unlike size are refused.

@@ -1,0 +1,141 @@
+"""One router's calibration: tensors in, tensors and measurements out, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.gates import Gate
+from moemerge.calibration.sources import joined
+from moemerge.errors import NumericalError
+from moemerge.linalg.cg import Status
+from moemerge.routing import (
+    Domain,
+    ExactResult,
+    ExactSettings,
+    RouterSolution,
+    RoutingMetrics,
+    SolveSettings,
+    measure,
+    minimise_divergence,
+    solve_router,
+)
+
+# What ends a Newton iteration at the precision's end is as near to the minimum as can be.
+EXACT_DONE = (Status.CONVERGED, Status.STAGNATED)
+
+
+@dataclass(frozen=True)
+class LayerProblem:
+    """A merged router on the tokens of every domain, and what each domain's source would do."""
+
+    gate: Gate
+    merged: Tensor  # (K, d), or (K, d + 1) with the bias as last column
+    domains: Sequence[Domain]
+    holdout: Sequence[Domain]  # measured, never solved on
+    dtypes: tuple[torch.dtype, torch.dtype | None]  # of the stored weight and bias
+    selection_bias: Tensor | None
+    source_biases: Mapping[str, Tensor | None]  # selection biases by domain
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Routing metrics by domain, with the merged router and with the new one."""
+
+    before: Mapping[str, RoutingMetrics]
+    after: Mapping[str, RoutingMetrics]
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """The new router as it will be stored, and how good it is."""
+
+    weight: Tensor  # (K, d), stored dtype, CPU
+    bias: Tensor | None  # (K,), stored dtype, CPU
+    solution: RouterSolution
+    exact: ExactResult | None
+    agreement: Agreement
+    holdout: Agreement | None
+    router_on_features: Agreement | None  # where the target is another: the paper's one as well
+
+    @property
+    def status(self) -> Status:
+        """The first thing that went wrong, or `converged`."""
+        if self.exact is not None and self.exact.status not in EXACT_DONE:
+            return self.exact.status
+        return self.solution.cg.status
+
+
+def calibrate_layer(
+    problem: LayerProblem, settings: SolveSettings, *, start: Tensor, exact: bool = False
+) -> LayerResult:
+    """Solve for the router that agrees best with all sources, round it, and measure.
+
+    `start` is where the solver begins: the answer does not depend on it, the steps do.
+    """
+    device = problem.domains[0].features[0].device
+    solution = solve_router(problem.gate, problem.domains, start.to(device), settings)
+    found, newton = solution.weight, None
+    if exact:
+        newton = minimise_divergence(
+            problem.gate, problem.domains, found, exact_settings(settings)
+        )
+        found = newton.weight
+    weight, bias = _rounded(found, problem)
+    new = joined(weight, bias)
+    on_features = [d for d in problem.domains if d.targets is not None]
+    return LayerResult(
+        weight=weight,
+        bias=bias,
+        solution=solution,
+        exact=newton,
+        agreement=_agreement(problem, problem.domains, new),
+        holdout=_agreement(problem, problem.holdout, new) if problem.holdout else None,
+        router_on_features=_agreement(
+            problem, [replace(d, targets=None) for d in on_features], new
+        )
+        if on_features
+        else None,
+    )
+
+
+def exact_settings(settings: SolveSettings) -> ExactSettings:
+    """The damping that a regularised solve had, as the first Newton system's."""
+    dense, diagonal = settings.regulariser
+    if dense > 0 and diagonal > 0:
+        return ExactSettings(damping=diagonal / dense, preconditioner=settings.preconditioner)
+    return ExactSettings(preconditioner=settings.preconditioner)
+
+
+def _rounded(found: Tensor, problem: LayerProblem) -> tuple[Tensor, Tensor | None]:
+    weight_dtype, bias_dtype = problem.dtypes
+    found = found.cpu()
+    width = problem.domains[0].features[0].shape[1]
+    weight = found[:, :width].to(weight_dtype).contiguous()
+    bias = None if bias_dtype is None else found[:, width].to(bias_dtype).contiguous()
+    for part in (weight, bias):
+        if part is not None and not bool(torch.isfinite(part).all()):
+            raise NumericalError(
+                f"the new router does not fit into {part.dtype}: it holds non-finite values",
+                hint="lower --alpha (more damping), or give more calibration text",
+            )
+    return weight, bias
+
+
+def _agreement(problem: LayerProblem, domains: Sequence[Domain], new: Tensor) -> Agreement:
+    def by_domain(router: Tensor) -> dict[str, RoutingMetrics]:
+        return {
+            domain.name: measure(
+                problem.gate,
+                domain,
+                router,
+                bias=problem.selection_bias,
+                target_bias=problem.source_biases[domain.name],
+            )
+            for domain in domains
+        }
+
+    return Agreement(by_domain(problem.merged), by_domain(new))

@@ -1,0 +1,136 @@
+"""What a calibration did, as data: a row for each router, totals, what was left alone and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moemerge.calibration.layer import Agreement, LayerResult
+from moemerge.calibration.sources import SkippedRouter
+from moemerge.linalg.cg import Status
+
+PER_DOMAIN = ("kl_before", "kl_after", "mismatch_before", "mismatch_after")
+
+
+def layer_row(layer: int, router: str, result: LayerResult, seconds: float) -> dict[str, Any]:
+    """A router's row of the report: plain JSON data."""
+    cg = result.solution.cg
+    row: dict[str, Any] = {
+        "layer": layer,
+        "router": router,
+        "tokens": {name: m.tokens for name, m in result.agreement.before.items()},
+        "status": str(result.status),
+        "iterations": cg.steps,
+        "residual": _number(cg.true_residual),
+        **_agreement(result.agreement),
+        "seconds": round(seconds, 3),
+        "preconditioner": str(result.solution.preconditioner),
+        "refinements": cg.refinements,
+        "top1_before": {n: _number(m.top1_agreement) for n, m in result.agreement.before.items()},
+        "top1_after": {n: _number(m.top1_agreement) for n, m in result.agreement.after.items()},
+    }
+    if result.solution.jitter:
+        row["jitter"] = result.solution.jitter
+    if result.holdout is not None:
+        tokens = {name: m.tokens for name, m in result.holdout.before.items()}
+        row["holdout"] = {"tokens": tokens, **_agreement(result.holdout)}
+    if result.router_on_features is not None:
+        row["router_on_features"] = _agreement(result.router_on_features)
+    if result.exact is not None:
+        row["exact"] = {
+            "status": str(result.exact.status),
+            "steps": result.exact.steps,
+            "inner_steps": result.exact.inner_steps,
+            "kl": {
+                "merged": _number(sum(m.kl for m in result.agreement.before.values())),
+                "quadratic": _number(result.exact.kl[0]),
+                "exact": _number(result.exact.kl[-1]),
+            },
+        }
+    return row
+
+
+def _agreement(agreement: Agreement) -> dict[str, dict[str, float | None]]:
+    before, after = agreement.before, agreement.after
+    return {
+        "kl_before": {name: _number(m.kl) for name, m in before.items()},
+        "kl_after": {name: _number(m.kl) for name, m in after.items()},
+        "mismatch_before": {name: _number(m.mismatch) for name, m in before.items()},
+        "mismatch_after": {name: _number(m.mismatch) for name, m in after.items()},
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over the routers, sums of steps; the holdout's means where there is one."""
+    found: dict[str, Any] = {
+        "routers": len(rows),
+        "converged": sum(row["status"] == Status.CONVERGED for row in rows),
+        "iterations": sum(row["iterations"] for row in rows),
+        "tokens": dict(rows[0]["tokens"]) if rows else {},
+        **{key: _mean([row[key] for row in rows]) for key in PER_DOMAIN},
+    }
+    held = [row["holdout"] for row in rows if "holdout" in row]
+    if held:
+        found["holdout"] = {
+            "tokens": dict(held[0]["tokens"]),
+            **{key: _mean([row[key] for row in held]) for key in PER_DOMAIN},
+        }
+    return found
+
+
+def _mean(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    values = {n: [v for row in rows if (v := row.get(n)) is not None] for n in names}
+    return {name: math.fsum(found) / len(found) for name, found in values.items() if found}
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """The `calibration` part of `moemerge_report.json`."""
+
+    merged: str
+    output: str
+    sources: Mapping[str, str]
+    data: Mapping[str, tuple[str, ...]]
+    settings: Mapping[str, Any]
+    device: str
+    dtype: str
+    offload: str
+    memory: int  # bytes that the run was expected to need on its device
+    resumed: int  # routers taken from the journal of a killed run
+    layers: tuple[dict[str, Any], ...]
+    skipped: tuple[SkippedRouter, ...]
+    notices: tuple[str, ...]
+    seconds: float
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        return totals(self.layers)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "merged": self.merged,
+            "output": self.output,
+            "sources": dict(self.sources),
+            "data": {name: list(files) for name, files in self.data.items()},
+            "settings": dict(self.settings),
+            "device": self.device,
+            "dtype": self.dtype,
+            "offload": self.offload,
+            "memory_estimate": self.memory,
+            "resumed": self.resumed,
+            "layers": list(self.layers),
+            "skipped": [
+                {"layer": s.layer, "router": s.router, "reason": s.reason} for s in self.skipped
+            ],
+            "totals": self.totals,
+            "notices": list(self.notices),
+            "seconds": round(self.seconds, 3),
+        }

@@ -1,0 +1,263 @@
+"""The models of a calibration: opened, compared, and their routers paired by what they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.architecture import Architecture, RouterPlace
+from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.reader import as_ref
+from moemerge.checkpoint.tensors import as_bytes
+from moemerge.config.layers import LayerSelection
+from moemerge.config.models import ModelRef
+from moemerge.errors import ArchitectureError, NumericalError, UsageError
+from moemerge.runtime.devices import DTYPES, dtype_name
+
+MERGED = "merged"
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model by the name it has in this calibration."""
+
+    name: str
+    checkpoint: Checkpoint
+    architecture: Architecture
+
+    @property
+    def label(self) -> str:
+        return self.checkpoint.label
+
+
+@dataclass(frozen=True)
+class PairedRouter:
+    """One router of the merged model, and the same router in every source."""
+
+    place: RouterPlace
+    sources: Mapping[str, RouterPlace]
+
+
+@dataclass(frozen=True)
+class SkippedRouter:
+    """A router that is left as it was merged, and why."""
+
+    layer: int
+    router: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RouterTensors:
+    """One router as it is stored. Only its leading `rows` are logits of experts."""
+
+    weight: Tensor  # (all rows, d)
+    bias: Tensor | None  # (all rows,), added to the logits
+    selection_bias: Tensor | None  # (rows,), moves the choice alone
+    rows: int
+
+    @property
+    def matrix(self) -> Tensor:
+        """What is solved for: (rows, d), or (rows, d + 1) with the bias; float64."""
+        return joined(
+            self.weight[: self.rows], None if self.bias is None else self.bias[: self.rows]
+        )
+
+
+def joined(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[W b] in float64."""
+    if bias is None:
+        return weight.double()
+    return torch.cat([weight.double(), bias.double().reshape(-1, 1)], dim=1)
+
+
+def open_model(name: str, ref: str | Path | ModelRef) -> OpenModel:
+    """Read a model's headers."""
+    model = as_ref(ref)
+    plain = Checkpoint.open(replace(model, lora=None, lora_revision=None))
+    architecture = Architecture.of(plain.config, plain.tensors)
+    checkpoint = plain if model.lora is None else Checkpoint.open(model)
+    checkpoint.label = str(ref)
+    return OpenModel(name, checkpoint, architecture)
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def require_calibratable(merged: OpenModel) -> None:
+    """Refuse a model whose routers cannot be solved for, with the reason."""
+    architecture = merged.architecture
+    if architecture.family is None:
+        what = architecture.notice or (
+            f"{architecture.model_type or 'an unknown type'} has no experts, so there is no router "
+            "to calibrate"
+        )
+        raise ArchitectureError(
+            f"{merged.label}: {what}", hint="`moemerge ls architectures` lists what can be"
+        )
+    if not architecture.family.served:
+        raise ArchitectureError(
+            f"{merged.label}: routers of {architecture.model_type} cannot be calibrated: "
+            f"{architecture.family.reason}",
+            hint="`moemerge ls architectures` lists the families that can be",
+        )
+    if architecture.quantised:
+        raise ArchitectureError(
+            f"{merged.label} is quantised ({architecture.quantised})",
+            hint="dequantise it to bfloat16 first and calibrate that",
+        )
+
+
+def require_same_family(merged: OpenModel, source: OpenModel) -> None:
+    if source.architecture.family is not merged.architecture.family:
+        raise ArchitectureError(
+            f"source {source.name!r} ({source.label}) is {source.architecture.model_type!r}, but "
+            f"{merged.label} is {merged.architecture.model_type!r}",
+            hint="a source is a model that was merged: of the same family",
+        )
+
+
+def pair_routers(
+    merged: OpenModel, sources: Sequence[OpenModel], layers: Collection[int]
+) -> tuple[PairedRouter, ...]:
+    """Every router in `layers` that can be calibrated, with its counterparts in the sources."""
+    by_key = {
+        source.name: {source.architecture.key(p.weight): p for p in source.architecture.routers()}
+        for source in sources
+    }
+    paired = []
+    for place in merged.architecture.routers():
+        if not place.served or place.layer not in layers:
+            continue
+        key = merged.architecture.key(place.weight)
+        found = {}
+        for source in sources:
+            other = by_key[source.name].get(key)
+            if other is None:
+                raise ArchitectureError(
+                    f"source {source.name!r} ({source.label}) has no router in layer {place.layer},"
+                    f" but {merged.label} has {place.weight}",
+                    hint="a source has the layers of the merged model",
+                )
+            _require_same_shape(merged, place, source, other)
+            found[source.name] = other
+        paired.append(PairedRouter(place, found))
+    return tuple(paired)
+
+
+def _require_same_shape(
+    merged: OpenModel, place: RouterPlace, source: OpenModel, other: RouterPlace
+) -> None:
+    for here, there in ((place.weight, other.weight), (place.bias, other.bias)):
+        if (here is None) != (there is None):
+            has, lacks = (merged, source) if there is None else (source, merged)
+            raise ArchitectureError(
+                f"layer {place.layer}: the router of {has.label} has a bias ({here or there}), "
+                f"that of {lacks.label} has none"
+            )
+        if here is None or there is None:
+            continue
+        mine, theirs = merged.checkpoint.tensors[here], source.checkpoint.tensors[there]
+        if mine.shape != theirs.shape or place.rows != other.rows:
+            raise ArchitectureError(
+                f"layer {place.layer}: the router of source {source.name!r} ({source.label}) is "
+                f"{list(theirs.shape)} with {other.rows} experts, that of {merged.label} is "
+                f"{list(mine.shape)} with {place.rows}",
+                hint="a source is a model that was merged: same experts, same width",
+            )
+        for model, info in ((merged, mine), (source, theirs)):
+            if info.dtype not in DTYPES.values():
+                raise ArchitectureError(
+                    f"{model.label}: {info.name} is stored as {dtype_name(info.dtype)}, expected "
+                    f"one of {', '.join(DTYPES)}",
+                    hint="dequantise the model first",
+                )
+
+
+def gate_notices(merged: OpenModel, sources: Sequence[OpenModel], pair: PairedRouter) -> list[str]:
+    """What a user should know of gates: approximations, and sources that route otherwise."""
+    gate = pair.place.gate
+    notices = []
+    if gate is not None and gate.approximate:
+        notices.append(f"{merged.label}: {gate.approximate}")
+    for source in sources:
+        theirs = pair.sources[source.name].gate
+        if theirs != gate:
+            notices.append(
+                f"source {source.name!r} routes otherwise by its config ({theirs}) than the merged "
+                f"model ({gate}); its routing is measured with the merged model's gate"
+            )
+    return notices
+
+
+# --- which routers ------------------------------------------------------------------------------
+
+
+def chosen_layers(merged: OpenModel, selection: LayerSelection) -> tuple[int, ...]:
+    """The decoder layers meant. Numbers are decoder layers; `last:4` counts layers with experts."""
+    places = merged.architecture.routers()
+    with_routers = sorted({place.layer for place in places if place.served})
+    if not with_routers:
+        reasons = sorted({place.reason for place in places if place.reason})
+        raise ArchitectureError(
+            f"{merged.label}: no router can be calibrated"
+            + (f" ({'; '.join(reasons)})" if reasons else "")
+        )
+    if str(selection).startswith("last:"):
+        return tuple(with_routers[at] for at in selection.resolve(len(with_routers)))
+    numbers = selection.resolve(merged.architecture.num_layers)
+    chosen = tuple(layer for layer in with_routers if layer in numbers)
+    if not chosen:
+        raise UsageError(
+            f"--layers {selection}: none of these layers has a router to calibrate",
+            hint=f"layers with one: {', '.join(map(str, with_routers))}",
+        )
+    return chosen
+
+
+def skipped_routers(merged: OpenModel, layers: Collection[int]) -> tuple[SkippedRouter, ...]:
+    """Routers that stay as merged: not chosen, or not to be solved for."""
+    skipped = []
+    for place in merged.architecture.routers():
+        reason = place.reason if not place.served else None
+        if reason is None and place.layer not in layers:
+            reason = "not chosen by --layers"
+        if reason is not None:
+            skipped.append(SkippedRouter(place.layer, place.weight, reason))
+    return tuple(skipped)
+
+
+# --- tensors ------------------------------------------------------------------------------------
+
+
+def read_router(model: OpenModel, place: RouterPlace) -> RouterTensors:
+    """One router's own tensors; nothing else of the model is read."""
+    weight = model.checkpoint.read(place.weight)
+    bias = None if place.bias is None else model.checkpoint.read(place.bias).reshape(-1)
+    selection = None
+    if place.selection_bias is not None:
+        selection = model.checkpoint.read(place.selection_bias).reshape(-1)[: place.rows]
+    return RouterTensors(weight, bias, selection, place.rows)
+
+
+def digest_routers(model: OpenModel, places: Sequence[RouterPlace]) -> str:
+    """A digest of every router's bytes; refuses routers that hold NaN or infinity."""
+    digest = hashlib.sha256()
+    for place in places:
+        for name in (place.weight, place.bias, place.selection_bias):
+            if name is None:
+                continue
+            tensor = model.checkpoint.read(name)
+            if not bool(torch.isfinite(tensor).all()):
+                raise NumericalError(
+                    f"{model.label}: {name} (layer {place.layer}) holds NaN or infinity",
+                    hint="the checkpoint is damaged, or its training diverged",
+                )
+            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+            digest.update(as_bytes(tensor.contiguous()))
+    return digest.hexdigest()

@@ -1,0 +1,97 @@
+"""`inspect`'s words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import zoo
+from moemerge.architectures.describe import Description, describe, gate_in_words
+from moemerge.architectures.gates import BiasPlace, Gate, Score
+
+
+def described(folder: Path) -> Description:
+    return describe(zoo.read_config(folder), zoo.tensors(folder))
+
+
+@pytest.mark.parametrize("model_type", zoo.FAMILIES)
+def test_numbers(zoo_folder: Callable[..., Path], model_type: str) -> None:
+    folder = zoo_folder(model_type)
+    tensors = zoo.tensors(folder)
+    found = described(folder)
+    assert found.model_type == model_type
+    assert found.parameters == sum(t.numel() for t in tensors.values())
+    assert found.total_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert 0 < found.router_parameters < found.active_parameters < found.parameters
+    assert found.layers == found.moe_layers + found.dense_layers
+    assert found.extra_layers == 0
+    assert found.top_k == (1 if model_type in ("llama4_text", "zaya") else 2)
+    assert found.calibratable == (model_type not in ("zaya", "doge"))
+    assert found.gate
+    integers = {"int64"} if model_type == "deepseek_v4" else set()
+    assert set(found.parameters_by_dtype) == {"float32"} | integers
+    same = described(zoo_folder(model_type, fused=True))
+    assert same.active_parameters == found.active_parameters
+    assert same.bytes_by_role == found.bytes_by_role
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fused", "words"),
+    [
+        ("olmoe", False, "per expert"),
+        ("olmoe", True, "fused"),
+        ("gpt_oss", False, "fused, transposed, interleaved"),
+        ("llama4_text", False, "fused, transposed"),
+        ("dbrx", False, "flat"),
+        ("doge", False, "one tensor for all"),
+        ("jetmoe", False, "fused"),
+    ],
+)
+def test_layout(zoo_folder: Callable[..., Path], model_type: str, fused: bool, words: str) -> None:
+    assert described(zoo_folder(model_type, fused=fused)).layout == words
+
+
+def test_active_parameters_of_olmoe(zoo_folder: Callable[..., Path]) -> None:
+    found = described(zoo_folder("olmoe"))
+    experts = 3 * 8 * 3 * 48 * 32  # layers, experts, projections
+    assert found.parameters - found.active_parameters == experts * 6 // 8
+    assert found.router_parameters == 3 * 8 * 32
+
+
+def test_dense_layers_and_shared_experts(zoo_folder: Callable[..., Path]) -> None:
+    found = described(zoo_folder("deepseek_v3"))
+    assert (found.moe_layers, found.dense_layers, found.shared_experts) == (2, 1, True)
+    assert "best 1 of 2 groups" in str(found.gate)
+
+
+def test_reasons(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+    assert "sparsemixer" in str(described(zoo_folder("phimoe")).reason)
+    assert "layers passed over: 0" in str(described(zoo_folder("deepseek_v4")).reason)
+    dense = described(zoo.dense_llama(tmp_path))
+    assert (dense.layout, dense.experts, dense.calibratable) == ("dense", None, False)
+    assert "no experts" in str(dense.reason)
+
+
+def test_quantised_is_not_calibratable(zoo_folder: Callable[..., Path]) -> None:
+    folder = zoo_folder("olmoe")
+    config = {**zoo.read_config(folder), "quantization_config": {"quant_method": "fp8"}}
+    found = describe(config, zoo.tensors(folder))
+    assert not found.calibratable
+    assert "fp8" in str(found.reason)
+
+
+def test_gate_in_words() -> None:
+    gate = Gate(Score.SIGMOID, 2, normalised=False, selection_bias=BiasPlace.LOGITS, soft_cap=5.0)
+    assert gate_in_words(gate) == (
+        "sigmoid, not renormalised over the top 2, logits capped at 5, "
+        "choice moved by a bias on the logits"
+    )
+
+
+def test_bf16(zoo_folder: Callable[..., Path]) -> None:
+    found = described(zoo_folder("mixtral", dtype=torch.bfloat16))
+    assert set(found.parameters_by_dtype) == {"bfloat16"}
+    assert found.total_bytes == 2 * found.parameters

@@ -1,0 +1,32 @@
+"""Quantised checkpoints are recognised from headers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moemerge.architectures.quantisation import find_quantised
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "words"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", torch.uint8, "MXFP4"),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.float32, "block-scaled"),
+        ("model.layers.0.mlp.up_proj.weight", torch.float8_e4m3fn, "float8_e4m3fn"),
+        ("model.layers.0.mlp.up_proj.qweight", torch.int32, "GPTQ"),
+        ("model.layers.0.mlp.up_proj.weight_packed", torch.int32, "packed"),
+    ],
+)
+def test_tensors(name: str, dtype: torch.dtype, words: str) -> None:
+    found = find_quantised([{}], {name: SimpleNamespace(shape=(2, 2), dtype=dtype)})
+    assert words in str(found)
+
+
+def test_config_and_plain() -> None:
+    plain = {"model.norm.weight": SimpleNamespace(shape=(2,), dtype=torch.bfloat16)}
+    section = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert "mxfp4" in str(find_quantised([section], plain))
+    assert find_quantised([{}], plain) is None

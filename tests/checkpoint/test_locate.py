@@ -1,0 +1,83 @@
+"""The hub is not reached from tests: a local cache is laid out as huggingface_hub does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.locate import locate
+from moemerge.errors import CheckpointError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache with org/model, and no network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repo = tmp_path / "hub" / "models--org--model"
+    snapshot = repo / "snapshots" / COMMIT
+    for folder in (snapshot, repo / "refs", repo / "blobs"):
+        folder.mkdir(parents=True)
+    (repo / "refs" / "main").write_text(COMMIT)
+    (repo / "blobs" / "c").write_text("{}")
+    save_file({"x": torch.ones(2)}, repo / "blobs" / "w")
+    (snapshot / "config.json").symlink_to("../../blobs/c")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/w")
+    return snapshot
+
+
+def test_the_cache_serves_offline(offline: Path) -> None:
+    assert locate("org/model") == offline
+    assert locate("org/model", COMMIT) == offline
+    checkpoint = Checkpoint.open(f"org/model@{COMMIT}")
+    assert checkpoint.label == f"org/model@{COMMIT}"
+    assert torch.equal(checkpoint["x"], torch.ones(2))
+
+
+@pytest.mark.parametrize(("repo", "revision"), [("org/other", None), ("org/model", "v2")])
+def test_what_is_not_cached_cannot_be_had_offline(
+    offline: Path, repo: str, revision: str | None
+) -> None:
+    with pytest.raises(CheckpointError, match="the hub cannot be reached"):
+        locate(repo, revision)
+
+
+def test_a_folder_goes_before_the_hub(
+    offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert locate("org/model") == Path("org/model")
+    with pytest.raises(CheckpointError, match="is a folder, so it has no revision 'v1'"):
+        locate("org/model", "v1")
+
+
+def test_a_missing_folder_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "merged-model").mkdir()
+    missing = str(tmp_path / "merged-modl")
+    with pytest.raises(CheckpointError, match="does not exist, did you mean 'merged-model'"):
+        locate(missing)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        locate(str(tmp_path / "no" / "such" / "place"))
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="is a file, expected a model folder"):
+        locate(str(tmp_path / "model.safetensors"))
+
+
+def test_a_folder_with_signs_in_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a+b@c"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"x": torch.ones(2)}, folder / "model.safetensors")
+    assert list(Checkpoint.open(str(folder))) == ["x"]
+    assert list(Checkpoint.open(folder)) == ["x"]

@@ -1,0 +1,415 @@
+"""Adapters: what we read must be what peft's own merge gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from moemerge.checkpoint import Checkpoint, Place
+from moemerge.checkpoint.lora import AdaptedCheckpoint
+from moemerge.config.models import ModelRef
+from moemerge.errors import CheckpointError
+
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 24,
+}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ATTENTION = ["q_proj", "v_proj"]
+
+
+def llama(**extra: Any) -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=12, **extra))
+
+
+def olmoe(intermediate_size: int = 12, **extra: Any) -> nn.Module:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": intermediate_size}
+    return OlmoeForCausalLM(OlmoeConfig(**SMALL, **moe, **extra))
+
+
+def qwen3_moe() -> nn.Module:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **moe, intermediate_size=12, head_dim=8))
+
+
+def randomise(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise.to(parameter.dtype) * 0.3)
+
+
+Build = Callable[[], nn.Module]
+
+
+def saved(tmp_path: Path, build: Build, *, fused: bool, dtype: torch.dtype, **lora: Any) -> Path:
+    """Save base, adapter and peft's merge, all with random weights."""
+    torch.manual_seed(0)
+    model: Any = build().to(dtype)
+    randomise(model)
+    model.save_pretrained(tmp_path / "base", save_original_format=not fused)
+    wrapped: Any = get_peft_model(model, LoraConfig(**{"r": 3, "lora_alpha": 5, **lora}))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name or "modules_to_save" in name or parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                scale = 0.2 if "magnitude" not in name else 0.05
+                shift = 1.0 if "magnitude" in name else 0.0
+                parameter.copy_((noise * scale + shift).to(parameter.dtype))
+    wrapped.save_pretrained(tmp_path / "adapter")
+    merged = wrapped.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged", save_original_format=not fused)
+    return tmp_path
+
+
+def compare(folder: Path, tolerance: float = 1e-6) -> AdaptedCheckpoint:
+    base = Checkpoint.open(folder / "base")
+    ours = Checkpoint.open(ModelRef(str(folder / "base"), lora=str(folder / "adapter")))
+    assert isinstance(ours, AdaptedCheckpoint)
+    merged = Checkpoint.open(folder / "merged")
+    assert set(ours) == set(merged)
+    changed = 0
+    for name in ours:
+        assert ours[name].dtype == base[name].dtype
+        torch.testing.assert_close(ours[name], merged[name], rtol=tolerance, atol=tolerance)
+        changed += not torch.equal(ours[name], base[name])
+    assert changed > 0
+    check_rows(ours)
+    return ours
+
+
+def check_rows(ours: Checkpoint) -> None:
+    """Blocks of rows are the rows of the whole (up to the order of sums in a product)."""
+    for name, info in ours.tensors.items():
+        whole = ours.read(name)
+        assert tuple(whole.shape) == info.shape
+        blocks = [ours.read(name, (i, min(i + 3, info.rows))) for i in range(0, info.rows, 3)]
+        torch.testing.assert_close(torch.cat(blocks), whole, rtol=1e-5, atol=1e-6)
+
+
+CASES: dict[str, tuple[Build, dict[str, Any]]] = {
+    "llama": (llama, {"target_modules": ATTENTION}),
+    "all linear, rslora": (llama, {"target_modules": "all-linear", "use_rslora": True}),
+    "patterns": (
+        llama,
+        {
+            "target_modules": ATTENTION,
+            "rank_pattern": {"q_proj": 2, r"layers\.1\.self_attn\.v_proj": 4},
+            "alpha_pattern": {"v_proj": 9},
+        },
+    ),
+    "embedding": (llama, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "modules to save": (llama, {"target_modules": ATTENTION, "modules_to_save": ["lm_head"]}),
+    "norms saved": (llama, {"target_modules": ATTENTION, "modules_to_save": ["norm"]}),
+    "bias all": (
+        lambda: llama(attention_bias=True),
+        {"target_modules": ATTENTION, "bias": "all"},
+    ),
+    "bias lora_only": (
+        lambda: llama(attention_bias=True),
+        {"target_modules": ATTENTION, "bias": "lora_only"},
+    ),
+    "lora bias": (
+        lambda: llama(attention_bias=True),
+        {"target_modules": ATTENTION, "lora_bias": True},
+    ),
+    "dora": (llama, {"target_modules": ATTENTION, "use_dora": True}),
+    "olmoe experts": (olmoe, {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+    "olmoe square stacks": (
+        lambda: olmoe(8),
+        {"target_modules": ATTENTION, "target_parameters": EXPERTS},
+    ),
+    "olmoe one stack": (olmoe, {"target_modules": [], "target_parameters": EXPERTS[1:]}),
+    "olmoe routers": (olmoe, {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}),
+    "olmoe expert patterns": (
+        olmoe,
+        {
+            "target_modules": [],
+            "target_parameters": EXPERTS,
+            "rank_pattern": {"experts.down_proj": 2},
+            "alpha_pattern": {"experts.gate_up_proj": 1},
+        },
+    ),
+    "qwen3_moe experts": (qwen3_moe, {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reads_what_peft_merges(tmp_path: Path, case: str) -> None:
+    build, lora = CASES[case]
+    compare(saved(tmp_path, build, fused=False, dtype=torch.float32, **lora))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "moe" in case])
+def test_reads_what_peft_merges_in_fused_checkpoints(tmp_path: Path, case: str) -> None:
+    build, lora = CASES[case]
+    ours = compare(saved(tmp_path, build, fused=True, dtype=torch.float32, **lora))
+    assert len(ours.tensors["model.layers.0.mlp.experts.gate_up_proj"].shape) == 3
+
+
+def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
+    """Nearer to the exact sum than peft's own merge, which rounds the product first."""
+    folder = saved(tmp_path, llama, fused=False, dtype=torch.bfloat16, target_modules=ATTENTION)
+    ours = compare(folder, tolerance=2e-2)
+    tensors = load_file(folder / "adapter" / "adapter_model.safetensors")
+    module = "model.layers.0.self_attn.q_proj"
+    a, b = (tensors[f"base_model.model.{module}.lora_{x}.weight"].float() for x in "AB")
+    base = Checkpoint.open(folder / "base")[f"{module}.weight"].float()
+    assert torch.equal(ours[f"{module}.weight"], (base + 5 / 3 * (b @ a)).bfloat16())
+
+
+def write_adapter(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(
+        {f"base_model.model.{n}": t for n, t in tensors.items()},
+        folder / "adapter_model.safetensors",
+    )
+    return folder
+
+
+def per_expert_adapter(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """An adapter on every expert's own matrices, as older transformers trained them."""
+    torch.manual_seed(3)
+    tensors, deltas = {}, {}
+    for matrix, out, into in (("gate_proj", 12, 16), ("up_proj", 12, 16), ("down_proj", 16, 12)):
+        for expert in range(4):
+            module = f"model.layers.1.mlp.experts.{expert}.{matrix}"
+            a, b = torch.randn(2, into), torch.randn(out, 2)
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            deltas[f"{module}.weight"] = 2 * b @ a
+    return write_adapter(tmp_path / "adapter", tensors), deltas
+
+
+def test_adapters_on_single_experts_in_both_layouts(tmp_path: Path) -> None:
+    adapter, deltas = per_expert_adapter(tmp_path)
+    model: Any = olmoe()
+    randomise(model)
+    model.save_pretrained(tmp_path / "split")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    split = Checkpoint.open(f"{tmp_path / 'split'}+{adapter}")
+    plain = Checkpoint.open(tmp_path / "split")
+    for name in plain:
+        expected = plain[name] + deltas.get(name, 0)
+        torch.testing.assert_close(split[name], expected)
+    fused = Checkpoint.open(f"{tmp_path / 'fused'}+{adapter}")
+    owner = "model.layers.1.mlp.experts"
+    for e in range(4):
+        gate, up, down = (
+            split[f"{owner}.{e}.{m}.weight"] for m in ("gate_proj", "up_proj", "down_proj")
+        )
+        torch.testing.assert_close(fused[f"{owner}.gate_up_proj"][e], torch.cat([gate, up]))
+        torch.testing.assert_close(fused.read(f"{owner}.down_proj", (e, e + 1))[0], down)
+    check_rows(fused)
+
+
+def test_the_caller_may_say_where_a_parameter_lies(tmp_path: Path) -> None:
+    folder = saved(
+        tmp_path,
+        olmoe,
+        fused=False,
+        dtype=torch.float32,
+        target_modules=[],
+        target_parameters=EXPERTS,
+    )
+    base = {n: t for n, t in Checkpoint.open(folder / "base").items()}
+    renamed = {n.replace(".mlp.experts.", ".moe.e"): t.contiguous() for n, t in base.items()}
+    (folder / "base" / "model.safetensors").unlink()
+    save_file(renamed, folder / "base" / "model.safetensors")
+
+    def expand(parameter: str, expert: int | None) -> list[Place]:
+        if expert is None:
+            return []
+        owner, _, stack = parameter.rpartition(".")
+        names = ["gate_proj", "up_proj"] if stack == "gate_up_proj" else ["down_proj"]
+        owner = owner.replace(".mlp.experts", ".moe.e")
+        return [Place(f"{owner}{expert}.{name}.weight") for name in names]
+
+    ours = Checkpoint.open(f"{folder / 'base'}+{folder / 'adapter'}", expand=expand)
+    merged = Checkpoint.open(folder / "merged")
+    for name in merged:
+        on_disk = name.replace(".mlp.experts.", ".moe.e")
+        torch.testing.assert_close(ours[on_disk], merged[name])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    model: Any = llama()
+    model.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def pair(module: str = Q, rank: int = 2, out: int = 16, into: int = 16) -> dict[str, Tensor]:
+    return {
+        f"{module}.lora_A.weight": torch.ones(rank, into),
+        f"{module}.lora_B.weight": torch.ones(out, rank),
+    }
+
+
+REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
+    "another type": (pair(), {"peft_type": "IA3"}, "of type 'IA3', expected 'LORA'"),
+    "no rank": (pair(), {"r": None}, "r and lora_alpha must be numbers"),
+    "qalora": (pair(), {"use_qalora": True}, "use_qalora is set"),
+    "pissa": (pair(), {"init_lora_weights": "pissa_niter_4"}, "changed the base weights"),
+    "unknown module": (pair("model.layers.9.q_proj"), {}, "match nothing in"),
+    "stray tensor": ({**pair(), "model.new.weight": torch.ones(2)}, {}, "model.new.weight"),
+    "half a pair": ({f"{Q}.lora_A.weight": torch.ones(2, 16)}, {}, "without the other half"),
+    "wrong rank": (pair(rank=3), {}, "a multiple of the rank 2"),
+    "wrong width": (pair(into=8), {}, "does not fit"),
+    "convolution": (
+        {f"{Q}.lora_A.weight": torch.ones(2, 3, 1), f"{Q}.lora_B.weight": torch.ones(4, 2, 1)},
+        {},
+        "adapters on convolutions are not supported",
+    ),
+    "replacement of another shape": ({"lm_head.weight": torch.ones(24, 3)}, {}, "only the vocab"),
+    "bias without a base bias": (
+        {**pair(), f"{Q}.lora_B.bias": torch.ones(16)},
+        {},
+        "match nothin",
+    ),
+    "nesting without names": (pair(f"{Q}.base_layer") | pair(), {}, "2 nested pairs"),
+    "dora on embeddings": (
+        {
+            "model.embed_tokens.lora_embedding_A": torch.ones(2, 24),
+            "model.embed_tokens.lora_embedding_B": torch.ones(16, 2),
+            "model.embed_tokens.lora_magnitude_vector": torch.ones(24),
+        },
+        {"use_dora": True},
+        "uses DoRA",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Path, base: Path, case: str) -> None:
+    tensors, config, message = REFUSED[case]
+    adapter = write_adapter(tmp_path / "adapter", tensors, **config)
+    with pytest.raises(CheckpointError, match=message):
+        AdaptedCheckpoint(base, adapter)
+
+
+def test_incomplete_adapter_folders(tmp_path: Path, base: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", pair())
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no adapter weights"):
+        AdaptedCheckpoint(base, adapter)
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
+        AdaptedCheckpoint(base, adapter)
+
+
+def test_quantised_bases_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file(
+        {f"{Q}.weight": torch.ones(16, 16).to(torch.float8_e4m3fn)}, folder / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"stored as torch\.float8_e4m3fn"):
+        AdaptedCheckpoint(folder, write_adapter(tmp_path / "adapter", pair()))
+
+
+def test_pickled_adapters(tmp_path: Path, base: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", pair())
+    expected = AdaptedCheckpoint(base, adapter)[f"{Q}.weight"]
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    torch.save(tensors, adapter / "adapter_model.bin")
+    (adapter / "adapter_model.safetensors").unlink()
+    assert torch.equal(AdaptedCheckpoint(base, adapter)[f"{Q}.weight"], expected)
+
+
+def test_transposed_storage(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"h.weight": torch.zeros(5, 7)}, folder / "model.safetensors")  # Conv1D: (in, out)
+    a, b = torch.randn(2, 5), torch.randn(7, 2)
+    tensors = {"h.lora_A.weight": a, "h.lora_B.weight": b}
+    adapter = write_adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True)
+    ours = AdaptedCheckpoint(folder, adapter)
+    torch.testing.assert_close(ours["h.weight"], 2 * (b @ a).T)
+    check_rows(ours)
+
+
+def test_stacks_stored_transposed(tmp_path: Path) -> None:
+    """gpt_oss keeps (experts, in, out), and PEFT knows; square, only the family tells."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    save_file({name: torch.zeros(3, 6, 6)}, folder / "model.safetensors")
+    a, b = torch.randn(6, 6), torch.randn(6, 6)
+    owner = name.rpartition(".")[0]
+    tensors = {f"{owner}.lora_A.weight": a, f"{owner}.lora_B.weight": b}
+    adapter = write_adapter(
+        tmp_path / "adapter", tensors, target_parameters=["experts.gate_up_proj"]
+    )
+    expected = 2 * torch.einsum("ore,eri->eio", b.view(6, 2, 3), a.view(3, 2, 6))
+    torch.testing.assert_close(AdaptedCheckpoint(folder, adapter)[name], expected)
+
+
+def test_resized_embeddings_carry_the_vocabulary(tmp_path: Path, base: Path) -> None:
+    torch.manual_seed(0)
+    embed, head = torch.randn(30, 16), torch.randn(30, 16)
+    tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": head, **pair()}
+    ours = AdaptedCheckpoint(base, write_adapter(tmp_path / "adapter", tensors))
+    assert ours.config["vocab_size"] == 30
+    assert ours.tensors["lm_head.weight"].shape == (30, 16)
+    assert torch.equal(ours.read("model.embed_tokens.weight", (24, 30)), embed[24:])
+
+
+def test_tied_output_layers(tmp_path: Path) -> None:
+    model: Any = llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "base")
+    embed = torch.randn(30, 16)
+    tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": embed.clone(), **pair()}
+    ours = AdaptedCheckpoint(tmp_path / "base", write_adapter(tmp_path / "a", tensors))
+    assert "lm_head.weight" not in ours
+    tensors["lm_head.weight"] = embed + 1
+    with pytest.raises(CheckpointError, match="tied to the embeddings"):
+        AdaptedCheckpoint(tmp_path / "base", write_adapter(tmp_path / "b", tensors))
+
+
+def test_companions_and_fingerprint(tmp_path: Path, base: Path) -> None:
+    (base / "tokenizer.json").write_text("base")
+    adapter = write_adapter(tmp_path / "adapter", pair())
+    (adapter / "tokenizer.json").write_text("adapter")
+    ours = AdaptedCheckpoint(base, adapter)
+    assert ours.companions()["tokenizer.json"].read_text() == "adapter"
+    assert "generation_config.json" in ours.companions()
+    assert ours.fingerprint() != Checkpoint.open(base).fingerprint()
+    other = write_adapter(tmp_path / "other", {n: t * 2 for n, t in pair().items()})
+    assert ours.fingerprint() != AdaptedCheckpoint(base, other).fingerprint()
+
+
+def test_threads_read_adapted_tensors(tmp_path: Path, base: Path) -> None:
+    ours = AdaptedCheckpoint(base, write_adapter(tmp_path / "adapter", pair()))
+    expected = {name: ours[name] for name in ours}
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda n: torch.equal(ours[n], expected[n]), list(ours) * 20))

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from moemerge.checkpoint import Checkpoint, CheckpointPatch
+from moemerge.errors import CheckpointError
+
+from .conftest import MakeFolder, sample_tensors
+
+GATE = "model.layers.0.mlp.gate.weight"
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def new_gate() -> torch.Tensor:
+    return torch.full((4, 8), 3.0, dtype=torch.bfloat16)
+
+
+def test_only_the_given_tensor_changes(sharded: Path) -> None:
+    (sharded / "tokenizer.json").write_text("T")
+    (sharded / "README.md").write_text("card")
+    (sharded / "consolidated.safetensors").write_bytes(b"stale")
+    (sharded / "optimizer.pt").write_bytes(b"state")
+    (sharded / ".hidden").write_bytes(b"")
+    source, out = Checkpoint.open(sharded), sharded.parent / "out"
+    with CheckpointPatch(source, out) as patch:
+        patch.write(GATE, new_gate())
+        patch.add_bytes("README.md", b"new card")
+        assert not out.exists()
+        patch.commit()
+    expected = sample_tensors() | {GATE: new_gate()}
+    result = Checkpoint.open(out)
+    assert all(torch.equal(result[n], t) for n, t in expected.items())
+    assert torch.equal(source[GATE], sample_tensors()[GATE])
+    assert sorted(os.listdir(out)) == sorted(
+        ["README.md", "config.json", "model.safetensors.index.json", "tokenizer.json", *SHARDS]
+    )
+    assert (out / "README.md").read_text() == "new card"
+    assert (out / SHARDS[1]).read_bytes() == (sharded / SHARDS[1]).read_bytes()
+
+
+def test_rows_are_replaced(make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    with CheckpointPatch(Checkpoint.open(folder), folder.parent / "out") as patch:
+        patch.write(GATE_UP, torch.zeros(2, 6, 8), 1)
+        patch.write("counter", torch.tensor(8))
+        patch.commit()
+    result = Checkpoint.open(folder.parent / "out")
+    expected = sample_tensors()[GATE_UP]
+    expected[1:3] = 0
+    assert torch.equal(result[GATE_UP], expected)
+    assert result["counter"].item() == 8
+
+
+def test_untouched_shards_may_be_linked(sharded: Path) -> None:
+    out = sharded.parent / "out"
+    with CheckpointPatch(Checkpoint.open(sharded), out, link=True) as patch:
+        patch.write(GATE, new_gate())
+        patch.commit()
+    assert os.path.samefile(out / SHARDS[1], sharded / SHARDS[1])
+    assert not os.path.samefile(out / SHARDS[0], sharded / SHARDS[0])
+    assert torch.equal(Checkpoint.open(sharded)[GATE], sample_tensors()[GATE])
+
+
+def test_linked_blobs_of_the_hub_cache_become_files(make_folder: MakeFolder) -> None:
+    blobs = make_folder("blobs")
+    snapshot = blobs.parent / "snapshot"
+    snapshot.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).symlink_to(blobs / name)
+    for link in (False, True):
+        out = blobs.parent / f"out-{link}"
+        with CheckpointPatch(Checkpoint.open(snapshot), out, link=link) as patch:
+            patch.commit()
+        assert not (out / "model.safetensors").is_symlink()
+        assert len(Checkpoint.open(out)) == len(sample_tensors())
+
+
+def test_pickled_sources_become_safetensors(make_folder: MakeFolder) -> None:
+    shards = {
+        "pytorch_model-00001-of-00001.bin": sample_tensors(),
+    }
+    weight_map = {n: f for f, ts in shards.items() for n in ts}
+    folder = make_folder(files=shards, weight_map=weight_map)
+    (folder / "tokenizer.json").write_text("T")
+    out = folder.parent / "out"
+    with CheckpointPatch(Checkpoint.open(folder), out) as patch:
+        patch.write(GATE, new_gate())
+        patch.write(GATE_UP, torch.zeros(1, 6, 8), 2)
+        patch.add_bytes("config.json", json.dumps({"new": 1}).encode())
+        patch.commit()
+    expected = sample_tensors() | {GATE: new_gate()}
+    expected[GATE_UP][2] = 0
+    result = Checkpoint.open(out)
+    assert all(torch.equal(result[n], t) for n, t in expected.items())
+    assert sorted(os.listdir(out)) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert result.config == {"new": 1}
+
+
+@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
+def test_misfits_are_refused_and_leave_nothing(make_folder: MakeFolder, kind: str) -> None:
+    folder = make_folder(files={kind: sample_tensors()})
+    before = sorted(os.listdir(folder.parent))
+    with CheckpointPatch(Checkpoint.open(folder), folder.parent / "out") as patch:
+        for tensor, row in ((new_gate().float(), 0), (new_gate()[:, 1:], 0), (new_gate(), 1)):
+            with pytest.raises(CheckpointError):
+                patch.write(GATE, tensor, row)
+        with pytest.raises(CheckpointError, match="did you mean"):
+            patch.write(GATE + "s", new_gate())
+        patch.write(GATE, new_gate())
+    assert sorted(os.listdir(folder.parent)) == before
+
+
+@pytest.mark.parametrize("where", [".", "inside"])
+def test_the_source_itself_is_never_the_output(sharded: Path, where: str) -> None:
+    with pytest.raises(CheckpointError, match="the input folder"):
+        CheckpointPatch(Checkpoint.open(sharded), sharded / where, overwrite=True)
+    assert len(Checkpoint.open(sharded)) == len(sample_tensors())
+
+
+def test_existing_outputs(sharded: Path, make_folder: MakeFolder) -> None:
+    out = make_folder("out")
+    source = Checkpoint.open(sharded)
+    with pytest.raises(CheckpointError, match="exists"):
+        CheckpointPatch(source, out)
+    with CheckpointPatch(source, out, overwrite=True) as patch:
+        patch.write(GATE, new_gate())
+        patch.commit()
+    assert torch.equal(Checkpoint.open(out)[GATE], new_gate())
+    assert not (out / "model.safetensors").exists()
+    with pytest.raises(CheckpointError, match="closed already"):
+        patch.write(GATE, new_gate())
+
+
+def test_threads_patch_one_copy(sharded: Path) -> None:
+    out = sharded.parent / "out"
+    block = torch.arange(48.0).view(1, 6, 8)
+    with CheckpointPatch(Checkpoint.open(sharded), out) as patch, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda row: patch.write(GATE_UP, block + row, row), range(4)))
+        patch.commit()
+    expected = torch.cat([block + row for row in range(4)])
+    assert torch.equal(Checkpoint.open(out)[GATE_UP], expected)

@@ -1,0 +1,194 @@
+"""The commands as a user meets them: output, messages and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zoo
+
+
+def moemerge(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moemerge", *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", **env},
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def models(tmp_path, zoo_folder):
+    base = zoo_folder("olmoe")
+    return [base, *(zoo.perturb(base, tmp_path / f"m{seed}", seed) for seed in (1, 2))]
+
+
+@pytest.fixture
+def config(models, tmp_path):
+    base, a, b = models
+    path = tmp_path / "ties.yml"
+    path.write_text(
+        f"merge_method: ties\nbase_model: {base}\nmodels:\n"
+        f"  - {{model: {a}, parameters: {{weight: 0.4, density: 0.6}}}}\n"
+        f"  - {{model: {b}, parameters: {{weight: 0.6, density: 0.6}}}}\n"
+    )
+    return path
+
+
+def refused(result, code: int, *words: str) -> None:
+    """One message of ours on stderr, its exit code, no traceback, nothing on stdout."""
+    assert result.returncode == code, result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    for word in words:
+        assert word in result.stderr
+
+
+def test_merge_writes_a_folder_and_says_so(config, tmp_path):
+    result = moemerge("merge", config, tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert "ties" in result.stdout
+    assert (tmp_path / "out" / "config.json").exists()
+    assert result.stderr == ""  # no terminal: no bar
+
+
+def test_json_is_one_document_on_stdout(config, tmp_path):
+    result = moemerge("merge", config, tmp_path / "out", "--json")
+    assert json.loads(result.stdout)["output"]["folder"] == str(tmp_path / "out")
+
+
+def test_dry_run_and_validate_write_nothing(config, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    for args in (("merge", config, tmp_path / "out", "--dry-run"), ("validate", config)):
+        result = moemerge(*args)
+        assert result.returncode == 0, result.stderr
+        assert "nothing was written" in result.stdout
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_existing_output_needs_overwrite(config, tmp_path):
+    assert moemerge("merge", config, tmp_path / "out", "-q").returncode == 0
+    refused(moemerge("merge", config, tmp_path / "out"), 3, "exists", "--overwrite")
+    assert moemerge("merge", config, tmp_path / "out", "--overwrite").returncode == 0
+
+
+def test_bad_configs_exit_2_with_every_problem(tmp_path, config):
+    text = config.read_text().replace("ties", "tiess").replace("density", "densty")
+    config.write_text(text + "dtype: bf17\n")
+    refused(moemerge("merge", config, tmp_path / "out"), 2, "line 1", "'ties'", "line 6", "dtype")
+    refused(moemerge("merge", tmp_path / "none.yml", tmp_path / "out"), 2, "none.yml")
+    assert not (tmp_path / "out").exists()
+
+
+def test_lenient_warns_instead(tmp_path, config):
+    config.write_text(config.read_text() + "normalize: true\n")
+    refused(moemerge("validate", config), 2, "normalize", "parameters")
+    result = moemerge("validate", config, "--lenient")
+    assert result.returncode == 0
+    assert "normalize" in result.stderr
+
+
+def test_broken_checkpoints_exit_3(config, models, tmp_path):
+    file = models[1] / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    refused(moemerge("merge", config, tmp_path / "out"), 3, "model.safetensors")
+    file.write_bytes(b"\xff" * 8 + whole[8:])
+    refused(moemerge("merge", config, tmp_path / "out"), 3, "model.safetensors")
+    file.unlink()
+    refused(moemerge("merge", config, tmp_path / "out"), 3, "has no weights")
+    index = {"weight_map": {"model.norm.weight": "../m2/model.safetensors"}}
+    (models[1] / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(moemerge("merge", config, tmp_path / "out"), 3, "outside the model folder")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_nan_exits_4(config, models, tmp_path):
+    file = models[2] / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][0] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    refused(moemerge("merge", config, tmp_path / "out"), 4, "lm_head.weight", "--allow-nonfinite")
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_read_only_parent_exits_3(config, tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    refused(moemerge("merge", config, locked / "out"), 3, "not writable")
+
+
+def test_output_below_a_file_exits_3(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(moemerge("merge", config, tmp_path / "file" / "out"), 3, "is a file")
+
+
+def test_output_inside_an_input_exits_3(config, models):
+    refused(moemerge("merge", config, models[1] / "out"), 3, "choose an output folder outside")
+
+
+def test_wrong_usage_exits_2(config, tmp_path):
+    for args in (("merge",), ("merge", config, tmp_path / "out", "--nonsense"), ("mergee",)):
+        result = moemerge(*args)
+        assert result.returncode == 2
+        assert "Traceback" not in result.stderr
+    refused(moemerge("merge", config, tmp_path / "o", "--device", "tpu"), 2, "tpu", "auto, cpu")
+    refused(moemerge("merge", config, tmp_path / "o", "--out-shard-size", "big"), 2, "big")
+
+
+def test_inspect_and_ls(models):
+    shown = moemerge("inspect", models[0])
+    assert shown.returncode == 0
+    assert "OLMoE" in shown.stdout
+    assert json.loads(moemerge("inspect", models[0], "--json").stdout)["experts"] == 8
+    refused(moemerge("inspect", models[0] / "nowhere"), 3, "nowhere")
+    methods = json.loads(moemerge("ls", "methods", "--json").stdout)
+    assert {"ties", "wudi", "linear"} <= {m["method"] for m in methods}
+    families = json.loads(moemerge("ls", "architectures", "--json").stdout)
+    assert len(families) >= len(zoo.FAMILIES)
+
+
+def test_help_ends_with_examples_and_is_quick():
+    for verb in ("merge", "validate", "inspect", "ls"):
+        result = moemerge(verb, "--help")
+        assert result.returncode == 0
+        assert f"moemerge {verb}" in result.stdout.split("Examples")[-1]
+    code = "import sys, moemerge, moemerge.cli.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_ctrl_c_exits_130_and_leaves_nothing(models, tmp_path):
+    """WUDI with very many steps: long enough to be interrupted in the middle."""
+    base, a, b = models
+    config = tmp_path / "wudi.yml"
+    config.write_text(
+        f"merge_method: wudi\nbase_model: {base}\nmodels: [{{model: {a}}}, {{model: {b}}}]\n"
+        "parameters: {steps: 100000}\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moemerge", "merge", str(config), str(tmp_path / "out")],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".out.partial*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    assert not list(tmp_path.glob("*out*"))

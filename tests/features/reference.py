@@ -1,0 +1,71 @@
+"""The whole model in plain transformers, for comparison with the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import zoo
+from torch import Tensor
+
+from moemerge.features.batches import Batch, PaddingSide, make_batches
+from moemerge.features.text import Domain
+
+Features = dict[str, list[Tensor]]  # router path -> (tokens, d) per batch, in order of execution
+
+
+def domains() -> list[Domain]:
+    """Two domains with unequal rows, one of them with a row held out."""
+    generator = torch.Generator().manual_seed(1)
+
+    def rows(*lengths: int) -> tuple[Tensor, ...]:
+        return tuple(torch.randint(3, 100, (n,), generator=generator) for n in lengths)
+
+    return [Domain("math", rows(17, 23, 9)), Domain("code", rows(12, 12), rows(7))]
+
+
+def batches(side: PaddingSide = "right") -> tuple[Batch, ...]:
+    """A batch with padding, one without, one held out."""
+    return make_batches(domains(), batch_tokens=80, side=side)
+
+
+def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    name = zoo.read_config(folder)["architectures"][0]
+    with zoo._quiet():
+        return getattr(transformers, name).from_pretrained(folder, dtype=dtype).eval()
+
+
+def run_whole(
+    model: Any,
+    routers: Sequence[str],
+    batches: Sequence[Batch],
+    replace: Callable[[str, Tensor], None] | None = None,
+) -> tuple[Features, list[Tensor]]:
+    """Router inputs by hooks, and logits."""
+    features: Features = {}
+    now: list[Batch] = []
+
+    def hook(path: str) -> Any:
+        def see(module: Any, args: Any, kwargs: Any) -> None:
+            x = args[0].reshape(-1, args[0].shape[-1])
+            features.setdefault(path, []).append(x[now[-1].mask.reshape(-1)].clone())
+
+        return see
+
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(hook(path), with_kwargs=True)
+        for path in routers
+    ]
+    logits = []
+    with torch.no_grad():
+        for batch in batches:
+            now.append(batch)
+            mask = batch.mask.long() if batch.padded else None
+            out = model(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
+            logits.append(out.logits)
+    for handle in handles:
+        handle.remove()
+    return features, logits

@@ -1,0 +1,415 @@
+"""The stream gives the whole model's features, and lets go of everything it took."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from features import reference
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moemerge.checkpoint.reader import Checkpoint
+from moemerge.errors import (
+    ArchitectureError,
+    CheckpointError,
+    DataError,
+    NumericalError,
+    UsageError,
+)
+from moemerge.features.batches import Batch, make_batches
+from moemerge.features.stream import RouterStream
+from moemerge.features.text import Domain
+
+NOT_SERVED = ("zaya", "doge")
+SERVED = tuple(name for name in zoo.FAMILIES if name not in NOT_SERVED)
+Folder = Callable[..., Path]
+
+
+def stream_all(folder: Path, batches: tuple[Batch, ...], **options: Any) -> reference.Features:
+    """Every stop's inputs, in the order of the batches."""
+    found: reference.Features = {}
+    with RouterStream(Checkpoint.open(folder), batches, **options) as stream:
+        for stop in stream:
+            found[stop.router] = [x.clone() for _, x in in_order(stop, batches)]
+    return found
+
+
+def in_order(stop: Any, batches: tuple[Batch, ...]) -> list[tuple[Batch, Tensor]]:
+    pairs = [
+        pair
+        for domain in stop.domains
+        for holdout in (False, True)
+        for pair in stop.by_batch(domain, holdout=holdout)
+    ]
+    return sorted(pairs, key=lambda pair: batches.index(pair[0]))
+
+
+def assert_same(found: reference.Features, expected: reference.Features) -> None:
+    assert list(found) == list(expected)  # the order of execution too
+    for path, tensors in expected.items():
+        for got, want in zip(found[path], tensors, strict=True):
+            assert torch.equal(got, want), path
+
+
+def batch_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("moemerge-")]
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_features_are_those_of_the_whole_model(family: str, zoo_folder: Folder) -> None:
+    folder = zoo_folder(family)
+    batches = reference.batches()
+    assert any(batch.padded for batch in batches)
+    assert not all(batch.padded for batch in batches)
+    found = stream_all(folder, batches)
+    expected, _ = reference.run_whole(reference.whole_model(folder), tuple(found), batches)
+    assert found
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_spilled_run_with_outputs_is_the_same_run(family: str, zoo_folder: Folder) -> None:
+    folder = zoo_folder(family)
+    batches = reference.batches(side="left")
+    logits: list[Tensor] = []
+    found = stream_all(
+        folder,
+        batches,
+        offload="disk",
+        spill_smallest=0,
+        output="logits",
+        on_output=lambda batch, value: logits.append(value),
+    )
+    expected, whole = reference.run_whole(reference.whole_model(folder), tuple(found), batches)
+    assert_same(found, expected)
+    for batch, got, want in zip(batches, logits, whole, strict=True):
+        assert torch.equal(got[batch.mask], want[batch.mask])
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "jetmoe", "glm_moe_dsa"])
+def test_replaced_routers_act_from_there_on(family: str, zoo_folder: Folder) -> None:
+    folder = zoo_folder(family)
+    batches = reference.batches()
+    new: dict[str, Tensor] = {}
+    found: reference.Features = {}
+    biases: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(5)
+    with RouterStream(Checkpoint.open(folder), batches) as stream:
+        parameters = {router.path: router for router in stream.anatomy.routers}
+        for stop in stream:
+            found[stop.router] = [x.clone() for _, x in in_order(stop, batches)]
+            # A weight that depends on the inputs, as a calibrated one does.
+            noise = torch.randn(stop.weight.shape, generator=generator)
+            mean = torch.cat(found[stop.router]).mean(0)
+            new[stop.router] = stop.weight + 0.5 * noise * mean
+            if stop.bias is not None:
+                biases[stop.router] = stop.bias + 1
+            stop.replace(new[stop.router], biases.get(stop.router))
+    model = reference.whole_model(folder)
+    unchanged, _ = reference.run_whole(model, tuple(found), batches)
+    with torch.no_grad():
+        for path, weight in new.items():
+            model.get_parameter(parameters[path].weight).copy_(weight)
+        for path, bias in biases.items():
+            model.get_parameter(parameters[path].bias).copy_(bias)
+    expected, _ = reference.run_whole(model, tuple(found), batches)
+    assert_same(found, expected)
+    last = list(found)[-1]
+    assert not torch.equal(found[last][0], unchanged[last][0])
+    assert (family == "gpt_oss") == bool(biases)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fused": True}, {"base_only": True}, {"shard_size": "20KB"}, {"tie_word_embeddings": True}],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("family", ["olmoe", "mixtral"])
+def test_other_layouts_on_disk(
+    family: str, options: dict[str, Any], zoo_folder: Folder
+) -> None:
+    folder = zoo_folder(family, **options)
+    batches = reference.batches()
+    collected: list[Tensor] = []
+    found: reference.Features = {}
+    causal = "base_only" not in options
+    with RouterStream(
+        Checkpoint.open(folder),
+        batches,
+        output="logits" if causal else "hidden",
+        on_output=lambda batch, value: collected.append(value),
+    ) as stream:
+        for stop in stream:
+            assert stop.weight_name in stream.checkpoint.tensors
+            assert torch.equal(stream.checkpoint.read(stop.weight_name), stop.weight)
+            found[stop.router] = [x.clone() for _, x in in_order(stop, batches)]
+    assert len(collected) == len(batches)
+    if causal:
+        expected, logits = reference.run_whole(
+            reference.whole_model(folder), tuple(found), batches
+        )
+        assert_same(found, expected)
+        assert all(map(torch.equal, collected, logits))
+    else:
+        with torch.no_grad():
+            for batch, got in zip(batches, collected, strict=True):
+                mask = batch.mask.long() if batch.padded else None
+                want = reference.whole_model(folder)(
+                    input_ids=batch.input_ids, attention_mask=mask, use_cache=False
+                )
+                assert torch.equal(got, want.last_hidden_state)
+
+
+def test_bfloat16_checkpoint_and_dtype(zoo_folder: Folder) -> None:
+    folder = zoo_folder("deepseek_v3", dtype=torch.bfloat16)
+    batches = reference.batches()
+    for dtype in (torch.bfloat16, torch.float32):
+        found = stream_all(folder, batches, dtype=dtype)
+        whole = reference.whole_model(folder, dtype)
+        expected, _ = reference.run_whole(whole, tuple(found), batches)
+        assert_same(found, expected)
+
+
+def test_replaced_router_is_rounded_to_what_is_stored(zoo_folder: Folder) -> None:
+    folder = zoo_folder("olmoe", dtype=torch.bfloat16)
+    with RouterStream(Checkpoint.open(folder), reference.batches()) as stream:
+        stop = next(iter(stream))
+        weight = stop.weight + 1e-3 * torch.randn(stop.weight.shape)
+        stop.replace(weight)
+        assert stop.weight.dtype == torch.float32
+        assert torch.equal(stop.weight, weight.bfloat16().float())
+        assert not torch.equal(stop.weight, weight)
+        with pytest.raises(UsageError, match="expected"):
+            stop.replace(weight[:2])
+        with pytest.raises(UsageError, match="no bias"):
+            stop.replace(weight, torch.zeros(8))
+        with pytest.raises(NumericalError, match=r"layers\.0\.mlp\.gate\.weight"):
+            stop.replace(weight * torch.nan)
+
+
+def test_padding_is_left_out_and_domains_stay_apart(zoo_folder: Folder) -> None:
+    rows = reference.domains()
+    batches = reference.batches()
+    with RouterStream(Checkpoint.open(zoo_folder("mixtral")), batches) as stream:
+        stop = next(iter(stream))
+        assert stop.domains == ("math", "code")
+        for domain in rows:
+            assert sum(len(x) for x in stop.inputs(domain.name)) == domain.tokens
+            held = stop.inputs(domain.name, holdout=True)
+            assert sum(len(x) for x in held) == domain.holdout_tokens
+        with pytest.raises(UsageError, match="'maths'"):
+            stop.inputs("maths")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_row_has_the_features_of_the_row_alone(side: Any, zoo_folder: Folder) -> None:
+    folder = zoo_folder("qwen2_moe")
+    both = make_batches(reference.domains()[:1], batch_tokens=80, side=side)
+    alone = make_batches(reference.domains()[:1], batch_tokens=1)
+    assert len(both) == 1
+    assert len(alone) == 3
+    together, apart = stream_all(folder, both), stream_all(folder, alone)
+    for path, tensors in apart.items():
+        torch.testing.assert_close(together[path][0], torch.cat(tensors))
+
+
+def test_layers_restricts_the_stops_and_ends_early(zoo_folder: Folder) -> None:
+    batches = reference.batches()
+    folder = zoo_folder("olmoe")
+    everything = stream_all(folder, batches)
+    some = stream_all(folder, batches, layers=[1])
+    assert list(some) == ["model.layers.1.mlp.gate"]
+    assert_same(some, {path: everything[path] for path in some})
+    with pytest.raises(ArchitectureError, match="no router"):
+        RouterStream(Checkpoint.open(folder), batches, layers=[7])
+
+
+def test_hash_routers_are_passed_over_with_their_reason(zoo_folder: Folder) -> None:
+    with RouterStream(Checkpoint.open(zoo_folder("deepseek_v4")), reference.batches()) as stream:
+        ((path, reason),) = stream.passed_over
+        assert path == "model.layers.0.mlp.gate"
+        assert "token id" in reason
+        assert [stop.layer for stop in stream] == [1, 2]
+
+
+@pytest.mark.parametrize("family", NOT_SERVED)
+def test_routers_that_are_no_linear_map_are_refused(family: str, zoo_folder: Folder) -> None:
+    with pytest.raises(ArchitectureError, match="single linear map"):
+        RouterStream(Checkpoint.open(zoo_folder(family)), reference.batches())
+
+
+def test_one_layer_at_a_time(zoo_folder: Folder) -> None:
+    with RouterStream(Checkpoint.open(zoo_folder("olmoe")), reference.batches()) as stream:
+        for stop in stream:
+            real = {
+                name.split(".")[2]
+                for name, value in stream.model.named_parameters()
+                if name.startswith("model.layers.") and value.device.type != "meta"
+            }
+            assert real == {str(stop.layer)}
+        assert stream.model.lm_head.weight.device.type == "meta"  # never needed
+    assert all(value.device.type == "meta" for value in stream.model.parameters())
+
+
+def test_leaving_early_ends_every_thread_and_frees_the_inputs(zoo_folder: Folder) -> None:
+    folder = zoo_folder("olmoe")
+    with RouterStream(Checkpoint.open(folder), reference.batches()) as stream:
+        stop = next(iter(stream))
+        watched = weakref.ref(stop.inputs("math")[0])
+        assert len(batch_threads()) >= len(reference.batches())
+        del stop
+    del stream
+    gc.collect()
+    assert not batch_threads()
+    assert watched() is None
+
+
+def test_an_interrupt_in_the_loop_ends_every_thread(zoo_folder: Folder) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        RouterStream(Checkpoint.open(zoo_folder("olmoe")), reference.batches()) as stream,
+    ):
+        for _ in stream:
+            raise KeyboardInterrupt
+    assert not batch_threads()
+
+
+def test_inputs_go_when_the_iteration_goes_on(zoo_folder: Folder) -> None:
+    with RouterStream(Checkpoint.open(zoo_folder("olmoe")), reference.batches()) as stream:
+        stops = iter(stream)
+        first = next(stops)
+        watched = weakref.ref(first.inputs("math")[0])
+        next(stops)
+        assert watched() is None
+        with pytest.raises(UsageError):
+            first.inputs("math")
+
+
+def test_runs_once(zoo_folder: Folder) -> None:
+    with RouterStream(Checkpoint.open(zoo_folder("olmoe")), reference.batches()) as stream:
+        assert len(list(stream)) == 3
+        with pytest.raises(UsageError, match="once"):
+            list(stream)
+
+
+def test_failure_in_a_batch_names_layer_and_domain(zoo_folder: Folder) -> None:
+    with RouterStream(Checkpoint.open(zoo_folder("olmoe")), reference.batches()) as stream:
+
+        def fail(module: Any, args: Any) -> None:
+            raise RuntimeError("a kernel broke")
+
+        stream.model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(fail)
+        with pytest.raises(ArchitectureError, match="in layer 1, domain math.*a kernel broke"):
+            list(stream)
+    assert not batch_threads()
+
+
+def _damaged(folder: Path, out: Path, change: Callable[[dict[str, Tensor]], None]) -> Checkpoint:
+    out.mkdir()
+    (out / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return Checkpoint.open(out)
+
+
+def _poison(name: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name].fill_(torch.nan)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("model.embed_tokens.weight", "in the embeddings"),
+        ("model.layers.1.self_attn.v_proj.weight", "in layer 1, before its router"),
+        ("model.layers.1.mlp.experts.0.down_proj.weight", "in the output of layer 1"),
+    ],
+)
+def test_nan_names_layer_and_domain(
+    name: str, where: str, zoo_folder: Folder, tmp_path: Path
+) -> None:
+    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", _poison(name))
+    with (
+        RouterStream(checkpoint, reference.batches()) as stream,
+        pytest.raises(NumericalError, match=f"{where}, domain code, math"),
+    ):
+        list(stream)
+    assert not batch_threads()
+
+
+def test_nan_in_the_last_layer_is_met_where_the_output_is_used(
+    zoo_folder: Folder, tmp_path: Path
+) -> None:
+    poison = _poison("model.layers.2.mlp.experts.0.down_proj.weight")
+    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", poison)
+    with (
+        RouterStream(checkpoint, reference.batches(), on_output=lambda b, v: None) as stream,
+        pytest.raises(NumericalError, match="in the output of layer 2"),
+    ):
+        list(stream)
+
+
+def test_nan_in_padding_is_nobodys_business(zoo_folder: Folder, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][0] = torch.nan  # the padding token
+
+    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "pad", change)
+    with RouterStream(checkpoint, reference.batches()) as stream:
+        assert len(list(stream)) == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.q_proj.weight", "model.norm.weight"]
+)
+def test_missing_tensor_is_named(name: str, zoo_folder: Folder, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors[name]
+
+    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "missing", change)
+    with (
+        RouterStream(checkpoint, reference.batches()) as stream,
+        pytest.raises(CheckpointError, match=name),
+    ):
+        list(stream)
+    assert not batch_threads()
+
+
+def test_unknown_token_is_refused(zoo_folder: Folder) -> None:
+    batches = make_batches([Domain("math", (torch.tensor([3, 5000]),))])
+    with pytest.raises(DataError, match="token 5000"):
+        RouterStream(Checkpoint.open(zoo_folder("olmoe")), batches)
+    with pytest.raises(DataError, match="no batch"):
+        RouterStream(Checkpoint.open(zoo_folder("olmoe")), ())
+
+
+def test_spilled_files_are_removed(zoo_folder: Folder, tmp_path: Path) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    with RouterStream(
+        Checkpoint.open(zoo_folder("olmoe")),
+        reference.batches(),
+        offload="disk",
+        spill_smallest=0,
+        spill_folder=spill,
+    ) as stream:
+        next(iter(stream))
+        assert list(spill.rglob("*.bin"))
+    assert not list(spill.iterdir())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "granitemoe"])
+def test_reading_ahead_changes_nothing(family: str, zoo_folder: Folder) -> None:
+    folder, batches = zoo_folder(family), reference.batches()
+    with_it = stream_all(folder, batches, prefetch=True)
+    assert_same(with_it, stream_all(folder, batches, prefetch=False))

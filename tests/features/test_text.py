@@ -1,0 +1,211 @@
+"""Files of rows become the tokens a person expects, or an error that says where."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zoo
+
+from moemerge.errors import DataError, TokenizerError, UsageError
+from moemerge.features.text import Domain, TextOptions, load_domain, load_domains, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(
+        zoo.tiny_tokenizer(tmp_path_factory.mktemp("chat"), chat_template=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(zoo.tiny_tokenizer(tmp_path_factory.mktemp("plain")))
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def words(tokenizer: Any, domain: Domain) -> list[list[str]]:
+    return [tokenizer.convert_ids_to_tokens(row.tolist()) for row in domain.rows]
+
+
+def test_text_has_the_default_special_tokens(tmp_path: Path, plain: Any, chat: Any) -> None:
+    file = write(tmp_path / "a.jsonl", {"text": "one plus two"})
+    for tokenizer in (plain, chat):
+        domain = load_domain("math", file, tokenizer)
+        assert words(tokenizer, domain) == [["<s>", "one", "plus", "two"]]
+
+
+def test_messages_go_through_the_template_without_a_generation_prompt(
+    tmp_path: Path, chat: Any
+) -> None:
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    domain = load_domain("math", write(tmp_path / "a.jsonl", {"messages": turns}), chat)
+    assert words(chat, domain) == [
+        ["<|user|>", "one", "<|end|>", "<|assistant|>", "two", "<|end|>"]
+    ]
+
+
+def test_prompt_and_response(tmp_path: Path, chat: Any, plain: Any) -> None:
+    rows = [{"prompt": "one", "response": "two"}, {"prompt": "one", "response": None}]
+    file = write(tmp_path / "a.jsonl", *rows)
+    assert words(chat, load_domain("math", file, chat)) == [
+        ["<|user|>", "one", "<|end|>", "<|assistant|>", "two", "<|end|>"],
+        ["<|user|>", "one", "<|end|>"],
+    ]
+    domain = load_domain("math", file, plain)
+    assert words(plain, domain) == [["<s>", "one", "two"], ["<s>", "one"]]
+    assert domain.rows[0].tolist() == plain("one\ntwo")["input_ids"]
+
+
+def test_gzip_and_blank_lines(tmp_path: Path, plain: Any) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    with gzip.open(file, "wt") as out:
+        out.write('{"text": "one"}\n\n{"text": "two"}\n')
+    assert len(load_domain("math", file, plain).rows) == 2
+    file.write_bytes(file.read_bytes()[:-12])
+    with pytest.raises(DataError, match="damaged gzip"):
+        load_domain("math", file, plain)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, plain: Any) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match="pip install pyarrow"):
+        load_domain("math", tmp_path / "a.parquet", plain)
+
+
+def test_parquet(tmp_path: Path, chat: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"text": "one", "messages": None},
+        {"text": None, "messages": [{"role": "user", "content": "two"}]},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    domain = load_domain("math", tmp_path / "a.parquet", chat)
+    assert words(chat, domain) == [["<s>", "one"], ["<|user|>", "two", "<|end|>"]]
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"b\.parquet: not a readable"):
+        load_domain("math", tmp_path / "b.parquet", chat)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "the file is empty"),
+        ("\n \n", "the file is empty"),
+        ('{"text": "one"}\nnot json\n', r"a\.jsonl, row 2: not JSON"),
+        ("[1, 2]\n", r"a\.jsonl, row 1: got a JSON list"),
+        ('{"text": "one"}\n{"question": "a", "answer": "b"}\n', "row 2: .*'question', 'answer'"),
+        ('{"text": 3}\n', "'text' is int, expected a string"),
+        ('{"prompt": ["a"]}\n', "'prompt' is list"),
+        ('{"messages": "hello"}\n', "'messages' is str, expected a list"),
+        ('{"messages": []}\n', "empty list"),
+        ('{"messages": [{"from": "a"}]}\n', "role and content"),
+    ],
+)
+def test_bad_files_are_named_with_their_row(
+    content: str, message: str, tmp_path: Path, chat: Any
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_domain("math", file, chat)
+
+
+def test_missing_and_unknown_files(tmp_path: Path, plain: Any) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        load_domain("math", tmp_path / "a.jsonl", plain)
+    with pytest.raises(DataError, match="unknown kind of file '.csv'"):
+        load_domain("math", tmp_path / "a.csv", plain)
+    with pytest.raises(DataError, match="no calibration text"):
+        load_domains({}, plain)
+
+
+def test_messages_without_a_template(tmp_path: Path, plain: Any) -> None:
+    file = write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "one"}]})
+    with pytest.raises(DataError, match=r"a\.jsonl, row 1: .*needs a chat template"):
+        load_domain("math", file, plain)
+
+
+def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(zoo.tiny_tokenizer(tmp_path / "t", chat_template=True))
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    file = write(tmp_path / "a.jsonl", {"prompt": "one"})
+    with pytest.raises(DataError, match=r"row 1: .*roles must alternate"):
+        load_domain("math", file, tokenizer)
+
+
+def test_no_token_for_a_domain(tmp_path: Path, chat: Any) -> None:
+    tokenizer = chat
+    file = write(tmp_path / "a.jsonl", {"prompt": ""})
+    saved = tokenizer.chat_template
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    try:
+        with pytest.raises(DataError, match="no token for domain 'math'"):
+            load_domain("math", file, tokenizer)
+    finally:
+        tokenizer.chat_template = saved
+
+
+def numbered(path: Path, count: int) -> Path:
+    return write(path, *({"text": "one two three " + " ".join("x" * n)} for n in range(count)))
+
+
+def test_bounds(tmp_path: Path, plain: Any) -> None:
+    file = numbered(tmp_path / "a.jsonl", 20)
+    everything = load_domain("math", file, plain)
+    assert [len(row) for row in everything.rows] == [4 + n for n in range(20)]
+    cut = load_domain("math", file, plain, TextOptions(max_length=6))
+    assert [len(row) for row in cut.rows] == [4, 5] + [6] * 18
+    assert load_domain("math", file, plain, TextOptions(max_tokens=50)).tokens == 50
+    some = load_domain("math", file, plain, TextOptions(limit=5))
+    lengths = [len(row) for row in some.rows]
+    assert len(lengths) == 5
+    assert lengths == sorted(lengths)  # the order of the file
+    assert lengths != [4, 5, 6, 7, 8]  # but not just its beginning
+
+
+def test_sampling_is_a_matter_of_the_seed(tmp_path: Path, plain: Any) -> None:
+    file = numbered(tmp_path / "a.jsonl", 40)
+
+    def lengths(name: str, seed: int) -> list[int]:
+        options = TextOptions(limit=10, seed=seed)
+        return [len(row) for row in load_domain(name, file, plain, options).rows]
+
+    assert lengths("math", 0) == lengths("math", 0)
+    assert lengths("math", 0) != lengths("math", 1)
+    assert lengths("math", 0) != lengths("code", 0)
+
+
+def test_holdout_takes_rows_out(tmp_path: Path, plain: Any) -> None:
+    file = numbered(tmp_path / "a.jsonl", 20)
+    domain = load_domain("math", file, plain, TextOptions(holdout=0.1))
+    assert len(domain.holdout) == 2
+    both = sorted(len(row) for row in (*domain.rows, *domain.holdout))
+    assert both == [4 + n for n in range(20)]
+    assert domain.tokens + domain.holdout_tokens == sum(both)
+    single = numbered(tmp_path / "b.jsonl", 1)
+    with pytest.raises(DataError, match="leaves none"):
+        load_domain("math", single, plain, TextOptions(holdout=0.1))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"limit": 0}, {"max_tokens": 0}, {"max_length": 0}, {"holdout": 1.0}]
+)
+def test_options_are_checked(bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(bad))):
+        TextOptions(**bad)
+
+
+def test_folder_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="no usable tokenizer"):
+        load_tokenizer(tmp_path)

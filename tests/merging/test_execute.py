@@ -1,0 +1,180 @@
+"""Running a plan: the same bytes however it is run, and nothing left when it cannot be."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import moemerge
+import zoo
+from moemerge import api
+from moemerge.checkpoint import CheckpointWriter
+from moemerge.config.options import MergeOptions
+from moemerge.errors import CheckpointError, NumericalError, ResourceError
+from moemerge.merging import blocks
+from moemerge.merging.execute import ExecutionSettings, MemoryBudget, execute
+from moemerge.merging.run import prepare_merge
+from moemerge.runtime.progress import Silent
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def models(tmp_path, zoo_folder):
+    base = zoo_folder("olmoe")
+    return [base, *(zoo.perturb(base, tmp_path / f"m{seed}", seed) for seed in (1, 2))]
+
+
+def config(method, models, **parameters):
+    base, *tuned = models
+    return {
+        "merge_method": method,
+        "base_model": str(base),
+        "models": [{"model": str(m), "parameters": {"weight": 0.5, **parameters}} for m in tuned],
+    }
+
+
+def run(settings, out, **execution):
+    prepared = prepare_merge(api.load_config(settings), MergeOptions())
+    plan = prepared.plan
+    with CheckpointWriter(out, plan.tensors, shard_bytes=10**9, overwrite=False) as writer:
+        execute(plan, writer, ExecutionSettings(CPU, **execution), Silent())
+        writer.add_bytes("config.json", b"{}")
+        writer.commit()
+    return zoo.tensors(out)
+
+
+@pytest.mark.parametrize("method", ["dare_ties", "della_linear", "ties"])
+def test_workers_and_sharding_do_not_change_a_bit(models, tmp_path, method):
+    settings = config(method, models, density=0.4)
+    one = run(settings, tmp_path / "one", workers=1)
+    many = run(settings, tmp_path / "many", workers=5, memory_budget=1)
+    moemerge.merge(settings, tmp_path / "shards", MergeOptions(out_shard_size="20kB"))
+    shards = zoo.tensors(tmp_path / "shards")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
+    for name, value in one.items():
+        assert torch.equal(value, many[name])
+        assert torch.equal(value, shards[name])
+
+
+def test_another_seed_gives_another_mask(models, tmp_path):
+    settings = config("dare_ties", models, density=0.4)
+    moemerge.merge(settings, tmp_path / "a", MergeOptions(seed=0))
+    moemerge.merge(settings, tmp_path / "b", MergeOptions(seed=1))
+    a, b = zoo.tensors(tmp_path / "a"), zoo.tensors(tmp_path / "b")
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    assert not torch.equal(a[name], b[name])
+
+
+def test_runs_of_rows_equal_the_whole(models, tmp_path, monkeypatch):
+    """Elementwise methods may cut a large tensor; the cut must not show."""
+    settings = config("task_arithmetic", models)
+    whole = run(settings, tmp_path / "whole")
+    monkeypatch.setattr(blocks, "RUN_ELEMENTS", 100)
+    cut = run(settings, tmp_path / "cut")
+    for name, value in whole.items():
+        assert torch.equal(value, cut[name])
+
+
+def test_task_arithmetic_by_hand(models, tmp_path):
+    result = run(config("task_arithmetic", models), tmp_path / "out")
+    base, a, b = map(zoo.tensors, models)
+    for name, value in result.items():
+        expected = base[name] + 0.5 * (a[name] - base[name]) + 0.5 * (b[name] - base[name])
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_input_is_named_and_stops(models, tmp_path, bad):
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    file = models[1] / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name][0, :3] = bad
+    save_file(tensors, file, metadata={"format": "pt"})
+    settings = config("ties", models)
+    with pytest.raises(NumericalError, match=rf"m1: tensor {name} holds 3 non-finite values"):
+        moemerge.merge(settings, tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+    moemerge.merge(settings, tmp_path / "out", MergeOptions(allow_nonfinite=True))
+
+
+def test_huge_but_finite_values_are_no_fault(models, tmp_path):
+    """The quick check is a sum, which may overflow though every term is finite."""
+    file = models[1] / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][:] = 3e38
+    save_file(tensors, file, metadata={"format": "pt"})
+    moemerge.merge(config("task_arithmetic", models), tmp_path / "out")
+
+
+def test_integer_tensors_must_agree(tmp_path, zoo_folder):
+    base = zoo_folder("deepseek_v4")
+    other = zoo.perturb(base, tmp_path / "other", 1)
+    settings = {
+        "merge_method": "linear",
+        "models": [{"model": str(m), "parameters": {"weight": 1}} for m in (base, other)],
+    }
+    report = moemerge.merge(settings, tmp_path / "out")
+    (reason,) = report.models[0].copied
+    assert reason == "integers, equal in all models"
+    file = other / "model.safetensors"
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.endswith("tid2eid"))
+    tensors[name] = (tensors[name] + 1) % 8
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"integer tensor .*tid2eid differs between"):
+        moemerge.merge(settings, tmp_path / "out2")
+    assert not (tmp_path / "out2").exists()
+
+
+def test_an_interrupt_leaves_nothing(models, tmp_path):
+    class Interrupting(Silent):
+        def advance(self, amount: int) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        moemerge.merge(config("ties", models), tmp_path / "out", progress=Interrupting())
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_full_disk_is_found_before_the_work(models, tmp_path, monkeypatch):
+    monkeypatch.setattr("moemerge.checkpoint.output.free_disk", lambda folder: 1000)
+    with pytest.raises(ResourceError, match=r"only 1\.0 kB are free"):
+        moemerge.merge(config("ties", models), tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_memory_budget_lets_a_large_piece_run_alone():
+    budget = MemoryBudget(100)
+    running = []
+    peak = []
+
+    def work(amount):
+        with budget.hold(amount):
+            running.append(amount)
+            peak.append(sum(running))
+            running.remove(amount)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (60, 60, 500, 30, 30) * 20]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(total <= 100 or total == 500 for total in peak)
+
+
+def test_the_folder_tells_what_it_is(models, tmp_path):
+    out = tmp_path / "out"
+    report = moemerge.merge(config("ties", models, density=0.5), out)
+    document = json.loads((out / "moemerge_report.json").read_text())
+    assert document["merge"]["inputs"]["m1"]["merged"] == report.models[0].merged > 0
+    assert "merge_method: ties" in (out / "moemerge_config.yml").read_text()
+    again = moemerge.merge(out / "moemerge_config.yml", tmp_path / "again")
+    assert again.method == "ties"
+    first, second = zoo.tensors(out), zoo.tensors(tmp_path / "again")
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert "`ties`" in (out / "README.md").read_text()

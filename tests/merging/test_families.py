@@ -1,0 +1,101 @@
+"""Every family of the table merges, in every layout, and the result loads in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import moemerge
+import zoo
+from moemerge.architectures.architecture import Architecture
+from moemerge.checkpoint import Checkpoint
+
+WEIGHTS = (0.4, 0.6)
+
+
+def config(method: str, base: Path, models: list[Path]) -> dict[str, object]:
+    parameters = [{"weight": w, "density": 0.5} for w in WEIGHTS]
+    if method == "linear":
+        parameters = [{"weight": w} for w in WEIGHTS]
+    entries = [{"model": str(m), "parameters": p} for m, p in zip(models, parameters, strict=True)]
+    settings: dict[str, object] = {"merge_method": method, "models": entries}
+    return settings if method == "linear" else {**settings, "base_model": str(base)}
+
+
+def load(folder: Path, model_type: str) -> dict[str, list[str]]:
+    """transformers' own account of a load: keys that were missing or too many."""
+    architecture = zoo.read_config(folder)["architectures"][0]
+    _model, info = getattr(transformers, architecture).from_pretrained(
+        folder, output_loading_info=True
+    )
+    return {k: sorted(map(str, info[k])) for k in ("missing_keys", "unexpected_keys")}
+
+
+@pytest.mark.parametrize("model_type", zoo.FAMILIES)
+def test_every_family_merges_and_loads(zoo_folder, tmp_path, model_type):
+    base = zoo_folder(model_type)
+    models = [zoo.perturb(base, tmp_path / str(seed), seed) for seed in (1, 2)]
+    inputs = [zoo.tensors(m) for m in models]
+    for method in ("linear", "ties"):
+        out = tmp_path / method
+        report = moemerge.merge(config(method, base, models), out)
+        merged = zoo.tensors(out)
+        assert merged.keys() == inputs[0].keys()
+        assert all(m.tensors == m.merged + sum(map(len, m.copied.values())) for m in report.models)
+        assert load(out, model_type) == {"missing_keys": [], "unexpected_keys": []}
+        if method == "linear":
+            for name, value in merged.items():
+                if value.is_floating_point():
+                    expected = sum(w * t[name] for w, t in zip(WEIGHTS, inputs, strict=True))
+                    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+                else:
+                    assert torch.equal(value, inputs[0][name])
+
+
+def units(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint.open(folder)
+    architecture = Architecture.of(checkpoint.config, checkpoint.tensors)
+    return {
+        unit.key: unit.slot.take(checkpoint.read(name, unit.slot.rows))
+        for name in checkpoint.tensors
+        for unit in architecture.units(name)
+    }
+
+
+@pytest.mark.parametrize("model_type", ["olmoe", "mixtral", "gpt_oss", "deepseek_v3", "granitemoe"])
+@pytest.mark.parametrize("method", ["ties", "dare_ties", "della"])
+def test_the_unit_is_one_expert_whatever_the_layout(tmp_path, model_type, method):
+    """A per-tensor rule gives the same weights on fused and on per-expert checkpoints."""
+    results = []
+    for fused in (False, True):
+        folders = []
+        for seed in (0, 1, 2):
+            # Fine-tunes are far from each other expert by expert: a trim over a whole stack would
+            # keep other elements.
+            folder = tmp_path / f"{fused}-{seed}"
+            zoo.build(model_type, folder, seed=seed, fused=fused)
+            folders.append(folder)
+        out = tmp_path / f"{fused}-out"
+        moemerge.merge(config(method, folders[0], folders[1:]), out)
+        results.append(units(out))
+    assert results[0].keys() == results[1].keys()
+    for key, value in results[0].items():
+        assert torch.equal(value, results[1][key]), key
+
+
+def test_layouts_may_be_mixed(tmp_path):
+    """A base in one layout and fine-tunes in another: the result has the base's layout."""
+    for fused in (False, True):
+        for seed in (0, 1, 2):
+            zoo.build("qwen3_moe", tmp_path / f"{fused}-{seed}", seed=seed, fused=fused)
+    plain = [tmp_path / f"False-{seed}" for seed in (0, 1, 2)]
+    mixed = [plain[0], tmp_path / "True-1", plain[2]]
+    moemerge.merge(config("ties", plain[0], plain[1:]), tmp_path / "plain")
+    moemerge.merge(config("ties", mixed[0], mixed[1:]), tmp_path / "mixed")
+    expected, found = zoo.tensors(tmp_path / "plain"), zoo.tensors(tmp_path / "mixed")
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name

@@ -1,0 +1,251 @@
+"""What goes into which output tensor, and what is refused before a tensor is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import moemerge
+import zoo
+from moemerge.errors import ArchitectureError, CheckpointError, ConfigError
+
+
+def edit(folder: Path, change) -> None:
+    """Rewrite a single-file checkpoint's tensors."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **values) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture
+def dense(tmp_path):
+    """A base and two fine-tunes of a dense model with four layers."""
+    base = zoo.dense_llama(tmp_path / "base")
+    return [base, *(zoo.perturb(base, tmp_path / f"m{seed}", seed) for seed in (1, 2))]
+
+
+@pytest.fixture
+def olmoe(tmp_path, zoo_folder):
+    base = tmp_path / "base"
+    shutil.copytree(zoo_folder("olmoe"), base)
+    return [base, *(zoo.perturb(base, tmp_path / f"m{seed}", seed) for seed in (1, 2))]
+
+
+def linear(models, **extra):
+    entries = [{"model": str(m), "parameters": {"weight": 1.0}} for m in models]
+    return {"merge_method": "linear", "models": entries, **extra}
+
+
+def ties(base, models, **extra):
+    return {**linear(models), "merge_method": "ties", "base_model": str(base), **extra}
+
+
+def test_gradient_runs_over_the_layers_and_starts_outside_them(dense, tmp_path):
+    _, a, b = dense
+    config = {
+        "merge_method": "linear",
+        "models": [
+            {"model": str(a), "parameters": {"weight": [0, 1]}},
+            {"model": str(b), "parameters": {"weight": [1, 0]}},
+        ],
+    }
+    moemerge.merge(config, tmp_path / "out")
+    merged, ta, tb = zoo.tensors(tmp_path / "out"), zoo.tensors(a), zoo.tensors(b)
+    for name, value in merged.items():
+        layer = int(name.split(".")[2]) if ".layers." in name else 0
+        t = layer / 3 if ".layers." in name else 0.0
+        torch.testing.assert_close(value, t * ta[name] + (1 - t) * tb[name], rtol=1e-5, atol=1e-6)
+
+
+def test_filters_name_experts_and_roles(olmoe, tmp_path):
+    _, a, b = olmoe
+    weight = [
+        {"filter": "role:router", "value": 0.0},
+        {"filter": "experts.3.", "value": 0.25},
+        {"value": 1.0},
+    ]
+    config = linear([a, b])
+    config["models"][0]["parameters"]["weight"] = weight
+    moemerge.merge(config, tmp_path / "out")
+    merged, ta, tb = zoo.tensors(tmp_path / "out"), zoo.tensors(a), zoo.tensors(b)
+    for name, value in merged.items():
+        w = 0.0 if name.endswith("mlp.gate.weight") else 0.25 if ".experts.3." in name else 1.0
+        torch.testing.assert_close(value, (w * ta[name] + tb[name]) / (w + 1), msg=name)
+
+
+def test_slices_stack_layers_and_the_config_follows(dense, tmp_path):
+    _, a, b = dense
+    config = {
+        "merge_method": "passthrough",
+        "slices": [
+            {"sources": [{"model": str(a), "layer_range": [0, 3]}]},
+            {"sources": [{"model": str(b), "layer_range": [1, 4]}]},
+        ],
+    }
+    report = moemerge.merge(config, tmp_path / "out")
+    merged, ta, tb = zoo.tensors(tmp_path / "out"), zoo.tensors(a), zoo.tensors(b)
+    assert zoo.read_config(tmp_path / "out")["num_hidden_layers"] == 6
+    for n, (source, layer) in enumerate([(ta, 0), (ta, 1), (ta, 2), (tb, 1), (tb, 2), (tb, 3)]):
+        name = "model.layers.{}.mlp.up_proj.weight"
+        assert torch.equal(merged[name.format(n)], source[name.format(layer)])
+    assert torch.equal(merged["model.embed_tokens.weight"], ta["model.embed_tokens.weight"])
+    assert torch.equal(merged["model.norm.weight"], tb["model.norm.weight"])
+    assert torch.equal(merged["lm_head.weight"], tb["lm_head.weight"])
+    dropped = {m.name: m.dropped for m in report.models}
+    assert set(dropped["m1"]) == {"layer 3 is in no slice", "outside every slice"}
+
+
+def test_slices_past_the_last_layer_are_refused(dense, tmp_path):
+    config = {
+        "merge_method": "passthrough",
+        "slices": [{"sources": [{"model": str(dense[1]), "layer_range": [2, 9]}]}],
+    }
+    with pytest.raises(ConfigError, match=r"goes past its last layer: it has 4"):
+        moemerge.merge(config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_router_section_merges_or_keeps_routers(olmoe, tmp_path):
+    base, a, b = olmoe
+    ta, tb = zoo.tensors(a), zoo.tensors(b)
+    name = "model.layers.1.mlp.gate.weight"
+    moemerge.merge(ties(base, [a, b]), tmp_path / "plain")
+    moemerge.merge(
+        ties(base, [a, b], router={"merge_method": "linear", "parameters": {"weight": 1.0}}),
+        tmp_path / "linear",
+    )
+    report = moemerge.merge(ties(base, [a, b], router={"keep": "m2"}), tmp_path / "keep")
+    plain, average, keep = (zoo.tensors(tmp_path / x) for x in ("plain", "linear", "keep"))
+    torch.testing.assert_close(average[name], (ta[name] + tb[name]) / 2)
+    assert torch.equal(keep[name], tb[name])
+    assert not torch.equal(plain[name], average[name])
+    for other in plain:
+        if not other.endswith("mlp.gate.weight"):
+            assert torch.equal(plain[other], average[other])
+            assert torch.equal(plain[other], keep[other])
+    accounts = {m.name: m for m in report.models}
+    assert len(accounts["m1"].dropped["the routers are those of m2"]) == 3
+    assert len(accounts["m2"].copied["router: keep"]) == 3
+
+
+def test_missing_tensor_is_named(olmoe, tmp_path):
+    base, a, b = olmoe
+    edit(b, lambda t: t.pop("model.layers.0.mlp.experts.2.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"m2 lacks 1 tensors .*experts\.2\.up_proj\.weight"):
+        moemerge.merge(ties(base, [a, b]), tmp_path / "out")
+
+
+def test_extra_tensor_is_not_lost(olmoe, tmp_path):
+    base, a, b = olmoe
+    edit(b, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(4)}))
+    with pytest.raises(CheckpointError, match=r"base lacks 1 tensors .*q_proj\.bias"):
+        moemerge.merge(ties(base, [a, b]), tmp_path / "out")
+
+
+def test_prediction_layers_survive_when_a_fine_tune_lost_them(olmoe, tmp_path):
+    base, a, b = olmoe
+    extra = torch.randn(3, 5)
+    edit(base, lambda t: t.update({"model.layers.3.eh_proj.weight": extra}))
+    report = moemerge.merge(ties(base, [a, b]), tmp_path / "out")
+    assert torch.equal(zoo.tensors(tmp_path / "out")["model.layers.3.eh_proj.weight"], extra)
+    accounts = {m.name: m for m in report.models}
+    (reason,) = accounts["base"].copied
+    assert reason.startswith("not in every model")
+
+
+def test_prediction_layers_in_one_fine_tune_only_are_copied(olmoe, tmp_path):
+    base, a, b = olmoe
+    extra = torch.randn(3, 5)
+    edit(b, lambda t: t.update({"model.layers.3.eh_proj.weight": extra}))
+    moemerge.merge(ties(base, [a, b]), tmp_path / "out")
+    assert torch.equal(zoo.tensors(tmp_path / "out")["model.layers.3.eh_proj.weight"], extra)
+
+
+def test_prediction_layers_in_all_models_are_merged(olmoe, tmp_path):
+    _, a, b = olmoe
+    for value, folder in ((1.0, a), (3.0, b)):
+        extra = torch.full((3, 5), value)
+        edit(folder, lambda t, x=extra: t.update({"model.layers.3.eh_proj.weight": x}))
+    moemerge.merge(linear([a, b]), tmp_path / "out")
+    merged = zoo.tensors(tmp_path / "out")["model.layers.3.eh_proj.weight"]
+    assert torch.equal(merged, torch.full((3, 5), 2.0))
+
+
+def test_tied_head_pairs_with_an_untied_one(tmp_path):
+    base = zoo.dense_llama(tmp_path / "base", tied=True)
+    tuned = zoo.perturb(base, tmp_path / "tuned", 1)
+    edit(tuned, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    report = moemerge.merge(linear([base, tuned]), tmp_path / "out")
+    assert "lm_head.weight" not in zoo.tensors(tmp_path / "out")
+    account = next(m for m in report.models if m.name == "tuned")
+    assert account.dropped == {"a copy of the tied embeddings": ["lm_head.weight"]}
+    untied = zoo.dense_llama(tmp_path / "untied", seed=3)
+    with pytest.raises(ArchitectureError, match="ties it to the embeddings"):
+        moemerge.merge(linear([base, untied]), tmp_path / "out2")
+    moemerge.merge(linear([untied, tuned]), tmp_path / "out3")
+    merged, t1, t2 = (zoo.tensors(tmp_path / x) for x in ("out3", "untied", "tuned"))
+    expected = (t1["lm_head.weight"] + t2["lm_head.weight"]) / 2
+    torch.testing.assert_close(merged["lm_head.weight"], expected)
+
+
+def test_shapes_and_families_must_agree(olmoe, tmp_path):
+    _, a, _ = olmoe
+    other = zoo.dense_llama(tmp_path / "llama")
+    with pytest.raises(ArchitectureError, match=r"'olmoe', but .*'llama'"):
+        moemerge.merge(linear([a, other]), tmp_path / "out")
+    narrow = zoo.build("olmoe", tmp_path / "narrow", intermediate_size=16)
+    with pytest.raises(CheckpointError, match=r"has shape \[32, 16\], but .* has \[32, 48\]"):
+        moemerge.merge(linear([a, narrow]), tmp_path / "out")
+    deep = zoo.build("olmoe", tmp_path / "deep", num_hidden_layers=4)
+    with pytest.raises(ArchitectureError, match=r"has 3 layers, but .* has 4"):
+        moemerge.merge(linear([a, deep]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_unlike_dtypes_need_a_word(olmoe, tmp_path):
+    _, a, b = olmoe
+    edit(b, lambda t: t.update({n: v.bfloat16() for n, v in t.items()}))
+    with pytest.raises(CheckpointError, match=r"another dtype in each model \(m1: float32, m2"):
+        moemerge.merge(linear([a, b]), tmp_path / "out")
+    moemerge.merge(linear([a, b], out_dtype="bfloat16"), tmp_path / "out")
+    assert {v.dtype for v in zoo.tensors(tmp_path / "out").values()} == {torch.bfloat16}
+    assert zoo.read_config(tmp_path / "out")["dtype"] == "bfloat16"
+
+
+def test_dtype_casts_inputs_before_the_arithmetic(olmoe, tmp_path):
+    _, a, b = olmoe
+    moemerge.merge(linear([a, b], dtype="bfloat16", out_dtype="float32"), tmp_path / "out")
+    merged, ta, tb = zoo.tensors(tmp_path / "out"), zoo.tensors(a), zoo.tensors(b)
+    for name, value in merged.items():
+        expected = (ta[name].bfloat16().float() + tb[name].bfloat16().float()) / 2
+        assert torch.equal(value, expected)
+
+
+def test_quantised_models_are_refused(olmoe, tmp_path):
+    _, a, b = olmoe
+    edit_config(b, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ArchitectureError, match="is quantised"):
+        moemerge.merge(linear([a, b]), tmp_path / "out")
+
+
+def test_unknown_moe_merges_tensor_by_tensor_with_a_notice(tmp_path, zoo_folder):
+    base = tmp_path / "base"
+    shutil.copytree(zoo_folder("olmoe"), base)
+    edit_config(base, model_type="brand_new_moe", architectures=["BrandNewForCausalLM"])
+    other = zoo.perturb(base, tmp_path / "other", 1)
+    report = moemerge.merge(linear([base, other]), tmp_path / "out")
+    assert any("unknown MoE architecture 'brand_new_moe'" in n for n in report.notices)
+    merged, t1, t2 = (zoo.tensors(f) for f in (tmp_path / "out", base, other))
+    for name, value in merged.items():
+        torch.testing.assert_close(value, (t1[name] + t2[name]) / 2)
