@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from moemerge.version import __version__
 
 if TYPE_CHECKING:
+    from moemerge.api import calibrate as calibrate
     from moemerge.api import inspect as inspect
     from moemerge.api import load_config as load_config
     from moemerge.api import merge as merge
+    from moemerge.api import run as run
     from moemerge.api import validate as validate
     from moemerge.checkpoint import Checkpoint as Checkpoint
     from moemerge.merging.method import merge_method as merge_method
@@ -22,10 +24,12 @@ if TYPE_CHECKING:
 # Public name -> the room it lives in.
 _PUBLIC = {
     "Checkpoint": "moemerge.checkpoint",
+    "calibrate": "moemerge.api",
     "inspect": "moemerge.api",
     "load_config": "moemerge.api",
     "merge": "moemerge.api",
     "merge_method": "moemerge.merging.method",
+    "run": "moemerge.api",
     "validate": "moemerge.api",
 }
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-import zoo
 from torch import Tensor
 
+import zoo
 from moemerge.features.batches import Batch, PaddingSide, make_batches
 from moemerge.features.text import Domain
 

@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zoo
 
+import zoo
 from moemerge.errors import DataError, TokenizerError, UsageError
 from moemerge.features.text import Domain, TextOptions, load_domain, load_domains, load_tokenizer
 
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_tokenizer(
-        zoo.tiny_tokenizer(tmp_path_factory.mktemp("chat"), chat_template=True)
-    )
+    return load_tokenizer(zoo.tiny_tokenizer(tmp_path_factory.mktemp("chat"), chat_template=True))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +122,7 @@ def test_bad_files_are_named_with_their_row(
 def test_missing_and_unknown_files(tmp_path: Path, plain: Any) -> None:
     with pytest.raises(DataError, match="no such file"):
         load_domain("math", tmp_path / "a.jsonl", plain)
-    with pytest.raises(DataError, match="unknown kind of file '.csv'"):
+    with pytest.raises(DataError, match=r"unknown kind of file '\.csv'"):
         load_domain("math", tmp_path / "a.csv", plain)
     with pytest.raises(DataError, match="no calibration text"):
         load_domains({}, plain)

@@ -80,9 +80,7 @@ def calibrate_layer(
     solution = solve_router(problem.gate, problem.domains, start.to(device), settings)
     found, newton = solution.weight, None
     if exact:
-        newton = minimise_divergence(
-            problem.gate, problem.domains, found, exact_settings(settings)
-        )
+        newton = minimise_divergence(problem.gate, problem.domains, found, exact_settings(settings))
         found = newton.weight
     weight, bias = _rounded(found, problem)
     new = joined(weight, bias)
@@ -94,9 +92,7 @@ def calibrate_layer(
         exact=newton,
         agreement=_agreement(problem, problem.domains, new),
         holdout=_agreement(problem, problem.holdout, new) if problem.holdout else None,
-        router_on_features=_agreement(
-            problem, [replace(d, targets=None) for d in on_features], new
-        )
+        router_on_features=_agreement(problem, [replace(d, targets=None) for d in on_features], new)
         if on_features
         else None,
     )

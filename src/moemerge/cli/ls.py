@@ -38,19 +38,7 @@ def ls(
     if json:
         show_json(entries)
         return
-    from rich.table import Table
+    from moemerge.cli import render
 
-    table = Table(box=None, pad_edge=False)
-    for column in entries[0]:
-        table.add_column(column.replace("_", " "), overflow="fold")
-    for entry in entries:
-        table.add_row(*(_cell(v) for v in entry.values()))
-    out.print(table)
-
-
-def _cell(value: object) -> str:
-    from rich.markup import escape
-
-    if isinstance(value, list):
-        return escape(", ".join(map(str, value))) or "-"
-    return escape("" if value is None else str(value))
+    table = render.methods_table if what is What.methods else render.families_table
+    out.print(table(entries))

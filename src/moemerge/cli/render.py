@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -11,6 +11,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from moemerge.architectures.describe import Description
     from moemerge.merging.report import MergeReport
+    from moemerge.testbed.demo import DemoRow
 
 SHOWN_NAMES = 3  # of each reason, without --verbose
 
@@ -139,3 +140,64 @@ def _calibration(d: Description) -> str:
     if d.calibratable:
         return "possible" + (f" ({d.reason})" if d.reason else "")
     return f"not possible: {d.reason}"
+
+
+def demo_table(rows: list[DemoRow]) -> Table:
+    """Mismatch, tokens touched and KL of each model, per domain."""
+    domains = list(rows[0].agreement)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("merge")
+    table.add_column("routers")
+    for name in domains:
+        table.add_column(f"{name}: wrong experts", justify="right")
+        table.add_column("tokens hit", justify="right")
+        table.add_column("KL", justify="right")
+    for row in rows:
+        cells = []
+        for name in domains:
+            a = row.agreement[name]
+            cells += [f"{a.mismatch:.1%}", f"{a.any_mismatch:.0%}", f"{a.kl:.4f}"]
+        style = "bold" if row.routers.startswith("calibrated") else None
+        table.add_row(row.method, row.routers, *cells, style=style)
+    return table
+
+
+def methods_table(methods: list[dict[str, Any]]) -> RenderableType:
+    """A paragraph for each method: what it does, then its parameters with their defaults."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for method in methods:
+        base = {"required": "needs base_model", "optional": "base_model optional"}
+        words = [
+            base.get(method["base_model"], ""),
+            _parameter_words("per model", method["per_model"]),
+            _parameter_words("options", method["options"]),
+        ]
+        second = "; ".join(word for word in words if word)
+        table.add_row(
+            method["method"], f"{escape(method['what_it_does'])}\n[dim]{escape(second)}[/]"
+        )
+    return table
+
+
+def _parameter_words(kind: str, parameters: list[dict[str, Any]]) -> str:
+    def word(p: dict[str, Any]) -> str:
+        default = p["default"]
+        if default == "required":
+            return f"{p['name']} (required)"
+        if default is None:
+            return str(p["name"])
+        return f"{p['name']}={str(default).lower() if isinstance(default, bool) else default}"
+
+    return f"{kind}: {', '.join(map(word, parameters))}" if parameters else ""
+
+
+def families_table(families: list[dict[str, Any]]) -> RenderableType:
+    table = Table(box=None, pad_edge=False)
+    for column in ("family", "routers can be calibrated", "also known as"):
+        table.add_column(column, overflow="fold")
+    for f in families:
+        served = f["calibration"] + (f": {f['why']}" if f["why"] else "")
+        table.add_row(f["family"], escape(served), ", ".join(f["also"]))
+    return table

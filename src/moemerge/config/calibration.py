@@ -75,7 +75,10 @@ class CalibrationSettings(Strict):
     device: Annotated[str, PlainValidator(device_name)] = Field(
         "auto", description="auto, cpu, cuda or cuda:N"
     )
-    dtype: Dtype = Field("auto", description="dtype of the forward pass (auto: the checkpoint's)")
+    dtype: Dtype = Field(
+        "auto",
+        description="dtype of the forward pass (auto: float32 on a CPU, the checkpoint's on a GPU)",
+    )
     strict: Annotated[bool, Field(strict=True)] = Field(
         False, description="fail when a layer does not converge"
     )

@@ -21,14 +21,14 @@ class RouterStop:
         router: RouterModule,
         names: tuple[str, str | None],
         parameters: tuple[Tensor, Tensor | None],
-        stored: torch.dtype,
+        stored: tuple[torch.dtype, torch.dtype | None],
         features: list[tuple[Batch, Tensor]],
     ) -> None:
         self.layer = router.layer
         self.router = router.path
         self.weight_name, self.bias_name = names  # on disk
         self._weight, self._bias = parameters
-        self._stored = stored
+        self._stored, self._stored_bias = stored
         self._features = features
 
     @property
@@ -61,18 +61,18 @@ class RouterStop:
 
     def replace(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Go on with this router. It is rounded to the dtype it will be stored in first."""
-        self._put(self._weight, weight, self.weight_name)
+        self._put(self._weight, weight, self.weight_name, self._stored)
         if bias is not None:
-            if self._bias is None or self.bias_name is None:
+            if self._bias is None or self.bias_name is None or self._stored_bias is None:
                 raise UsageError(f"{self.router} has no bias to replace")
-            self._put(self._bias, bias, self.bias_name)
+            self._put(self._bias, bias, self.bias_name, self._stored_bias)
 
-    def _put(self, parameter: Tensor, value: Tensor, name: str) -> None:
+    def _put(self, parameter: Tensor, value: Tensor, name: str, stored: torch.dtype) -> None:
         if value.shape != parameter.shape:
             raise UsageError(
                 f"{name}: got shape {list(value.shape)}, expected {list(parameter.shape)}"
             )
-        rounded = value.detach().to(self._stored)
+        rounded = value.detach().to(stored)
         if not bool(torch.isfinite(rounded).all()):
             raise NumericalError(f"{name}: the new router holds non-finite values")
         with torch.no_grad():

@@ -25,13 +25,13 @@ from torch.utils.hooks import RemovableHandle
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import (
     ArchitectureError,
-    DataError,
     MoeMergeError,
     NumericalError,
     ResourceError,
     UsageError,
 )
 from moemerge.features.batches import Batch
+from moemerge.features.checks import check_tokens, finite, real_rows
 from moemerge.features.loading import build_skeleton
 from moemerge.features.memory import MemoryEstimate, choose_offload, estimate_memory
 from moemerge.features.routers import Anatomy, RouterModule, anatomy
@@ -48,9 +48,10 @@ class RouterStream:
     """Iterate to get a `RouterStop` at every router, in the order the model runs them.
 
     `layers` restricts the stops (all layers are run all the same, as far as they are needed).
-    `prefetch` reads the next layer while one computes (default: on accelerators). `on_output` gets every batch's final hidden states (after the last norm) or logits; without it
-    the run ends at the last router asked for. Use it as a context manager: leaving it ends all
-    threads and frees the weights.
+    `on_output` gets every batch's final hidden states (after the last norm) or logits; without it
+    the run ends at the last router asked for. `prefetch` reads the next layer while one computes
+    (default: on accelerators). Use it as a context manager: leaving it ends all threads and frees
+    the weights.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RouterStream:
         self.model = build_skeleton(checkpoint, dtype, trust_remote_code=trust_remote_code)
         self.anatomy: Anatomy = anatomy(self.model)
         self._wanted = self._routers_wanted(layers, on_output is not None)
-        self._check_batches(batches)
+        check_tokens(self.model, batches, checkpoint.label)
         self._on_output = on_output
         # On a CPU, reading ahead takes memory and the very cores that compute.
         self._prefetch = self.device.type != "cpu" if prefetch is None else prefetch
@@ -101,11 +102,11 @@ class RouterStream:
             for number, batch in enumerate(batches)
         ]
         for worker in self._workers:
-            worker.rows = _real_rows(worker.batch, self.device)
+            worker.rows = real_rows(worker.batch, self.device)
         self._hooks: list[RemovableHandle] = []
         self._layer: int | None = None  # the one whose weights are placed
         self._closed = False
-        self._begun = False
+        self._stops: Iterator[RouterStop] | None = None
 
     @property
     def passed_over(self) -> tuple[tuple[str, str], ...]:
@@ -135,6 +136,7 @@ class RouterStream:
         if self._closed:
             return
         self._closed = True
+        self._stops = iter(())
         for worker in self._workers:
             worker.cancel()
         self._workers = []
@@ -146,17 +148,20 @@ class RouterStream:
         self._room.close()
 
     def __iter__(self) -> Iterator[RouterStop]:
-        if self._begun:
+        if self._stops is not None:
             raise UsageError("a RouterStream runs once; open another for a second pass")
-        self._begun = True
-        try:
-            yield from self._run()
-        finally:
-            self.close()
+        self._stops = self._run()  # kept here: a dropped iterator must not end the stream
+        return self._stops
 
     # --- the schedule ---
 
     def _run(self) -> Iterator[RouterStop]:
+        try:
+            yield from self._schedule()
+        finally:
+            self.close()
+
+    def _schedule(self) -> Iterator[RouterStop]:
         self._progress.start("streaming", len(self.anatomy.layers), unit="layers")
         self._weights.place(self._weights.fetch(self._root))
         self._weights.check(self._root, "the resident part")
@@ -169,9 +174,8 @@ class RouterStream:
             if place.kind == "layer":
                 self._bring(self.anatomy.layers.index(place.key))
                 continue
-            router = self._wanted[place.key]
             left.discard(place.key)
-            stop = self._stop(router, features)
+            stop = self._stop(self._wanted[place.key], features)
             del features
             yield stop
             stop.release()
@@ -180,12 +184,12 @@ class RouterStream:
     def _advance(self) -> tuple[Place, list[tuple[Batch, Tensor]]]:
         """Every batch goes on to its next pause; all must come to the same."""
         features: list[tuple[Batch, Tensor]] = []
-        finite: list[Tensor] = []
+        flags: list[Tensor] = []
         for worker in self._workers:
             worker.step()
             self._raise_error_of(worker)
             if worker.value is not None:
-                finite.append(_finite(worker.value, worker.rows))
+                flags.append(finite(worker.value, worker.rows))
             if worker.place.kind == "router":
                 features.append((worker.batch, self._features(worker)))
             if worker.place.kind == "end":
@@ -199,7 +203,7 @@ class RouterStream:
                 hint="the model's course depends on its input; it cannot be streamed by layers",
             )
         place = places.pop()
-        self._check_finite(place, finite)
+        self._check_finite(place, flags)
         return place, features
 
     def _finish(self, worker: Worker) -> None:
@@ -239,7 +243,11 @@ class RouterStream:
                 f"{self.checkpoint.label}: {router.weight} is not stored as one tensor of its own"
             )
         bias = None if router.bias is None else self.model.get_parameter(router.bias)
-        stored = self.checkpoint.tensors[weight_name].dtype
+        tensors = self.checkpoint.tensors
+        stored = (
+            tensors[weight_name].dtype,
+            None if bias_name is None else tensors[bias_name].dtype,
+        )
         parameters = (self.model.get_parameter(router.weight), bias)
         return RouterStop(router, (weight_name, bias_name), parameters, stored, features)
 
@@ -355,18 +363,6 @@ class RouterStream:
             )
         return found
 
-    def _check_batches(self, batches: Sequence[Batch]) -> None:
-        if not batches:
-            raise DataError("no batch of calibration text given")
-        embedding: Any = self.model.get_input_embeddings()
-        rows = getattr(embedding, "num_embeddings", None)
-        largest = max(int(batch.input_ids.max()) for batch in batches)
-        if rows is not None and largest >= rows:
-            raise DataError(
-                f"the text holds token {largest}, but {self.checkpoint.label} knows {rows} tokens",
-                hint="text must be tokenized with the model's own tokenizer",
-            )
-
     def _root_names(self, runs: str) -> tuple[str, ...]:
         inside = tuple(path + "." for path in self.anatomy.layers)
         prefix = runs + "." if runs else ""
@@ -375,20 +371,3 @@ class RouterStream:
             for name in self.model.state_dict()
             if name.startswith(prefix) and not name.startswith(inside)
         )
-
-
-def _real_rows(batch: Batch, device: torch.device) -> Tensor | None:
-    if not batch.padded:
-        return None
-    return batch.mask.reshape(-1).nonzero().squeeze(1).to(device)
-
-
-def _finite(value: Tensor, rows: Tensor | None) -> Tensor:
-    """Whether all real tokens are finite: a flag that stays on the device, so nothing waits."""
-    if not value.is_floating_point() or value.numel() == 0:
-        return torch.tensor(True, device=value.device)
-    if rows is not None:
-        value = value.reshape(-1, *value.shape[-1:]) if value.dim() == 2 else value.flatten(0, 1)
-        value = value.index_select(0, rows)
-    low, high = torch.aminmax(value.detach())
-    return torch.isfinite(low) & torch.isfinite(high)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,30 +49,44 @@ def output_files(
 ) -> OutputFiles:
     """Everything but the weights. The donor is the base, or the first model without one."""
     donor = models[merge.name_of(merge.donor)]
-    made: dict[str, bytes] = {}
     copied = donor.checkpoint.companions()
     config = result_config(donor, output)
-    generation = read_json(donor.checkpoint.path / GENERATION_CONFIG)
+    made: dict[str, bytes] = {}
     notices: list[str] = []
-    plan = vocabularies.plan
-    if plan is not None:
-        copied = {name: path for name, path in copied.items() if not is_tokenizer_file(name)}
-        made |= tokenizer_files(plan)
-        config, warnings = _for_vocabulary(config, "config.json", donor, plan)
-        notices += warnings
+    if vocabularies.plan is not None:
+        config, notices = _for_vocabulary(config, "config.json", donor, vocabularies.plan)
+        generation = read_json(donor.checkpoint.path / GENERATION_CONFIG)
         if generation is not None:
-            generation, warnings = _for_vocabulary(generation, GENERATION_CONFIG, donor, plan)
-            notices += warnings
+            generation, more = _for_vocabulary(
+                generation, GENERATION_CONFIG, donor, vocabularies.plan
+            )
             made[GENERATION_CONFIG] = to_json(generation)
-    if chat_template is not None:
-        folders = {merge.models[n]: m.checkpoint.path for n, m in models.items()}
-        text = resolve_chat_template(chat_template, folders, list(folders))
-        if text is not None:
-            files = made if plan is not None else donor_files(donor.checkpoint.path)
-            made |= with_chat_template(files, text)
-    made["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+            notices += more
+    tokenizer = _tokenizer(merge, models, donor, vocabularies.plan, chat_template)
+    if tokenizer is not None:
+        copied = {name: path for name, path in copied.items() if not is_tokenizer_file(name)}
+        made |= tokenizer
+    made["config.json"] = to_json(config)
     copied = {name: path for name, path in copied.items() if name not in made}
     return OutputFiles(made, copied, tuple(notices))
+
+
+def _tokenizer(
+    merge: NormalisedMerge,
+    models: Mapping[str, InputModel],
+    donor: InputModel,
+    plan: TokenizerPlan | None,
+    chat_template: str | None,
+) -> dict[str, bytes] | None:
+    """The tokenizer's files where they are not simply the donor's."""
+    files = None if plan is None else tokenizer_files(plan)
+    if chat_template is None:
+        return files
+    folders = {merge.models[name]: model.checkpoint.path for name, model in models.items()}
+    text = resolve_chat_template(chat_template, folders, list(folders))
+    if text is None:
+        return files
+    return with_chat_template(files or donor_files(donor.checkpoint.path), text)
 
 
 def _for_vocabulary(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moemerge.architectures.roles import Role, Unit
+from moemerge.checkpoint import locate
 from moemerge.config.models import ModelRef
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.schema import TokenizerSettings
@@ -78,6 +79,10 @@ def plan_vocabularies(
         merge.models[name]: read_vocabulary(model.checkpoint.path, model.checkpoint.label)
         for name, model in models.items()
     }
+    donor = settings.source
+    if isinstance(donor, ModelRef) and donor not in vocabularies:
+        # A tokenizer may come from a model that is not merged; its weights are not looked at.
+        vocabularies[donor] = read_vocabulary(locate(donor.path, donor.revision), str(donor))
     order = [merge.models[name] for name in models]
     plan = plan_tokenizer(
         settings, vocabularies, base=merge.base_model, order=order, embedding_rows=known

@@ -1,0 +1,154 @@
+"""What the output folder tells about itself: resolved config, report, model card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moemerge.calibration.prepare import Prepared, settings_data
+from moemerge.calibration.report import CalibrationReport
+from moemerge.config.dump import dump_config
+from moemerge.config.schema import RunConfig
+from moemerge.config.translate import parse_settings
+from moemerge.config.yaml_lines import read_yaml
+from moemerge.errors import ConfigError
+from moemerge.report.card import model_card
+from moemerge.report.document import (
+    CARD_NAME,
+    CONFIG_NAME,
+    REPORT_NAME,
+    report_bytes,
+    report_document,
+)
+
+SECTION = "Router calibration"
+
+
+def output_files(prepared: Prepared, report: CalibrationReport, version: str) -> dict[str, bytes]:
+    """The three files that moemerge adds to a calibrated model."""
+    folder = prepared.merged.checkpoint.path
+    earlier = _earlier_report(folder)
+    config = resolved_config(prepared, report)
+    document = report_document(version, merge=earlier.get("merge"), calibration=report.to_json())
+    return {
+        CONFIG_NAME: config.encode(),
+        REPORT_NAME: report_bytes(document),
+        CARD_NAME: calibration_card(folder, earlier, report, config, version).encode(),
+    }
+
+
+def _earlier_report(folder: Path) -> dict[str, Any]:
+    """The merged folder's own report, where moemerge merged it."""
+    path = folder / REPORT_NAME
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        return {}  # not ours, or damaged: it has nothing to tell
+    return found if isinstance(found, dict) and isinstance(found.get("merge"), dict) else {}
+
+
+# --- config -------------------------------------------------------------------------------------
+
+
+def resolved_config(prepared: Prepared, report: CalibrationReport) -> str:
+    """The config with which `moemerge run` makes this model again.
+
+    The merge's own config with a `calibration:` block; for a model that another tool merged, or
+    that was calibrated before, a config that takes it as it is.
+    """
+    folder = prepared.merged.checkpoint.path
+    written = folder / CONFIG_NAME
+    if prepared.request.passing and written.is_file():
+        return written.read_text(encoding="utf-8")
+    block = {
+        **settings_data(prepared.request.settings),
+        "sources": dict(report.sources),
+        "data": {name: list(files) for name, files in report.data.items()},
+    }
+    block = {key: value for key, value in block.items() if value is not None}
+    found = _merge_config(written, block)
+    if found is None:
+        plain = {
+            "merge_method": "passthrough",
+            "models": [{"model": report.merged}],
+            "calibration": block,
+        }
+        found = parse_settings(RunConfig, plain, "the resolved config")
+    return dump_config(found)
+
+
+def _merge_config(path: Path, block: Mapping[str, Any]) -> RunConfig | None:
+    if not path.is_file():
+        return None
+    try:
+        data = read_yaml(path.read_text(encoding="utf-8"), str(path)).data
+        if "calibration" in data:
+            return None
+        return parse_settings(RunConfig, {**data, "calibration": block}, str(path))
+    except ConfigError:
+        return None  # edited by hand, or of another version: told by `passthrough` instead
+
+
+# --- card ---------------------------------------------------------------------------------------
+
+
+def calibration_card(
+    folder: Path,
+    earlier: Mapping[str, Any],
+    report: CalibrationReport,
+    config: str,
+    version: str,
+) -> str:
+    """A card of our own; a card that somebody else wrote is kept and gets a section."""
+    text = calibration_words(report)
+    written = folder / CARD_NAME
+    if not earlier and written.is_file():
+        old = written.read_text(encoding="utf-8", errors="replace").rstrip("\n")
+        made = f"Routers calibrated with [moemerge](https://pypi.org/project/moemerge/) {version}."
+        return f"{old}\n\n## {SECTION}\n\n{made} {text}\n"
+    merge = earlier.get("merge", {})
+    inputs = merge.get("inputs", {})
+    models = [f"- `{m.get('model')}` ({name})" for name, m in inputs.items()] or [
+        f"- `{report.merged}` (merged)",
+        *(f"- `{model}` ({name})" for name, model in report.sources.items()),
+    ]
+    how = f"{len(inputs)} models merged with `{merge.get('method')}`" if inputs else "A merged MoE"
+    named = [m.get("model") for m in inputs.values()] or [*report.sources.values()]
+    return model_card(
+        title=Path(report.output).name,
+        summary=f"{how}, its routers calibrated with HARC (Hessian-aware router calibration).",
+        hub_models=[str(m) for m in named if m and not Path(str(m)).exists()],
+        sections=[("Models", "\n".join(models)), (SECTION, text)],
+        config=config,
+        version=version,
+    )
+
+
+def calibration_words(report: CalibrationReport) -> str:
+    """What was done, and a table of how the routing agrees with the sources'."""
+    total = report.totals
+    settings = report.settings
+    damping = (
+        f"gamma {settings['gamma']}"
+        if settings.get("gamma") is not None
+        else f"alpha {settings['alpha']}"
+    )
+    lines = [
+        f"{total['routers']} routers were solved for ({damping}, {settings['curvature']} curvature,"
+        f" {settings['objective']} objective, targets: {settings['targets']}); "
+        f"{total['converged']} solves converged. All other tensors are as merged. Routing agreement"
+        " with each source, as means over the routers:",
+        "",
+        "| domain | tokens | KL before | KL after | mismatch before | mismatch after |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, tokens in total["tokens"].items():
+        numbers = (
+            f"{total['kl_before'].get(name, 0):.4g} | {total['kl_after'].get(name, 0):.4g} | "
+            f"{total['mismatch_before'].get(name, 0):.1%} | "
+            f"{total['mismatch_after'].get(name, 0):.1%}"
+        )
+        lines.append(f"| {name} | {tokens} | {numbers} |")
+    return "\n".join(lines)

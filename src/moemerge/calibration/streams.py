@@ -1,0 +1,217 @@
+"""The merged model and, where their own routing is the target, the sources: stop by stop."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from moemerge.architectures.gates import Score
+from moemerge.calibration.prepare import Prepared
+from moemerge.calibration.sources import OpenModel
+from moemerge.checkpoint import format_size, require_space
+from moemerge.errors import ArchitectureError, ResourceError
+from moemerge.features.memory import HEADROOM, MemoryEstimate
+from moemerge.features.spill import Offload
+from moemerge.features.stops import RouterStop
+from moemerge.features.stream import RouterStream
+from moemerge.routing.curvature import rows_at_once
+from moemerge.routing.preconditioners import BLOCK_BYTES
+from moemerge.runtime.devices import available_memory
+from moemerge.runtime.progress import Progress
+
+HOST = torch.device("cpu")
+# Vectors of the solver, preconditioner's scales, measured routers: all (K, d) in float64.
+ROUTER_COPIES = 16
+# Factor and inverse of a preconditioner, and what their decompositions need beside them.
+MATRIX_COPIES = 4
+
+Stops = tuple[RouterStop, Mapping[str, RouterStop]]
+
+
+class Streams:
+    """Iterate to get the merged model's stop, and every streamed source's at the same router."""
+
+    def __init__(
+        self, merged: RouterStream, sources: Mapping[str, RouterStream], prepared: Prepared
+    ) -> None:
+        self.merged = merged
+        self.sources = sources
+        self._prepared = prepared
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for stream in (self.merged, *self.sources.values()):
+            stream.close()
+
+    def __iter__(self) -> Iterator[Stops]:
+        others = {name: iter(stream) for name, stream in self.sources.items()}
+        for stop in self.merged:
+            beside = {}
+            for name, stops in others.items():
+                found = next(stops, None)
+                source = self._prepared.sources[name]
+                if found is None or not self._same(stop, source, found):
+                    there = "its end" if found is None else found.weight_name
+                    raise ArchitectureError(
+                        f"the merged model is at {stop.weight_name}, source {name!r} at {there}",
+                        hint="the sources' config.json must describe the merged model's structure",
+                    )
+                beside[name] = found
+            yield stop, beside
+
+    def _same(self, stop: RouterStop, source: OpenModel, found: RouterStop) -> bool:
+        mine = self._prepared.merged.architecture.key(stop.weight_name)
+        return mine == source.architecture.key(found.weight_name)
+
+    @property
+    def offload(self) -> Offload:
+        return self.merged.memory.offload
+
+    @property
+    def bytes_on_device(self) -> int:
+        return needed(self._memories(), self.offload, self._prepared)[0]
+
+    def _memories(self) -> list[MemoryEstimate]:
+        return [stream.memory for stream in (self.merged, *self.sources.values())]
+
+    def check_memory(self) -> None:
+        """Refuse what does not fit, and say what to change."""
+        memories, prepared = self._memories(), self._prepared
+        device, host = needed(memories, self.offload, prepared)
+        solver = solver_bytes(prepared)
+        if _fits(device, host, prepared.device):
+            disk = sum(memory.on_disk for memory in memories)
+            if disk:
+                require_space(Path(tempfile.gettempdir()), disk)
+            return
+        free = int(available_memory(prepared.device) * HEADROOM)
+        models = f" and {len(self.sources)} sources beside it" if self.sources else ""
+        raise ResourceError(
+            f"calibration needs about {format_size(device)} on {prepared.device} and "
+            f"{format_size(host)} of host memory; {format_size(free)} are usable on "
+            f"{prepared.device}. {self.merged.memory.describe()}{models}; the solver "
+            f"{format_size(solver)}",
+            hint="; ".join(advice(prepared, self.offload)),
+        )
+
+
+def open_streams(prepared: Prepared, progress: Progress) -> Streams:
+    """Build the skeletons, and choose where activations are parked; refuses what fits nowhere."""
+    wanted = prepared.request.settings.offload
+    streams = _build(prepared, progress, "device" if wanted == "auto" else wanted)
+    try:
+        if wanted == "auto":
+            kind = choose_offload(streams._memories(), prepared)
+            if kind != streams.offload:
+                streams.close()
+                streams = _build(prepared, progress, kind)
+        streams.check_memory()
+    except BaseException:
+        streams.close()
+        raise
+    return streams
+
+
+def _build(prepared: Prepared, progress: Progress, offload: Offload) -> Streams:
+    opened: dict[str, RouterStream] = {}
+    try:
+        for name in ("", *(prepared.sources if prepared.streams_sources else ())):
+            model = prepared.sources[name] if name else prepared.merged
+            opened[name] = RouterStream(
+                model.checkpoint,
+                [batch for batch in prepared.batches if name in ("", batch.domain)],
+                device=prepared.device,
+                dtype=prepared.dtype,
+                offload=offload,
+                layers=prepared.layers,
+                progress=None if name else progress,
+            )
+    except BaseException:
+        for stream in opened.values():
+            stream.close()
+        raise
+    return Streams(opened.pop(""), opened, prepared)
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def choose_offload(memories: list[MemoryEstimate], prepared: Prepared) -> Offload:
+    """The nearest place with room for parked activations; the farthest where nothing fits."""
+    kinds: tuple[Offload, ...] = ("device", "cpu", "disk")
+    for kind in kinds:
+        if kind == "cpu" and prepared.device.type == "cpu":
+            continue
+        if _fits(*needed(memories, kind, prepared), prepared.device):
+            return kind
+    return "disk"
+
+
+def needed(memories: list[MemoryEstimate], offload: Offload, prepared: Prepared) -> tuple[int, int]:
+    """Bytes on the device and on the host, solver included."""
+    placed = [replace(memory, offload=offload) for memory in memories]
+    device = sum(memory.on_device for memory in placed) + solver_bytes(prepared)
+    host = sum(memory.on_host for memory in placed)
+    return device, device if prepared.device.type == "cpu" else host
+
+
+def _fits(device: int, host: int, where: torch.device) -> bool:
+    return (
+        device <= available_memory(where) * HEADROOM and host <= available_memory(HOST) * HEADROOM
+    )
+
+
+def solver_bytes(prepared: Prepared) -> int:
+    """What the largest router's solve holds beside the features: H, targets, preconditioner."""
+    tokens = sum(domain.tokens for domain in prepared.domains)
+    settings = prepared.request.settings
+    largest = 0
+    for pair in prepared.routers:
+        width = prepared.merged.checkpoint.tensors[pair.place.weight].shape[1]
+        experts, gate = pair.place.rows, pair.place.gate
+        rows = 0 if settings.curvature == "identity" else 1  # (tokens, K) held in float32
+        if rows and gate is not None and gate.score is not Score.SOFTMAX:
+            rows += 1
+        rows += settings.targets == "source-features"
+        rows += 3 * (settings.objective == "exact")
+        chunk = min(tokens, rows_at_once(prepared.device)) * (width + 4 * experts)
+        blocks = min(experts * width**2 * 4, BLOCK_BYTES)
+        small = settings.preconditioner in ("none", "jacobi")
+        largest = max(
+            largest,
+            4 * rows * tokens * experts
+            + 8 * (chunk + ROUTER_COPIES * experts * width)
+            + (0 if small else MATRIX_COPIES * (8 * width**2 + blocks // 2)),
+        )
+    return largest
+
+
+def advice(prepared: Prepared, offload: Offload) -> list[str]:
+    """What would make it fit, the mildest first."""
+    found = []
+    settings = prepared.request.settings
+    if offload != "disk":
+        found.append("--offload disk parks activations there")
+    found.append("lower --max-tokens or --max-length")
+    if prepared.streams_sources:
+        found.append("--targets merged-features holds one model's layer instead of all models'")
+    if settings.preconditioner not in ("none", "jacobi"):
+        found.append("--preconditioner jacobi holds no matrices")
+    if prepared.dtype == torch.float32:
+        found.append("--dtype bfloat16 halves a layer")
+    return found

@@ -1,0 +1,257 @@
+"""`moemerge calibrate` and `moemerge run`."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+from rich.markup import escape
+from typer.core import TyperCommand
+
+from moemerge.cli import options
+from moemerge.cli.console import err, out, progress, show_json
+from moemerge.config.options import MergeOptions
+from moemerge.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from moemerge.calibration import CalibrationReport
+
+CALIBRATE_EXAMPLES = """
+Examples:
+
+    moemerge calibrate merged/ calibrated/ --source math=org/math --source code=org/code
+    --data math=math.jsonl --data code=code.jsonl
+
+    moemerge calibrate merged/ calibrated/ --source a=A --source b=B --data a=a.jsonl
+    --data b=b.jsonl --layers last:4 --objective exact --holdout 0.1
+
+    moemerge calibrate merged/ calibrated/ --source a=A --data a=a.jsonl --resume
+"""
+RUN_EXAMPLES = """
+Examples:
+
+    moemerge run ties.yml model/
+
+    moemerge run ties.yml model/ --device cuda --strict --json report.json
+
+    moemerge run ties.yml model/ --resume
+"""
+DEFAULTS = MergeOptions()
+INTERRUPTED = 130
+STDOUT = "-"
+
+
+class SettingsCommand(TyperCommand):
+    """Tells of every setting what its one declaration says, when help is asked for.
+
+    That declaration lives with torch and pydantic; no other command should wait for them.
+    """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from moemerge.config.calibration import CalibrationSettings
+
+        fields = CalibrationSettings.model_fields
+        for parameter in self.params:
+            field = fields.get(parameter.name or "")
+            if field is None or parameter.param_type_name != "option":
+                continue
+            option: Any = parameter
+            words = field.description or ""
+            # A default of None is told in the description, where it means something.
+            shown = "" if field.default in (None, False) else f" (default: {field.default})"
+            option.help = words[:1].upper() + words[1:] + shown + "."
+            choices = [str(value) for value in get_args(field.annotation) if isinstance(value, str)]
+            if choices:
+                option.metavar = "|".join(choices)
+        super().format_help(ctx, formatter)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("calibrate", epilog=CALIBRATE_EXAMPLES, cls=SettingsCommand)(calibrate)
+    app.command("run", epilog=RUN_EXAMPLES)(run)
+
+
+Sources = Annotated[
+    list[str],
+    typer.Option("--source", metavar="NAME=MODEL", help="A model that was merged. Repeat it."),
+]
+Data = Annotated[
+    list[str],
+    typer.Option("--data", metavar="NAME=FILE", help="Its text (.jsonl, .jsonl.gz, .parquet)."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where a killed run ended.")]
+JsonFile = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout."),
+]
+# Flags of `CalibrationSettings`: not given means what the config says, or the default there.
+Number = Annotated[float | None, typer.Option(show_default=False)]
+Whole = Annotated[int | None, typer.Option(show_default=False)]
+Word = Annotated[str | None, typer.Option(show_default=False)]
+Switch = Annotated[bool, typer.Option("--strict", help="Fail when a layer does not converge.")]
+
+
+def calibrate(
+    merged: Annotated[str, typer.Argument(metavar="MERGED", help="The merged model.")],
+    out_folder: options.Out,
+    source: Sources,
+    data: Data,
+    alpha: Number = None,
+    gamma: Number = None,
+    layers: Word = None,
+    curvature: Word = None,
+    objective: Word = None,
+    targets: Word = None,
+    preconditioner: Word = None,
+    rtol: Number = None,
+    max_steps: Whole = None,
+    init: Word = None,
+    max_tokens: Whole = None,
+    max_length: Whole = None,
+    limit: Whole = None,
+    seed: Whole = None,
+    holdout: Number = None,
+    offload: Word = None,
+    device: Word = None,
+    dtype: Word = None,
+    strict: Switch = False,
+    resume: Resume = False,
+    overwrite: options.Overwrite = False,
+    json: JsonFile = None,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Solve for the routers of MERGED so that they agree with its sources' routing."""
+    values = {
+        "alpha": alpha,
+        "gamma": gamma,
+        "layers": layers,
+        "curvature": curvature,
+        "objective": objective,
+        "targets": targets,
+        "preconditioner": preconditioner,
+        "rtol": rtol,
+        "max_steps": max_steps,
+        "init": init,
+        "max_tokens": max_tokens,
+        "max_length": max_length,
+        "limit": limit,
+        "seed": seed,
+        "holdout": holdout,
+        "offload": offload,
+        "device": device,
+        "dtype": dtype,
+        "strict": strict or None,
+    }
+    sources = {name: models[0] for name, models in _named("--source", source, single=True).items()}
+    texts = _named("--data", data)
+    from moemerge import api
+
+    with _resumable(out_folder), progress(quiet=quiet) as bar:
+        report = api.calibrate(
+            merged,
+            out_folder,
+            sources=sources,
+            data=texts,
+            overwrite=overwrite,
+            resume=resume,
+            progress=bar,
+            **{name: value for name, value in values.items() if value is not None},
+        )
+    _show(report.to_json(), report, json=json, verbose=verbose)
+
+
+def run(
+    config: options.Config,
+    out_folder: options.Out,
+    device: Word = None,
+    out_shard_size: options.ShardSize = DEFAULTS.out_shard_size,
+    seed: Whole = None,
+    overwrite: options.Overwrite = DEFAULTS.overwrite,
+    lenient: options.Lenient = DEFAULTS.lenient,
+    allow_nonfinite: options.AllowNonfinite = DEFAULTS.allow_nonfinite,
+    strict: Switch = False,
+    resume: Resume = False,
+    json: JsonFile = None,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Merge as CONFIG says, then calibrate where it has a `calibration:` block, into OUT."""
+    from moemerge import api
+    from moemerge.cli.render import merge_report
+
+    settings = MergeOptions(
+        device=device or DEFAULTS.device,
+        out_shard_size=out_shard_size,
+        seed=DEFAULTS.seed if seed is None else seed,
+        overwrite=overwrite,
+        lenient=lenient,
+        allow_nonfinite=allow_nonfinite,
+    )
+    given = {"device": device, "seed": seed, "strict": strict or None}
+    with _resumable(out_folder), progress(quiet=quiet) as bar:
+        report = api.run(
+            config,
+            out_folder,
+            settings,
+            resume=resume,
+            calibration={name: value for name, value in given.items() if value is not None},
+            progress=bar,
+        )
+    if not quiet:
+        for notice in report.merge.notices:
+            err.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
+    if json != STDOUT:
+        out.print(merge_report(report.merge, verbose=verbose))
+    _show(report.to_json(), report.calibration, json=json, verbose=verbose)
+
+
+def _named(flag: str, given: list[str], *, single: bool = False) -> dict[str, list[str]]:
+    """NAME=VALUE texts by name, in their order."""
+    found: dict[str, list[str]] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise UsageError(f"{flag} {text}: expected NAME=VALUE", hint=f"{flag} math=PATH")
+        if single and name in found:
+            raise UsageError(f"{flag}: {name!r} is given twice", hint="a source has one model")
+        found.setdefault(name, []).append(value)
+    return found
+
+
+class _resumable:  # noqa: N801  (a context manager, used as a verb)
+    """An interrupted calibration says how to go on."""
+
+    def __init__(self, out_folder: Path) -> None:
+        self._out = out_folder
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            return
+        from moemerge.calibration.journal import journal_path
+
+        if journal_path(self._out).exists():
+            err.print("[bold red]interrupted;[/] --resume goes on with the finished layers kept")
+            raise typer.Exit(INTERRUPTED)
+
+
+def _show(
+    content: dict[str, Any], report: CalibrationReport | None, *, json: str | None, verbose: bool
+) -> None:
+    if json == STDOUT:
+        show_json(content)
+        return
+    if json is not None:
+        text = json_module.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        try:
+            Path(json).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"--json {json}: cannot be written: {error.strerror}") from error
+    if report is not None:
+        from moemerge.cli.calibration_table import calibration_report
+
+        out.print(calibration_report(report, verbose=verbose))

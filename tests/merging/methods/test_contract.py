@@ -1,0 +1,242 @@
+"""What every registered method promises, whatever it computes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+import moemerge.merging.methods as methods
+from moemerge.architectures.roles import Role
+from moemerge.config.parameters import REQUIRED, BasePolicy
+from moemerge.merging.method import METHODS, ModelTensor, UnitInfo
+
+NAMES = [
+    *("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "della", "della_linear"),
+    *("breadcrumbs", "breadcrumbs_ties", "sce", "slerp", "nuslerp", "multislerp", "model_stock"),
+    *("karcher", "nearswap", "passthrough", "wudi"),
+]
+SHAPES = [(), (1,), (7,), (1, 1), (5, 1), (1, 5), (6, 8), (3, 1, 4), (2, 3, 4), (0,), (0, 4)]
+ACTIVE = {  # parameters under which a method does something
+    "density": 0.5,
+    "epsilon": 0.2,
+    "gamma": 0.1,
+    "scale": 0.5,
+    "rescale": True,
+    "select_topk": 0.5,
+    "filter_wise": True,
+    "nuslerp_flatten": False,
+    "steps": 5,
+}
+
+
+def build(cls, *, active):
+    chosen = {}
+    for f in fields(cls):
+        if f.name in ("weight", "t"):
+            chosen[f.name] = 0.3
+        elif active and f.name in ACTIVE:
+            chosen[f.name] = ACTIVE[f.name]
+    return cls(**chosen)
+
+
+def count_of(method, wanted=3):
+    return min(wanted, method.schema.max_models or wanted)
+
+
+def call(method, tensors, base, *, active=True, role=Role.EXPERT):
+    inputs = [ModelTensor(t, build(method.per_model, active=active)) for t in tensors]
+    if method.schema.base is BasePolicy.MEMBER:
+        base = None
+    options = build(method.options, active=active)
+    return method.function(inputs, base, options, UnitInfo("unit", role))
+
+
+def test_the_list_is_complete():
+    registered = [
+        n for n in METHODS if METHODS.get(n).function.__module__.startswith(methods.__name__)
+    ]
+    assert sorted(registered) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("active", [False, True], ids=["defaults", "active"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_dtypes_and_untouched_inputs(name, shape, active):
+    method = METHODS.get(name)
+    for dtype in (torch.float32, torch.float64):
+        g = torch.Generator().manual_seed(1)
+        base = torch.randn(shape, generator=g, dtype=dtype)
+        tensors = [
+            base + 0.1 * torch.randn(shape, generator=g, dtype=dtype)
+            for _ in range(count_of(method))
+        ]
+        before = [t.clone() for t in (base, *tensors)]
+        for role in (Role.EXPERT, Role.NORM):
+            out = call(method, tensors, base, active=active, role=role)
+            assert out.shape == base.shape
+            assert out.dtype == dtype
+            assert out.is_contiguous()
+            assert torch.isfinite(out).all()
+        for t, was in zip((base, *tensors), before, strict=True):
+            assert torch.equal(t, was)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float64_is_computed_in_float64(name):
+    method = METHODS.get(name)
+    g = torch.Generator().manual_seed(2)
+    base = torch.randn(4, 6, generator=g, dtype=torch.float64)
+    tensors = [
+        base + 0.1 * torch.randn(4, 6, generator=g, dtype=torch.float64)
+        for _ in range(count_of(method))
+    ]
+    wide = call(method, tensors, base)
+    narrow = call(method, [t.float() for t in tensors], base.float())
+    torch.testing.assert_close(narrow.double(), wide, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(narrow.double(), wide)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_transposed_view_counts_as_its_canonical_copy(name):
+    method = METHODS.get(name)
+    g = torch.Generator().manual_seed(3)
+    stored = [torch.randn(9, 5, generator=g) for _ in range(1 + count_of(method))]
+    views = [s.T for s in stored]
+    copies = [v.contiguous() for v in views]
+    seen = call(method, views[1:], views[0])
+    assert torch.equal(seen.contiguous(), call(method, copies[1:], copies[0]))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if METHODS.get(n).schema.base is not BasePolicy.MEMBER]
+)
+def test_models_equal_to_the_base_give_the_base(name):
+    method = METHODS.get(name)
+    base = torch.linspace(-1, 1, 24).view(4, 6)
+    out = call(method, [base.clone() for _ in range(count_of(method))], base)
+    torch.testing.assert_close(out, base)
+
+
+@pytest.mark.parametrize("dead", [0.0, 1.5], ids=["zero", "constant"])
+@pytest.mark.parametrize("name", NAMES)
+def test_constant_tensors_stay_finite(name, dead):
+    method = METHODS.get(name)
+    base = torch.full((3, 4), dead)
+    same = call(method, [base.clone() for _ in range(count_of(method))], base)
+    assert torch.isfinite(same).all()
+    other = call(method, [base + 1 for _ in range(count_of(method))], base)
+    assert torch.isfinite(other).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opposite_and_zero_task_vectors_stay_finite(name):
+    method = METHODS.get(name)
+    g = torch.Generator().manual_seed(4)
+    base = torch.randn(6, 5, generator=g)
+    change = torch.randn(6, 5, generator=g)
+    for tensors in ([base + change, base - change, base], [-base, base, 0 * base]):
+        out = call(method, tensors[: count_of(method)], base)
+        assert torch.isfinite(out).all()
+        assert out.abs().max() < 100
+
+
+IDENTICAL = [n for n in NAMES if n not in ("passthrough", "nearswap", "slerp")]
+
+
+@pytest.mark.parametrize("name", IDENTICAL)
+def test_identical_models_with_full_weight_give_that_model(name):
+    """With defaults and normalized shares, n copies of one model are that model."""
+    method = METHODS.get(name)
+    g = torch.Generator().manual_seed(5)
+    base = torch.randn(4, 6, generator=g)
+    model = base + 0.1 * torch.randn(4, 6, generator=g)
+    if name == "wudi":  # copies of one task vector interfere: their minimum is the vector itself
+        options = method.options(solver="exact")
+    elif any(f.name == "normalize" for f in fields(method.options)):
+        options = method.options(normalize=True)
+    else:
+        options = method.options()
+    inputs = [ModelTensor(model, build(method.per_model, active=False))] * count_of(method)
+    zero = None if method.schema.base is BasePolicy.MEMBER else base
+    out = method.function(inputs, zero, options, UnitInfo("unit", Role.EXPERT))
+    torch.testing.assert_close(out, model)
+
+
+SYMMETRIC = [n for n in NAMES if not n.startswith(("dare", "della", "slerp", "nearswap", "pass"))]
+
+
+@pytest.mark.parametrize("name", SYMMETRIC)
+def test_the_order_of_equally_weighted_models_does_not_matter(name):
+    method = METHODS.get(name)
+    g = torch.Generator().manual_seed(6)
+    base = torch.randn(4, 6, generator=g)
+    tensors = [base + 0.1 * torch.randn(4, 6, generator=g) for _ in range(count_of(method))]
+    forward = call(method, tensors, base)
+    torch.testing.assert_close(call(method, tensors[::-1], base), forward)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).elementwise])
+def test_elementwise_methods_commute_with_cutting(name):
+    method = METHODS.get(name)
+    g = torch.Generator().manual_seed(7)
+    base = torch.randn(6, 4, generator=g)
+    tensors = [base + 0.1 * torch.randn(6, 4, generator=g) for _ in range(count_of(method))]
+    whole = call(method, tensors, base)
+    parts = [call(method, [t[s] for t in tensors], base[s]) for s in (slice(0, 2), slice(2, 6))]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_do_not_show(name, monkeypatch):
+    """The same numbers whether a tensor is walked in one piece or in many."""
+    from moemerge.merging.methods import _blocks
+
+    method = METHODS.get(name)
+    g = torch.Generator().manual_seed(8)
+    base = torch.randn(16, 24, generator=g)
+    tensors = [base + 0.1 * torch.randn(16, 24, generator=g) for _ in range(count_of(method))]
+    whole = call(method, tensors, base)
+    monkeypatch.setattr(_blocks, "CPU_BLOCK", 64)
+    torch.testing.assert_close(call(method, tensors, base), whole, rtol=1e-6, atol=1e-7)
+
+
+def test_required_parameters_have_no_default():
+    required = {
+        name: {p.name for p in METHODS.get(name).schema.parameters if p.default is REQUIRED}
+        for name in NAMES
+    }
+    free = {"sce", "model_stock", "karcher", "passthrough", "wudi"}
+    assert {n for n, r in required.items() if not r} == free
+    assert required["slerp"] == required["nearswap"] == {"t"}
+    assert all(required[n] == {"weight"} for n in NAMES if n not in free | {"slerp", "nearswap"})
+
+
+DEFAULTS = {  # mergekit's
+    "linear": {"normalize": True},
+    "task_arithmetic": {"normalize": False, "lambda": 1.0, "rescale": False, "density": 1.0},
+    "ties": {"normalize": True, "rescale": False, "lambda": 1.0, "density": 1.0},
+    "dare_linear": {"normalize": False, "rescale": True, "lambda": 1.0, "density": 1.0},
+    "dare_ties": {"normalize": False, "rescale": True, "lambda": 1.0, "density": 1.0},
+    "della": {"normalize": True, "rescale": True, "epsilon": 0.15, "density": 1.0},
+    "della_linear": {"normalize": False, "rescale": True, "epsilon": 0.15, "density": 1.0},
+    "breadcrumbs": {"normalize": False, "rescale": False, "gamma": 0.01, "density": 1.0},
+    "breadcrumbs_ties": {"normalize": False, "rescale": False, "gamma": 0.01, "density": 1.0},
+    "sce": {"select_topk": 1.0, "int8_mask": False},
+    "nuslerp": {"nuslerp_flatten": True, "nuslerp_row_wise": False},
+    "multislerp": {"normalize_weights": True, "eps": 1e-8},
+    "model_stock": {"filter_wise": False},
+    "karcher": {"max_iter": 10, "tol": 1e-5},
+    "passthrough": {"scale": None},
+    "wudi": {"solver": "adam", "lr": 1e-5, "steps": 300, "others": "average"},
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults(name):
+    schema = METHODS.get(name).schema
+    for key, value in DEFAULTS[name].items():
+        parameter = schema.parameter(key)
+        assert parameter is not None, key
+        assert parameter.default == value, key

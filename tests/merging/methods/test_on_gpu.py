@@ -1,0 +1,80 @@
+"""The same result on a GPU: random masks bit for bit, sums to rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moemerge.merging.methods.random import Stream, keep_randomly_
+from moemerge.merging.methods.selection import ascending_order, keep_largest_
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+WEIGHTED = [{"weight": w} for w in (0.4, 0.7)]
+THINNED = [{"weight": w, "density": 0.4} for w in (0.4, 0.7)]
+RANKED = [{"weight": w, "density": 0.4, "epsilon": 0.2} for w in (0.4, 0.7)]
+CASES = {
+    "linear": (2, WEIGHTED, {}),
+    "task_arithmetic": (2, WEIGHTED, {}),
+    "ties": (2, THINNED, {}),
+    "dare_linear": (2, THINNED, {}),
+    "dare_ties": (2, THINNED, {}),
+    "della": (2, RANKED, {}),
+    "della_linear": (2, RANKED, {"rescale_norm": "probability"}),
+    "breadcrumbs": (2, THINNED, {}),
+    "breadcrumbs_ties": (2, THINNED, {}),
+    "sce": (2, None, {"select_topk": 0.5}),
+    "slerp": (1, None, {"t": 0.3}),
+    "nuslerp": (2, WEIGHTED, {"nuslerp_flatten": False}),
+    "multislerp": (2, WEIGHTED, {}),
+    "model_stock": (2, None, {"filter_wise": True}),
+    "karcher": (2, None, {}),
+    "nearswap": (1, None, {"t": 0.01}),
+    "passthrough": (1, [{"scale": 0.5}], {}),
+    "wudi": (2, None, {"solver": "exact"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_methods(merge, name):
+    count, params, options = CASES[name]
+    g = torch.Generator().manual_seed(0)
+    base = torch.randn(96, 130, generator=g)
+    tensors = [base + 0.1 * torch.randn(96, 130, generator=g) for _ in range(count)]
+    member = name in ("linear", "karcher", "passthrough")
+    here = merge(name, tensors, base=None if member else base, params=params, **options)
+    there = merge(
+        name,
+        [t.cuda() for t in tensors],
+        base=None if member else base.cuda(),
+        params=params,
+        **options,
+    )
+    assert there.is_cuda
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-4, atol=1e-5)
+
+
+def test_random_bits():
+    for start in (0, 2**32 - 1000, 2**33 + 5):
+        cpu = Stream(77, 100_003, torch.device("cpu")).draw(start, 100_003)
+        gpu = Stream(77, 100_003, torch.device("cuda")).draw(start, 100_003)
+        assert torch.equal(gpu.cpu(), cpu)
+    values = torch.randn(300_001)
+    masked, on_gpu = values.clone(), values.cuda()
+    keep_randomly_(masked, 0.4, 5)
+    keep_randomly_(on_gpu, 0.4, 5)
+    assert torch.equal(on_gpu.cpu(), masked)
+
+
+def test_selection_among_ties():
+    values = torch.randn(300_001).bfloat16().float()
+    for k in (1, 1000, 180_000, 300_000):
+        kept, on_gpu = values.clone(), values.cuda()
+        keep_largest_(kept, k)
+        keep_largest_(on_gpu, k)
+        assert torch.equal(on_gpu.cpu(), kept)
+    rows = values[:300_000].view(300, 1000)
+    assert torch.equal(ascending_order(rows.cuda()).cpu(), ascending_order(rows))

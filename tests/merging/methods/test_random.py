@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moemerge.architectures.roles import Role
+from moemerge.merging.method import UnitInfo
+from moemerge.merging.methods.random import Stream, keep_randomly_, keep_threshold
+
+CPU = torch.device("cpu")
+N = 1 << 18
+
+
+def draws(seed, start=0, count=N):
+    return Stream(seed, count, CPU).draw(start, count).clone()
+
+
+def uniform(seed, **kw):
+    return (draws(seed, **kw).double() + 2**31) / 2**32
+
+
+def test_against_plain_integers():
+    """The torch arithmetic wraps like 32-bit words, in vector bodies and in their tails."""
+
+    def mix64(x):
+        m = 2**64 - 1
+        x = (x + 0x9E3779B97F4A7C15) & m
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & m
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & m
+        return x ^ (x >> 31)
+
+    def reference(seed, index):
+        w = 2**32 - 1
+        key = mix64(seed + (index >> 32) * 0xD1342543DE82EF95)
+        h = ((index & w) * 0x9E3779B9 + key) & w
+        h = ((h ^ (h >> 16)) * 0x7FEB352D + (key >> 32)) & w
+        h = ((h ^ (h >> 15)) * 0x846CA68B) & w
+        return h - 2**32 if h >= 2**31 else h
+
+    for start in (0, 5, 2**31 - 3, 2**32 - 4, 2**40 + 17):
+        got = draws(12345678901234567, start, 37).tolist()
+        assert got == [reference(12345678901234567, start + i) for i in range(37)]
+
+
+def test_any_split_gives_the_same_numbers():
+    whole = draws(99, 0, 1000)
+    stream = Stream(99, 300, CPU)
+    parts = [stream.draw(s, min(300, 1000 - s)).clone() for s in range(0, 1000, 300)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 2**62 + 1])
+def test_moments_and_chi_square(seed):
+    u = uniform(seed)
+    sigma = math.sqrt(1 / 12 / N)
+    assert abs(u.mean() - 0.5) < 5 * sigma
+    assert abs(u.var() - 1 / 12) < 5 * math.sqrt(1 / 180 / N)
+    cells = 1024
+    counts = torch.histc(u, cells, 0, 1)
+    chi2 = ((counts - N / cells) ** 2 / (N / cells)).sum()
+    assert abs(chi2 - (cells - 1)) < 5 * math.sqrt(2 * (cells - 1))
+
+
+def test_neighbouring_indexes_and_streams_are_independent():
+    bound = 5 / math.sqrt(N)
+    u = uniform(7) - 0.5
+    for lag in (1, 2, 3, 64, 1024, 2048):
+        assert abs((u[lag:] * u[:-lag]).mean() * 12) < bound
+    for other in (6, 8, 7 + 2**32, 7 + 2**40):
+        v = uniform(other) - 0.5
+        assert abs((u * v).mean() * 12) < bound
+        # nor is one stream a shifted copy of the other
+        assert len(set(draws(7, count=4096).tolist()) & set(draws(other, count=4096).tolist())) < 4
+    # pairs of neighbours fill the square evenly
+    cells = 32
+    at = (uniform(7) * cells).long()
+    pairs = torch.bincount(at[:-1] * cells + at[1:], minlength=cells**2).double()
+    chi2 = ((pairs - (N - 1) / cells**2) ** 2 / ((N - 1) / cells**2)).sum()
+    assert abs(chi2 - (cells**2 - 1)) < 5 * math.sqrt(2 * cells**2)
+
+
+def test_each_bit_of_the_index_matters():
+    a = draws(3, 0, 1 << 16)
+    for bit in range(16):
+        i = torch.arange(1 << 16)
+        flips = (a ^ a[i ^ (1 << bit)]) >> 16 & 0xFFFF  # the high half
+        ones = sum(((flips >> k) & 1).double().mean() for k in range(16))
+        assert abs(ones - 8) < 0.4
+
+
+@pytest.mark.parametrize("p", [0.0, 0.001, 0.4, 0.999, 1.0])
+def test_keep_probability(p):
+    values = torch.ones(N)
+    keep_randomly_(values, p, 5)
+    assert abs(values.mean() - p) <= 5 * math.sqrt(p * (1 - p) / N)
+    assert set(values.unique().tolist()) <= {0.0, 1.0}
+
+
+def test_thresholds_are_exact_at_the_ends():
+    assert keep_threshold(0) == -(2**30)
+    assert keep_threshold(1) == 2**30
+
+
+def test_kept_values_are_untouched_in_both_precisions():
+    for dtype in (torch.float32, torch.float64):
+        values = torch.randn(10_001, dtype=dtype)
+        masked = values.clone()
+        keep_randomly_(masked, 0.5, 11)
+        kept = masked != 0
+        assert torch.equal(masked[kept], values[kept])
+        assert 4_700 < kept.sum() < 5_300
+
+
+def test_streams_of_a_unit_depend_on_model_key_and_seed():
+    unit = UnitInfo("layer.w", Role.EXPERT, 0)
+    others = [
+        unit.stream("dare", 1),
+        UnitInfo("layer.v", Role.EXPERT, 0).stream("dare", 0),
+        UnitInfo("layer.w", Role.EXPERT, 1).stream("dare", 0),
+    ]
+    assert len({unit.stream("dare", 0), *others}) == 4

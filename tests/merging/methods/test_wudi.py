@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moemerge.architectures.roles import Role
+from moemerge.merging.methods.wudi import Interference
+
+
+def task_vectors(n, out, columns, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [0.01 * torch.randn(out, columns, generator=g, dtype=dtype) for _ in range(n)]
+
+
+def objective(merged, vectors):
+    return sum(((merged - t) @ t.T).square().sum() / t.square().sum() for t in vectors)
+
+
+SHAPES = [(2, 6, 5), (2, 3, 20), (3, 8, 8), (2, 1, 4), (1, 4, 4)]
+
+
+@pytest.mark.parametrize(("n", "out", "columns"), SHAPES)
+def test_adam_is_torchs_adam_on_the_stated_objective(merge, n, out, columns):
+    vectors = task_vectors(n, out, columns)
+    parameter = sum(vectors).clone().requires_grad_(True)
+    optimizer = torch.optim.Adam([parameter], lr=1e-4)
+    for _ in range(60):
+        optimizer.zero_grad()
+        objective(parameter, vectors).backward()
+        optimizer.step()
+    base = torch.randn(out, columns, dtype=torch.float64)
+    merged = merge("wudi", [base + t for t in vectors], base=base, lr=1e-4, steps=60)
+    if n == 1:  # the start is the minimum: the exact gradient is nought, autograd's is rounding
+        torch.testing.assert_close(merged - base, vectors[0])
+    else:
+        torch.testing.assert_close(merged - base, parameter.detach(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("n", "out", "columns"), SHAPES)
+def test_exact_is_a_minimum_nearest_to_the_start(merge, n, out, columns):
+    vectors = task_vectors(n, out, columns)
+    problem = Interference.of(vectors)
+    correction = problem.exact()
+    start = sum(vectors)
+    scale = problem.gradient(torch.zeros_like(start)).norm() + 1e-12
+    assert problem.gradient(correction).norm() < 1e-9 * scale + 1e-15
+    best = problem.value(correction)
+    assert best == pytest.approx(float(objective(start + correction, vectors)), rel=1e-6, abs=1e-18)
+    for steps in (1, 50, 400):
+        for lr in (1e-5, 1e-3):
+            assert best <= problem.value(problem.adam(lr, steps)) * (1 + 1e-9) + 1e-18
+    # any other minimum differs by something that no S_i sees, and is farther away
+    basis = torch.linalg.svd(problem.S).Vh
+    rank = int(torch.linalg.matrix_rank(problem.S))
+    unseen = basis[rank:]
+    assert (correction @ unseen.T).abs().max() < 1e-9 if len(unseen) else True
+
+
+def test_exact_by_hand(merge):
+    # Two rank-one task vectors on the same input direction e = (1, 0), with outputs a and b:
+    # τ e is asked to be a (weight |a|²/|a|²) and b (weight 1): the mean of both; elsewhere Σ τ_i.
+    a, b = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [4.0, 0.0]])
+    out = merge("wudi", [a, b], base=torch.zeros(2, 2), solver="exact")
+    torch.testing.assert_close(out, torch.tensor([[1.0, 0.0], [2.0, 0.0]]))
+
+
+def test_orthogonal_task_vectors_do_not_interfere(merge):
+    a, b = torch.tensor([[2.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 3.0], [0.0, 1.0]])
+    for solver in ("adam", "exact"):
+        out = merge("wudi", [a, b], base=torch.zeros(2, 2), solver=solver)
+        torch.testing.assert_close(out, a + b)
+
+
+@pytest.mark.parametrize("solver", ["adam", "exact"])
+def test_unchanged_models_are_left_out(merge, solver):
+    base = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    a, b = (base + t.float() for t in task_vectors(2, 4, 5))
+    with_zero = merge("wudi", [a, base, b], base=base, solver=solver)
+    assert torch.equal(with_zero, merge("wudi", [a, b], base=base, solver=solver))
+    assert torch.equal(merge("wudi", [base, base], base=base, solver=solver), base)
+
+
+@pytest.mark.parametrize("role", [Role.NORM, Role.EMBEDDING, Role.HEAD])
+def test_other_tensors_are_averaged_or_the_bases(merge, role):
+    base, a, b = torch.zeros(2, 2), torch.ones(2, 2), torch.full((2, 2), 3.0)
+    assert torch.equal(merge("wudi", [a, b], base=base, role=role), torch.full((2, 2), 2.0))
+    assert torch.equal(merge("wudi", [a, b], base=base, role=role, others="base"), base)
+    assert merge("wudi", [[1.0], [3.0]], base=[0.0], role=Role.ATTENTION).tolist() == [2.0]
+
+
+def test_the_router_is_a_linear_weight(merge):
+    base = torch.zeros(3, 6)
+    a, b = (t.float() for t in task_vectors(2, 3, 6))
+    out = merge("wudi", [a, b], base=base, role=Role.ROUTER, solver="exact")
+    assert not torch.allclose(out, (a + b) / 2)
+    assert objective(out, [a, b]) < 0.9 * objective(a + b, [a, b])
+
+
+def test_both_associations_give_the_same_steps():
+    """Narrow and wide matrices take different products; a wide one padded by rows agrees."""
+    wide = task_vectors(2, 2, 40)
+    tall = [torch.cat([t, torch.zeros(30, 40, dtype=t.dtype)]) for t in wide]
+    x = Interference.of(wide).adam(1e-4, 20)
+    y = Interference.of(tall).adam(1e-4, 20)
+    torch.testing.assert_close(y[:2], x, rtol=1e-7, atol=1e-12)
+    assert not y[2:].any()
