@@ -1,7 +1,7 @@
 """Merging out of core: moemerge against mergekit on the same checkpoints, in one run.
 
     python benchmarks/merge.py --work /tmp/bench --mergekit /path/to/venv/bin/mergekit-yaml
-    python benchmarks/merge.py --work /tmp/bench --sizes 0.3 1.3 5      # growth with size, ours only
+    python benchmarks/merge.py --work /tmp/bench --sizes 0.3 1.3 5    # growth with size, ours only
 
 Three OLMoE-shaped bf16 checkpoints (a base and two fine-tunes) are made in --work on first use.
 Time is wall clock of the whole command; memory is the peak resident set of its process.

@@ -29,10 +29,32 @@ from transformers import (
     OlmoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    logging,
 )
+
+import moemerge
+from moemerge.errors import MoeMergeError
 
 TOLERANCE = 1e-5
 LAYERS = 4
+# Runs inside mergekit's own environment, through the entry point that its commands use.
+DRIVER = """
+import contextlib, io, json, sys, yaml
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
+problems = []
+for config, out in json.load(sys.stdin):
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            settings = MergeConfiguration.model_validate(yaml.safe_load(open(config)))
+            run_merge(settings, out, options=MergeOptions(copy_tokenizer=False, quiet=True))
+        problems.append("")
+    except BaseException as error:
+        problems.append(f"mergekit failed: {type(error).__name__}: {error}"[:300])
+print()
+print(json.dumps(problems))
+"""
 KINDS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "olmoe": (OlmoeConfig, OlmoeForCausalLM),
@@ -154,48 +176,58 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[
     return worst
 
 
-def run(command: list[str]) -> str | None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    return None if result.returncode == 0 else (result.stderr or result.stdout)[-400:]
+def run_theirs(python: str, jobs: list[tuple[Path, Path]]) -> list[str]:
+    """All configs through mergekit in one process of its own; "" or what went wrong, for each."""
+    listed = json.dumps([[str(config), str(out)] for config, out in jobs])
+    result = subprocess.run(
+        [python, "-c", DRIVER], input=listed, capture_output=True, text=True, check=True
+    )
+    problems: list[str] = json.loads(result.stdout.splitlines()[-1])
+    return problems
 
 
-def compare(kind: str, case: Case, args: argparse.Namespace, work: Path) -> tuple[float, str]:
-    folders = [work / f"{kind}-{seed}" for seed in range(4)]
-    config = write_config(case, folders, work / "config.yml")
-    outs = {tool: work / f"{tool}-out" for tool in ("ours", "theirs")}
-    commands = {
-        "ours": [args.moemerge, "merge", str(config), str(outs["ours"]), "--overwrite", "-q"],
-        "theirs": [args.mergekit, str(config), str(outs["theirs"]), "--allow-crimes"],
-    }
-    for tool, command in commands.items():
-        problem = run(command)
-        if problem:
-            return float("inf"), f"{tool} failed: {problem}"
-    return difference(state(outs["theirs"]), state(outs["ours"]))
+def run_ours(config: Path, out: Path) -> str:
+    try:
+        moemerge.merge(config, out)
+    except MoeMergeError as error:
+        return str(error)
+    return ""
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    yield from (("llama", case) for case in dense_cases())
+    for kind in ("olmoe", "qwen3_moe"):
+        yield from ((kind, case) for case in moe_cases())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--moemerge", default=str(Path(sys.executable).with_name("moemerge")))
-    parser.add_argument("--mergekit", required=True)
+    parser.add_argument("--mergekit", required=True, type=Path)
     parser.add_argument("--only", help="run cases whose name holds this text")
     args = parser.parse_args()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    chosen = [(kind, case) for kind, case in cases() if not args.only or args.only in case.name]
     failures = 0
-    count = 0
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        for kind, cases in (("llama", dense_cases), ("olmoe", moe_cases), ("qwen3_moe", moe_cases)):
+        for kind in KINDS:
             for seed in range(4):
                 build(kind, work / f"{kind}-{seed}", seed)
-            for case in cases():
-                if args.only and args.only not in case.name:
-                    continue
-                gap, where = compare(kind, case, args, work)
-                count += 1
-                failures += gap > TOLERANCE
-                mark = "" if gap <= TOLERANCE else f"  DIFFERS in {where}"
-                print(f"{kind:<10} {case.name:<44} {gap:9.1e}{mark}", flush=True)
-    print(f"{count - failures} of {count} configs agree to {TOLERANCE:g}")
+        jobs = []
+        for number, (kind, case) in enumerate(chosen):
+            folders = [work / f"{kind}-{seed}" for seed in range(4)]
+            config = write_config(case, folders, work / f"{number}.yml")
+            jobs.append((config, work / f"theirs-{number}"))
+        theirs = run_theirs(str(args.mergekit.with_name("python")), jobs)
+        for number, (kind, case) in enumerate(chosen):
+            config, out = jobs[number]
+            ours = work / f"ours-{number}"
+            problem = theirs[number] or run_ours(config, ours)
+            gap, where = (float("inf"), problem) if problem else difference(state(out), state(ours))
+            failures += gap > TOLERANCE
+            mark = "" if gap <= TOLERANCE else f"  DIFFERS: {where}"
+            print(f"{kind:<10} {case.name:<44} {gap:9.1e}{mark}", flush=True)
+    print(f"{len(chosen) - failures} of {len(chosen)} configs agree to {TOLERANCE:g}")
     return int(failures > 0)
 
 

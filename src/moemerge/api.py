@@ -127,8 +127,9 @@ def run(
 ) -> RunReport:
     """Merge, then calibrate where the config has a `calibration:` block, into the folder `out`.
 
-    `calibration` holds settings that beat the block's. The uncalibrated merge exists only while this runs; a killed run
-    that is resumed merges again and goes on with the first unfinished layer.
+    `calibration` holds settings that beat the block's. The uncalibrated merge exists only while
+    this runs; a killed run that is resumed merges again and goes on with the first unfinished
+    layer.
     """
     options = options or MergeOptions()
     loaded = load_config(config, lenient=options.lenient)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,7 @@ def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def run_whole(
-    model: Any,
-    routers: Sequence[str],
-    batches: Sequence[Batch],
-    replace: Callable[[str, Tensor], None] | None = None,
+    model: Any, routers: Sequence[str], batches: Sequence[Batch]
 ) -> tuple[Features, list[Tensor]]:
     """Router inputs by hooks, and logits."""
     features: Features = {}
@@ -51,7 +48,8 @@ def run_whole(
     def hook(path: str) -> Any:
         def see(module: Any, args: Any, kwargs: Any) -> None:
             x = args[0].reshape(-1, args[0].shape[-1])
-            features.setdefault(path, []).append(x[now[-1].mask.reshape(-1)].clone())
+            real = now[-1].mask.reshape(-1).to(x.device)
+            features.setdefault(path, []).append(x[real].clone())
 
         return see
 
@@ -63,8 +61,9 @@ def run_whole(
     with torch.no_grad():
         for batch in batches:
             now.append(batch)
-            mask = batch.mask.long() if batch.padded else None
-            out = model(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
+            mask = batch.mask.long().to(model.device) if batch.padded else None
+            ids = batch.input_ids.to(model.device)
+            out = model(input_ids=ids, attention_mask=mask, use_cache=False)
             logits.append(out.logits)
     for handle in handles:
         handle.remove()

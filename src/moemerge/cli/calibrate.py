@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 CALIBRATE_EXAMPLES = """
 Examples:
 
-    moemerge calibrate merged/ calibrated/ --source math=org/math --source code=org/code
-    --data math=math.jsonl --data code=code.jsonl
+    moemerge calibrate merged/ out/ --source math=org/math --data math=math.jsonl \\
+        --source code=org/code --data code=code.jsonl
 
-    moemerge calibrate merged/ calibrated/ --source a=A --source b=B --data a=a.jsonl
-    --data b=b.jsonl --layers last:4 --objective exact --holdout 0.1
+    moemerge calibrate merged/ out/ --source a=A --data a=a.jsonl \\
+        --source b=B --data b=b.jsonl --layers last:4 --objective exact --holdout 0.1
 
-    moemerge calibrate merged/ calibrated/ --source a=A --data a=a.jsonl --resume
+    moemerge calibrate merged/ out/ --source a=A --data a=a.jsonl --resume
 """
 RUN_EXAMPLES = """
 Examples:
@@ -60,8 +60,9 @@ class SettingsCommand(TyperCommand):
             option: Any = parameter
             words = field.description or ""
             # A default of None is told in the description, where it means something.
-            shown = "" if field.default in (None, False) else f" (default: {field.default})"
-            option.help = words[:1].upper() + words[1:] + shown + "."
+            untold = field.default is None or field.default is False
+            shown = "" if untold else f" (default: {field.default})"
+            option.help = words + shown
             choices = [str(value) for value in get_args(field.annotation) if isinstance(value, str)]
             if choices:
                 option.metavar = "|".join(choices)
@@ -124,7 +125,7 @@ def calibrate(
     verbose: options.Verbose = False,
 ) -> None:
     """Solve for the routers of MERGED so that they agree with its sources' routing."""
-    values = {
+    values: dict[str, Any] = {
         "alpha": alpha,
         "gamma": gamma,
         "layers": layers,

@@ -66,7 +66,8 @@ def _base_model(seed: int) -> OlmoeForCausalLM:
         eos_token_id=1,
         max_position_embeddings=256,
     )
-    model = OlmoeForCausalLM(config)
+    make: Callable[[OlmoeConfig], OlmoeForCausalLM] = OlmoeForCausalLM
+    model = make(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -97,9 +98,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     ids = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
     inner = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    make: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+    return make(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def _write(path: Path, rows: list[str]) -> Path:

@@ -1,0 +1,108 @@
+"""Tiny merges to calibrate: fine-tunes of one checkpoint, their average, and text for each."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import moemerge
+from moemerge.calibration import CalibrationReport
+
+WORDS = zoo._WORDS.split()
+NAMES = ("math", "code", "chat")
+
+
+@dataclass(frozen=True)
+class Case:
+    merged: Path
+    sources: dict[str, Path]
+    data: dict[str, Path]
+
+    def calibrate(self, out: Path, **options: Any) -> CalibrationReport:
+        options = {"sources": self.sources, "data": self.data, **options}
+        return moemerge.calibrate(self.merged, out, **options)
+
+
+def make_case(
+    base: Path,
+    folder: Path,
+    *,
+    sources: int = 2,
+    scale: float = 0.3,
+    rows: int = 14,
+    template: bool = False,
+) -> Case:
+    """`sources` fine-tunes of `base`, merged by averaging, with a tokenizer and text."""
+    names = NAMES[:sources]
+    tuned = {
+        name: zoo.perturb(base, folder / name, seed=10 + at, scale=scale)
+        for at, name in enumerate(names)
+    }
+    merged = average(list(tuned.values()), folder / "merged")
+    zoo.tiny_tokenizer(merged, chat_template=template)
+    data = {
+        name: write_text(folder / f"{name}.jsonl", seed=at, rows=rows)
+        for at, name in enumerate(names)
+    }
+    return Case(merged, tuned, data)
+
+
+def average(folders: list[Path], out: Path) -> Path:
+    """The plain mean of checkpoints that are stored alike; integers as in the first."""
+    shutil.copytree(folders[0], out, ignore=shutil.ignore_patterns("*.safetensors"))
+    for shard in sorted(folders[0].glob("*.safetensors")):
+        parts = [load_file(folder / shard.name) for folder in folders]
+        mean = {
+            name: torch.stack([part[name].float() for part in parts]).mean(0).to(value.dtype)
+            if value.is_floating_point()
+            else value
+            for name, value in parts[0].items()
+        }
+        save_file(mean, out / shard.name, metadata={"format": "pt"})
+    return out
+
+
+def write_text(path: Path, *, seed: int, rows: int = 14) -> Path:
+    """Rows of unequal length; each domain leans to its own half of the words."""
+    chance = random.Random(seed)
+    half = WORDS[:40] if seed % 2 else WORDS[20:]
+    lines = [
+        json.dumps({"text": " ".join(chance.choices(half, k=chance.randint(6, 24)))})
+        for _ in range(rows)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def texts(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
+
+
+def changed_tensors(before: Path, after: Path) -> set[str]:
+    """Names whose bytes differ; both folders must hold the same tensors."""
+    old, new = zoo.tensors(before), zoo.tensors(after)
+    assert old.keys() == new.keys()
+    assert all(old[name].dtype == new[name].dtype for name in old)
+    return {name for name in old if not _same_bytes(old[name], new[name])}
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def leftovers(out: Path) -> list[str]:
+    """Hidden files and folders beside an output."""
+    return [path.name for path in out.parent.iterdir() if path.name.startswith(".")]

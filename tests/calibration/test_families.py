@@ -1,0 +1,74 @@
+"""Every family that can be served calibrates; what cannot be is refused or passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import zoo
+from calibration import cases
+
+from moemerge.architectures.architecture import Architecture
+from moemerge.checkpoint import Checkpoint
+from moemerge.errors import ArchitectureError
+
+CaseOf = Callable[..., cases.Case]
+REFUSED = ("zaya", "doge")
+SERVED = tuple(name for name in zoo.FAMILIES if name not in REFUSED)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_family_calibrates(family: str, case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of(family)
+    out = tmp_path / "out"
+    report = case.calibrate(out)
+    checkpoint = Checkpoint.open(case.merged)
+    places = Architecture.of(checkpoint.config, checkpoint.tensors).routers()
+    served = [place for place in places if place.served]
+    assert [row["router"] for row in report.layers] == [place.weight for place in served]
+    assert {s.router for s in report.skipped} == {p.weight for p in places if not p.served}
+    for row in report.layers:
+        assert row["status"] == "converged", row
+        before, after = (sum(row[key].values()) for key in ("kl_before", "kl_after"))
+        assert after < before, row
+    changed = {place.weight for place in served} | {p.bias for p in served if p.bias}
+    assert cases.changed_tensors(case.merged, out) == changed
+    assert_loads(out)
+
+
+def assert_loads(folder: Path) -> None:
+    name = zoo.read_config(folder)["architectures"][0]
+    with zoo._quiet():
+        model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(3, 12).unsqueeze(0), use_cache=False).logits
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_cannot_be_served_is_refused(
+    family: str, case_of: CaseOf, tmp_path: Path
+) -> None:
+    with pytest.raises(ArchitectureError, match=f"routers of {family} cannot be calibrated"):
+        case_of(family).calibrate(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_hash_routed_layers_are_passed_over_with_their_reason(
+    case_of: CaseOf, tmp_path: Path
+) -> None:
+    report = case_of("deepseek_v4").calibrate(tmp_path / "out")
+    assert [row["layer"] for row in report.layers] == [1, 2]
+    assert [(s.layer, "table" in s.reason) for s in report.skipped] == [(0, True)]
+
+
+def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+    dense = zoo.dense_llama(tmp_path / "dense")
+    case = cases.make_case(dense, tmp_path)
+    with pytest.raises(ArchitectureError, match="no experts"):
+        case.calibrate(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
