@@ -36,6 +36,7 @@ def load_config(source: ConfigSource, *, lenient: bool = False) -> LoadedConfig:
     """Read and check a config (a YAML path, or its content as a mapping)."""
     if isinstance(source, LoadedConfig):
         return source
+    merging.load_plugins()
     schemas = {name: METHODS.get(name).schema for name in METHODS}
     return _load_config(source, schemas=schemas, lenient=lenient)
 
@@ -186,6 +187,7 @@ def inspect(model: str | Path) -> describe.Description:
 
 def list_methods() -> list[dict[str, Any]]:
     """Every merge method with its parameters."""
+    merging.load_plugins()
     rows = []
     for name in sorted(METHODS):
         schema = METHODS.get(name).schema

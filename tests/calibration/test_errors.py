@@ -1,0 +1,284 @@
+"""Whatever is wrong ends in a message of ours, and nothing is written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from calibration import cases
+from safetensors.torch import load_file, save_file
+
+from moemerge.calibration import prepare, streams
+from moemerge.errors import (
+    ArchitectureError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MoeMergeError,
+    NumericalError,
+    ResourceError,
+    TokenizerError,
+    UsageError,
+)
+
+CaseOf = Callable[..., cases.Case]
+
+
+@pytest.fixture
+def case(case_of: CaseOf) -> cases.Case:
+    return case_of("olmoe")
+
+
+def refused(
+    case: cases.Case, tmp_path: Path, kind: type[MoeMergeError], match: str, **options: Any
+) -> None:
+    out = tmp_path / "result" / "out"
+    with pytest.raises(kind, match=match):
+        case.calibrate(out, **options)
+    assert not out.parent.exists()
+
+
+def test_names_must_match_on_both_sides(case: cases.Case, tmp_path: Path) -> None:
+    math, code = case.data.values()
+    refused(
+        case,
+        tmp_path,
+        UsageError,
+        r"data 'maths' has no source of that name, did you mean 'math'\?; source 'math' has no dat",
+        data={"maths": math, "code": code},
+    )
+    refused(case, tmp_path, UsageError, "source 'code' has no data", data={"math": math})
+    refused(case, tmp_path, UsageError, "no source given", sources={}, data={})
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("", "the file is empty"),
+        ("\n \n", "the file is empty"),
+        ('{"text": ""}\n', "no token for domain 'math'"),
+        ('{"text": "one"}\n{"text": two}\n', r"math\.jsonl, row 2: not JSON"),
+        ('["one"]\n', r"row 1: got a JSON list"),
+        ('{"txt": "one"}\n', r"row 1: unknown form, keys found: 'txt'"),
+        ('{"messages": [{"role": "user", "content": "one"}]}\n', "needs a chat template"),
+    ],
+)
+def test_text_that_cannot_be_used(
+    content: str, match: str, case: cases.Case, tmp_path: Path
+) -> None:
+    if content == '{"text": ""}\n':
+        # Our tokenizer begins every row with <s>: a chat of nothing is truly empty.
+        content = '{"prompt": ""}\n'
+        template = tmp_path / "merged"
+        shutil.copytree(case.merged, template)
+        (template / "chat_template.jinja").write_text("{{ '' }}")
+        case = cases.Case(template, case.sources, case.data)
+    path = tmp_path / "math.jsonl"
+    path.write_text(content)
+    refused(case, tmp_path, DataError, match, data={**case.data, "math": path})
+
+
+def test_files_that_cannot_be_read(case: cases.Case, tmp_path: Path) -> None:
+    (tmp_path / "math.txt").write_text("one two")
+    (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n')[:-9])
+    for name, match in (
+        ("math.txt", "unknown kind '.txt'"),
+        ("none.jsonl", "no such file"),
+        ("bad.jsonl.gz", "damaged gzip"),
+    ):
+        refused(case, tmp_path, DataError, match, data={**case.data, "math": tmp_path / name})
+
+
+def test_a_holdout_that_leaves_nothing(case: cases.Case, tmp_path: Path) -> None:
+    path = tmp_path / "math.jsonl"
+    path.write_text('{"text": "one two"}\n')
+    data = {**case.data, "math": path}
+    refused(case, tmp_path, DataError, "leaves none to calibrate on", data=data, holdout=0.5)
+
+
+def test_a_source_with_a_router_of_another_shape(
+    case: cases.Case, tmp_path: Path, zoo_folder: Callable[..., Path]
+) -> None:
+    for overrides, match in (
+        ({"num_experts": 4}, r"layer 0: the router of source 'math' .* is \[4, 32\] with 4 experts"),
+        ({"hidden_size": 16}, r"is \[8, 16\] with 8 experts, that of .* is \[8, 32\]"),
+    ):
+        other = zoo_folder("olmoe", **overrides)
+        sources = {**case.sources, "math": other}
+        refused(case, tmp_path, ArchitectureError, match, sources=sources)
+
+
+def test_a_source_of_another_family_or_depth(
+    case: cases.Case, tmp_path: Path, zoo_folder: Callable[..., Path]
+) -> None:
+    other = {**case.sources, "math": zoo_folder("mixtral")}
+    refused(case, tmp_path, ArchitectureError, "is 'mixtral', but .* is 'olmoe'", sources=other)
+    short = {**case.sources, "math": zoo_folder("olmoe", num_hidden_layers=2)}
+    refused(case, tmp_path, ArchitectureError, "has no router in layer 2", sources=short)
+
+
+def test_models_that_are_not_there(case: cases.Case, tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    none.mkdir()
+    sources = {**case.sources, "math": none}
+    refused(case, tmp_path, CheckpointError, r"config\.json is missing", sources=sources)
+    nothing = cases.Case(none, case.sources, case.data)
+    refused(nothing, tmp_path, CheckpointError, r"config\.json is missing")
+
+
+def test_a_merged_model_without_tokenizer(case: cases.Case, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(case.merged, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    bare_case = cases.Case(bare, case.sources, case.data)
+    refused(bare_case, tmp_path, TokenizerError, "no usable tokenizer")
+
+
+def with_tensor(folder: Path, out: Path, name: str, value: float) -> Path:
+    shutil.copytree(folder, out)
+    (file,) = out.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    return out
+
+
+def test_nan_in_a_layer_names_the_layer(case: cases.Case, tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    bad = with_tensor(case.merged, tmp_path / "bad", name, float("nan"))
+    broken = cases.Case(bad, case.sources, case.data)
+    refused(broken, tmp_path, NumericalError, "non-finite hidden states in layer 1")
+
+
+@pytest.mark.parametrize("which", ["merged", "math"])
+def test_nan_in_a_router_names_it(which: str, case: cases.Case, tmp_path: Path) -> None:
+    name = "model.layers.2.mlp.gate.weight"
+    models = {"merged": case.merged, **case.sources}
+    models[which] = with_tensor(models[which], tmp_path / "bad", name, float("inf"))
+    broken = cases.Case(models.pop("merged"), models, case.data)
+    refused(broken, tmp_path, NumericalError, rf"{name} \(layer 2\) holds NaN or infinity")
+
+
+def test_a_solve_that_does_not_converge(case: cases.Case, tmp_path: Path) -> None:
+    match = r"layer 0: .*gate.weight did not converge \(max_steps"
+    refused(case, tmp_path, NumericalError, match, max_steps=2, strict=True)
+    report = case.calibrate(tmp_path / "out", max_steps=2)
+    assert {row["status"] for row in report.layers} == {"max_steps"}
+    assert sum("did not converge" in notice for notice in report.notices) == 3
+
+
+def test_settings_are_refused_together(case: cases.Case, tmp_path: Path) -> None:
+    match = r"(?s)2 problems.*alpha: must be at most 1.*curvature: must be one of"
+    refused(case, tmp_path, ConfigError, match, alpha=1.5, curvature="ful")
+    refused(case, tmp_path, ConfigError, "exclude each other", alpha=0.5, gamma=0.1)
+
+
+def test_layers_that_do_not_exist(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("qwen3_moe")  # layer 0 is dense
+    refused(case, tmp_path, UsageError, "the model has 3 layers", layers="2-7")
+    refused(case, tmp_path, UsageError, "none of these layers has a router", layers="0")
+    refused(case, tmp_path, UsageError, "the model has 2 layers", layers="last:3")
+
+
+def test_output_folders_that_must_not_be_written(case: cases.Case, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is the input folder"):
+        case.calibrate(case.merged, overwrite=True)
+    with pytest.raises(CheckpointError, match="overlaps the input folder"):
+        case.calibrate(case.sources["math"] / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists"):
+        case.calibrate(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="it holds no model"):
+        case.calibrate(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
+
+
+def test_an_output_is_overwritten_only_on_request(case: cases.Case, tmp_path: Path) -> None:
+    case.calibrate(tmp_path / "out")
+    first = cases.weights(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        case.calibrate(tmp_path / "out", alpha=0.5)
+    assert cases.weights(tmp_path / "out") == first
+    case.calibrate(tmp_path / "out", alpha=0.5, overwrite=True)
+    assert cases.weights(tmp_path / "out") != first
+
+
+def test_too_little_memory_is_told_before_the_work(
+    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "available_memory", lambda device: 100_000)
+    match = r"(?s)calibration needs about .* kB on cpu.*usable.*lower --max-tokens"
+    refused(case, tmp_path, ResourceError, match)
+
+
+def test_activations_go_to_disk_where_memory_is_short(
+    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = case.calibrate(tmp_path / "plain")
+    parked = plain.memory
+    monkeypatch.setattr(streams, "available_memory", lambda device: parked)  # HEADROOM cuts it
+    spilled = case.calibrate(tmp_path / "spilled")
+    assert (plain.offload, spilled.offload) == ("device", "disk")
+    assert cases.weights(tmp_path / "plain") == cases.weights(tmp_path / "spilled")
+
+
+def test_too_little_disk_is_told_before_the_work(
+    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moemerge.checkpoint import output
+
+    monkeypatch.setattr(output, "free_disk", lambda folder: 1000)
+    refused(case, tmp_path, ResourceError, "only 1.0 kB are free")
+
+
+def test_a_source_that_reads_other_tokens_is_not_streamed(
+    case: cases.Case, tmp_path: Path
+) -> None:
+    other = tmp_path / "math"
+    shutil.copytree(case.sources["math"], other)
+    zoo.tiny_tokenizer(other, words=tuple(reversed(cases.WORDS)))
+    sources = {**case.sources, "math": other}
+    refused(
+        case,
+        tmp_path,
+        TokenizerError,
+        r"token \d+ is '\w+' in the merged model and '\w+' in source 'math'",
+        sources=sources,
+        targets="source-features",
+    )
+    case.calibrate(tmp_path / "out", sources=sources)  # its routers alone say nothing of tokens
+
+
+def test_a_quantised_model_is_refused(case: cases.Case, tmp_path: Path) -> None:
+    folder = tmp_path / "quantised"
+    shutil.copytree(case.merged, folder)
+    config = zoo.read_config(folder) | {"quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    broken = cases.Case(folder, case.sources, case.data)
+    refused(broken, tmp_path, ArchitectureError, "is quantised")
+    # A source is only asked for its routers, and those are plain.
+    sources = {**case.sources, "math": folder}
+    case.calibrate(tmp_path / "out", sources=sources)
+    refused(
+        case,
+        tmp_path,
+        ArchitectureError,
+        "source 'math' .* is quantised",
+        sources=sources,
+        targets="source-features",
+    )
+
+
+def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoint_s_on_a_gpu(case_of: CaseOf) -> None:
+    model = prepare.open_model("merged", case_of("olmoe", dtype=torch.bfloat16).merged)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert prepare.forward_dtype("auto", cpu, model) == torch.float32
+    assert prepare.forward_dtype("auto", gpu, model) == torch.bfloat16
+    assert prepare.forward_dtype("float16", cpu, model) == torch.float16

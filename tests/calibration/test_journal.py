@@ -1,0 +1,193 @@
+"""A killed run goes on where it ended, and ends with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibration import cases
+
+from moemerge.calibration.journal import Entry, Journal, journal_path
+from moemerge.errors import CheckpointError, NumericalError, UsageError
+
+CaseOf = Callable[..., cases.Case]
+
+KILLED = """
+import json, os, signal, sys
+import moemerge
+
+class Killer:
+    def start(self, *a, **k): ...
+    def advance(self, n): ...
+    def finish(self): ...
+    def note(self, message):
+        if message.startswith("layer 1:"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+job = json.loads(sys.argv[1])
+moemerge.calibrate(job["merged"], job["out"], sources=job["sources"], data=job["data"],
+                   progress=Killer(), **job["settings"])
+"""
+
+
+def kill_after_two_layers(case: cases.Case, out: Path, **settings: Any) -> None:
+    job = {
+        "merged": str(case.merged),
+        "out": str(out),
+        "sources": {name: str(path) for name, path in case.sources.items()},
+        "data": {name: str(path) for name, path in case.data.items()},
+        "settings": settings,
+    }
+    done = subprocess.run([sys.executable, "-c", KILLED, json.dumps(job)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert (journal_path(out) / "0001.json").exists()
+    assert not (journal_path(out) / "0002.json").exists()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"targets": "source-features", "holdout": 0.2}], ids=["plain", "sources"]
+)
+def test_a_killed_run_resumes_to_the_same_bytes(
+    settings: dict[str, Any], case_of: CaseOf, tmp_path: Path
+) -> None:
+    case = case_of("gpt_oss")
+    out = tmp_path / "killed"
+    whole = case.calibrate(tmp_path / "whole", **settings)
+    kill_after_two_layers(case, out, **settings)
+    resumed = case.calibrate(out, resume=True, **settings)
+    assert resumed.resumed == 2
+    assert cases.weights(out) == cases.weights(tmp_path / "whole")
+    assert [_timeless(row) for row in resumed.layers] == [_timeless(row) for row in whole.layers]
+    assert not cases.leftovers(out)
+
+
+def _timeless(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "seconds"}
+
+
+def test_another_run_is_not_resumed(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    out = tmp_path / "out"
+    kill_after_two_layers(case, out)
+    with pytest.raises(UsageError, match=r"settings\.alpha: 0\.9 then, 0\.5 now"):
+        case.calibrate(out, resume=True, alpha=0.5)
+    other = {**case.data, "math": cases.write_text(tmp_path / "math.jsonl", seed=9)}
+    with pytest.raises(UsageError, match=r"data\.math: its content has changed"):
+        case.calibrate(out, resume=True, data=other)
+    swapped = {"math": case.sources["code"], "code": case.sources["math"]}
+    with pytest.raises(UsageError, match=r"sources\.math: its content has changed"):
+        case.calibrate(out, resume=True, sources=swapped)
+    other_merge = case_of("olmoe", sources=3).merged
+    with pytest.raises(UsageError, match="merged: its content has changed"):
+        cases.Case(other_merge, case.sources, case.data).calibrate(out, resume=True)
+    assert not out.exists()
+    # What does not change the result may change, and the refusals cost nothing of the journal.
+    report = case.calibrate(out, resume=True, offload="disk", strict=True)
+    assert report.resumed == 2
+
+
+def test_without_resume_a_leftover_journal_is_replaced(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    kill_after_two_layers(case, tmp_path / "out")
+    report = case.calibrate(tmp_path / "out", alpha=0.5)
+    assert report.resumed == 0
+    assert not cases.leftovers(tmp_path / "out")
+
+
+def test_nothing_to_resume_is_a_plain_run(case_of: CaseOf, tmp_path: Path) -> None:
+    assert case_of("olmoe").calibrate(tmp_path / "out", resume=True).resumed == 0
+
+
+class Interrupting:
+    def start(self, *_: Any, **__: Any) -> None: ...
+
+    def advance(self, amount: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def note(self, message: str) -> None:
+        if message.startswith("layer 0:"):
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_keeps_its_journal_and_frees_it(
+    case_of: CaseOf, tmp_path: Path
+) -> None:
+    case = case_of("olmoe")
+    with pytest.raises(KeyboardInterrupt):
+        case.calibrate(tmp_path / "out", progress=Interrupting())
+    assert cases.leftovers(tmp_path / "out") == [".out.journal"]
+    assert case.calibrate(tmp_path / "out", resume=True).resumed == 1
+
+
+def test_a_run_that_cannot_succeed_leaves_no_journal(case_of: CaseOf, tmp_path: Path) -> None:
+    with pytest.raises(NumericalError, match="did not converge"):
+        case_of("olmoe").calibrate(tmp_path / "deep" / "out", max_steps=2, strict=True)
+    assert not list(tmp_path.iterdir())
+
+
+# --- the journal itself -------------------------------------------------------------------------
+
+
+def entry(number: int, bias: bool = False) -> Entry:
+    weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).bfloat16()
+    return Entry(f"r{number}", weight, torch.ones(3) if bias else None, {"layer": number})
+
+
+def test_entries_come_back_as_they_were(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "out", {"merged": "m"}, resume=False)
+    assert not journal.folder.exists()
+    for number in range(3):
+        journal.add(entry(number, bias=number == 1))
+    journal.close()
+    again = Journal.open(tmp_path / "out", {"merged": "m"}, resume=True)
+    for number, found in enumerate(again.entries):
+        wanted = entry(number, bias=number == 1)
+        assert found.router == wanted.router
+        assert found.row == wanted.row
+        assert found.weight.dtype == torch.bfloat16
+        assert torch.equal(found.weight, wanted.weight)
+        assert (found.bias is None) == (wanted.bias is None)
+    assert len(again.entries) == 3
+    again.remove()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed", "json"])
+def test_a_damaged_entry_ends_what_is_finished(damage: str, tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "out", {}, resume=False)
+    for number in range(3):
+        journal.add(entry(number))
+    journal.close()
+    binary = journal.folder / "0001.bin"
+    if damage == "missing":
+        binary.unlink()
+    elif damage == "json":
+        (journal.folder / "0001.json").write_text('{"router":')
+    else:
+        data = binary.read_bytes()
+        binary.write_bytes(data[:-1] if damage == "cut" else data[:-1] + b"?")
+    again = Journal.open(tmp_path / "out", {}, resume=True)
+    assert [e.router for e in again.entries] == ["r0"]
+    again.add(entry(1))
+    again.close()
+    assert len(Journal.open(tmp_path / "out", {}, resume=True).entries) == 3
+
+
+def test_a_journal_in_use_is_left_alone(tmp_path: Path) -> None:
+    first = Journal.open(tmp_path / "out", {}, resume=False)
+    first.add(entry(0))
+    for resume in (False, True):
+        with pytest.raises(CheckpointError, match="another calibration is writing"):
+            Journal.open(tmp_path / "out", {}, resume=resume)
+    first.add(entry(1))
+    first.close()
+    assert len(Journal.open(tmp_path / "out", {}, resume=True).entries) == 2

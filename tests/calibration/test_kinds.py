@@ -1,0 +1,220 @@
+"""What models have besides a plain softmax router: biases, extra layers, tied heads, parts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from calibration import cases, dense
+from safetensors.torch import load_file, save_file
+
+from moemerge.calibration.sources import open_model, read_router
+
+CaseOf = Callable[..., cases.Case]
+
+
+def single_file(folder: Path) -> Path:
+    (found,) = folder.glob("*.safetensors")
+    return found
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(single_file(folder))
+    change(tensors)
+    save_file(tensors, single_file(folder), metadata={"format": "pt"})
+
+
+def test_selection_biases_stay_and_are_used_to_measure(
+    case_of: CaseOf, tmp_path: Path
+) -> None:
+    """A bias that rules an expert out must show in the agreement, and never in the router."""
+    case = case_of("deepseek_v3", n_group=1, topk_group=1)
+    moved = tmp_path / "math"
+    shutil.copytree(case.sources["math"], moved)
+    shifted: list[str] = []
+
+    def shift(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if name.endswith("e_score_correction_bias"):
+                tensors[name][: zoo.EXPERTS // 2] -= 100.0  # the source chooses the others alone
+                shifted.append(name)
+
+    edit(moved, shift)
+    plain = case.calibrate(tmp_path / "plain")
+    biased = case.calibrate(tmp_path / "biased", sources={**case.sources, "math": moved})
+    assert shifted
+    for a, b in zip(plain.layers, biased.layers, strict=True):
+        assert a["kl_after"]["math"] == b["kl_after"]["math"]
+        assert b["mismatch_after"]["math"] > a["mismatch_after"]["math"] + 0.1
+        assert a["mismatch_after"]["code"] == b["mismatch_after"]["code"]
+    assert cases.weights(tmp_path / "plain") == cases.weights(tmp_path / "biased")
+    changed = cases.changed_tensors(case.merged, tmp_path / "plain")
+    assert not any("e_score_correction_bias" in name for name in changed)
+
+
+def test_router_biases_are_solved_for(case_of: CaseOf, tmp_path: Path) -> None:
+    """gpt_oss: [W b] on x with a 1; judged on the written model by a forward of its own."""
+    case = case_of("gpt_oss")
+    report = case.calibrate(tmp_path / "out")
+    changed = cases.changed_tensors(case.merged, tmp_path / "out")
+    assert {name.rsplit(".", 1)[1] for name in changed} == {"weight", "bias"}
+    model = dense.load(tmp_path / "out")
+    row = report.layers[-1]
+    gate = model.get_submodule(f"model.layers.{row['layer']}.mlp.router")
+    name = row["router"].removesuffix("weight")
+    tokens = [torch.tensor(ids).tolist() for ids in _rows(case, "code")]
+    x = dense.router_inputs(model, gate, tokens)
+    ones = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
+
+    def whole(folder: Path) -> torch.Tensor:
+        stored = zoo.tensors(folder)
+        return torch.cat([stored[name + "weight"], stored[name + "bias"][:, None]], dim=1)
+
+    kl = dense.mean_kl(ones, whole(case.sources["code"]), whole(tmp_path / "out"))
+    assert row["kl_after"]["code"] == pytest.approx(kl, rel=1e-3)
+
+
+def _rows(case: cases.Case, name: str) -> list[list[int]]:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(case.merged)
+    return [tokenizer(text)["input_ids"] for text in cases.texts(case.data[name])]
+
+
+def test_dense_layers_in_between_are_no_layers_with_routers(
+    case_of: CaseOf, tmp_path: Path
+) -> None:
+    case = case_of("mellum")  # sparse, dense, sparse
+    report = case.calibrate(tmp_path / "all")
+    assert [row["layer"] for row in report.layers] == [0, 2]
+    last = case.calibrate(tmp_path / "last", layers="last:1")
+    assert [row["layer"] for row in last.layers] == [2]
+    assert [(s.layer, s.reason) for s in last.skipped] == [(0, "not chosen by --layers")]
+    named = case.calibrate(tmp_path / "named", layers="1-2")
+    assert [row["layer"] for row in named.layers] == [2]
+    assert cases.weights(tmp_path / "last") == cases.weights(tmp_path / "named")
+
+
+def test_shared_experts_stay(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("qwen2_moe")
+    case.calibrate(tmp_path / "out")
+    changed = cases.changed_tensors(case.merged, tmp_path / "out")
+    stored = set(zoo.tensors(case.merged))
+    assert any("shared_expert_gate" in name for name in stored)
+    assert changed == {n for n in stored if n.endswith("mlp.gate.weight")}
+
+
+def test_mtp_layers_are_kept_and_passed_over(case_of: CaseOf, tmp_path: Path) -> None:
+    """A fourth layer on disk, of which the config's three know nothing."""
+    case = case_of("glm4_moe")
+    models = {"merged": case.merged, **case.sources}
+    for name, folder in models.items():
+        shutil.copytree(folder, tmp_path / name)
+        edit(tmp_path / name, _add_layer)
+    grown = cases.Case(
+        tmp_path / "merged", {name: tmp_path / name for name in case.sources}, case.data
+    )
+    report = grown.calibrate(tmp_path / "out")
+    beyond = [s for s in report.skipped if s.layer == 3]
+    assert [s.router for s in beyond] == ["model.layers.3.mlp.gate.weight"]
+    assert "multi-token prediction" in beyond[0].reason
+    changed = cases.changed_tensors(grown.merged, tmp_path / "out")
+    assert changed == {row["router"] for row in report.layers}
+    plain = case.calibrate(tmp_path / "plain")
+    assert [row["kl_after"] for row in plain.layers] == [row["kl_after"] for row in report.layers]
+
+
+def _add_layer(tensors: dict[str, torch.Tensor]) -> None:
+    own = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.")}
+    tensors |= {n.replace("layers.2", "layers.3"): t.clone() for n, t in own.items()}
+
+
+def test_tied_embeddings_stay_tied(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe", tie_word_embeddings=True)
+    report = case.calibrate(tmp_path / "out")
+    assert "lm_head.weight" not in zoo.tensors(tmp_path / "out")
+    assert len(report.layers) == 3
+    model = dense.load(tmp_path / "out")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_two_routers_in_a_layer_are_both_calibrated(case_of: CaseOf, tmp_path: Path) -> None:
+    report = case_of("jetmoe").calibrate(tmp_path / "out")
+    layers = [row["layer"] for row in report.layers]
+    assert layers == [0, 0, 1, 1, 2, 2]
+    assert len({row["router"] for row in report.layers}) == 6
+
+
+def test_rows_that_are_no_routed_experts_stay(case_of: CaseOf, tmp_path: Path) -> None:
+    """Inkling's router has a row for each shared expert as well."""
+    case = case_of("inkling_text")
+    report = case.calibrate(tmp_path / "out")
+    before, after = zoo.tensors(case.merged), zoo.tensors(tmp_path / "out")
+    for row in report.layers:
+        old, new = before[row["router"]], after[row["router"]]
+        assert len(old) > zoo.EXPERTS
+        assert torch.equal(old[zoo.EXPERTS :], new[zoo.EXPERTS :])
+        assert not torch.equal(old[: zoo.EXPERTS], new[: zoo.EXPERTS])
+
+
+def test_sources_in_another_layout_give_the_same_routers(
+    case_of: CaseOf, tmp_path: Path, zoo_folder: Callable[..., Path]
+) -> None:
+    """Paired by what a tensor is: fused experts and missing prefixes do not matter."""
+    case = case_of("mixtral")
+    bare = {}
+    for name, folder in case.sources.items():
+        bare[name] = tmp_path / name
+        shutil.copytree(folder, bare[name])
+        tensors = load_file(single_file(folder))
+        kept = {
+            n.removeprefix("model."): t for n, t in tensors.items() if not n.startswith("lm_head")
+        }
+        save_file(kept, single_file(bare[name]), metadata={"format": "pt"})
+    case.calibrate(tmp_path / "one")
+    case.calibrate(tmp_path / "two", sources=bare)
+    assert cases.weights(tmp_path / "one") == cases.weights(tmp_path / "two")
+
+
+def test_only_routers_are_read_of_the_sources(case_of: CaseOf, tmp_path: Path) -> None:
+    """A source that holds its routers and nothing else will do."""
+    case = case_of("olmoe")
+    bare = {}
+    for name, folder in case.sources.items():
+        bare[name] = tmp_path / name
+        shutil.copytree(folder, bare[name])
+        edit_to_routers(bare[name])
+    case.calibrate(tmp_path / "one")
+    case.calibrate(tmp_path / "two", sources=bare)
+    assert cases.weights(tmp_path / "one") == cases.weights(tmp_path / "two")
+
+
+def edit_to_routers(folder: Path) -> None:
+    tensors = load_file(single_file(folder))
+    kept = {name: t for name, t in tensors.items() if name.endswith("mlp.gate.weight")}
+    save_file(kept, single_file(folder), metadata={"format": "pt"})
+
+
+def test_shards_are_kept(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe", shard_size="60KB")
+    case.calibrate(tmp_path / "out")
+    names = {path.name for path in case.merged.iterdir()}
+    assert len([n for n in names if n.endswith(".safetensors")]) > 1
+    added = {"README.md", "moemerge_config.yml", "moemerge_report.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | added
+    index = "model.safetensors.index.json"
+    assert (tmp_path / "out" / index).read_bytes() == (case.merged / index).read_bytes()
+
+
+def test_a_router_is_read_with_its_bias(case_of: CaseOf) -> None:
+    model = open_model("merged", case_of("gpt_oss").merged)
+    router = read_router(model, model.architecture.routers()[0])
+    assert router.matrix.shape == (zoo.EXPERTS, zoo.HIDDEN + 1)
+    assert router.bias is not None
+    assert torch.equal(router.matrix[:, -1], router.bias.double())
+    assert json.loads((model.checkpoint.path / "config.json").read_text())

@@ -1,0 +1,174 @@
+"""Weights in memory are what transformers itself would load, and go back to meta."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import zoo
+from features import reference
+from moemerge.checkpoint.reader import Checkpoint
+from moemerge.errors import ArchitectureError, CheckpointError
+from moemerge.features.loading import build_skeleton, map_names
+from moemerge.features.weights import Weights
+
+Folder = Callable[..., Path]
+CPU = torch.device("cpu")
+
+
+def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
+    checkpoint = Checkpoint.open(folder)
+    return Weights(build_skeleton(checkpoint, dtype), checkpoint, CPU, dtype)
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
+    weights = opened(folder, dtype)
+    names = tuple(weights.model.state_dict())
+    weights.place(weights.fetch(names))
+    weights.check(names, "the model")
+    weights.close()
+    return weights
+
+
+def changed(folder: Path, out: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+    out.mkdir()
+    (out / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("family", [f for f in zoo.FAMILIES if f != "zaya"])
+def test_every_tensor_is_what_transformers_loads(family: str, zoo_folder: Folder) -> None:
+    folder = zoo_folder(family)
+    model = loaded(folder).model
+    whole = reference.whole_model(folder)
+    expected = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+        assert found[name].dtype == value.dtype, name
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_moe", "deepseek_v3", "ernie4_5_moe", "flint"])
+def test_what_a_family_keeps_in_float32(family: str, zoo_folder: Folder) -> None:
+    folder = zoo_folder(family, dtype=torch.bfloat16)
+    model = loaded(folder, torch.bfloat16).model
+    whole = reference.whole_model(folder, torch.bfloat16)
+    for name, value in whole.state_dict().items():
+        assert model.state_dict()[name].dtype == value.dtype, name
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_skeleton_has_real_buffers_and_leaves_the_random_state_alone(zoo_folder: Folder) -> None:
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    model = build_skeleton(Checkpoint.open(zoo_folder("olmoe")), torch.float32)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(value.device.type == "meta" for value in model.parameters())
+    assert all(value.device.type == "cpu" for value in model.buffers())
+    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"  # outside nothing has changed
+
+
+def test_free_gives_the_memory_back(zoo_folder: Folder) -> None:
+    weights = loaded(zoo_folder("olmoe"))
+    names = weights.names_under("model.layers.1")
+    size = weights.nbytes("model.layers.1")
+    layer = weights.model.get_submodule("model.layers.1")
+    assert size == sum(p.numel() * 4 for p in layer.parameters())
+    weights.free(names)
+    assert all(p.device.type == "meta" for p in layer.parameters())
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\..* and \d+ more \(in layer 1\)"):
+        weights.check(names, "layer 1")
+
+
+def test_tied_embeddings_share_one_tensor(zoo_folder: Folder) -> None:
+    folder = zoo_folder("qwen2_moe", tie_word_embeddings=True)
+    assert "lm_head.weight" not in Checkpoint.open(folder).tensors
+    model = loaded(folder).model
+    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    assert head.data_ptr() == embedding.data_ptr()
+
+
+def test_unknown_tensors_are_left_alone(zoo_folder: Folder, tmp_path: Path) -> None:
+    def add_mtp(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.3.eh_proj.weight"] = torch.ones(2, 2)
+
+    folder = changed(zoo_folder("deepseek_v3"), tmp_path / "mtp", add_mtp)
+    assert loaded(folder).names.unused == ("model.layers.3.eh_proj.weight",)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.1.self_attn.q_proj.weight", (3, 32)),
+        ("model.layers.1.mlp.experts.0.up_proj.weight", (3, 32)),
+        ("model.layers.1.mlp.experts.2.up_proj.weight", (3, 32)),
+        ("model.layers.1.mlp.gate.weight", (3, 32)),
+    ],
+)
+def test_wrong_shapes_name_the_tensor(
+    name: str, shape: tuple[int, ...], zoo_folder: Folder, tmp_path: Path
+) -> None:
+    def resize(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = torch.zeros(shape)
+
+    folder = changed(zoo_folder("olmoe"), tmp_path / "shape", resize)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\."):
+        loaded(folder)
+
+
+def test_a_missing_expert_is_told(zoo_folder: Folder, tmp_path: Path) -> None:
+    lost = "model.layers.1.mlp.experts.3.up_proj.weight"
+    folder = changed(zoo_folder("olmoe"), tmp_path / "lost", lambda t: t.pop(lost))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.gate_up_proj"):
+        loaded(folder)
+
+
+def test_two_layouts_in_one_folder(zoo_folder: Folder, tmp_path: Path) -> None:
+    def both(tensors: dict[str, Tensor]) -> None:
+        gate = tensors["model.layers.0.block_sparse_moe.gate.weight"]
+        tensors["model.layers.0.mlp.gate.weight"] = gate.clone()
+
+    checkpoint = Checkpoint.open(changed(zoo_folder("mixtral"), tmp_path / "two", both))
+    with pytest.raises(CheckpointError, match="mixes two layouts"):
+        map_names(build_skeleton(checkpoint, torch.float32), checkpoint)
+
+
+def edited(folder: Path, out: Path, **values: Any) -> Checkpoint:
+    changed(folder, out, lambda tensors: None)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, **values}))
+    return Checkpoint.open(out)
+
+
+def test_models_that_cannot_be_streamed(zoo_folder: Folder, tmp_path: Path) -> None:
+    folder = zoo_folder("olmoe")
+    unknown = edited(folder, tmp_path / "a", model_type="nobody_knows")
+    with pytest.raises(ArchitectureError, match="does not know this model"):
+        build_skeleton(unknown, torch.float32)
+    quantised = edited(folder, tmp_path / "b", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(CheckpointError, match="is quantised"):
+        build_skeleton(quantised, torch.float32)
+    nameless = edited(folder, tmp_path / "c", architectures=None)
+    assert type(build_skeleton(nameless, torch.float32)).__name__ == "OlmoeForCausalLM"
+
+
+def test_reading_ahead_is_used_or_thrown_away(zoo_folder: Folder) -> None:
+    weights = opened(zoo_folder("olmoe"))
+    first, second = (weights.names_under(f"model.layers.{n}") for n in (0, 1))
+    weights.prefetch("one", second)
+    weights.prefetch("zero", first)  # one part at most: ignored
+    assert weights.fetched("one", second).keys() == set(second)
+    weights.prefetch("one", second)
+    assert weights.fetched("zero", first).keys() == set(first)
+    weights.close()
