@@ -214,7 +214,7 @@ def test_too_little_memory_is_told_before_the_work(
     case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "available_memory", lambda device: 100_000)
-    match = r"(?s)calibration needs about .* kB on cpu.*usable.*lower --max-tokens"
+    match = r"(?s)calibration needs about .* MB on cpu.*usable.*lower --max-tokens"
     refused(case, tmp_path, ResourceError, match)
 
 

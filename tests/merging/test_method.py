@@ -44,7 +44,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Lists:
-    values: list[float] = param(help="no")
+    values: list[float] = param(help="no")  # noqa: RUF009
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,6 +13,7 @@ from moemerge.features.loading import recorded_routers
 
 # Families whose declared router makes its input first; the linear map inside is what is solved.
 _INNER = {"Gemma4TextRouter": "proj"}
+_ROUTER_CLASS = re.compile(r"(Router|TopKGating|MoEV1Gate)$")
 _BLOCK_CHILDREN = ("gate", "router")
 # A bias beside the weight that is added to the logits. Elsewhere such a bias only moves selection.
 _LOGIT_BIAS = {"GptOssTopKRouter": "bias"}
@@ -61,9 +63,24 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 
 
 def _router_paths(model: PreTrainedModel) -> list[str]:
-    found = recorded_routers(model)
+    found = recorded_routers(model) or _by_name(model)
     # jetmoe declares its attention blocks too; the router proper lies inside them.
     return [path for path in found if not any(other.startswith(path + ".") for other in found)]
+
+
+def _by_name(model: PreTrainedModel) -> list[str]:
+    """Older releases declare no router for some families; their classes or paths tell them."""
+    modules = [
+        (path, module)
+        for path, module in model.named_modules()
+        if type(module).__name__ not in _PASSED_OVER
+    ]
+    named = [path for path, module in modules if _ROUTER_CLASS.search(type(module).__name__)]
+    return named or [
+        path
+        for path, module in modules
+        if isinstance(module, nn.Linear) and path.endswith(".router")
+    ]
 
 
 def _layer_list(model: PreTrainedModel, routers: list[str]) -> str:

@@ -20,6 +20,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from moemerge.errors import DataError, TokenizerError, UsageError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+# A folder without any of these has no vocabulary. transformers would make an empty one of the
+# model's usual kind and tokenize every text to nothing or to unknown tokens.
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model*",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece*.model",
+)
 FORMS = 'a row is {"messages": [...]}, {"prompt": ..., "response": ...?} or {"text": ...}'
 
 
@@ -63,6 +76,11 @@ def load_tokenizer(
     folder: str | Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """The tokenizer that lies in a model folder."""
+    if not any(next(Path(folder).glob(pattern), None) for pattern in VOCABULARIES):
+        raise TokenizerError(
+            f"{folder}: no usable tokenizer (none of {', '.join(VOCABULARIES)})",
+            hint="copy the tokenizer files of one of the sources into the model folder",
+        )
     try:
         return AutoTokenizer.from_pretrained(  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
             str(folder), trust_remote_code=trust_remote_code

@@ -153,7 +153,7 @@ class Weights:
 
     def place(self, tensors: Mapping[str, Tensor]) -> None:
         """Put fetched tensors into the model, on its device."""
-        moved: dict[int, Tensor] = {}
+        moved: dict[int, nn.Parameter] = {}  # tied names get one parameter, as in the whole model
         for name, tensor in tensors.items():
             wanted = self._state.get(name)
             if wanted is None:
@@ -161,7 +161,8 @@ class Weights:
             if wanted.shape != tensor.shape:
                 raise self._mismatch(name, tuple(tensor.shape), self._stored(name))
             if id(tensor) not in moved:
-                moved[id(tensor)] = tensor.to(self.device, non_blocking=True)
+                there = tensor.to(self.device, non_blocking=True)
+                moved[id(tensor)] = nn.Parameter(there, requires_grad=False)
             _set(self.model, name, moved[id(tensor)])
 
     def free(self, names: Iterable[str]) -> None:
@@ -218,9 +219,9 @@ def _current(model: nn.Module, name: str) -> Tensor:
     return value
 
 
-def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+def _set(model: nn.Module, name: str, value: nn.Parameter) -> None:
     parent, leaf = _parent(model, name)
     if leaf in parent._buffers:
-        parent._buffers[leaf] = tensor
+        parent._buffers[leaf] = value.data
     else:
-        parent._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        parent._parameters[leaf] = value

@@ -17,7 +17,8 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -152,9 +153,9 @@ def _specs(cls: type, *, per_model: bool) -> list[ParameterSpec]:
         metadata = dict(f.metadata)
         key = yaml_key(f)
         del metadata["key"]
-        kinds = [
-            t for t in getattr(hints[f.name], "__args__", (hints[f.name],)) if t is not type(None)
-        ]
+        hint = hints[f.name]
+        choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds = [t for t in choices if t is not type(None)]
         if len(kinds) != 1 or kinds[0] not in (float, int, bool, str):
             raise UsageError(
                 f"parameter {key!r} of {cls.__name__} has type {hints[f.name]}",

@@ -74,9 +74,9 @@ def weight_sum(weights: Sequence[float]) -> float:
 def add_weighted(
     base: Tensor, vectors: Sequence[TaskVector], *, normalize: bool, factor: float
 ) -> Tensor:
-    """θ_0 + factor·Σ w_i δ_i [/ Σ w_i]."""
+    """θ_0 + factor·Σ w_i δ_i [/ Σ w_i]. Uses up the task vectors."""
     origin = flat(base)
-    out = torch.empty_like(origin)
+    out = vectors[0].values  # read before it is written, block by block
     if normalize:
         factor /= weight_sum([v.weight for v in vectors])
     (total,) = scratch(origin, 1)
@@ -100,10 +100,10 @@ def add_elected(
 
     s = sign(Σ v_i), 0 -> +1, with v_i = w_i δ_i (`weighted`) or δ_i (`unweighted`);
     m_i = [sign(v_i) = s];  Δ = Σ w_i δ_i m_i [/ Σ w_i m_i, nought replaced by 1].
-    `floor` is the least divisor where a method states one.
+    `floor` is the least divisor where a method states one. Uses up the task vectors.
     """
     origin = flat(base)
-    out = torch.empty_like(origin)
+    out = vectors[0].values  # read before it is written, block by block
     shares = _Shares.of(vectors, weighted=election == "weighted")
     buffers = scratch(origin, len(vectors) + 3)
     for b in blocks(origin):
