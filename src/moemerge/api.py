@@ -96,7 +96,7 @@ def calibrate(
         overwrite=overwrite,
         resume=resume,
     )
-    return run_calibration(request, progress or Silent())
+    return run_calibration(request, Silent() if progress is None else progress)
 
 
 def _files(files: Files) -> tuple[str | Path, ...]:
@@ -134,7 +134,7 @@ def run(
     """
     options = options or MergeOptions()
     loaded = load_config(config, lenient=options.lenient)
-    progress = progress or Silent()
+    progress = Silent() if progress is None else progress
     out = Path(out)
     if loaded.calibration is None:
         return RunReport(merging.run_merge(loaded, out, options, progress), None)

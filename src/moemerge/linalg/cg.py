@@ -98,9 +98,11 @@ def cg(
     b = rhs.double()
     scale = float(torch.linalg.vector_norm(b))
     w = torch.zeros_like(b) if start is None else start.to(b.device, torch.float64).clone()
-    if scale == 0.0:
-        return CGResult(torch.zeros_like(b), Status.CONVERGED, 0, (0.0,), 0.0)
     truth = accurate or operator
+    if scale == 0.0:
+        # Where the operator vanishes too, every w is a solution: the start is the one to keep.
+        kept = start is not None and not bool(truth.mv(w).any())
+        return CGResult(w if kept else torch.zeros_like(b), Status.CONVERGED, 0, (0.0,), 0.0)
     precondition = preconditioner or Identity(operator.shape, operator.device)
 
     r = b - truth.mv(w)

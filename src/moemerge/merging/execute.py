@@ -20,6 +20,7 @@ from moemerge.checkpoint import CheckpointWriter
 from moemerge.errors import CheckpointError, NumericalError
 from moemerge.merging.method import ModelTensor, UnitInfo
 from moemerge.merging.plan import Block, MergePlan, Source, UnitMerge
+from moemerge.runtime.allocator import reuse_freed_memory
 from moemerge.runtime.devices import cpu_count
 from moemerge.runtime.progress import Progress
 
@@ -65,6 +66,7 @@ def execute(
     plan: MergePlan, writer: CheckpointWriter, settings: ExecutionSettings, progress: Progress
 ) -> None:
     """Compute and write every block of `plan`. Raises the first error; the caller aborts."""
+    reuse_freed_memory()
     runner = _Runner(plan, writer, settings, progress)
     workers = settings.workers or cpu_count() + SPARE_WORKERS
     progress.start("merging", plan.bytes_written, unit="B")

@@ -1,0 +1,87 @@
+"""Models on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from moemerge.errors import CheckpointError
+
+SMALL_FILES: Final = (
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+# Second copies of the weights: subfolders of other formats, Mistral's consolidated files, and
+# what a trainer leaves behind.
+NEVER_FETCHED: Final = [
+    "*/*.safetensors",
+    "*/*.bin",
+    "consolidated*",
+    "training_args.bin",
+    "optimizer.bin",
+]
+
+
+def fetch(repo: str, revision: str | None, similar: str) -> Path:
+    """A model's folder in the local hub cache, downloaded where it is not there yet.
+
+    `similar` is a suggestion for the messages: the id may have been meant as a folder.
+    """
+    try:
+        folder = _download(repo, revision, "*.safetensors")
+        if not any(folder.glob("*.safetensors")):
+            folder = _download(repo, revision, "*.bin")
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo} on the hub is gated",
+            hint=f"accept its terms at https://huggingface.co/{repo}, then run `hf auth login`",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"{repo} on the hub has no revision {revision!r}",
+            hint="give a branch, tag or commit that exists there",
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise CheckpointError(
+            f"{repo} is neither a folder here{similar} nor a model on the hub",
+            hint="check the spelling; a private model needs `hf auth login` first",
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{repo} is no folder here{similar}, is not in the local hub cache, "
+            "and the hub cannot be reached",
+            hint="check the path, or go online once (is HF_HUB_OFFLINE set?) to fetch it",
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{repo} cannot be fetched from the hub: {error}",
+            hint="check the connection and the disk of the hub cache (HF_HOME), then try again",
+        ) from error
+    return folder
+
+
+def _download(repo: str, revision: str | None, weights: str) -> Path:
+    """The snapshot with its weights; without a network, what the cache holds of it."""
+    folder = snapshot_download(
+        repo,
+        revision=revision,
+        allow_patterns=[*SMALL_FILES, weights],
+        ignore_patterns=NEVER_FETCHED,
+    )
+    return Path(folder)

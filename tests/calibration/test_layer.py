@@ -1,0 +1,139 @@
+"""One router: tensors in, a rounded router and honest numbers out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from calibration import dense
+from torch import Tensor
+
+from moemerge.architectures.gates import Gate, Score
+from moemerge.calibration.layer import LayerProblem, calibrate_layer, exact_settings
+from moemerge.calibration.report import layer_row, totals
+from moemerge.errors import NumericalError
+from moemerge.linalg.cg import Status
+from moemerge.routing import Curvature, Domain, SolveSettings
+
+EXPERTS, WIDTH, TOKENS = 6, 5, 80
+GATE = Gate(Score.SOFTMAX, top_k=2)
+
+
+def problem(
+    dtype: torch.dtype = torch.float32, *, bias: bool = False, scale: float = 1.0, **more: object
+) -> tuple[LayerProblem, list[Tensor]]:
+    """Two domains; features in blocks of unequal length."""
+    generator = torch.Generator().manual_seed(3)
+    columns = WIDTH + bias
+    routers = [torch.randn(EXPERTS, columns, generator=generator) * scale for _ in range(2)]
+    features = [torch.randn(TOKENS, WIDTH, generator=generator) for _ in range(2)]
+    domains = [
+        Domain(name, [x[:30], x[30:]], w.double())
+        for name, x, w in zip(("a", "b"), features, routers, strict=True)
+    ]
+    merged = torch.stack(routers).mean(0).double()
+    found = LayerProblem(
+        gate=GATE,
+        merged=merged,
+        domains=domains,
+        holdout=[],
+        dtypes=(dtype, dtype if bias else None),
+        selection_bias=None,
+        source_biases={"a": None, "b": None},
+        **more,  # type: ignore[arg-type]
+    )
+    return found, features
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_solution_is_the_dense_one(bias: bool) -> None:
+    found, features = problem(bias=bias)
+    result = calibrate_layer(found, SolveSettings(), start=found.merged)
+    total, rhs = 0, 0
+    for domain, x in zip(found.domains, features, strict=True):
+        wide = x.double()
+        if bias:
+            wide = torch.cat([wide, torch.ones(TOKENS, 1, dtype=torch.float64)], dim=1)
+        sigma = dense.precision_matrix(wide, domain.router, "full")
+        regular = 0.9 * sigma + 0.1 * torch.diag(sigma.diagonal())
+        total, rhs = total + regular, rhs + regular @ domain.router.reshape(-1)
+    expected = torch.linalg.solve(total, rhs).reshape(EXPERTS, -1)
+    torch.testing.assert_close(result.weight.double(), expected[:, :WIDTH], atol=1e-4, rtol=1e-4)
+    assert (result.bias is not None) == bias
+    if result.bias is not None:
+        torch.testing.assert_close(result.bias.double(), expected[:, WIDTH], atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_measured_is_the_rounded_router() -> None:
+    found, features = problem(torch.bfloat16)
+    result = calibrate_layer(found, SolveSettings(), start=found.merged)
+    assert result.weight.dtype == torch.bfloat16
+    for domain, x in zip(found.domains, features, strict=True):
+        after = result.agreement.after[domain.name]
+        kl = dense.mean_kl(x.double(), domain.router, result.weight)
+        assert after.kl == pytest.approx(kl, rel=1e-5)
+        unrounded = dense.mean_kl(x.double(), domain.router, result.solution.weight)
+        assert abs(kl - unrounded) > 1e-5 * kl
+
+
+def test_a_router_that_does_not_fit_its_dtype_is_refused() -> None:
+    found, _ = problem(torch.float16, scale=1e6)
+    with pytest.raises(NumericalError, match=r"does not fit into torch\.float16"):
+        calibrate_layer(found, SolveSettings(curvature=Curvature.IDENTITY), start=found.merged)
+
+
+def test_a_router_without_any_curvature_stays() -> None:
+    """Every token is routed with certainty: nothing can be learnt, and nothing may be lost."""
+    found, _ = problem(scale=1e6)
+    result = calibrate_layer(found, SolveSettings(), start=found.merged)
+    assert torch.equal(result.weight, found.merged.float())
+
+
+def test_exact_reports_its_own_failure() -> None:
+    found, _ = problem(scale=2.0)
+    result = calibrate_layer(found, SolveSettings(), start=found.merged, exact=True)
+    assert result.exact is not None
+    assert result.status is Status.CONVERGED
+    assert result.exact.kl[-1] <= result.exact.kl[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "damping"),
+    [
+        (SolveSettings(), 1 / 9),
+        (SolveSettings(gamma=0.5), 0.5),
+        (SolveSettings(alpha=1.0), 1 / 9),  # no damping to take over: the default
+        (SolveSettings(alpha=0.0), 1 / 9),
+    ],
+)
+def test_newton_starts_with_the_damping_of_the_solve(
+    settings: SolveSettings, damping: float
+) -> None:
+    assert exact_settings(settings).damping == pytest.approx(damping)
+
+
+def test_a_row_holds_no_number_that_json_lacks() -> None:
+    found, _ = problem()
+    result = calibrate_layer(found, SolveSettings(), start=found.merged)
+    broken = result.solution.cg.__class__(
+        result.solution.weight, Status.NON_FINITE, 3, (1.0,), float("nan")
+    )
+    object.__setattr__(result.solution, "cg", broken)
+    row = layer_row(4, "gate", result, 0.5)
+    assert row["residual"] is None
+    assert row["status"] == "non_finite"
+
+
+def test_totals_are_means_over_routers() -> None:
+    def row(kl: float, status: str) -> dict[str, object]:
+        per_domain = {key: {"a": kl} for key in ("kl_before", "kl_after")}
+        per_domain |= {key: {"a": 2 * kl} for key in ("mismatch_before", "mismatch_after")}
+        return {"status": status, "iterations": 10, "tokens": {"a": 7}, **per_domain}
+
+    found = totals([row(0.1, "converged"), row(0.3, "max_steps")])
+    assert found["routers"] == 2
+    assert found["converged"] == 1
+    assert found["iterations"] == 20
+    assert found["tokens"] == {"a": 7}
+    assert found["kl_after"]["a"] == pytest.approx(0.2)
+    assert found["mismatch_before"]["a"] == pytest.approx(0.4)
+    assert totals([])["kl_after"] == {}

@@ -1,0 +1,320 @@
+"""Objectives, targets, holdout, what is reported, and a merge with calibration in one go."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zoo
+from calibration import cases, dense
+
+import moemerge
+from moemerge.errors import ArchitectureError, ConfigError, DataError, UsageError
+
+CaseOf = Callable[..., cases.Case]
+
+ROW = {
+    "layer", "router", "tokens", "status", "iterations", "residual", "kl_before", "kl_after",
+    "mismatch_before", "mismatch_after", "seconds",
+}  # fmt: skip
+
+
+# --- objectives and targets ---------------------------------------------------------------------
+
+
+def test_the_exact_objective_is_no_worse_than_the_quadratic(
+    case_of: CaseOf, tmp_path: Path
+) -> None:
+    case = case_of("olmoe", scale=0.8)
+    report = case.calibrate(tmp_path / "out", objective="exact")
+    for row in report.layers:
+        kl = row["exact"]["kl"]
+        assert kl["exact"] < kl["quadratic"]
+        assert kl["exact"] < kl["merged"]
+        assert sum(row["kl_after"].values()) == pytest.approx(kl["exact"], rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
+def test_source_features_are_the_sources_own_routing(
+    family: str, case_of: CaseOf, tmp_path: Path
+) -> None:
+    case = case_of(family)
+    paper = case.calibrate(tmp_path / "paper")
+    report = case.calibrate(tmp_path / "out", targets="source-features")
+    for row in report.layers:
+        assert sum(row["kl_after"].values()) < sum(row["kl_before"].values())
+        assert row["kl_before"] != row["router_on_features"]["kl_before"]
+    # In the first layers both see the same features: there, the merged router is the same start.
+    first, theirs = report.layers[0], paper.layers[0]
+    for name in case.sources:
+        on_features = first["router_on_features"]["kl_before"][name]
+        assert on_features == pytest.approx(theirs["kl_before"][name], rel=1e-6)
+
+
+def test_source_features_agree_with_a_forward_of_the_source(
+    case_of: CaseOf, tmp_path: Path
+) -> None:
+    """The last row's divergence, computed from two whole models."""
+    case = case_of("olmoe")
+    report = case.calibrate(tmp_path / "out", targets="source-features")
+    row = report.layers[-1]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(case.merged)
+    rows = [tokenizer(text)["input_ids"] for text in cases.texts(case.data["code"])]
+    logits = []
+    for folder in (case.sources["code"], tmp_path / "out"):
+        model = dense.load(folder)
+        gate = dense.gates(model)[row["router"].removesuffix(".weight")]
+        x = dense.router_inputs(model, gate, rows)
+        logits.append(x @ gate.weight.detach().double().T)
+    log_r, log_p = (torch.log_softmax(z, dim=-1) for z in logits)
+    kl = float((log_r.exp() * (log_r - log_p)).sum(dim=-1).mean())
+    assert row["kl_after"]["code"] == pytest.approx(kl, rel=1e-3)
+
+
+def test_held_out_rows_are_measured_and_not_solved_on(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    report = case.calibrate(tmp_path / "out", holdout=0.25)
+    whole = case.calibrate(tmp_path / "whole")
+    for row, all_rows in zip(report.layers, whole.layers, strict=True):
+        for name in case.sources:
+            held = row["holdout"]["tokens"][name]
+            assert held > 0
+            assert held + row["tokens"][name] == all_rows["tokens"][name]
+        assert set(row["holdout"]) == {"tokens", *ROW & {
+            "kl_before", "kl_after", "mismatch_before", "mismatch_after"}}  # fmt: skip
+    assert cases.weights(tmp_path / "out") != cases.weights(tmp_path / "whole")
+    assert report.totals["holdout"]["kl_after"].keys() == case.sources.keys()
+
+
+def test_limits_choose_the_text(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    few = case.calibrate(tmp_path / "few", max_tokens=50)
+    assert set(few.layers[0]["tokens"].values()) == {50}
+    short = case.calibrate(tmp_path / "short", max_length=4, limit=5)
+    assert set(short.layers[0]["tokens"].values()) == {20}
+    other = case.calibrate(tmp_path / "other", max_length=4, limit=5, seed=1)
+    assert cases.weights(tmp_path / "short") != cases.weights(tmp_path / "other")
+    assert other.layers[0]["tokens"] == short.layers[0]["tokens"]
+
+
+def test_several_files_are_one_domain(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    lines = case.data["math"].read_text().splitlines(keepends=True)
+    (tmp_path / "1.jsonl").write_text("".join(lines[:5]))
+    (tmp_path / "2.jsonl").write_text("".join(lines[5:]))
+    case.calibrate(tmp_path / "one")
+    split = {**case.data, "math": [tmp_path / "1.jsonl", tmp_path / "2.jsonl"]}
+    case.calibrate(tmp_path / "two", data=split)
+    assert cases.weights(tmp_path / "one") == cases.weights(tmp_path / "two")
+
+
+@pytest.mark.parametrize("preconditioner", ["none", "jacobi", "block", "kronecker"])
+def test_preconditioners_agree(preconditioner: str, case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    report = case.calibrate(tmp_path / "out", preconditioner=preconditioner)
+    assert {row["preconditioner"] for row in report.layers} == {preconditioner}
+    plain = case.calibrate(tmp_path / "plain")
+    for row, other in zip(report.layers, plain.layers, strict=True):
+        assert row["kl_after"] == pytest.approx(other["kl_after"], rel=1e-3)
+
+
+def test_chat_rows_go_through_the_template(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe", template=True)
+    path = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "add two"}, {"role": "assistant", "content": "is ten"}]
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    report = case.calibrate(tmp_path / "out", data={**case.data, "math": path})
+    # <|user|> add two <|end|> <|assistant|> is ten <|end|>; no <s>: the template decides.
+    assert report.layers[0]["tokens"]["math"] in (8, 9)
+
+
+def test_lower_precision_of_the_forward(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe", dtype=torch.bfloat16)
+    report = case.calibrate(tmp_path / "out", dtype="bfloat16")
+    assert report.dtype == "bfloat16"
+    for row in report.layers:
+        assert row["status"] == "converged"
+        assert sum(row["kl_after"].values()) < sum(row["kl_before"].values())
+
+
+# --- what is told -------------------------------------------------------------------------------
+
+
+class Notes(list[str]):
+    def start(self, *_: Any, **__: Any) -> None: ...
+
+    def advance(self, amount: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def note(self, message: str) -> None:
+        self.append(message)
+
+
+def test_every_layer_is_told(case_of: CaseOf, tmp_path: Path) -> None:
+    notes = Notes()
+    case_of("olmoe").calibrate(tmp_path / "out", progress=notes)
+    assert len(notes) == 3
+    pattern = r"layer 2: \d+ steps, residual \d\.\de-\d\d, KL \S+ → \S+, 0 s left"
+    assert re.fullmatch(pattern, notes[-1])
+
+
+def test_the_report_and_the_card(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    report = case.calibrate(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "moemerge_report.json").read_text())
+    assert "merge" not in written
+    part = written["calibration"]
+    assert part == json.loads(json.dumps(report.to_json()))
+    assert all(set(row) >= ROW for row in part["layers"])
+    assert part["totals"]["routers"] == part["totals"]["converged"] == 3
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "calibrated with HARC" in card
+    assert "| math |" in card
+
+
+def test_a_card_that_somebody_wrote_is_kept(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    merged = tmp_path / "merged"
+    shutil.copytree(case.merged, merged)
+    (merged / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n\nA story.\n")
+    cases.Case(merged, case.sources, case.data).calibrate(tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n---\n# Mine\n\nA story.\n\n## Router calibration\n")
+
+
+def test_the_resolved_config_makes_the_model_again(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    case.calibrate(tmp_path / "out", gamma=0.2, layers="1-2")
+    moemerge.run(tmp_path / "out" / "moemerge_config.yml", tmp_path / "again")
+    assert not cases.changed_tensors(tmp_path / "again", tmp_path / "out")
+
+
+# --- merge and calibrate ------------------------------------------------------------------------
+
+
+def run_config(case: cases.Case, **more: Any) -> dict[str, Any]:
+    return {
+        "merge_method": "linear",
+        "models": [
+            {"model": str(path), "name": name, "parameters": {"weight": 0.5}}
+            for name, path in case.sources.items()
+        ],
+        "tokenizer": {"source": str(case.sources["math"])},
+        **more,
+    }
+
+
+def calibrated_config(case: cases.Case, **settings: Any) -> dict[str, Any]:
+    data = {name: str(path) for name, path in case.data.items()}
+    return run_config(case, data=data, calibration={"alpha": 0.7, **settings})
+
+
+@pytest.fixture
+def with_tokenizers(case_of: CaseOf, tmp_path: Path) -> cases.Case:
+    case = case_of("olmoe")
+    sources = {}
+    for name, path in case.sources.items():
+        sources[name] = tmp_path / "models" / name
+        shutil.copytree(path, sources[name])
+        zoo.tiny_tokenizer(sources[name])
+    return cases.Case(case.merged, sources, case.data)
+
+
+def test_run_is_merge_then_calibrate(with_tokenizers: cases.Case, tmp_path: Path) -> None:
+    case = with_tokenizers
+    report = moemerge.run(calibrated_config(case), tmp_path / "out" / "model")
+    moemerge.merge(run_config(case), tmp_path / "merged")
+    stepwise = moemerge.calibrate(
+        tmp_path / "merged", tmp_path / "stepwise", sources=case.sources, data=case.data, alpha=0.7
+    )
+    assert report.calibration is not None
+    assert cases.weights(tmp_path / "out" / "model") == cases.weights(tmp_path / "stepwise")
+    assert report.calibration.totals == stepwise.totals
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model"]
+    # Both ways leave the same config, and it makes the model a third time.
+    texts = [
+        (folder / "moemerge_config.yml").read_text()
+        for folder in (tmp_path / "out" / "model", tmp_path / "stepwise")
+    ]
+    assert all("alpha: 0.7" in text and "merge_method: linear" in text for text in texts)
+    for at, text in enumerate(texts):
+        moemerge.run(text, tmp_path / f"again{at}")
+        assert cases.weights(tmp_path / f"again{at}") == cases.weights(tmp_path / "stepwise")
+    for folder in (tmp_path / "out" / "model", tmp_path / "stepwise"):
+        written = json.loads((folder / "moemerge_report.json").read_text())
+        assert written["merge"]["method"] == "linear"
+        assert len(written["calibration"]["layers"]) == 3
+        assert "2 models merged with `linear`" in (folder / "README.md").read_text()
+
+
+def test_run_without_a_calibration_block_is_a_merge(
+    with_tokenizers: cases.Case, tmp_path: Path
+) -> None:
+    report = moemerge.run(run_config(with_tokenizers), tmp_path / "out")
+    moemerge.merge(run_config(with_tokenizers), tmp_path / "merged")
+    assert report.calibration is None
+    assert cases.weights(tmp_path / "out") == cases.weights(tmp_path / "merged")
+
+
+def test_settings_given_to_run_beat_the_config(
+    with_tokenizers: cases.Case, tmp_path: Path
+) -> None:
+    config = calibrated_config(with_tokenizers)
+    report = moemerge.run(config, tmp_path / "out", calibration={"gamma": 0.1, "layers": "2"})
+    assert report.calibration is not None
+    settings = report.calibration.settings
+    assert (settings["alpha"], settings["gamma"]) == (None, 0.1)
+    assert [row["layer"] for row in report.calibration.layers] == [2]
+    text = (tmp_path / "out" / "moemerge_config.yml").read_text()
+    assert "gamma: 0.1" in text
+    assert "alpha" not in text
+    with pytest.raises(ConfigError, match="rtol"):
+        moemerge.run(config, tmp_path / "two", calibration={"rtol": 2.0})
+
+
+def test_run_refuses_before_it_merges(with_tokenizers: cases.Case, tmp_path: Path) -> None:
+    config = calibrated_config(with_tokenizers)
+    config["data"]["math"] = str(tmp_path / "none.jsonl")
+    notes = Notes()
+    with pytest.raises(DataError, match="no such file"):
+        moemerge.run(config, tmp_path / "results" / "out", progress=notes)
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_run_that_fails_after_its_merge_leaves_nothing(
+    with_tokenizers: cases.Case, tmp_path: Path
+) -> None:
+    case = with_tokenizers
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("no json\n")
+    config = calibrated_config(case)
+    config["data"]["math"] = str(bad)
+    with pytest.raises(DataError, match="row 1: not JSON"):
+        moemerge.run(config, tmp_path / "results" / "out")
+    assert not (tmp_path / "results").exists()
+
+
+def test_run_refuses_models_without_routers(tmp_path: Path) -> None:
+    dense_model = zoo.dense_llama(tmp_path / "dense")
+    case = cases.make_case(dense_model, tmp_path)
+    with pytest.raises(ArchitectureError, match="no experts"):
+        moemerge.run(calibrated_config(case), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_as_a_whole_or_one_by_one(case_of: CaseOf, tmp_path: Path) -> None:
+    from moemerge.config.calibration import CalibrationSettings
+
+    settings = CalibrationSettings(layers="2")
+    report = case_of("olmoe").calibrate(tmp_path / "out", settings=settings)
+    assert [row["layer"] for row in report.layers] == [2]
+    with pytest.raises(UsageError, match="also one by one: alpha"):
+        case_of("olmoe").calibrate(tmp_path / "two", settings=settings, alpha=0.5)

@@ -1,0 +1,175 @@
+"""`moemerge calibrate` and `moemerge run` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer.main
+import zoo
+from calibration import cases
+from typer.testing import CliRunner, Result
+
+from moemerge.calibration.journal import journal_path
+from moemerge.cli.app import app
+from moemerge.config.calibration import CalibrationSettings
+
+
+@pytest.fixture(scope="session")
+def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return cases.make_case(zoo_folder("olmoe"), tmp_path_factory.mktemp("cli"))
+
+
+def flags(case: cases.Case) -> list[str]:
+    found = [f"--source={name}={path}" for name, path in case.sources.items()]
+    return found + [f"--data={name}={path}" for name, path in case.data.items()]
+
+
+def moemerge(*args: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(arg) for arg in args])
+
+
+def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(
+    case: cases.Case, tmp_path: Path
+) -> None:
+    result = moemerge("calibrate", case.merged, tmp_path / "out", *flags(case))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:4] == ["layer", "tokens", "steps", "residual"]
+    assert [line.split()[0] for line in lines[1:5]] == ["0", "1", "2", "mean"]
+    assert "3 solved for, 3 converged" in result.stdout
+    assert [line[:7] for line in result.stderr.splitlines()] == ["layer 0", "layer 1", "layer 2"]
+
+
+def test_json_goes_to_a_file_or_to_stdout(case: cases.Case, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    first = moemerge("calibrate", case.merged, tmp_path / "a", *flags(case), "--json", file, "-q")
+    second = moemerge("calibrate", case.merged, tmp_path / "b", *flags(case), "--json", "-", "-q")
+    assert first.exit_code == second.exit_code == 0
+    assert second.stderr == first.stderr == ""
+    reports = [json.loads(file.read_text()), json.loads(second.stdout)]
+    assert reports[0]["totals"] == reports[1]["totals"]
+
+
+def test_every_setting_is_a_flag_and_its_help_is_its_description() -> None:
+    command = typer.main.get_command(app).get_command(None, "calibrate")  # type: ignore[attr-defined, arg-type]
+    options = {option for p in command.params for option in p.opts}
+    text = " ".join(moemerge("calibrate", "--help").stdout.replace("│", " ").split())
+    for name, field in CalibrationSettings.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in options
+        assert (field.description or "?")[:20].lower() in text.lower()
+    assert "(default: 0.9)" in text
+    assert "moemerge calibrate merged/" in text
+
+
+def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
+    result = moemerge(
+        "calibrate", case.merged, tmp_path / "out", *flags(case), "--gamma", "0.2", "--layers",
+        "last:1", "--curvature", "diagonal", "--init", "zero", "--max-tokens", "60", "--holdout",
+        "0.2", "--preconditioner", "jacobi", "--rtol", "1e-5", "--max-steps", "500", "--seed", "3",
+        "--device", "cpu", "--dtype", "float32", "--offload", "disk", "--max-length", "64",
+        "--limit", "9", "--objective", "exact", "--targets", "source-features", "--strict",
+        "--json", "-",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    wanted = {
+        "alpha": None, "gamma": 0.2, "layers": "last:1", "curvature": "diagonal", "init": "zero",
+        "max_tokens": 60, "holdout": 0.2, "preconditioner": "jacobi", "rtol": 1e-5,
+        "max_steps": 500, "seed": 3, "device": "cpu", "dtype": "float32", "offload": "disk",
+        "max_length": 64, "limit": 9, "objective": "exact", "targets": "source-features",
+        "strict": True,
+    }  # fmt: skip
+    assert report["settings"] == wanted
+    assert len(report["layers"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        (["--alpha", "2"], 2, "alpha: must be at most 1"),
+        (["--alpha", "0.5", "--gamma", "1"], 2, "exclude each other"),
+        (["--curvature", "ful"], 2, "did you mean 'full'"),
+        (["--source", "x"], 2, "expected NAME=VALUE"),
+        (["--source", "math=elsewhere"], 2, "'math' is given twice"),
+        (["--data", "cod=x.jsonl"], 2, "did you mean 'code'"),
+        (["--data", "math=x.jsonl"], 3, "no such file"),
+        (["--max-steps", "1", "--strict"], 4, "did not converge"),
+    ],
+)
+def test_errors_have_their_exit_codes(
+    more: list[str], code: int, words: str, case: cases.Case, tmp_path: Path
+) -> None:
+    result = moemerge("calibrate", case.merged, tmp_path / "out", *flags(case), *more)
+    assert result.exit_code == code, result.output
+    assert result.stderr.splitlines()[-2:] != []
+    assert words in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_merges_and_calibrates(case: cases.Case, tmp_path: Path) -> None:
+    for name, folder in case.sources.items():
+        shutil.copytree(folder, tmp_path / "models" / name)
+        zoo.tiny_tokenizer(tmp_path / "models" / name)
+    config = tmp_path / "config.yml"
+    config.write_text(
+        "merge_method: linear\nmodels:\n"
+        + "".join(
+            f"- {{model: {tmp_path / 'models' / name}, parameters: {{weight: 1}}}}\n"
+            for name in case.sources
+        )
+        + "data:\n"
+        + "".join(f"  {name}: {path}\n" for name, path in case.data.items())
+        + "calibration: {alpha: 0.8}\n"
+    )
+    result = moemerge("run", config, tmp_path / "out", "--strict", "--seed", "4", "--json", "-")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["merge"]["method"] == "linear"
+    settings = report["calibration"]["settings"]
+    assert (settings["alpha"], settings["seed"], settings["strict"]) == (0.8, 4, True)
+    shown = moemerge("run", config, tmp_path / "out", "--overwrite")
+    assert shown.exit_code == 0, shown.output
+    assert "3 solved for" in shown.stdout
+    again = moemerge("run", config, tmp_path / "out")
+    assert again.exit_code == 3
+    assert "--overwrite" in again.stderr
+
+
+def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: Path) -> None:
+    """Ctrl-C once a layer is finished: exit code 130, and a word about --resume."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "moemerge", "calibrate", case.merged, out, *flags(case)]
+    slow = ["--rtol", "1e-300", "--max-steps", "20000", "--preconditioner", "none"]
+    process = subprocess.Popen(
+        list(map(str, [*command, *slow])),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 60
+    while not (journal_path(out) / "0000.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+        if process.poll() is not None:
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    if process.returncode == 0:
+        pytest.skip("the machine was faster than the signal")
+    assert process.returncode == 130, errors
+    assert "--resume goes on" in errors
+    assert not out.exists()
+    finished = len(list(journal_path(out).glob("*.json"))) - 1
+    result = moemerge("calibrate", case.merged, out, *flags(case), *slow, "--resume")
+    assert result.exit_code == 0, result.output
+    assert f"{finished} finished routers found" in result.stderr
