@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zoo
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moemerge
+import zoo
 from moemerge.calibration import CalibrationReport
 
 WORDS = zoo._WORDS.split()

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import transformers
-import zoo
 from torch import Tensor
+
+import zoo
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -97,7 +98,5 @@ def mismatch(x: Tensor, source: Tensor, router: Tensor, top_k: int) -> float:
     """The share of the source's Top-k experts that the router does not choose."""
     wanted = (x @ source.double().T).topk(top_k).indices
     chosen = (x @ router.double().T).topk(top_k).indices
-    hits = sum(
-        len(set(a.tolist()) & set(b.tolist())) for a, b in zip(wanted, chosen, strict=True)
-    )
+    hits = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(wanted, chosen, strict=True))
     return 1 - hits / wanted.numel()

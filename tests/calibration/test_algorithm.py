@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 import zoo
 from calibration import cases, dense
 
@@ -70,9 +71,7 @@ def test_the_report_is_true_of_the_model_that_was_written(
 
 
 @pytest.mark.parametrize("init", ["merged", "average", "zero"])
-def test_the_start_does_not_change_the_answer(
-    init: str, case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_the_start_does_not_change_the_answer(init: str, case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe")
     case.calibrate(tmp_path / "out", init=init)
     expected = dense.harc(case.merged, case.sources, token_rows(case))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+
 import zoo
 from calibration import cases
-
 from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from calibration import cases
 
+from calibration import cases
 from moemerge.calibration.journal import Entry, Journal, journal_path
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 
@@ -118,9 +118,7 @@ class Interrupting:
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_keeps_its_journal_and_frees_it(
-    case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_keeps_its_journal_and_frees_it(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe")
     with pytest.raises(KeyboardInterrupt):
         case.calibrate(tmp_path / "out", progress=Interrupting())

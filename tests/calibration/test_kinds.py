@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
-from calibration import cases, dense
 from safetensors.torch import load_file, save_file
 
+import zoo
+from calibration import cases, dense
 from moemerge.calibration.sources import open_model, read_router
+from moemerge.checkpoint import Checkpoint
+from moemerge.features.batches import make_batches
+from moemerge.features.stream import RouterStream
+from moemerge.features.text import Domain
 
 CaseOf = Callable[..., cases.Case]
 
@@ -29,9 +33,7 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Non
     save_file(tensors, single_file(folder), metadata={"format": "pt"})
 
 
-def test_selection_biases_stay_and_are_used_to_measure(
-    case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_selection_biases_stay_and_are_used_to_measure(case_of: CaseOf, tmp_path: Path) -> None:
     """A bias that rules an expert out must show in the agreement, and never in the router."""
     case = case_of("deepseek_v3", n_group=1, topk_group=1)
     moved = tmp_path / "math"
@@ -57,9 +59,17 @@ def test_selection_biases_stay_and_are_used_to_measure(
     assert not any("e_score_correction_bias" in name for name in changed)
 
 
-def test_router_biases_are_solved_for(case_of: CaseOf, tmp_path: Path) -> None:
-    """gpt_oss: [W b] on x with a 1; judged on the written model by a forward of its own."""
-    case = case_of("gpt_oss")
+@pytest.mark.parametrize("mixed", [False, True])
+def test_router_biases_are_solved_for(mixed: bool, case_of: CaseOf, tmp_path: Path) -> None:
+    """gpt_oss: [W b] on x with a 1; judged on the written model by a forward of its own.
+
+    Mixed: weights in bfloat16 and biases in float32, each rounded to its own dtype.
+    """
+    case = case_of("gpt_oss", dtype=torch.bfloat16 if mixed else torch.float32)
+    if mixed:
+        shutil.copytree(case.merged, tmp_path / "merged")
+        edit(tmp_path / "merged", _widen_router_biases)
+        case = cases.Case(tmp_path / "merged", case.sources, case.data)
     report = case.calibrate(tmp_path / "out")
     changed = cases.changed_tensors(case.merged, tmp_path / "out")
     assert {name.rsplit(".", 1)[1] for name in changed} == {"weight", "bias"}
@@ -77,6 +87,27 @@ def test_router_biases_are_solved_for(case_of: CaseOf, tmp_path: Path) -> None:
 
     kl = dense.mean_kl(ones, whole(case.sources["code"]), whole(tmp_path / "out"))
     assert row["kl_after"]["code"] == pytest.approx(kl, rel=1e-3)
+
+
+def test_the_model_goes_on_with_the_bias_that_is_stored(case_of: CaseOf, tmp_path: Path) -> None:
+    """Weight and bias may have dtypes of their own: each is rounded to its own, not more."""
+    shutil.copytree(case_of("gpt_oss", dtype=torch.bfloat16).merged, tmp_path / "merged")
+    edit(tmp_path / "merged", _widen_router_biases)
+    rows = (torch.arange(3, 15),)
+    with RouterStream(
+        Checkpoint.open(tmp_path / "merged"), make_batches([Domain("a", rows)])
+    ) as stream:
+        stop = next(iter(stream))
+        weight, bias = stop.weight + 0.1234567, torch.full((zoo.EXPERTS,), 0.1234567)
+        stop.replace(weight, bias)
+        assert stop.bias is not None
+        assert torch.equal(stop.bias, bias)
+        assert torch.equal(stop.weight, weight.bfloat16().float())
+
+
+def _widen_router_biases(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith("router.bias")]:
+        tensors[name] = tensors[name].float()
 
 
 def _rows(case: cases.Case, name: str) -> list[list[int]]:

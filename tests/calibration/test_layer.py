@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from calibration import dense
 from torch import Tensor
 
+from calibration import dense
 from moemerge.architectures.gates import Gate, Score
 from moemerge.calibration.layer import LayerProblem, calibrate_layer, exact_settings
 from moemerge.calibration.report import layer_row, totals

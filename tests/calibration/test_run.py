@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import zoo
-from calibration import cases, dense
 
 import moemerge
+import zoo
+from calibration import cases, dense
 from moemerge.errors import ArchitectureError, ConfigError, DataError, UsageError
 
 CaseOf = Callable[..., cases.Case]
@@ -255,6 +255,28 @@ def test_run_is_merge_then_calibrate(with_tokenizers: cases.Case, tmp_path: Path
         assert "2 models merged with `linear`" in (folder / "README.md").read_text()
 
 
+class Interrupting(Notes):
+    def note(self, message: str) -> None:
+        if message.startswith("layer 1:"):
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_merges_again_and_goes_on(
+    with_tokenizers: cases.Case, tmp_path: Path
+) -> None:
+    config = calibrated_config(with_tokenizers)
+    out = tmp_path / "results" / "out"
+    with pytest.raises(KeyboardInterrupt):
+        moemerge.run(config, out, progress=Interrupting())
+    assert [path.name for path in out.parent.iterdir()] == [".out.journal"]
+    report = moemerge.run(config, out, resume=True)
+    assert report.calibration is not None
+    assert report.calibration.resumed == 2
+    moemerge.run(config, tmp_path / "whole")
+    assert cases.weights(out) == cases.weights(tmp_path / "whole")
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
 def test_run_without_a_calibration_block_is_a_merge(
     with_tokenizers: cases.Case, tmp_path: Path
 ) -> None:
@@ -264,9 +286,7 @@ def test_run_without_a_calibration_block_is_a_merge(
     assert cases.weights(tmp_path / "out") == cases.weights(tmp_path / "merged")
 
 
-def test_settings_given_to_run_beat_the_config(
-    with_tokenizers: cases.Case, tmp_path: Path
-) -> None:
+def test_settings_given_to_run_beat_the_config(with_tokenizers: cases.Case, tmp_path: Path) -> None:
     config = calibrated_config(with_tokenizers)
     report = moemerge.run(config, tmp_path / "out", calibration={"gamma": 0.1, "layers": "2"})
     assert report.calibration is not None

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import typer.main
-import zoo
-from calibration import cases
 from typer.testing import CliRunner, Result
 
+import zoo
+from calibration import cases
 from moemerge.calibration.journal import journal_path
 from moemerge.cli.app import app
 from moemerge.config.calibration import CalibrationSettings
@@ -150,7 +150,7 @@ def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: P
     """Ctrl-C once a layer is finished: exit code 130, and a word about --resume."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "moemerge", "calibrate", case.merged, out, *flags(case)]
-    slow = ["--rtol", "1e-300", "--max-steps", "20000", "--preconditioner", "none"]
+    slow = ["--rtol", "1e-300", "--max-steps", "600", "--preconditioner", "none"]
     process = subprocess.Popen(
         list(map(str, [*command, *slow])),
         stderr=subprocess.PIPE,

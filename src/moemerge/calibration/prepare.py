@@ -37,7 +37,7 @@ from moemerge.runtime.devices import dtype_name, parse_dtype, resolve_device
 # Report, card and config beside the weights.
 COMPANION_BYTES = 16 * 2**20
 # A CPU gains nothing from long batches, and their temporaries are the largest thing it holds.
-CPU_BATCH_TOKENS = 4096
+CPU_BATCH_TOKENS = 2048
 # They say how a run is done; its result does not depend on them.
 NOT_IN_KEY = ("offload", "strict", "device", "dtype")
 

@@ -31,6 +31,7 @@ from moemerge.routing import Curvature, Domain, Preconditioner, SolveSettings
 from moemerge.routing.curvature import logits_of, working_dtype
 from moemerge.runtime.devices import dtype_name
 from moemerge.runtime.progress import Progress
+from moemerge.version import __version__
 
 # After these a second attempt would end the same: what is finished is of no use.
 HOPELESS = (ArchitectureError, DataError, NumericalError, UsageError)
@@ -280,8 +281,6 @@ def _report(prepared: Prepared, streams: Streams, loop: _Loop, seconds: float) -
 
 
 def _write(prepared: Prepared, journal: Journal, report: CalibrationReport) -> None:
-    from moemerge import __version__
-
     request = prepared.request
     biases = {pair.place.weight: pair.place.bias for pair in prepared.routers}
     patch = CheckpointPatch(

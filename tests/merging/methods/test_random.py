@@ -7,7 +7,14 @@ import torch
 
 from moemerge.architectures.roles import Role
 from moemerge.merging.method import UnitInfo
-from moemerge.merging.methods.random import Stream, keep_randomly_, keep_threshold
+from moemerge.merging.methods.random import (
+    Stream,
+    _finalise_numpy,
+    _unsigned,
+    finalise_torch,
+    keep_randomly_,
+    keep_threshold,
+)
 
 CPU = torch.device("cpu")
 N = 1 << 18
@@ -18,11 +25,12 @@ def draws(seed, start=0, count=N):
 
 
 def uniform(seed, **kw):
-    return (draws(seed, **kw).double() + 2**31) / 2**32
+    return (draws(seed, **kw).double() + 2**15) / 2**16
 
 
 def test_against_plain_integers():
-    """The torch arithmetic wraps like 32-bit words, in vector bodies and in their tails."""
+    """The arithmetic wraps like 32-bit words, in vector bodies and in their tails; an element
+    has one half of its word, wherever a draw begins."""
 
     def mix64(x):
         m = 2**64 - 1
@@ -33,13 +41,16 @@ def test_against_plain_integers():
 
     def reference(seed, index):
         w = 2**32 - 1
-        key = mix64(seed + (index >> 32) * 0xD1342543DE82EF95)
-        h = ((index & w) * 0x9E3779B9 + key) & w
+        word = index // 2
+        key = mix64(seed + (word >> 32) * 0xD1342543DE82EF95)
+        h = ((word & w) * 0x9E3779B9 + key) & w
         h = ((h ^ (h >> 16)) * 0x7FEB352D + (key >> 32)) & w
         h = ((h ^ (h >> 15)) * 0x846CA68B) & w
-        return h - 2**32 if h >= 2**31 else h
+        h ^= h >> 16
+        half = (h >> 16) if index % 2 else h & 0xFFFF
+        return half - 2**16 if half >= 2**15 else half
 
-    for start in (0, 5, 2**31 - 3, 2**32 - 4, 2**40 + 17):
+    for start in (0, 5, 2**31 - 3, 2**33 - 8, 2**33 - 7, 2**40 + 17):
         got = draws(12345678901234567, start, 37).tolist()
         assert got == [reference(12345678901234567, start + i) for i in range(37)]
 
@@ -72,7 +83,8 @@ def test_neighbouring_indexes_and_streams_are_independent():
         v = uniform(other) - 0.5
         assert abs((u * v).mean() * 12) < bound
         # nor is one stream a shifted copy of the other
-        assert len(set(draws(7, count=4096).tolist()) & set(draws(other, count=4096).tolist())) < 4
+        mine, theirs = (draws(s, count=8192).view(torch.int32).tolist() for s in (7, other))
+        assert len(set(mine) & set(theirs)) < 4
     # pairs of neighbours fill the square evenly
     cells = 32
     at = (uniform(7) * cells).long()
@@ -85,7 +97,7 @@ def test_each_bit_of_the_index_matters():
     a = draws(3, 0, 1 << 16)
     for bit in range(16):
         i = torch.arange(1 << 16)
-        flips = (a ^ a[i ^ (1 << bit)]) >> 16 & 0xFFFF  # the high half
+        flips = a ^ a[i ^ (1 << bit)]
         ones = sum(((flips >> k) & 1).double().mean() for k in range(16))
         assert abs(ones - 8) < 0.4
 
@@ -99,8 +111,18 @@ def test_keep_probability(p):
 
 
 def test_thresholds_are_exact_at_the_ends():
-    assert keep_threshold(0) == -(2**30)
-    assert keep_threshold(1) == 2**30
+    assert keep_threshold(0) == -(2**14)
+    assert keep_threshold(1) == 2**14
+
+
+def test_both_arithmetics_give_the_same_bits():
+    """numpy runs on the CPU, torch on an accelerator."""
+    words = torch.randint(-(2**31), 2**31, (10_001,), dtype=torch.int32)
+    shifted = torch.empty_like(words)
+    other = words.clone()
+    _finalise_numpy(_unsigned(words), _unsigned(shifted), 0xDEADBEEF)
+    finalise_torch(other, shifted, 0xDEADBEEF)
+    assert torch.equal(words, other)
 
 
 def test_kept_values_are_untouched_in_both_precisions():

@@ -1,12 +1,17 @@
 """Random masks that depend on a stream's number and an element's index alone.
 
 A hash of the index takes the place of a generator with state, so the order of work, its split
-into blocks, the number of threads and the device cannot change a single bit. Plain 32-bit integer
-arithmetic, which wraps alike on every device.
+into blocks, the number of threads and the device cannot change a single bit. One 32-bit word serves
+two neighbouring elements with 16 bits each: a probability is met to 2^-15, far below what a
+tensor's sampling noise could show.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,10 +19,10 @@ from moemerge.merging.methods._blocks import bits, blocks, scratch
 
 _WORD = 1 << 32
 _WEYL = 0x9E3779B9  # 2^32 / golden ratio: neighbouring indexes land far apart
-# Multipliers and shifts of the two-round finaliser "lowbias32" (Wellons, hash-prospector).
+# Multipliers and shifts of the finaliser "lowbias32" (Wellons, hash-prospector).
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
-_SHIFTS = (16, 15)
-_RESOLUTION = 31  # bits of a draw that a probability is compared with
+_SHIFTS = (16, 15, 16)
+_RESOLUTION = 15  # bits of a draw that a probability is compared with
 
 
 def keep_threshold(probability: float) -> int:
@@ -26,28 +31,30 @@ def keep_threshold(probability: float) -> int:
 
 
 class Stream:
-    """An endless row of independent 32-bit numbers, numbered by element index."""
+    """An endless row of independent 16-bit numbers, numbered by element index."""
 
     def __init__(self, seed: int, capacity: int, device: torch.device) -> None:
         self._seed = seed
-        counter = torch.arange(capacity, dtype=torch.int32, device=device)
+        words = capacity // 2 + 1  # an odd start takes one more
+        counter = torch.arange(words, dtype=torch.int32, device=device)
         self._weyl = counter.mul_(_signed(_WEYL))
-        self._out = torch.empty_like(counter)
+        self._words = torch.empty_like(counter)
         self._shifted = torch.empty_like(counter)
 
     def draw(self, start: int, count: int) -> Tensor:
-        """Numbers `start` to `start + count` as int32; the high bits are the better ones.
+        """Numbers `start` to `start + count` as int16.
 
         The buffer belongs to the stream: the next call overwrites it.
         """
-        here = min(count, _WORD - start % _WORD)
-        self._fill(start, slice(0, here))
-        if here < count:
-            self._fill(start + here, slice(here, count))
-        return self._out[:count]
+        first, stop = start // 2, (start + count + 1) // 2
+        here = min(stop - first, _WORD - first % _WORD)
+        self._fill(first, slice(0, here))
+        if here < stop - first:
+            self._fill(first + here, slice(here, stop - first))
+        return self._words.view(torch.int16)[start % 2 : start % 2 + count]
 
     def keep(self, start: int, count: int, threshold: int | Tensor) -> Tensor:
-        """-1 (all bits set) where an element is kept, else 0, as int32; see `keep_threshold`."""
+        """-1 (all bits set) where an element is kept, else 0, as int16; see `keep_threshold`."""
         drawn = self.draw(start, count)
         drawn.bitwise_right_shift_(1)  # so that the difference cannot overflow
         if isinstance(threshold, Tensor):
@@ -56,22 +63,39 @@ class Stream:
             drawn.sub_(threshold)
         return drawn.bitwise_right_shift_(_RESOLUTION)
 
-    def _fill(self, start: int, where: slice) -> None:
-        key = _mix64(self._seed + (start // _WORD) * 0xD1342543DE82EF95)
-        h, shifted = self._out[where], self._shifted[where]
-        torch.add(
-            self._weyl[: h.numel()],
-            _signed(start * _WEYL + key),
-            out=h,
-        )
+    def _fill(self, first: int, where: slice) -> None:
+        """Hash the words from number `first` on; all of them lie in one range of 2^32."""
+        key = _mix64(self._seed + (first // _WORD) * 0xD1342543DE82EF95)
+        words, shifted = self._words[where], self._shifted[where]
+        torch.add(self._weyl[: words.numel()], _signed(first * _WEYL + key), out=words)
         # The key enters twice: by its first half alone, two streams would be the same row of
         # numbers, shifted.
-        for shift, multiplier, addend in zip(_SHIFTS, _MULTIPLIERS, (key >> 32, 0), strict=True):
-            torch.bitwise_right_shift(h, shift, out=shifted)
-            shifted.bitwise_and_((1 << (32 - shift)) - 1)
-            h.bitwise_xor_(shifted).mul_(_signed(multiplier))
-            if addend:
-                h.add_(_signed(addend))
+        if words.device.type == "cpu":
+            _finalise_numpy(_unsigned(words), _unsigned(shifted), key >> 32)
+        else:
+            finalise_torch(words, shifted, key >> 32)
+
+
+def _finalise_numpy(h: npt.NDArray[Any], shifted: npt.NDArray[Any], addend: int) -> None:
+    """numpy has unsigned shifts, and calls that cost a third of torch's on small blocks."""
+    for round_, shift in enumerate(_SHIFTS):
+        np.right_shift(h, np.uint32(shift), out=shifted)
+        np.bitwise_xor(h, shifted, out=h)
+        if round_ < len(_MULTIPLIERS):
+            np.multiply(h, np.uint32(_MULTIPLIERS[round_]), out=h)
+        if round_ == 0:
+            np.add(h, np.uint32(addend), out=h)
+
+
+def finalise_torch(h: Tensor, shifted: Tensor, addend: int) -> None:
+    """The same bits on any device; torch shifts signed integers, so the sign is masked away."""
+    for round_, shift in enumerate(_SHIFTS):
+        torch.bitwise_right_shift(h, shift, out=shifted)
+        h.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
+        if round_ < len(_MULTIPLIERS):
+            h.mul_(_signed(_MULTIPLIERS[round_]))
+        if round_ == 0:
+            h.add_(_signed(addend))
 
 
 def keep_randomly_(values: Tensor, probability: float, seed: int) -> None:
@@ -83,6 +107,10 @@ def keep_randomly_(values: Tensor, probability: float, seed: int) -> None:
     for b in blocks(values):
         kept = bits(values[b])
         kept.bitwise_and_(stream.keep(b.start, b.stop - b.start, threshold).to(kept.dtype))
+
+
+def _unsigned(words: Tensor) -> npt.NDArray[Any]:
+    return words.numpy().view(np.uint32)
 
 
 def _signed(word: int) -> int:

@@ -72,7 +72,7 @@ def drop_by_rank_(
     before = total_magnitude(values) if rescale == "l1" else 0.0
     matrix = values.view(rows, -1)
     ramp = _keep_probabilities(matrix.shape[1], density, epsilon)
-    thresholds = torch.tensor([keep_threshold(p) for p in ramp], dtype=torch.int32)
+    thresholds = torch.tensor([keep_threshold(p) for p in ramp], dtype=torch.int16)
     gains = torch.ones(len(ramp), dtype=values.dtype)
     if rescale == "probability":
         gains = torch.tensor([1 / p if p > 0 else 0.0 for p in ramp], dtype=values.dtype)
