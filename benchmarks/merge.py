@@ -34,8 +34,9 @@ CONFIGS = {
     "linear": """
 merge_method: linear
 models:
-  - {model: MATH, parameters: {weight: 0.4}}
-  - {model: CODE, parameters: {weight: 0.6}}
+  - {model: BASE, parameters: {weight: 0.2}}
+  - {model: MATH, parameters: {weight: 0.3}}
+  - {model: CODE, parameters: {weight: 0.5}}
 """,
     "ties": """
 merge_method: ties

@@ -10,6 +10,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -78,10 +79,19 @@ def fetch(repo: str, revision: str | None, similar: str) -> Path:
 
 def _download(repo: str, revision: str | None, weights: str) -> Path:
     """The snapshot with its weights; without a network, what the cache holds of it."""
-    folder = snapshot_download(
-        repo,
-        revision=revision,
-        allow_patterns=[*SMALL_FILES, weights],
-        ignore_patterns=NEVER_FETCHED,
-    )
-    return Path(folder)
+
+    def snapshot(*, cached: bool) -> Path:
+        folder = snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=[*SMALL_FILES, weights],
+            ignore_patterns=NEVER_FETCHED,
+            local_files_only=cached,
+        )
+        return Path(folder)
+
+    try:
+        return snapshot(cached=False)
+    except OfflineModeIsEnabled:
+        # Some versions of the hub's client ask the network even for what the cache holds whole.
+        return snapshot(cached=True)

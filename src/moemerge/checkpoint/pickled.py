@@ -57,6 +57,9 @@ class PickledFile:
             out = torch.empty(shape, dtype=view.dtype)
         return out.copy_(view)
 
+    def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
+        """The file is mapped: the system reads ahead by itself."""
+
     def sample(self, name: str, limit: int) -> bytes:
         """At most about `limit` bytes from the middle of a tensor."""
         with self._lock:

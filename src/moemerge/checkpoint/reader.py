@@ -48,6 +48,8 @@ class TensorFile(Protocol):
         self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
     ) -> Tensor: ...
 
+    def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None: ...
+
     def sample(self, name: str, limit: int) -> bytes: ...
 
     def close(self) -> None: ...
@@ -91,6 +93,10 @@ class Checkpoint(Mapping[str, Tensor]):
         `out`, a contiguous CPU tensor of the result's shape and dtype, saves the allocation.
         """
         return self.file_of(name).read(name, rows, out)
+
+    def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
+        """Let the system begin to read what will be asked for soon; does not wait."""
+        self.file_of(name).prefetch(name, rows)
 
     def file_of(self, name: str) -> TensorFile:
         """The file that holds a tensor."""

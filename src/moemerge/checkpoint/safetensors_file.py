@@ -74,6 +74,14 @@ class SafetensorsFile:
         self._fill(as_bytes(out), offset, name)
         return out
 
+    def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
+        """Tell the system that this will be read soon; returns at once."""
+        stored = self.stored[name]
+        first, stop = rows if rows is not None else (0, stored.info.rows)
+        begin, length = stored.info.row_bytes * first, stored.info.row_bytes * (stop - first)
+        if hasattr(os, "posix_fadvise") and self._closer.alive:
+            os.posix_fadvise(self._fd, stored.offset + begin, length, os.POSIX_FADV_WILLNEED)
+
     def sample(self, name: str, limit: int) -> bytes:
         """At most `limit` bytes from the middle of a tensor."""
         stored = self.stored[name]

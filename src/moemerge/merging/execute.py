@@ -1,8 +1,9 @@
 """Run a merge plan: read, compute and write many blocks at once, within a fixed memory budget.
 
-Each worker carries a block all the way (read -> method -> write), so while one waits for the disk
-another computes. Blocks land at their own place in the output, so their order does not matter and
-the result is the same for any number of workers.
+Each worker carries a block all the way (read -> method -> write) and asks the system to fetch the
+blocks that come next, so reading ahead, computing and writing behind overlap. Blocks land at their
+own place in the output, so their order does not matter and the result is the same for any number
+of workers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from moemerge.checkpoint import CheckpointWriter
 from moemerge.errors import CheckpointError, NumericalError
-from moemerge.merging.method import ModelTensor, UnitInfo
+from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo
 from moemerge.merging.plan import Block, MergePlan, Source, UnitMerge
 from moemerge.runtime.allocator import reuse_freed_memory
 from moemerge.runtime.devices import cpu_count
@@ -26,9 +27,15 @@ from moemerge.runtime.progress import Progress
 
 # Enough for several expert matrices in flight; one larger block may always run alone.
 DEFAULT_MEMORY_BUDGET = 768 * 2**20
-# One worker more than cores: somebody can wait for the disk.
-SPARE_WORKERS = 1
+# Beyond this, threads would wait for the interpreter more than work; they then share out the cores.
+MOST_WORKERS = 8
+FEWEST_WORKERS = 2  # one may wait for the disk
+READ_AHEAD = 2  # blocks per worker that are fetched in advance
 POLL_SECONDS = 0.5
+# Elements of an elementwise method's piece: on a CPU its float32 copies stay in cache (1 MiB each),
+# an accelerator wants one long launch.
+CPU_PIECE = 2**18
+DEVICE_PIECE = 2**26
 
 
 @dataclass(frozen=True)
@@ -68,12 +75,15 @@ def execute(
     """Compute and write every block of `plan`. Raises the first error; the caller aborts."""
     reuse_freed_memory()
     runner = _Runner(plan, writer, settings, progress)
-    workers = settings.workers or cpu_count() + SPARE_WORKERS
+    workers = settings.workers or min(max(cpu_count(), FEWEST_WORKERS), MOST_WORKERS)
     progress.start("merging", plan.bytes_written, unit="B")
     # Largest first: a big embedding must not be what everybody waits for at the end.
     order = sorted(plan.blocks, key=lambda b: -b.working_bytes)
-    with _one_thread_each(), ThreadPoolExecutor(workers, thread_name_prefix="merge") as pool:
-        futures = [pool.submit(runner.run, block) for block in order]
+    later = [*order[READ_AHEAD * workers :], *[None] * (READ_AHEAD * workers)]
+    with _share_cores(workers), ThreadPoolExecutor(workers, thread_name_prefix="merge") as pool:
+        futures = [
+            pool.submit(runner.run, block, soon) for block, soon in zip(order, later, strict=False)
+        ]
         try:
             _wait(futures)
         except BaseException:
@@ -93,10 +103,10 @@ def _wait(futures: Sequence[Future[None]]) -> None:
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
+def _share_cores(workers: int) -> Iterator[None]:
     """Blocks run side by side, so torch must not split each of them over all cores as well."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, cpu_count() // workers))
     try:
         yield
     finally:
@@ -118,16 +128,24 @@ class _Runner:
         self.budget = MemoryBudget(settings.memory_budget)
         self.stopped = threading.Event()
         self.dtypes = {t.name: t.dtype for t in plan.tensors}
+        self.piece = CPU_PIECE if settings.device.type == "cpu" else DEVICE_PIECE
 
     @torch.inference_mode()
-    def run(self, block: Block) -> None:
+    def run(self, block: Block, soon: Block | None = None) -> None:
+        """Merge or copy one block; `soon` is one that will be asked for in a while."""
         if self.stopped.is_set():
-            return
+            raise StoppedError
+        if soon is not None:
+            self._prefetch(soon)
         with self.budget.hold(block.working_bytes):
             result = self._merge(block) if block.merges else self._copy(block)
             row = 0 if block.rows is None else block.rows[0]
             self.writer.write(block.tensor, result, row=row)
         self.progress.advance(result.numel() * result.element_size())
+
+    def _prefetch(self, block: Block) -> None:
+        for source in (s for merge in block.merges for s in merge.sources):
+            self.plan.models[source.model].checkpoint.prefetch(source.tensor, source.slot.rows)
 
     def _merge(self, block: Block) -> Tensor:
         blocks = _BlockReader(self.plan)
@@ -135,15 +153,29 @@ class _Runner:
         whole = len(block.merges) == 1 and block.merges[0].unit.slot.covers_block
         result = None if whole else torch.empty(block.shape, dtype=out_dtype)
         for merge in block.merges:
-            value = self._apply(merge, blocks)
+            stored = [source.slot.take(blocks.read(source)) for source in merge.sources]
             if result is None:
-                return value.to("cpu", out_dtype).reshape(block.shape).contiguous()
-            merge.unit.slot.take(result).copy_(value)
+                return self._whole(merge, stored, block.shape, out_dtype)
+            merge.unit.slot.take(result).copy_(self._apply(merge, stored))
         assert result is not None
         return result
 
-    def _apply(self, merge: UnitMerge, blocks: _BlockReader) -> Tensor:
-        tensors = [self._load(source, blocks) for source in merge.sources]
+    def _whole(
+        self, merge: UnitMerge, stored: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """A unit that is all of its block; an elementwise one in pieces that stay in cache."""
+        if not (merge.method.elementwise and merge.prepare is None and shape):
+            return self._apply(merge, stored).to("cpu", dtype).reshape(shape).contiguous()
+        result = torch.empty(shape, dtype=dtype)
+        flat, flats = result.view(-1), [tensor.reshape(-1) for tensor in stored]
+        for start in range(0, flat.numel(), self.piece):
+            piece = slice(start, start + self.piece)
+            flat[piece] = self._apply(merge, [tensor[piece] for tensor in flats])
+        return result
+
+    def _apply(self, merge: UnitMerge, stored: Sequence[Tensor]) -> Tensor:
+        """The method's result for tensors as they are stored."""
+        tensors = [self._widen(t, s) for t, s in zip(stored, merge.sources, strict=True)]
         if merge.prepare is not None:
             tensors = merge.prepare(tensors)
         inputs = [
@@ -151,12 +183,11 @@ class _Runner:
             for tensor, source in zip(tensors, merge.inputs, strict=False)
         ]
         base = None if merge.base is None else tensors[-1]
-        unit = UnitInfo(merge.unit.key, merge.unit.role, self.plan.seed)
+        unit = UnitInfo(merge.unit.key, merge.unit.role, self.plan.seed, self.stopped.is_set)
         return merge.method.function(inputs, base, merge.options, unit)
 
-    def _load(self, source: Source, blocks: _BlockReader) -> Tensor:
-        """The unit in this source, on the device, in the precision methods work in."""
-        tensor = source.slot.take(blocks.read(source))
+    def _widen(self, tensor: Tensor, source: Source) -> Tensor:
+        """On the device, in the precision that methods work in; checked to be finite."""
         if self.plan.input_dtype is not None:
             tensor = tensor.to(self.plan.input_dtype)
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -48,6 +48,14 @@ class ModelTensor:
     params: Any  # an instance of the method's `per_model` dataclass
 
 
+class StoppedError(Exception):
+    """The merge was stopped elsewhere; ends a method's loop early. Never reaches a user."""
+
+
+def _go_on() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class UnitInfo:
     """What a method may know of the thing it merges."""
@@ -55,6 +63,12 @@ class UnitInfo:
     key: str
     role: Role
     seed: int = 0
+    stopped: Callable[[], bool] = _go_on
+
+    def check_stopped(self) -> None:
+        """To be called now and then by a method that takes long, so that Ctrl-C is not in vain."""
+        if self.stopped():
+            raise StoppedError
 
     def stream(self, *salt: object) -> int:
         """A 63-bit seed that depends on this unit and `salt` alone: not on order, sharding,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moemerge.merging.methods.random import Stream, keep_randomly_
+from moemerge.merging.methods.random import Stream, keep_threshold
 from moemerge.merging.methods.selection import ascending_order, keep_largest_
 
 pytestmark = [
@@ -64,8 +64,8 @@ def test_random_bits():
         assert torch.equal(gpu.cpu(), cpu)
     values = torch.randn(300_001)
     masked, on_gpu = values.clone(), values.cuda()
-    keep_randomly_(masked, 0.4, 5)
-    keep_randomly_(on_gpu, 0.4, 5)
+    for tensor in (masked, on_gpu):
+        Stream(5, 300_001, tensor.device).thin_(tensor, 0, keep_threshold(0.4))
     assert torch.equal(on_gpu.cpu(), masked)
 
 

@@ -12,11 +12,16 @@ from moemerge.merging.methods.random import (
     _finalise_numpy,
     _unsigned,
     finalise_torch,
-    keep_randomly_,
     keep_threshold,
 )
 
 CPU = torch.device("cpu")
+
+
+def keep_randomly_(values, probability, seed):
+    Stream(seed, values.numel(), CPU).thin_(values, 0, keep_threshold(probability))
+
+
 N = 1 << 18
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moemerge.merging.methods._blocks import bits, blocks, scratch
+from moemerge.merging.methods._blocks import bits
 
 _WORD = 1 << 32
 _WEYL = 0x9E3779B9  # 2^32 / golden ratio: neighbouring indexes land far apart
@@ -63,6 +63,11 @@ class Stream:
             drawn.sub_(threshold)
         return drawn.bitwise_right_shift_(_RESOLUTION)
 
+    def thin_(self, values: Tensor, start: int, threshold: int) -> None:
+        """Zero in place what is not kept of a flat block whose first element has index `start`."""
+        kept = bits(values)
+        kept.bitwise_and_(self.keep(start, values.numel(), threshold).to(kept.dtype))
+
     def _fill(self, first: int, where: slice) -> None:
         """Hash the words from number `first` on; all of them lie in one range of 2^32."""
         key = _mix64(self._seed + (first // _WORD) * 0xD1342543DE82EF95)
@@ -96,17 +101,6 @@ def finalise_torch(h: Tensor, shifted: Tensor, addend: int) -> None:
             h.mul_(_signed(_MULTIPLIERS[round_]))
         if round_ == 0:
             h.add_(_signed(addend))
-
-
-def keep_randomly_(values: Tensor, probability: float, seed: int) -> None:
-    """Zero each element of a flat tensor, in place, unless its draw falls below `probability`."""
-    if values.numel() == 0 or probability >= 1:
-        return
-    stream = Stream(seed, scratch(values, 1)[0].numel(), values.device)
-    threshold = keep_threshold(probability)
-    for b in blocks(values):
-        kept = bits(values[b])
-        kept.bitwise_and_(stream.keep(b.start, b.stop - b.start, threshold).to(kept.dtype))
 
 
 def _unsigned(words: Tensor) -> npt.NDArray[Any]:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moemerge.merging.methods._blocks import bits, block_size, total_magnitude
+from moemerge.merging.methods._blocks import (
+    bits,
+    block_size,
+    blocks,
+    magnitude,
+    total_magnitude,
+)
 from moemerge.merging.methods._task_vectors import TaskVector
-from moemerge.merging.methods.random import Stream, keep_randomly_, keep_threshold
+from moemerge.merging.methods.random import Stream, keep_threshold
 from moemerge.merging.methods.selection import (
     ascending_order,
     drop_largest_,
@@ -43,11 +49,19 @@ def drop_randomly_(vector: TaskVector, density: float, seed: int, *, rescale: st
 
     `rescale`: "l1" restores the L1 norm, "probability" divides by the density.
     """
-    if density >= 1:
+    values = vector.values
+    if density >= 1 or values.numel() == 0:
         return
-    before = total_magnitude(vector.values) if rescale == "l1" else 0.0
-    keep_randomly_(vector.values, density, seed)
-    _rescale(vector, before, rescale=rescale == "l1")
+    stream = Stream(seed, min(values.numel(), block_size(values.device)), values.device)
+    threshold = keep_threshold(density)
+    before = after = 0.0
+    for b in blocks(values):  # measured while the block is in cache, not in passes of their own
+        block = values[b]
+        before += magnitude(block) if rescale == "l1" else 0.0
+        stream.thin_(block, b.start, threshold)
+        after += magnitude(block) if rescale == "l1" else 0.0
+    if after > 0:
+        vector.scale *= before / after
     if rescale == "probability" and density > 0:
         vector.scale /= density
 

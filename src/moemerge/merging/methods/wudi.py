@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +64,7 @@ def wudi(
     if options.solver == "exact":
         correction = problem.exact()
     else:
-        correction = problem.adam(options.lr, options.steps)
+        correction = problem.adam(options.lr, options.steps, each_step=unit.check_stopped)
     return (base + start + correction).contiguous()
 
 
@@ -107,7 +107,7 @@ class Interference:
             return -(K @ _pseudo_inverse(S @ S.T) @ S).to(self.S.dtype)
         return -(K @ S @ _pseudo_inverse(S.T @ S)).to(self.S.dtype)
 
-    def adam(self, lr: float, steps: int) -> Tensor:
+    def adam(self, lr: float, steps: int, each_step: Callable[[], None] = lambda: None) -> Tensor:
         """x after so many of Adam's steps from x = 0."""
         out, columns = self.K.shape[0], self.S.shape[1]
         G = self.K @ self.S  # (out, in)
@@ -117,6 +117,7 @@ class Interference:
         g, divisor = torch.empty_like(G), torch.empty_like(G)
         inner = None if gram is not None else G.new_empty(out, self.S.shape[0])
         for step in range(1, steps + 1):
+            each_step()
             if gram is not None:
                 torch.mm(x, gram, out=g)
             else:
