@@ -277,9 +277,7 @@ def test_a_quantised_model_is_refused(case: cases.Case, tmp_path: Path) -> None:
     )
 
 
-def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoint_s_on_a_gpu(case_of: CaseOf) -> None:
+def test_auto_dtype_is_the_checkpoint_s(case_of: CaseOf) -> None:
     model = prepare.open_model("merged", case_of("olmoe", dtype=torch.bfloat16).merged)
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert prepare.forward_dtype("auto", cpu, model) == torch.float32
-    assert prepare.forward_dtype("auto", gpu, model) == torch.bfloat16
-    assert prepare.forward_dtype("float16", cpu, model) == torch.float16
+    assert prepare.forward_dtype("auto", model) == torch.bfloat16
+    assert prepare.forward_dtype("float32", model) == torch.float32

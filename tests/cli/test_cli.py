@@ -64,8 +64,12 @@ def test_merge_writes_a_folder_and_says_so(config, tmp_path):
 
 
 def test_json_is_one_document_on_stdout(config, tmp_path):
-    result = moemerge("merge", config, tmp_path / "out", "--json")
+    result = moemerge("merge", config, tmp_path / "out", "--json", "-")
     assert json.loads(result.stdout)["output"]["folder"] == str(tmp_path / "out")
+    result = moemerge("validate", config, "--json", tmp_path / "plan.json")
+    assert "ready to run" in result.stdout
+    assert json.loads((tmp_path / "plan.json").read_text())["method"] == "ties"
+    refused(moemerge("validate", config, "--json", tmp_path), 3, "--json")
 
 
 def test_dry_run_and_validate_write_nothing(config, tmp_path):

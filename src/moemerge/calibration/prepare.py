@@ -99,7 +99,7 @@ def prepare(request: CalibrationRequest) -> Prepared:
     layers = chosen_layers(merged, settings.layers)
     routers = pair_routers(merged, list(sources.values()), layers)
     domains, notices = _text(request, merged, sources)
-    dtype = forward_dtype(settings.dtype, device, merged)
+    dtype = forward_dtype(settings.dtype, merged)
     return Prepared(
         request=request,
         merged=merged,
@@ -151,12 +151,10 @@ def check_files(data: Mapping[str, Sequence[str | Path]]) -> None:
                 raise DataError(f"data {name!r}: no such file {file}")
 
 
-def forward_dtype(name: str, device: torch.device, merged: OpenModel) -> torch.dtype:
-    """`auto` is float32 on a CPU, which is slow in anything narrower; the checkpoint's on a GPU."""
+def forward_dtype(name: str, merged: OpenModel) -> torch.dtype:
+    """`auto` is the dtype of most of the checkpoint's bytes: what the model runs in elsewhere."""
     if name != "auto":
         return parse_dtype(name)
-    if device.type == "cpu":
-        return torch.float32
     bytes_of: dict[torch.dtype, int] = {}
     for info in merged.checkpoint.tensors.values():
         if info.dtype.is_floating_point:

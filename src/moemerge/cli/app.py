@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moemerge.cli import calibrate, inspect, ls, merge
+from moemerge.cli import calibrate, demo, inspect, ls, merge
 from moemerge.cli.console import show_error
 from moemerge.errors import MoeMergeError
 
@@ -65,3 +65,4 @@ merge.add_to(app)
 calibrate.add_to(app)
 inspect.add_to(app)
 ls.add_to(app)
+demo.add_to(app)

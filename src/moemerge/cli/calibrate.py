@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -11,9 +10,9 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from moemerge.cli import options
-from moemerge.cli.console import err, out, progress, show_json
+from moemerge.cli.console import STDOUT, deliver_json, err, out, progress
 from moemerge.config.options import MergeOptions
-from moemerge.errors import CheckpointError, UsageError
+from moemerge.errors import UsageError
 
 if TYPE_CHECKING:
     from moemerge.calibration import CalibrationReport
@@ -40,7 +39,6 @@ Examples:
 """
 DEFAULTS = MergeOptions()
 INTERRUPTED = 130
-STDOUT = "-"
 
 
 class SettingsCommand(TyperCommand):
@@ -83,10 +81,6 @@ Data = Annotated[
     typer.Option("--data", metavar="NAME=FILE", help="Its text (.jsonl, .jsonl.gz, .parquet)."),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where a killed run ended.")]
-JsonFile = Annotated[
-    str | None,
-    typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout."),
-]
 # Flags of `CalibrationSettings`: not given means what the config says, or the default there.
 Number = Annotated[float | None, typer.Option(show_default=False)]
 Whole = Annotated[int | None, typer.Option(show_default=False)]
@@ -120,7 +114,7 @@ def calibrate(
     strict: Switch = False,
     resume: Resume = False,
     overwrite: options.Overwrite = False,
-    json: JsonFile = None,
+    json: options.JsonFile = None,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -175,7 +169,7 @@ def run(
     allow_nonfinite: options.AllowNonfinite = DEFAULTS.allow_nonfinite,
     strict: Switch = False,
     resume: Resume = False,
-    json: JsonFile = None,
+    json: options.JsonFile = None,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -243,16 +237,9 @@ class _resumable:  # noqa: N801  (a context manager, used as a verb)
 def _show(
     content: dict[str, Any], report: CalibrationReport | None, *, json: str | None, verbose: bool
 ) -> None:
-    if json == STDOUT:
-        show_json(content)
-        return
     if json is not None:
-        text = json_module.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        try:
-            Path(json).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"--json {json}: cannot be written: {error.strerror}") from error
-    if report is not None:
+        deliver_json(content, json)
+    if report is not None and json != STDOUT:
         from moemerge.cli.calibration_table import calibration_report
 
         out.print(calibration_report(report, verbose=verbose))

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
+from moemerge.errors import CheckpointError
+
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -35,6 +38,21 @@ def show_error(message: str) -> None:
 def show_json(value: Any) -> None:
     """One JSON document on stdout, for programs."""
     out.print(json.dumps(value, indent=2, ensure_ascii=False), markup=False, soft_wrap=True)
+
+
+STDOUT = "-"
+
+
+def deliver_json(value: Any, target: str) -> None:
+    """A report where `--json` wants it: a file, or stdout for `-`."""
+    if target == STDOUT:
+        show_json(value)
+        return
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"--json {target}: cannot be written: {error.strerror}") from error
 
 
 class Bar:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemerge.cli import options
-from moemerge.cli.console import err, out, progress, show_json
+from moemerge.cli.console import STDOUT, deliver_json, err, out, progress
 from moemerge.config.options import MergeOptions
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Examples:
 
     moemerge validate ties.yml
 
-    moemerge validate ties.yml --json
+    moemerge validate ties.yml --json -
 """
 DEFAULTS = MergeOptions()
 
@@ -49,7 +49,7 @@ def merge(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan and check everything, read no tensor.")
     ] = False,
-    json: options.Json = False,
+    json: options.JsonFile = None,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -75,7 +75,7 @@ def merge(
 def validate(
     config: options.Config,
     lenient: options.Lenient = DEFAULTS.lenient,
-    json: options.Json = False,
+    json: options.JsonFile = None,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -86,12 +86,13 @@ def validate(
     _show(report, json=json, quiet=quiet, verbose=verbose)
 
 
-def _show(report: MergeReport, *, json: bool, quiet: bool, verbose: bool) -> None:
+def _show(report: MergeReport, *, json: str | None, quiet: bool, verbose: bool) -> None:
     if not quiet:
         for notice in report.notices:
             err.print(f"[yellow]note:[/] {notice}", soft_wrap=True)
-    if json:
-        show_json(report.to_json())
+    if json is not None:
+        deliver_json(report.to_json(), json)
+    if json == STDOUT:
         return
     from moemerge.cli.render import merge_report
 

@@ -11,6 +11,10 @@ Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A merge config (
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; appears whole or not.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a hub id org/name@rev.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+JsonFile = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Write the report there; - is stdout."),
+]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no notes.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Say more.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]

@@ -77,7 +77,7 @@ class CalibrationSettings(Strict):
     )
     dtype: Dtype = Field(
         "auto",
-        description="dtype of the forward pass (auto: float32 on a CPU, the checkpoint's on a GPU)",
+        description="dtype of the forward pass (auto: the checkpoint's)",
     )
     strict: Annotated[bool, Field(strict=True)] = Field(
         False, description="fail when a layer does not converge"

@@ -148,7 +148,7 @@ class _Runner:
             self.plan.models[source.model].checkpoint.prefetch(source.tensor, source.slot.rows)
 
     def _merge(self, block: Block) -> Tensor:
-        blocks = _BlockReader(self.plan)
+        blocks = _BlockReader(self.plan, allow_nonfinite=self.settings.allow_nonfinite)
         out_dtype = self.dtypes[block.tensor]
         whole = len(block.merges) == 1 and block.merges[0].unit.slot.covers_block
         result = None if whole else torch.empty(block.shape, dtype=out_dtype)
@@ -175,7 +175,7 @@ class _Runner:
 
     def _apply(self, merge: UnitMerge, stored: Sequence[Tensor]) -> Tensor:
         """The method's result for tensors as they are stored."""
-        tensors = [self._widen(t, s) for t, s in zip(stored, merge.sources, strict=True)]
+        tensors = [self._widen(tensor) for tensor in stored]
         if merge.prepare is not None:
             tensors = merge.prepare(tensors)
         inputs = [
@@ -186,28 +186,12 @@ class _Runner:
         unit = UnitInfo(merge.unit.key, merge.unit.role, self.plan.seed, self.stopped.is_set)
         return merge.method.function(inputs, base, merge.options, unit)
 
-    def _widen(self, tensor: Tensor, source: Source) -> Tensor:
-        """On the device, in the precision that methods work in; checked to be finite."""
+    def _widen(self, tensor: Tensor) -> Tensor:
+        """On the device, in the precision that methods work in."""
         if self.plan.input_dtype is not None:
             tensor = tensor.to(self.plan.input_dtype)
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        tensor = tensor.to(self.settings.device, wide)
-        if not self.settings.allow_nonfinite:
-            self._require_finite(tensor, source)
-        return tensor
-
-    def _require_finite(self, tensor: Tensor, source: Source) -> None:
-        # One pass at memory speed in the good case: a finite sum has only finite terms.
-        if bool(tensor.sum().isfinite()):
-            return
-        bad = int((~tensor.isfinite()).sum())
-        if bad:
-            model = self.plan.models[source.model]
-            raise NumericalError(
-                f"{model.checkpoint.label}: tensor {source.tensor} holds {bad} non-finite values "
-                f"(NaN or infinity) among {tensor.numel()}",
-                hint="repair that model, or merge anyway with --allow-nonfinite",
-            )
+        return tensor.to(self.settings.device, wide)
 
     def _copy(self, block: Block) -> Tensor:
         assert block.copy is not None
@@ -224,20 +208,38 @@ class _Runner:
     def _raw(self, source: Source, block: Block) -> Tensor:
         tensor = self.plan.models[source.model].checkpoint.read(source.tensor, block.rows)
         if tensor.is_floating_point() and not self.settings.allow_nonfinite:
-            self._require_finite(tensor.float(), source)
+            require_finite(tensor, source, self.plan)
         return tensor
+
+
+def require_finite(tensor: Tensor, source: Source, plan: MergePlan) -> None:
+    """Refuse NaN and infinity, with the tensor's name."""
+    # One pass at memory speed in the good case: a finite sum has only finite terms.
+    if bool(tensor.sum().isfinite()):
+        return
+    bad = int((~tensor.isfinite()).sum())
+    if bad:
+        model = plan.models[source.model]
+        raise NumericalError(
+            f"{model.checkpoint.label}: tensor {source.tensor} holds {bad} non-finite values "
+            f"(NaN or infinity) among {tensor.numel()}",
+            hint="repair that model, or merge anyway with --allow-nonfinite",
+        )
 
 
 class _BlockReader:
     """Reads each stored block once, though several units (gate and up) may lie in it."""
 
-    def __init__(self, plan: MergePlan) -> None:
-        self._models = plan.models
+    def __init__(self, plan: MergePlan, *, allow_nonfinite: bool) -> None:
+        self._plan = plan
+        self._allow_nonfinite = allow_nonfinite
         self._blocks: dict[tuple[int, str, tuple[int, int] | None], Tensor] = {}
 
     def read(self, source: Source) -> Tensor:
         key = (source.model, source.tensor, source.slot.rows)
         if key not in self._blocks:
-            checkpoint = self._models[source.model].checkpoint
+            checkpoint = self._plan.models[source.model].checkpoint
             self._blocks[key] = checkpoint.read(source.tensor, source.slot.rows)
+            if not self._allow_nonfinite:
+                require_finite(self._blocks[key], source, self._plan)
         return self._blocks[key]

@@ -16,6 +16,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "TIES": {"merge_method": "ties", "parameters": {"density": 0.6}},
     "WUDI": {"merge_method": "wudi", "parameters": {"steps": 300}},
 }
+TARGETS = {
+    "merged-features": "calibrated (HARC)",
+    "source-features": "calibrated to the sources' own routing",
+}
 WEIGHTED = frozenset({"ties"})
 
 
@@ -35,20 +39,22 @@ def run_demo(folder: Path, progress: Progress, *, seed: int = 0) -> Iterator[Dem
         config = merge_config(settings, specialists)
         merged = folder / f"{name.lower()}-merged"
         averaged = folder / f"{name.lower()}-averaged-routers"
-        calibrated = folder / f"{name.lower()}-calibrated"
         api.merge(config, merged, progress=progress)
         yield DemoRow(name, "as merged", _measure(merged, specialists))
         router = {"merge_method": "linear", "parameters": {"weight": 1.0}}
         api.merge({**config, "router": router}, averaged, progress=progress)
         yield DemoRow(name, "averaged", _measure(averaged, specialists))
-        api.calibrate(
-            merged,
-            calibrated,
-            sources=specialists.models,
-            data=specialists.data,
-            progress=progress,
-        )
-        yield DemoRow(name, "calibrated (HARC)", _measure(calibrated, specialists))
+        for targets, words in TARGETS.items():
+            calibrated = folder / f"{name.lower()}-calibrated-{targets}"
+            api.calibrate(
+                merged,
+                calibrated,
+                sources=specialists.models,
+                data=specialists.data,
+                targets=targets,
+                progress=progress,
+            )
+            yield DemoRow(name, words, _measure(calibrated, specialists))
 
 
 def merge_config(settings: dict[str, Any], specialists: Specialists) -> dict[str, Any]:

@@ -90,10 +90,10 @@ def _specialise(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Te
 
 def _save(state: dict[str, torch.Tensor], model: OlmoeForCausalLM, folder: Path) -> None:
     model.save_pretrained(folder, state_dict=state)
-    _tokenizer().save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def character_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each character."""
     ids = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
     inner = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
