@@ -173,9 +173,8 @@ def compare(args: argparse.Namespace) -> list[Measurement]:
                 text = text.replace(name.upper(), str(folder / name))
             config.write_text(text)
             out = args.work / "out"
-            commands = {
-                "moemerge": [args.moemerge, "merge", str(config), str(out), "--device", "cpu"]
-            }
+            ours = [*args.moemerge, "merge", str(config), str(out), "--device", args.device, "-q"]
+            commands = {"moemerge": ours}
             if args.mergekit and method not in OURS_ALONE:
                 commands["mergekit"] = [args.mergekit, str(config), str(out), "--allow-crimes"]
             for _ in range(args.repeat):
@@ -194,7 +193,8 @@ def compare(args: argparse.Namespace) -> list[Measurement]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--moemerge", default=str(Path(sys.executable).with_name("moemerge")))
+    parser.add_argument("--moemerge", nargs="+", default=[sys.executable, "-m", "moemerge"])
+    parser.add_argument("--device", default="cpu", help="for moemerge")
     parser.add_argument("--mergekit")
     parser.add_argument("--sizes", nargs="+", default=["1.3"], choices=list(LAYERS))
     parser.add_argument("--methods", nargs="+", default=["linear", "ties", "dare_ties"])

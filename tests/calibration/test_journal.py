@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from calibration import cases
 from moemerge.calibration.journal import Entry, Journal, journal_path
@@ -94,6 +96,45 @@ def test_another_run_is_not_resumed(case_of: CaseOf, tmp_path: Path) -> None:
     assert report.resumed == 2
 
 
+def test_any_change_of_a_merged_router_is_another_run(case_of: CaseOf, tmp_path: Path) -> None:
+    """Not only one that a sample of its bytes would show."""
+    case = case_of("olmoe")
+    merged = tmp_path / "merged"
+    shutil.copytree(case.merged, merged)
+    case = cases.Case(merged, case.sources, case.data)
+    kill_after_two_layers(case, tmp_path / "out")
+    (file,) = merged.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.gate.weight"][0, 0] += 1.0
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="merged: its content has changed"):
+        case.calibrate(tmp_path / "out", resume=True)
+    order = dict(reversed(case.sources.items()))
+    with pytest.raises(UsageError, match=r"order: \['math', 'code'\] then"):
+        case.calibrate(tmp_path / "out", resume=True, sources=order)
+
+
+def test_what_was_noticed_before_the_end_is_not_forgotten(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    out = tmp_path / "out"
+    whole = case.calibrate(tmp_path / "whole", max_steps=2)
+    assert len(whole.notices) >= 3
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            case.calibrate(out, max_steps=2, progress=Interrupting(" s left"))
+
+    interrupted()
+    resumed = case.calibrate(out, max_steps=2, resume=True)
+    assert resumed.resumed == 1
+    assert resumed.notices == whole.notices
+    shutil.rmtree(out)
+    interrupted()
+    with pytest.raises(NumericalError, match=r"layer 0: .* did not converge"):
+        case.calibrate(out, max_steps=2, resume=True, strict=True)
+    assert not out.exists()
+
+
 def test_without_resume_a_leftover_journal_is_replaced(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe")
     kill_after_two_layers(case, tmp_path / "out")
@@ -107,6 +148,9 @@ def test_nothing_to_resume_is_a_plain_run(case_of: CaseOf, tmp_path: Path) -> No
 
 
 class Interrupting:
+    def __init__(self, words: str = "layer 0:") -> None:
+        self.words = words
+
     def start(self, *_: Any, **__: Any) -> None: ...
 
     def advance(self, amount: int) -> None: ...
@@ -114,7 +158,7 @@ class Interrupting:
     def finish(self) -> None: ...
 
     def note(self, message: str) -> None:
-        if message.startswith("layer 0:"):
+        if self.words in message:
             raise KeyboardInterrupt
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from moemerge.checkpoint import Checkpoint
-from moemerge.checkpoint.locate import locate
+from moemerge.checkpoint.locate import hub_ids, locate
 from moemerge.errors import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -81,3 +81,12 @@ def test_a_folder_with_signs_in_its_name(tmp_path: Path) -> None:
     save_file({"x": torch.ones(2)}, folder / "model.safetensors")
     assert list(Checkpoint.open(str(folder))) == ["x"]
     assert list(Checkpoint.open(folder)) == ["x"]
+
+
+def test_hub_ids_of_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "a+b").mkdir(parents=True)
+    assert hub_ids("org/name@v1+other/lora@main") == ["org/name", "other/lora"]
+    assert hub_ids("models/a+b") == []
+    assert hub_ids("./model+org/lora") == ["org/lora"]
+    assert hub_ids(str(tmp_path)) == []

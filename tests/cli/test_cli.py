@@ -152,6 +152,33 @@ def test_wrong_usage_exits_2(config, tmp_path):
     refused(moemerge("merge", config, tmp_path / "o", "--out-shard-size", "big"), 2, "big")
 
 
+def test_notes_and_json_come_out_as_they_are(tmp_path):
+    """Tokens such as [/INST] are no markup, and :b: is no picture."""
+    folder = tmp_path / "a:b:c"
+    zoo.tiny_tokenizer(folder, extra_words=("[/INST]",))
+    zoo.dense_llama(folder)
+    zoo.tiny_tokenizer(tmp_path / "other", extra_words=("[/OTHER]",))
+    zoo.dense_llama(tmp_path / "other", seed=1)
+    path = tmp_path / "union.yml"
+    path.write_text(
+        "merge_method: linear\nparameters: {weight: 1}\ntokenizer_source: union\n"
+        f"models: [{{model: '{folder}'}}, {{model: '{tmp_path / 'other'}'}}]\n"
+    )
+    result = moemerge("validate", path, "--json", "-")
+    assert result.returncode == 0, result.stderr
+    assert "'[/OTHER]'" in result.stderr
+    assert json.loads(result.stdout)["inputs"]["a:b:c"]["model"] == str(folder)
+
+
+def test_a_reader_that_leaves_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "moemerge", "ls", "methods"]
+    with os.fdopen(write, "wb") as out:
+        result = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, timeout=60)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
 def test_inspect_and_ls(models):
     shown = moemerge("inspect", models[0])
     assert shown.returncode == 0

@@ -283,6 +283,43 @@ def test_routers_method_may_need_its_own_parameters(load: Load) -> None:
     assert shared.warnings == ()
 
 
+BY_SLERP = "router: {merge_method: slerp, parameters: {t: 0.5}}\n"
+
+
+def test_routers_method_sees_the_base_apart(load: Load, schemas: dict[str, MethodSchema]) -> None:
+    text = "merge_method: linear\nbase_model: b\nparameters: {weight: 1}\n"
+    merge = load(text + "models: [{model: a}]\n" + BY_SLERP).merge
+    inputs, base = merge.slices[0].seen_by(schemas["slerp"])
+    assert [s.name for s in inputs] == ["a"]
+    assert base is not None
+    assert base.name == "b"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("merge_method: linear\nbase_model: a\nmodels: [{model: a}]\n", "got 0: none"),
+        (
+            "merge_method: linear\nbase_model: b\n"
+            "slices: [{sources: [{model: a, layer_range: [0, 2]}]}]\n",
+            "'slerp' of the routers needs the base: list b too",
+        ),
+    ],
+)
+def test_routers_method_lacks_models(load: Load, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(text + "parameters: {weight: 1}\n" + BY_SLERP)
+
+
+def test_an_optional_base_needs_its_own_range_too(load: Load) -> None:
+    text = (
+        "merge_method: nuslerp\nbase_model: b\nparameters: {weight: 1}\nslices:\n"
+        "  - sources: [{model: a, layer_range: [0, 2]}, {model: c, layer_range: [2, 4]}]\n"
+    )
+    with pytest.raises(ConfigError, match="list b with its own as well"):
+        load(text)
+
+
 def test_keeping_a_router(load: Load) -> None:
     for given in ("b", "./b"):
         text = ROUTER.replace("model: b", "model: ./b") + f"router: {{keep: {given}}}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ import zoo
 from moemerge import api
 from moemerge.checkpoint import CheckpointWriter
 from moemerge.config.options import MergeOptions
-from moemerge.errors import CheckpointError, NumericalError, ResourceError
-from moemerge.merging import blocks
+from moemerge.errors import CheckpointError, NumericalError, ResourceError, UsageError
+from moemerge.merging import METHODS, blocks
 from moemerge.merging.execute import ExecutionSettings, MemoryBudget, execute
 from moemerge.merging.run import prepare_merge
 from moemerge.runtime.progress import Silent
@@ -146,6 +147,34 @@ def test_a_full_disk_is_found_before_the_work(models, tmp_path, monkeypatch):
     with pytest.raises(ResourceError, match=r"only 1\.0 kB are free"):
         moemerge.merge(config("ties", models), tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize(
+    "check", [moemerge.merge, lambda c, out, o: moemerge.validate(c, o, out=out)]
+)
+def test_options_are_refused_before_a_model_is_opened(tmp_path, check):
+    settings = config("ties", ["no/base", "no/a", "no/b"])
+    for wrong, said in (
+        (MergeOptions(device="tpu"), "tpu"),
+        (MergeOptions(out_shard_size="much"), "is not a size"),
+        (MergeOptions(), "exists"),
+    ):
+        with pytest.raises((UsageError, CheckpointError), match=said):
+            check(settings, tmp_path, wrong)
+
+
+def test_a_device_without_memory_is_named(models, tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    settings = config("linear", models)
+    method = METHODS.get("linear")
+    monkeypatch.setitem(METHODS._entries, "linear", replace(method, function=full))
+    with pytest.raises(ResourceError, match=r"cpu has too little free memory to merge .*weight"):
+        moemerge.merge(
+            {**settings, "parameters": {"weight": 1}}, tmp_path / "out", MergeOptions(device="cpu")
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_memory_budget_lets_a_large_piece_run_alone():

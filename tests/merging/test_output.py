@@ -6,11 +6,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import moemerge
 import zoo
-from moemerge.errors import TokenizerError
+from moemerge.config.options import MergeOptions
+from moemerge.errors import CheckpointError, TokenizerError
 
 WORDS = ("alpha", "beta", "gamma", "delta")
 
@@ -52,6 +54,19 @@ def test_union_keeps_every_token_with_its_row(models, tmp_path):
         torch.testing.assert_close(rows[index], sum(have) / len(have))
     assert zoo.read_config(tmp_path / "out")["vocab_size"] == rows.shape[0]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_positions_are_no_tokens(tmp_path):
+    for seed, words in ((0, WORDS[:2]), (1, WORDS)):
+        folder = zoo.tiny_tokenizer(tmp_path / f"m{seed}", extra_words=words)
+        size = len(AutoTokenizer.from_pretrained(folder))
+        small = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+        GPT2LMHeadModel(GPT2Config(vocab_size=size, **small)).save_pretrained(folder)
+    models = [tmp_path / "m0", tmp_path / "m1"]
+    moemerge.merge(linear(models, tokenizer_source="union"), tmp_path / "out")
+    name = "transformer.wpe.weight"
+    expected = sum(zoo.tensors(m)[name] for m in models) / 2
+    torch.testing.assert_close(zoo.tensors(tmp_path / "out")[name], expected)
 
 
 def test_tokenizer_of_a_model_and_padding(models, tmp_path):
@@ -117,3 +132,55 @@ def test_lora_inputs_are_merged_in(tmp_path, zoo_folder):
     assert merged.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(merged[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def resized(base, folder, words):
+    """An adapter that brings a tokenizer with more words, and an embedding with rows for them."""
+    zoo.tiny_tokenizer(folder, extra_words=words)
+    size = len(AutoTokenizer.from_pretrained(folder))
+    torch.manual_seed(size)
+    weights = {
+        f"base_model.model.{name}": torch.randn(size, zoo.HIDDEN)
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return f"{base}+{folder}", weights["base_model.model.model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("method", ["linear", "karcher"])
+def test_adapters_may_bring_a_larger_vocabulary(models, tmp_path, method):
+    one, rows1 = resized(models[0], tmp_path / "lora1", WORDS)
+    two, rows2 = resized(models[0], tmp_path / "lora2", WORDS[:3])
+    name = "model.embed_tokens.weight"
+    config = {"merge_method": method, "models": [{"model": one}]}
+    if method == "linear":
+        config["parameters"] = {"weight": 1.0}
+    moemerge.merge(config, tmp_path / "alone")
+    torch.testing.assert_close(zoo.tensors(tmp_path / "alone")[name], rows1)
+    assert zoo.read_config(tmp_path / "alone")["vocab_size"] == len(rows1)
+    config = {**config, "models": [{"model": two}, {"model": one}], "tokenizer_source": "union"}
+    moemerge.merge(config, tmp_path / "out")
+    vocabulary = AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+    assert set(WORDS) <= set(vocabulary)
+    if method == "linear":
+        own = [AutoTokenizer.from_pretrained(tmp_path / f"lora{i}").get_vocab() for i in (1, 2)]
+        merged = zoo.tensors(tmp_path / "out")[name]
+        index = vocabulary["gamma"]
+        expected = (rows1[own[0]["gamma"]] + rows2[own[1]["gamma"]]) / 2
+        torch.testing.assert_close(merged[index], expected)
+        torch.testing.assert_close(merged[vocabulary["delta"]], rows1[own[0]["delta"]])
+
+
+def test_an_adapter_is_never_overwritten(models, tmp_path):
+    one, _ = resized(models[0], tmp_path / "lora", WORDS)
+    with pytest.raises(CheckpointError, match="is the input folder"):
+        moemerge.merge(linear([one]), tmp_path / "lora", MergeOptions(overwrite=True))
+    assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
+
+
+def test_the_card_names_hub_models_alone(models, tmp_path):
+    one, _ = resized(models[0], tmp_path / "lora", WORDS)
+    moemerge.merge(linear([one]), tmp_path / "out")
+    assert "base_model" not in (tmp_path / "out" / "README.md").read_text().split("---")[1]

@@ -139,6 +139,132 @@ def test_router_section_merges_or_keeps_routers(olmoe, tmp_path):
     assert len(accounts["m2"].copied["router: keep"]) == 3
 
 
+def test_kept_routers_follow_the_layers_of_their_slice(olmoe, tmp_path):
+    _, a, b = olmoe
+    sources = [
+        {"model": str(a), "layer_range": [0, 2], "parameters": {"weight": 1.0}},
+        {"model": str(b), "layer_range": [1, 3], "parameters": {"weight": 1.0}},
+    ]
+    config = {"merge_method": "linear", "slices": [{"sources": sources}], "router": {"keep": "m2"}}
+    report = moemerge.merge(config, tmp_path / "out")
+    merged, tb = zoo.tensors(tmp_path / "out"), zoo.tensors(b)
+    gate = "model.layers.{}.mlp.gate.weight"
+    for n in range(2):
+        assert torch.equal(merged[gate.format(n)], tb[gate.format(n + 1)])
+    dropped = next(m for m in report.models if m.name == "m1").dropped
+    assert dropped["the routers are those of m2"] == [gate.format(0), gate.format(1)]
+
+
+def test_a_kept_router_must_be_there_and_fit(olmoe, tmp_path):
+    base, a, b = olmoe
+    gate = "model.layers.0.mlp.gate.weight"
+    edit(b, lambda t: t.update({gate: t[gate][:4].clone()}))
+    with pytest.raises(CheckpointError, match=r"gate\.weight of .*m2 has shape \[4, 32\]"):
+        moemerge.merge(ties(base, [a, b], router={"keep": "m2"}), tmp_path / "out")
+    edit(b, lambda t: t.pop(gate))
+    with pytest.raises(CheckpointError, match=r"m2 lacks 1 tensors that .*base has"):
+        moemerge.merge(ties(base, [a, b], router={"keep": "m2"}), tmp_path / "out")
+
+
+def test_routers_may_need_a_base_where_the_rest_takes_it_as_a_member(olmoe, tmp_path):
+    base, a, b = olmoe
+    router = {"merge_method": "task_arithmetic", "parameters": {"weight": 0.5}}
+    config = linear([a, b, base], base_model=str(base), router=router)
+    moemerge.merge(config, tmp_path / "out")
+    merged, t0, ta, tb = (zoo.tensors(f) for f in (tmp_path / "out", base, a, b))
+    for name, value in merged.items():
+        mean = (ta[name] + tb[name] + t0[name]) / 3
+        arithmetic = t0[name] + 0.5 * (ta[name] - t0[name]) + 0.5 * (tb[name] - t0[name])
+        expected = arithmetic if name.endswith("mlp.gate.weight") else mean
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_stacked_slices_take_each_layers_entry_from_its_own_model(tmp_path):
+    kinds = ["full_attention", "sliding_attention"]
+    short = zoo.dense_llama(tmp_path / "short", layers=2, qwen=True, layer_types=kinds)
+    long = zoo.dense_llama(
+        tmp_path / "long", layers=4, qwen=True, seed=1, layer_types=[*kinds, *kinds]
+    )
+    config = {
+        "merge_method": "passthrough",
+        "slices": [
+            {"sources": [{"model": str(short), "layer_range": [0, 2]}]},
+            {"sources": [{"model": str(long), "layer_range": [3, 4]}]},
+        ],
+    }
+    moemerge.merge(config, tmp_path / "out")
+    merged = zoo.read_config(tmp_path / "out")
+    assert merged["num_hidden_layers"] == 3
+    assert merged["layer_types"] == [*kinds, "sliding_attention"]
+
+
+def test_stacked_slices_must_agree_on_tying(tmp_path):
+    tied = zoo.dense_llama(tmp_path / "tied", tied=True)
+    untied = zoo.dense_llama(tmp_path / "untied", seed=1)
+
+    def stack(*models):
+        ranges = [[0, 2], [2, 4], [1, 2]]
+        slices = [
+            {"sources": [{"model": str(m), "layer_range": r}]}
+            for m, r in zip(models, ranges, strict=False)
+        ]
+        return {"merge_method": "passthrough", "slices": slices}
+
+    for models in ((tied, untied), (untied, tied)):
+        with pytest.raises(ArchitectureError, match="ties its output head to the embeddings"):
+            moemerge.merge(stack(*models), tmp_path / "out")
+    moemerge.merge(stack(tied, untied, tied), tmp_path / "out")
+    assert "lm_head.weight" not in zoo.tensors(tmp_path / "out")
+    moemerge.merge(stack(untied, tied, untied), tmp_path / "out2")
+    assert "lm_head.weight" in zoo.tensors(tmp_path / "out2")
+
+
+def test_prediction_layers_pair_by_their_place_after_the_last_layer(tmp_path):
+    """Layer 4 of a model with four layers is not layer 4 of one with six."""
+    short = zoo.dense_llama(tmp_path / "short", layers=4)
+    long = zoo.dense_llama(tmp_path / "long", layers=6, seed=1)
+    name = "model.layers.{}.input_layernorm.weight"
+    for folder, layer, value in ((short, 4, 1.0), (long, 6, 3.0)):
+        extra = torch.full((32,), value)
+        edit(folder, lambda t, n=layer, x=extra: t.update({name.format(n): x}))
+    sources = [
+        {"model": str(m), "layer_range": [0, 4], "parameters": {"weight": 1.0}}
+        for m in (short, long)
+    ]
+    config = {"merge_method": "linear", "slices": [{"sources": sources}]}
+    moemerge.merge(config, tmp_path / "out")
+    assert torch.equal(zoo.tensors(tmp_path / "out")[name.format(4)], torch.full((32,), 2.0))
+
+
+def test_prediction_layers_that_are_not_used_have_a_true_reason(olmoe, tmp_path):
+    base, a, b = olmoe
+    for folder in (a, b):
+        edit(folder, lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(3, 5)}))
+    report = moemerge.merge(ties(base, [a, b]), tmp_path / "out")
+    accounts = {m.name: m for m in report.models}
+    why = "not in every model (base lacks it)"
+    assert accounts["m1"].copied == {why: ["model.layers.3.eh_proj.weight"]}
+    assert list(accounts["m2"].dropped) == [f"{why}; another model's is copied"]
+    report = moemerge.merge(linear([a, base, b]), tmp_path / "out2")
+    accounts = {m.name: m for m in report.models}
+    why = "not in every model (base lack it)"
+    assert list(accounts["m1"].copied) == [why]
+    assert list(accounts["m2"].dropped) == [f"{why}; m1's is copied"]
+
+
+def test_integers_must_be_integers_everywhere(olmoe, tmp_path):
+    _, a, b = olmoe
+    name = "model.layers.0.self_attn.counts"
+    edit(a, lambda t: t.update({name: torch.arange(4)}))
+    edit(b, lambda t: t.update({name: torch.arange(4).float()}))
+    for models in ([a, b], [b, a]):
+        with pytest.raises(CheckpointError, match=rf"{name} (is|has another dtype)"):
+            moemerge.merge(linear(models), tmp_path / "out")
+    edit(b, lambda t: t.update({name: torch.arange(4)}))
+    moemerge.merge(linear([a, b], dtype="bfloat16"), tmp_path / "out")
+    assert torch.equal(zoo.tensors(tmp_path / "out")[name], torch.arange(4))
+
+
 def test_missing_tensor_is_named(olmoe, tmp_path):
     base, a, b = olmoe
     edit(b, lambda t: t.pop("model.layers.0.mlp.experts.2.up_proj.weight"))

@@ -9,7 +9,14 @@ from torch import Tensor
 from moemerge.architectures.gates import Gate
 from moemerge.linalg import cg
 from moemerge.routing.curvature import Curvature, Domain, DomainStatistics, RouterCurvature
-from moemerge.routing.preconditioners import Preconditioner, cholesky, choose, costs, prepare
+from moemerge.routing.preconditioners import (
+    Preconditioner,
+    cholesky,
+    choose,
+    costs,
+    matrix_bytes,
+    prepare,
+)
 from routing.problems import GATES, autograd_hessian, dense_system, make_domains, tokens_of
 
 SOFTMAX = GATES["softmax"]
@@ -172,25 +179,24 @@ def test_cholesky_reports_the_jitter_it_needed() -> None:
     assert torch.isfinite(factors).all()
 
 
-class Shape(RouterCurvature):
-    """Only the sizes that the cost model reads."""
-
-    def __init__(self, experts: int, width: int, tokens: int) -> None:
-        class Counted:
-            def __init__(self) -> None:
-                self.tokens = tokens
-
-        self.shape = (experts, width)
-        self.dtype = torch.float32
-        self.statistics = (Counted(),)  # type: ignore[assignment]
-
-
 def test_auto_takes_blocks_when_tiny_and_kronecker_when_large() -> None:
-    assert choose(Shape(8, 32, 500)) is Preconditioner.BLOCK
-    assert choose(Shape(64, 2048, 20_000)) is Preconditioner.KRONECKER
-    assert choose(Shape(128, 2048, 1_000_000)) is Preconditioner.KRONECKER
-    assert choose(Shape(8, 8192, 300)) is Preconditioner.JACOBI
-    assert Preconditioner.BLOCK not in costs(Shape(256, 7168, 10_000))  # would not fit
+    def taken(experts: int, width: int, tokens: int) -> Preconditioner:
+        return choose((experts, width), tokens, torch.float32)
+
+    assert taken(8, 32, 500) is Preconditioner.BLOCK
+    assert taken(64, 2048, 20_000) is Preconditioner.KRONECKER
+    assert taken(128, 2048, 1_000_000) is Preconditioner.KRONECKER
+    assert taken(8, 8192, 300) is Preconditioner.JACOBI
+    assert Preconditioner.BLOCK not in costs((256, 7168), 10_000, torch.float32)  # would not fit
+
+
+def test_memory_is_that_of_the_kind_that_is_built() -> None:
+    """OLMoE's blocks would take gigabytes; `auto` never builds them, so nobody needs them."""
+    shape, tokens = (64, 2048), 20_000
+    needed = {kind: matrix_bytes(kind, shape, tokens, torch.float32) for kind in Preconditioner}
+    assert needed[Preconditioner.AUTO] == needed[Preconditioner.KRONECKER] < 2**28
+    assert needed[Preconditioner.JACOBI] == needed[Preconditioner.NONE] == 0
+    assert needed[Preconditioner.BLOCK] >= 3 * 64 * 2048**2 * 4
 
 
 def test_auto_is_resolved_in_the_answer() -> None:

@@ -119,7 +119,10 @@ class Journal:
         for parent in reversed([p for p in self.folder.parents if not p.exists()]):
             parent.mkdir(exist_ok=True)
             self._made.append(parent)
-        self.folder.mkdir()
+        try:
+            self.folder.mkdir()
+        except FileExistsError:
+            raise self._in_use(self.folder) from None  # it came into being since `open` looked
         self._begun = True
         self._take_lock(self.folder)
         write_file(self.folder / KEY_FILE, json.dumps(self._key, indent=1).encode())
@@ -130,14 +133,17 @@ class Journal:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            raise CheckpointError(
-                f"another calibration is writing {what} (its journal {self.folder} is in use)",
-                hint="wait for it, or choose another output folder",
-            ) from None
+            raise self._in_use(what) from None
         except OSError:  # a file system without locks: nothing can be told, so nothing is refused
             os.close(fd)
             return
         self._lock = fd
+
+    def _in_use(self, what: Path) -> CheckpointError:
+        return CheckpointError(
+            f"another calibration is writing {what} (its journal {self.folder} is in use)",
+            hint="wait for it, or choose another output folder",
+        )
 
     def _unlock(self) -> None:
         if self._lock is not None:

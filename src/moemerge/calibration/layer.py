@@ -68,6 +68,30 @@ class LayerResult:
             return self.exact.status
         return self.solution.cg.status
 
+    @property
+    def message(self) -> str:
+        """What `status` is about, in words."""
+        if self.exact is not None and self.exact.status not in EXACT_DONE:
+            return (
+                f"{self.exact.status}: Newton's method ended after {self.exact.steps} steps, "
+                f"divergence {self.exact.kl[0]:.3g} → {self.exact.kl[-1]:.3g}"
+            )
+        return self.solution.cg.message
+
+    @property
+    def rise(self) -> str | None:
+        """Words for a divergence that is larger than the merged router's, and what to do."""
+        before, after = self.agreement.before.values(), self.agreement.after.values()
+        kl = sum(m.kl for m in before), sum(m.kl for m in after)
+        if kl[1] <= kl[0]:
+            return None
+        if sum(m.quadratic for m in after) > sum(m.quadratic for m in before):
+            # What is solved for has a diagonal part beside it, which fell at its expense.
+            why = "damping outweighs these tokens; give more text, or take --alpha nearer to 1"
+        else:
+            why = "the routers are too far apart for its quadratic model; try --objective exact"
+        return f"the routing divergence rose from {kl[0]:.3g} to {kl[1]:.3g}: {why}"
+
 
 def calibrate_layer(
     problem: LayerProblem, settings: SolveSettings, *, start: Tensor, exact: bool = False

@@ -91,7 +91,7 @@ def prepare(request: CalibrationRequest) -> Prepared:
     merged = open_model(MERGED, request.merged)
     require_calibratable(merged)
     sources = {name: open_model(name, ref) for name, ref in request.sources.items()}
-    inputs = [merged.checkpoint.path, *(s.checkpoint.path for s in sources.values())]
+    inputs = [f for model in (merged, *sources.values()) for f in model.checkpoint.folders]
     check_output(request.out, overwrite=request.overwrite, inputs=inputs)
     require_space(request.out, merged.checkpoint.total_bytes + COMPANION_BYTES)
     for source in sources.values():
@@ -249,14 +249,15 @@ def _key(
 ) -> dict[str, Any]:
     settings = settings_data(request.settings)
     whole = request.settings.targets == "source-features"
-    digest_routers(merged, [pair.place for pair in routers])  # refuses NaN
+    merged_digest = digest_routers(merged, [pair.place for pair in routers])
     digests = {
         name: digest_routers(source, [pair.sources[name] for pair in routers])
         + (source.checkpoint.fingerprint() if whole else "")
         for name, source in sources.items()
     }
     return {
-        "merged": merged.checkpoint.fingerprint(),
+        "merged": _sha((merged_digest + merged.checkpoint.fingerprint()).encode()),
+        "order": list(sources),  # sums run in it, so the last bits depend on it
         "sources": {name: _sha(text.encode()) for name, text in digests.items()},
         "data": {domain.name: _digest(domain) for domain in domains},
         "settings": {

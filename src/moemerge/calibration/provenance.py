@@ -9,6 +9,7 @@ from typing import Any
 
 from moemerge.calibration.prepare import Prepared, settings_data
 from moemerge.calibration.report import CalibrationReport
+from moemerge.checkpoint import hub_ids
 from moemerge.config.dump import dump_config
 from moemerge.config.schema import RunConfig
 from moemerge.config.translate import parse_settings
@@ -119,7 +120,7 @@ def calibration_card(
     return model_card(
         title=Path(report.output).name,
         summary=f"{how}, its routers calibrated with HARC (Hessian-aware router calibration).",
-        hub_models=[str(m) for m in named if m and not Path(str(m)).exists()],
+        hub_models=[part for m in named if m for part in hub_ids(str(m))],
         sections=[("Models", "\n".join(models)), (SECTION, text)],
         config=config,
         version=version,

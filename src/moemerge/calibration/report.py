@@ -30,6 +30,7 @@ def layer_row(layer: int, router: str, result: LayerResult, seconds: float) -> d
         "refinements": cg.refinements,
         "top1_before": {n: _number(m.top1_agreement) for n, m in result.agreement.before.items()},
         "top1_after": {n: _number(m.top1_agreement) for n, m in result.agreement.after.items()},
+        "notices": _notices(layer, router, result),
     }
     if result.solution.jitter:
         row["jitter"] = result.solution.jitter
@@ -50,6 +51,16 @@ def layer_row(layer: int, router: str, result: LayerResult, seconds: float) -> d
             },
         }
     return row
+
+
+def _notices(layer: int, router: str, result: LayerResult) -> list[str]:
+    """What a user should look at; of a solve that did not converge first of all."""
+    found = []
+    if result.status is not Status.CONVERGED:
+        found.append(f"layer {layer}: {router} did not converge ({result.message})")
+    if result.rise is not None:
+        found.append(f"layer {layer}: {result.rise}")
+    return found
 
 
 def _agreement(agreement: Agreement) -> dict[str, dict[str, float | None]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moemerge.calibration.journal import Entry, Journal
-from moemerge.calibration.layer import LayerProblem, LayerResult, calibrate_layer
+from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.prepare import CalibrationRequest, Prepared, prepare, settings_data
 from moemerge.calibration.provenance import output_files
 from moemerge.calibration.report import CalibrationReport, layer_row
@@ -76,7 +77,6 @@ class _Loop:
         self.journal = journal
         self.progress = progress
         self.resumed = len(journal.entries)
-        self.notices: list[str] = []
         self.settings = solve_settings(prepared)
         self._begun = time.perf_counter()
 
@@ -91,6 +91,7 @@ class _Loop:
                 )
             if number < self.resumed:
                 entry = self.journal.entries[number]
+                self._require_converged(entry.row)
             else:
                 entry = self._solve(pair, stop, beside)
                 self.journal.add(entry)
@@ -121,8 +122,10 @@ class _Loop:
                 start=initial_router(settings.init, merged, sources),
                 exact=settings.objective == "exact",
             )
-        self._check(place.layer, place.weight, result)
         row = layer_row(place.layer, place.weight, result, time.perf_counter() - begin)
+        self._require_converged(row)
+        for notice in row["notices"]:
+            self.progress.note(notice)
         weight = merged.weight.clone()
         weight[: place.rows] = result.weight
         bias = None if merged.bias is None else merged.bias.clone()
@@ -130,25 +133,13 @@ class _Loop:
             bias[: place.rows] = result.bias
         return Entry(place.weight, weight, bias, row)
 
-    def _check(self, layer: int, router: str, result: LayerResult) -> None:
-        if result.status is not Status.CONVERGED:
-            words = f"layer {layer}: {router} did not converge ({result.solution.cg.message})"
-            if self.prepared.request.settings.strict:
-                raise NumericalError(
-                    words, hint="allow more --max-steps, a larger --rtol, or leave --strict out"
-                )
-            self._warn(words)
-        before = sum(m.kl for m in result.agreement.before.values())
-        after = sum(m.kl for m in result.agreement.after.values())
-        if after > before:
-            self._warn(
-                f"layer {layer}: the routing divergence rose from {before:.3g} to {after:.3g}; "
-                "try a lower --alpha, or --objective exact"
+    def _require_converged(self, row: Mapping[str, Any]) -> None:
+        """Under --strict, also of layers that a run without it had finished."""
+        if self.prepared.request.settings.strict and row["status"] != Status.CONVERGED:
+            raise NumericalError(
+                row["notices"][0],
+                hint="allow more --max-steps, a larger --rtol, or leave --strict out",
             )
-
-    def _warn(self, words: str) -> None:
-        self.notices.append(words)
-        self.progress.note(words)
 
     def _tell(self, row: Mapping[str, Any], left: int) -> None:
         done = len(self.journal.entries) - self.resumed
@@ -275,7 +266,7 @@ def _report(prepared: Prepared, streams: Streams, loop: _Loop, seconds: float) -
         resumed=loop.resumed,
         layers=tuple(entry.row for entry in loop.journal.entries),
         skipped=prepared.skipped,
-        notices=(*prepared.notices, *loop.notices),
+        notices=(*prepared.notices, *(n for e in loop.journal.entries for n in e.row["notices"])),
         seconds=seconds,
     )
 
@@ -302,5 +293,5 @@ def _write(prepared: Prepared, journal: Journal, report: CalibrationReport) -> N
         patch.commit()
 
 
-def _inputs(prepared: Prepared) -> Sequence[Any]:
-    return [source.checkpoint.path for source in prepared.sources.values()]
+def _inputs(prepared: Prepared) -> Sequence[Path]:
+    return [f for source in prepared.sources.values() for f in source.checkpoint.folders]

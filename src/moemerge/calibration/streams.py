@@ -20,15 +20,13 @@ from moemerge.features.spill import Offload
 from moemerge.features.stops import RouterStop
 from moemerge.features.stream import RouterStream
 from moemerge.routing.curvature import rows_at_once
-from moemerge.routing.preconditioners import BLOCK_BYTES
+from moemerge.routing.preconditioners import Preconditioner, matrix_bytes
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
 
 HOST = torch.device("cpu")
 # Vectors of the solver, preconditioner's scales, measured routers: all (K, d) in float64.
 ROUTER_COPIES = 16
-# Factor and inverse of a preconditioner, and what their decompositions need beside them.
-MATRIX_COPIES = 4
 
 Stops = tuple[RouterStop, Mapping[str, RouterStop]]
 
@@ -180,6 +178,7 @@ def solver_bytes(prepared: Prepared) -> int:
     """What the largest router's solve holds beside the features: H, targets, preconditioner."""
     tokens = sum(domain.tokens for domain in prepared.domains)
     settings = prepared.request.settings
+    working = torch.float64 if prepared.dtype == torch.float64 else torch.float32
     largest = 0
     for pair in prepared.routers:
         width = prepared.merged.checkpoint.tensors[pair.place.weight].shape[1]
@@ -190,13 +189,12 @@ def solver_bytes(prepared: Prepared) -> int:
         rows += settings.targets == "source-features"
         rows += 3 * (settings.objective == "exact")
         chunk = min(tokens, rows_at_once(prepared.device)) * (width + 4 * experts)
-        blocks = min(experts * width**2 * 4, BLOCK_BYTES)
-        small = settings.preconditioner in ("none", "jacobi")
+        kind = Preconditioner(settings.preconditioner)
         largest = max(
             largest,
             4 * rows * tokens * experts
             + 8 * (chunk + ROUTER_COPIES * experts * width)
-            + (0 if small else MATRIX_COPIES * (8 * width**2 + blocks // 2)),
+            + matrix_bytes(kind, (experts, width), tokens, working),
         )
     return largest
 

@@ -1,6 +1,6 @@
 """Model folders: lazy reading, crash-safe writing, adapters, the files beside the weights."""
 
-from moemerge.checkpoint.locate import locate
+from moemerge.checkpoint.locate import hub_ids, locate
 from moemerge.checkpoint.lora import AdaptedCheckpoint
 from moemerge.checkpoint.output import check_output, require_space
 from moemerge.checkpoint.patch import CheckpointPatch
@@ -20,6 +20,7 @@ __all__ = [
     "TensorInfo",
     "check_output",
     "format_size",
+    "hub_ids",
     "locate",
     "parse_size",
     "require_space",

@@ -29,7 +29,7 @@ def locate(model: str, revision: str | None = None) -> Path:
             f"{model} is a file, expected a model folder or a hub id (org/name)",
             hint=f"did you mean its folder, {folder.parent}?",
         )
-    if HUB_ID.fullmatch(model) and not model.startswith((".", "/")):
+    if is_hub_id(model):
         from moemerge.checkpoint.hub import fetch  # a slow import that folders do not need
 
         return fetch(model, revision, similar(folder))
@@ -37,6 +37,20 @@ def locate(model: str, revision: str | None = None) -> Path:
         f"the model folder {model} does not exist{similar(folder)}",
         hint="give an existing folder or a hub id (org/name)",
     )
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether `locate` would look for it on the hub."""
+    if os.path.exists(os.path.expanduser(model)):
+        return False
+    return HUB_ID.fullmatch(model) is not None and not model.startswith((".", "/"))
+
+
+def hub_ids(model: str) -> list[str]:
+    """What of `path@revision+lora@revision` lives on the hub, as a model card names it."""
+    if os.path.exists(os.path.expanduser(model)):
+        return []
+    return [part for part in (p.partition("@")[0] for p in model.split("+")) if is_hub_id(part)]
 
 
 def similar(folder: Path) -> str:

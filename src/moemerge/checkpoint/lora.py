@@ -148,6 +148,16 @@ class AdaptedCheckpoint(Checkpoint):
             work.add_(bias.to(work.dtype), alpha=pair.scaling)
         return work.to(block.dtype)
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.path, self.adapter.path)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The adapter's, where it was saved with a tokenizer: it may have added tokens."""
+        own = (self.adapter.path / "tokenizer.json").is_file()
+        return self.adapter.path if own else self.path
+
     def companions(self) -> dict[str, Path]:
         """The base's files; a tokenizer or template saved with the adapter goes before."""
         return dict(sorted({**super().companions(), **companion_files(self.adapter.path)}.items()))

@@ -134,6 +134,16 @@ class Checkpoint(Mapping[str, Tensor]):
     def total_bytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Every folder that is read from, none of which may be written to meanwhile."""
+        return (self.path,)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The folder with the tokenizer that belongs to the embedding's rows."""
+        return self.path
+
     def companions(self) -> dict[str, Path]:
         """Files that belong with the weights (tokenizer, templates, licence): name -> file."""
         return companion_files(self.path)

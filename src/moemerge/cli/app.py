@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -27,10 +26,6 @@ class Verbs(TyperGroup):
         except KeyboardInterrupt:
             show_error("interrupted; nothing was left behind")
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            # `moemerge ls methods | head`: the reader left, and that is no error.
-            sys.stderr.close()
-            raise typer.Exit(0) from None
 
 
 app = typer.Typer(

@@ -21,6 +21,7 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
     total = report.totals
     rows = [
         ("routers", f"{total['routers']} solved for, {total['converged']} converged"),
+        ("tokens", ", ".join(f"{name} {count}" for name, count in total["tokens"].items())),
         ("time", f"{report.seconds:.1f} s on {report.device}, {report.dtype}"),
         ("folder", report.output),
     ]
@@ -36,12 +37,12 @@ def _table(report: CalibrationReport, *, verbose: bool) -> Table:
     names = list(report.sources)
     repeated = len({row["layer"] for row in report.layers}) < len(report.layers)
     with_router = verbose or repeated
-    columns = ["layer", "tokens", "steps", "residual"]
-    columns += [f"KL {name}" for name in names] + [f"mismatch {name}" for name in names]
-    for column in columns:
-        table.add_column(escape(column), justify="right")
+    columns = ["\nlayer", "\nsteps", "\nresidual"]
+    columns += [f"KL\n{name}" for name in names] + [f"mismatch\n{name}" for name in names]
+    for column in columns:  # two lines of header: two domains fit a terminal of 80 columns
+        table.add_column(escape(column), justify="right", no_wrap=True)
     if any("holdout" in row for row in report.layers):
-        table.add_column("KL held out", justify="right")
+        table.add_column("KL\nheld out", justify="right")
     if with_router:
         table.add_column("router", overflow="fold")
     for row in (*report.layers, {**report.totals, "layer": "mean", "router": ""}):
@@ -56,14 +57,13 @@ def _cells(row: Mapping[str, Any], names: list[str], *, with_router: bool) -> li
         steps = f"[red]{steps} {escape(str(row['status']))}[/]"
     cells = [
         str(row["layer"]),
-        str(sum(row["tokens"].values())),
         steps,
         "" if residual is None else f"{residual:.1e}",
     ]
-    cells += [_change(row, "kl", name, "{:.3g}") for name in names]
+    cells += [_change(row, "kl", name, "{:.2g}") for name in names]
     cells += [_change(row, "mismatch", name, "{:.1%}") for name in names]
     if "holdout" in row:
-        held = [_change(row["holdout"], "kl", name, "{:.3g}") for name in names]
+        held = [_change(row["holdout"], "kl", name, "{:.2g}") for name in names]
         cells.append(", ".join(text for text in held if text))
     if with_router:
         cells.append(escape(row["router"]))
@@ -74,4 +74,4 @@ def _change(row: Mapping[str, Any], what: str, name: str, form: str) -> str:
     before, after = row[f"{what}_before"].get(name), row[f"{what}_after"].get(name)
     if before is None or after is None:
         return ""
-    return f"{form.format(before)} → {form.format(after)}"
+    return f"{form.format(before)}→{form.format(after)}"

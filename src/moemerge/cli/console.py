@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +26,17 @@ from rich.progress import Progress as RichProgress
 
 from moemerge.errors import CheckpointError
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+
+class _Stdout(Console):
+    def on_broken_pipe(self) -> None:
+        """`moemerge ls methods | head`: the reader left, and that is no error."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0)
+
+
+# Without emoji: `:b:` in a path or a token would come out as a picture, in JSON too.
+out = _Stdout(highlight=False, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 
 def show_error(message: str) -> None:

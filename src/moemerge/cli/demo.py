@@ -19,10 +19,14 @@ Examples:
 
     moemerge demo demo-output --seed 1 --json
 """
-INTRODUCTION = """\
-Two tiny OLMoE specialists (random weights, made now) are merged in two ways. The table says how
-often the merged model sends a token of held-out text to other experts than the specialist does.
-"""
+INTRODUCTION = (
+    "Two tiny OLMoE specialists (random weights, made now) are merged in two ways, and the "
+    "routers of each merge are averaged, or calibrated with 96 rows of each specialist's text."
+)
+LEGEND = (
+    "Against each specialist's own routing, on text that no step has seen. mismatch: expert "
+    "choices that differ. tokens: those with any such choice. KL: of the routing distributions."
+)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -43,21 +47,22 @@ def demo(
     from moemerge.testbed.demo import run_demo
 
     _clear(folder)
-    if not (quiet or json):
+    if not quiet:
         err.print(INTRODUCTION)
     with progress(quiet=True) as bar:
         rows = []
         for row in run_demo(folder, bar, seed=seed):
             rows.append(row)
             if not quiet:
-                err.print(f"measured {row.method}, routers {row.routers}")
+                err.print(f"  measured {row.method}, routers: {row.routers}")
     if json:
         show_json([asdict(row) for row in rows])
         return
     from moemerge.cli.render import demo_table
 
     out.print(demo_table(rows))
-    out.print(f"The models and their reports are in {folder}/.")
+    out.print(f"\n{LEGEND}")
+    out.print(f"The models and their reports are in {folder}/.", markup=False)
 
 
 def _clear(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from moemerge.cli import options
 from moemerge.cli.console import STDOUT, deliver_json, err, out, progress
@@ -89,7 +90,7 @@ def validate(
 def _show(report: MergeReport, *, json: str | None, quiet: bool, verbose: bool) -> None:
     if not quiet:
         for notice in report.notices:
-            err.print(f"[yellow]note:[/] {notice}", soft_wrap=True)
+            err.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
     if json is not None:
         deliver_json(report.to_json(), json)
     if json == STDOUT:

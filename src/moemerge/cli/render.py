@@ -149,15 +149,15 @@ def demo_table(rows: list[DemoRow]) -> Table:
     table.add_column("merge")
     table.add_column("routers")
     for name in domains:
-        table.add_column(f"{name}: wrong experts", justify="right")
-        table.add_column("tokens hit", justify="right")
+        table.add_column(f"{name}: mismatch", justify="right")
+        table.add_column("tokens", justify="right")
         table.add_column("KL", justify="right")
     for row in rows:
         cells = []
         for name in domains:
             a = row.agreement[name]
             cells += [f"{a.mismatch:.1%}", f"{a.any_mismatch:.0%}", f"{a.kl:.4f}"]
-        style = "bold" if row.routers.startswith("calibrated") else None
+        style = "bold" if row.routers.startswith("HARC") else None
         table.add_row(row.method, row.routers, *cells, style=style)
     return table
 

@@ -97,15 +97,19 @@ class MethodCheck:
             lacking = not pieces or any(piece.base_model is None for piece in pieces)
             if self.config.base_model is None and lacking:
                 yield Problem(path, f"merge method {schema.name!r} needs a base_model")
-        if self.schema.base is BasePolicy.REQUIRED:
-            yield from self._unplaced_bases()
+        yield from self._unplaced_bases()
 
     def _unplaced_bases(self) -> Iterator[Problem]:
         for i, piece in enumerate(self.config.body.slices or ()):
             base = piece.base_model or self.config.base_model
-            listed_here = any(source.model == base for source in piece.sources)
-            if base is not None and not listed_here and shared_range(piece) is None:
-                place = (*body_prefix(self.config), "slices", i, "sources")
+            if base is None or any(source.model == base for source in piece.sources):
+                continue
+            place = (*body_prefix(self.config), "slices", i, "sources")
+            if self.schema.base is BasePolicy.MEMBER:
+                if self.router is not None and self.router.base is BasePolicy.REQUIRED:
+                    text = f"{self.router.name!r} of the routers needs the base: list {base} too"
+                    yield Problem(place, text)
+            elif shared_range(piece) is None:
                 text = f"the sources have different layer ranges: list {base} with its own as well"
                 yield Problem(place, text)
 
@@ -115,10 +119,11 @@ class MethodCheck:
         for i, piece in enumerate(merge.slices):
             path: Path = (*body_prefix(self.config), place)
             for schema in filter(None, (self.schema, self.router)):
-                number = len(piece.inputs)
+                inputs, _ = piece.seen_by(schema)
+                number = len(inputs)
                 most = schema.max_models if schema.max_models is not None else number
                 if not schema.min_models <= number <= most:
-                    names = listed(source.name for source in piece.inputs)
+                    names = listed(source.name for source in inputs)
                     text = f"{schema.name!r} merges {_needs(schema)}, got {number}: {names}"
                     yield Problem(path if place == "models" else (*path, i), text)
 
@@ -206,7 +211,7 @@ def _unset(
     lacking = dict.fromkeys(
         source.name
         for i, piece in enumerate(merge.slices)
-        for source in piece.inputs
+        for source in piece.seen_by(reader.schema)[0]
         if not reader.is_set(i, source.name, spec)
     )
     if lacking:

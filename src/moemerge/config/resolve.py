@@ -39,10 +39,19 @@ class MergeSlice:
     inputs: tuple[Source, ...]
     base: Source | None
     parameters: Mapping[str, ParameterValue]
+    base_model: ModelRef | None = None  # apart or not
 
     @property
     def sources(self) -> tuple[Source, ...]:
         return self.inputs if self.base is None else (*self.inputs, self.base)
+
+    def seen_by(self, schema: MethodSchema) -> tuple[tuple[Source, ...], Source | None]:
+        """Inputs and base as a method sees them. They differ from the slice's own only for a
+        `router:` method that keeps the base apart where the main method does not."""
+        if schema.base is BasePolicy.MEMBER or self.base is not None:
+            return self.inputs, None if schema.base is BasePolicy.MEMBER else self.base
+        base = next((s for s in self.inputs if s.model == self.base_model), None)
+        return tuple(s for s in self.inputs if s is not base), base
 
 
 @dataclass(frozen=True)
@@ -193,6 +202,6 @@ def _apart(
     parameters: Mapping[str, ParameterValue],
 ) -> MergeSlice:
     if base is None or policy is BasePolicy.MEMBER:
-        return MergeSlice(tuple(sources), None, parameters)
+        return MergeSlice(tuple(sources), None, parameters, base)
     inputs = tuple(s for s in sources if s.model != base)
-    return MergeSlice(inputs, next(s for s in sources if s.model == base), parameters)
+    return MergeSlice(inputs, next(s for s in sources if s.model == base), parameters, base)

@@ -39,6 +39,7 @@ from moemerge.features.spill import SMALLEST, Offload, SpillRoom, held_by
 from moemerge.features.stops import RouterStop
 from moemerge.features.weights import Weights
 from moemerge.features.workers import Place, Worker, current_worker
+from moemerge.runtime.allocator import give_back_freed_memory
 from moemerge.runtime.progress import Progress, Silent
 
 Output = Literal["hidden", "logits"]
@@ -233,6 +234,9 @@ class RouterStream:
             path = self.anatomy.layers[self._layer]
             self._weights.free(self._weights.names_under(path))
             self._layer = None
+            if self.device.type == "cpu":
+                # The batches' threads have heaps of their own, which grow from layer to layer.
+                give_back_freed_memory()
 
     def _stop(self, router: RouterModule, features: list[tuple[Batch, Tensor]]) -> RouterStop:
         names = self._weights.names

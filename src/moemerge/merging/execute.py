@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from moemerge.checkpoint import CheckpointWriter
-from moemerge.errors import CheckpointError, NumericalError
+from moemerge.errors import CheckpointError, NumericalError, ResourceError
 from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo
 from moemerge.merging.plan import Block, MergePlan, Source, UnitMerge
 from moemerge.runtime.allocator import reuse_freed_memory
-from moemerge.runtime.devices import cpu_count
+from moemerge.runtime.devices import cpu_count, prepare_for_threads
 from moemerge.runtime.progress import Progress
 
 # Enough for several expert matrices in flight; one larger block may always run alone.
@@ -74,6 +74,7 @@ def execute(
 ) -> None:
     """Compute and write every block of `plan`. Raises the first error; the caller aborts."""
     reuse_freed_memory()
+    prepare_for_threads(settings.device)
     runner = _Runner(plan, writer, settings, progress)
     workers = settings.workers or min(max(cpu_count(), FEWEST_WORKERS), MOST_WORKERS)
     progress.start("merging", plan.bytes_written, unit="B")
@@ -138,7 +139,13 @@ class _Runner:
         if soon is not None:
             self._prefetch(soon)
         with self.budget.hold(block.working_bytes):
-            result = self._merge(block) if block.merges else self._copy(block)
+            try:
+                result = self._merge(block) if block.merges else self._copy(block)
+            except torch.OutOfMemoryError as error:
+                raise ResourceError(
+                    f"{self.settings.device} has too little free memory to merge {block.tensor}",
+                    hint="use --device cpu, or free memory on the device",
+                ) from error
             row = 0 if block.rows is None else block.rows[0]
             self.writer.write(block.tensor, result, row=row)
         self.progress.advance(result.numel() * result.element_size())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moemerge.architectures.architecture import LayerKey
 from moemerge.config.resolve import NormalisedMerge
+from moemerge.errors import ArchitectureError
 from moemerge.merging.plan import InputModel
 from moemerge.merging.planner import OutputTensors
 from moemerge.merging.tokenizer.chat import resolve_chat_template, with_chat_template
@@ -50,7 +50,7 @@ def output_files(
     """Everything but the weights. The donor is the base, or the first model without one."""
     donor = models[merge.name_of(merge.donor)]
     copied = donor.checkpoint.companions()
-    config = result_config(donor, output)
+    config = result_config(donor, models, output)
     made: dict[str, bytes] = {}
     notices: list[str] = []
     if vocabularies.plan is not None:
@@ -82,42 +82,58 @@ def _tokenizer(
     files = None if plan is None else tokenizer_files(plan)
     if chat_template is None:
         return files
-    folders = {merge.models[name]: model.checkpoint.path for name, model in models.items()}
+    folders = {
+        merge.models[name]: model.checkpoint.tokenizer_folder for name, model in models.items()
+    }
     text = resolve_chat_template(chat_template, folders, list(folders))
     if text is None:
         return files
-    return with_chat_template(files or donor_files(donor.checkpoint.path), text)
+    return with_chat_template(files or donor_files(donor.checkpoint.tokenizer_folder), text)
 
 
 def _for_vocabulary(
     content: dict[str, Any], name: str, donor: InputModel, plan: TokenizerPlan
 ) -> tuple[dict[str, Any], list[str]]:
-    own = read_vocabulary(donor.checkpoint.path, donor.checkpoint.label)
+    own = read_vocabulary(donor.checkpoint.tokenizer_folder, donor.checkpoint.label)
     theirs = read_json(plan.vocabulary.folder / name)
     return config_for(content, plan, own=own, donor=theirs)
 
 
-def result_config(donor: InputModel, output: OutputTensors) -> dict[str, Any]:
+def result_config(
+    donor: InputModel, models: Mapping[str, InputModel], output: OutputTensors
+) -> dict[str, Any]:
     """The donor's config.json with the result's layers and dtype."""
     config = {k: v for k, v in donor.checkpoint.config.items() if k not in NOT_CARRIED}
-    if output.layer_origins != tuple(range(donor.architecture.num_layers)):
-        config = _with_layers(config, donor.architecture.layer_key, output.layer_origins)
+    key = donor.architecture.layer_key
+    if output.layer_origins != tuple((donor.name, n) for n in range(donor.architecture.num_layers)):
+        origins = [(models[name], layer) for name, layer in output.layer_origins]
+        lists = {name: _by_layer(name, origins) for name in key.lists}
+        counts = dict.fromkeys(key.count, len(origins))
+        config = _updated(config, key.section, {**counts, **lists})
     return _with_dtype(config, _main_dtype(output))
 
 
-def _with_layers(config: dict[str, Any], key: LayerKey, origins: Sequence[int]) -> dict[str, Any]:
-    """The config of a stack of slices: `origins` has the donor's layer for each of the result's."""
-    if key.section:
-        name, rest = key.section[0], replace(key, section=key.section[1:])
-        return {**config, name: _with_layers(config[name], rest, origins)}
-    lists: dict[str, Any] = {
-        name: "".join(config[name][i] for i in origins)
-        if isinstance(config[name], str)
-        else [config[name][i] for i in origins]
-        for name in key.lists
-    }
-    counts: dict[str, Any] = dict.fromkeys(key.count, len(origins))
-    return {**config, **counts, **lists}
+def _by_layer(name: str, origins: Sequence[tuple[InputModel, int]]) -> Any:
+    """A value with one entry for each layer, for a stack of slices."""
+    entries = []
+    for model, layer in origins:
+        value = model.architecture.text_config.get(name)
+        if not isinstance(value, list | str) or layer >= len(value):
+            raise ArchitectureError(
+                f"the config of {model.checkpoint.label} says no {name!r} of its layer {layer}",
+                hint="only models whose configs describe their layers alike can be stacked",
+            )
+        entries.append(value[layer])
+    return "".join(entries) if isinstance(value, str) else entries
+
+
+def _updated(
+    config: Mapping[str, Any], section: Sequence[str], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The config with other values in a section (of a section ...)."""
+    if not section:
+        return {**config, **values}
+    return {**config, section[0]: _updated(config[section[0]], section[1:], values)}
 
 
 def _main_dtype(output: OutputTensors) -> str:

@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import TensorInfo
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.merging.plan import InputModel
+from moemerge.runtime.devices import dtype_name
 
 SHOWN = 5  # names listed in one message
 
@@ -92,6 +95,19 @@ def require_layers(models: Sequence[InputModel]) -> None:
             )
 
 
+def require_one_tying(donor: InputModel, last: InputModel) -> None:
+    """The config says whether the head is the embedding; the last slice brings the head."""
+    if donor.architecture.tied == last.architecture.tied:
+        return
+    tied, untied = (donor, last) if donor.architecture.tied else (last, donor)
+    raise ArchitectureError(
+        f"{tied.checkpoint.label} ties its output head to the embeddings, but "
+        f"{untied.checkpoint.label} has one of its own; the result takes its config from "
+        f"{donor.checkpoint.label} and its head from {last.checkpoint.label}",
+        hint="untie the one first, or let the last slice's first source be the config's model",
+    )
+
+
 def require_shape(unit: Unit, mine: UnitIndex, found: Unit, theirs: UnitIndex) -> None:
     if found.shape == unit.shape:
         return
@@ -100,6 +116,15 @@ def require_shape(unit: Unit, mine: UnitIndex, found: Unit, theirs: UnitIndex) -
         f"{list(found.shape)}, but {mine.model.checkpoint.label} has {list(unit.shape)}"
         + ("" if found.tensor == unit.tensor else f" (in {unit.tensor})"),
         hint="only models of one size can be merged; the two are not fine-tunes of one base",
+    )
+
+
+def dtype_error(stored: TensorInfo, model: str, dtype: torch.dtype) -> CheckpointError:
+    """A tensor that holds integers in one model and something else in another."""
+    return CheckpointError(
+        f"tensor {stored.name} is {dtype_name(dtype)} in {model}, but "
+        f"{dtype_name(stored.dtype)} in the model it is merged with",
+        hint="the models are not fine-tunes of one base",
     )
 
 

@@ -13,28 +13,18 @@ from moemerge.architectures.roles import ROUTING_ROLES, WHOLE, Role, Unit
 from moemerge.checkpoint import Checkpoint, TensorInfo
 from moemerge.config.lookup import ParameterReader
 from moemerge.config.models import ModelRef
-from moemerge.config.parameters import BasePolicy
 from moemerge.config.resolve import MergeSlice, NormalisedMerge
 from moemerge.config.resolve import Source as ConfigSource
-from moemerge.errors import ArchitectureError, CheckpointError, ConfigError
+from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.merging import pairing
 from moemerge.merging.accounts import Ledger
 from moemerge.merging.blocks import split_into_blocks
 from moemerge.merging.method import METHODS, MergeMethod, yaml_key
 from moemerge.merging.pairing import UnitIndex
+from moemerge.merging.places import Place, Places
 from moemerge.merging.plan import Account, Block, Fate, InputModel, Source, UnitMerge
 from moemerge.merging.vocabulary import Vocabularies
 from moemerge.runtime.devices import dtype_name, parse_dtype
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in the output a tensor of the reference model goes."""
-
-    slice_index: int
-    t: float  # position inside the slice, for gradients
-    shift: Mapping[str, int]  # model name -> its layer for this output layer (empty: no layer)
-    layer: int | None
 
 
 @dataclass(frozen=True)
@@ -45,8 +35,7 @@ class OutputTensors:
     blocks: tuple[Block, ...]
     accounts: tuple[Account, ...]
     notices: tuple[str, ...]
-    num_layers: int
-    layer_origins: tuple[int, ...]  # per output layer, the reference model's layer
+    layer_origins: tuple[tuple[str, int], ...]  # per output layer, the reference and its layer
 
 
 def open_models(merge: NormalisedMerge) -> dict[str, InputModel]:
@@ -61,10 +50,8 @@ def open_models(merge: NormalisedMerge) -> dict[str, InputModel]:
 
 
 def _open(name: str, ref: ModelRef) -> InputModel:
-    plain = Checkpoint.open(replace(ref, lora=None, lora_revision=None))
-    architecture = Architecture.of(plain.config, plain.tensors)
-    checkpoint = plain if ref.lora is None else Checkpoint.open(ref)
-    return InputModel(name, checkpoint, architecture)
+    checkpoint = Checkpoint.open(ref)
+    return InputModel(name, checkpoint, Architecture.of(checkpoint.config, checkpoint.tensors))
 
 
 class Planner:
@@ -82,6 +69,7 @@ class Planner:
         self.models = models
         self.position = {name: i for i, name in enumerate(models)}
         self.index = {name: UnitIndex(model) for name, model in models.items()}
+        self.places = Places(merge, self.index)
         self.vocabularies = vocabularies
         self.method = METHODS.get(merge.schema.name)
         router = merge.router_schema
@@ -98,7 +86,11 @@ class Planner:
     def plan(self) -> OutputTensors:
         tensors: list[TensorInfo] = []
         blocks: list[Block] = []
-        for reference, name, place in self._places():
+        pairing.require_one_tying(
+            self.models[self.merge.name_of(self.merge.donor)],
+            self.models[self.places.reference(self.merge.slices[-1]).name],
+        )
+        for reference, name, place in self.places:
             planned = self._tensor(reference, name, place)
             if planned is not None:
                 tensors.append(planned[0])
@@ -108,87 +100,13 @@ class Planner:
         for info, block in self._extras({t.name for t in tensors}):
             tensors.append(info)
             blocks.append(block)
-        origins = tuple(self._layer_origins())
         return OutputTensors(
             tensors=tuple(tensors),
             blocks=tuple(blocks),
             accounts=tuple(self.ledger.complete(self.models)),
             notices=tuple(self._notices()),
-            num_layers=len(origins),
-            layer_origins=origins,
+            layer_origins=tuple(self.places.origins()),
         )
-
-    def _reference(self, piece: MergeSlice) -> ConfigSource:
-        """The source whose tensors, names and layout the output takes in this slice."""
-        donor = self.merge.donor
-        return next((s for s in piece.sources if s.model == donor), piece.sources[0])
-
-    def _layer_origins(self) -> Iterator[int]:
-        for piece in self.merge.slices:
-            yield from self._layers(self._reference(piece))
-
-    def _layers(self, source: ConfigSource) -> range:
-        count = self.models[source.name].architecture.num_layers
-        layers = source.layers(count)
-        if layers and layers[-1] >= count:
-            raise ConfigError(
-                f"layer_range [{layers.start}, {layers.stop}) of {source.model} goes past its last "
-                f"layer: it has {count}, numbered 0 to {count - 1}",
-            )
-        return layers
-
-    def _places(self) -> Iterator[tuple[str, str, Place]]:
-        """(reference model, stored tensor, place) of every output tensor, in model order."""
-        slices = self.merge.slices
-        first, last = self._reference(slices[0]), self._reference(slices[-1])
-        yield from self._outside(first.name, 0, {Role.HEAD, Role.NORM}, keep=False)
-        offset = 0
-        for i, piece in enumerate(slices):
-            reference = self._reference(piece)
-            by_layer = self._by_layer(reference.name)
-            ranges = {s.name: self._layers(s) for s in piece.sources}
-            length = len(ranges[reference.name])
-            for n in range(length):
-                shift = {name: layers[n] for name, layers in ranges.items()}
-                t = n / (length - 1) if length > 1 else 1.0
-                place = Place(i, t, shift, offset + n)
-                for name in by_layer.get(shift[reference.name], ()):
-                    yield reference.name, name, place
-            offset += length
-        yield from self._outside(last.name, len(slices) - 1, {Role.HEAD, Role.NORM}, keep=True)
-        yield from self._beyond(last.name, len(slices) - 1, offset)
-
-    def _by_layer(self, model: str) -> dict[int, list[str]]:
-        architecture = self.models[model].architecture
-        by_layer: dict[int, list[str]] = defaultdict(list)
-        for name in self.index[model].by_tensor:
-            layer = architecture.layer_of(name)
-            if layer is not None:
-                by_layer[layer].append(name)
-        return by_layer
-
-    def _outside(
-        self, model: str, slice_index: int, roles: set[Role], *, keep: bool
-    ) -> Iterator[tuple[str, str, Place]]:
-        """Tensors outside the layers: the final norm and head belong to the last slice, the
-        rest to the first. Gradients give all of them their first value, as mergekit does."""
-        architecture = self.models[model].architecture
-        for name, units in self.index[model].by_tensor.items():
-            outside = architecture.layer_of(name) is None
-            if outside and any(u.role in roles for u in units) == keep:
-                yield model, name, Place(slice_index, 0.0, {}, None)
-
-    def _beyond(
-        self, model: str, slice_index: int, offset: int
-    ) -> Iterator[tuple[str, str, Place]]:
-        """Layers after the model's own count (extra prediction layers) follow the last layer."""
-        count = self.models[model].architecture.num_layers
-        for layer, names in sorted(self._by_layer(model).items()):
-            if layer < count:
-                continue
-            shift = {s.name: layer for s in self.merge.slices[slice_index].sources}
-            for name in names:
-                yield model, name, Place(slice_index, 0.0, shift, offset + layer - count)
 
     # -- one tensor --------------------------------------------------------------------------
 
@@ -201,7 +119,7 @@ class Planner:
         architecture = index.model.architecture
         output = name if place.layer is None else architecture.at_layer(name, place.layer)
         if self._keeps_router(units):
-            return self._kept_router(units[0], stored, output, place)
+            return self._kept_router(reference, units[0], output, place)
         found = {
             source.name: self._find_all(units, reference, source, place)
             for source in self._piece(place).sources
@@ -213,6 +131,11 @@ class Planner:
                     self.missing[model, reference].append(name)
                 return None
             why = f"not in every model ({', '.join(lacking)} lack it)"
+            for model in found.keys() - {reference, *lacking}:
+                for unit in filter(None, found[model]):
+                    self.ledger.record(
+                        model, unit.tensor, Fate.DROPPED, f"{why}; {reference}'s is copied"
+                    )
             return self._copied(reference, name, output, stored, why)
         whole = {m: [u for u in pairs if u is not None] for m, pairs in found.items()}
         if not stored.dtype.is_floating_point:
@@ -259,11 +182,7 @@ class Planner:
             )
         for model, dtype in dtypes.items():
             if not dtype.is_floating_point:
-                raise CheckpointError(
-                    f"tensor {stored.name} is {dtype_name(dtype)} in {model}, but "
-                    f"{dtype_name(stored.dtype)} in the model it is merged with",
-                    hint="the models are not fine-tunes of one base",
-                )
+                raise pairing.dtype_error(stored, model, dtype)
         shape = stored.shape
         if self.vocabularies.spans(units[0]):
             shape = self.vocabularies.shape(units[0])
@@ -286,7 +205,7 @@ class Planner:
             return Source(self.position[s.name], mine.tensor, mine.slot, params)
 
         inputs = []
-        models, base = self._split(piece, method)
+        models, base = piece.seen_by(method.schema)
         for s in models:
             names = found[s.name][i].names
             values = reader.model_values(place.slice_index, s.name, names, role, place.t)
@@ -313,17 +232,6 @@ class Planner:
             return self.router_method, reader
         return self.method, self.merge.reader
 
-    def _split(
-        self, piece: MergeSlice, method: MergeMethod
-    ) -> tuple[tuple[ConfigSource, ...], ConfigSource | None]:
-        """Inputs and base as this method sees them. They differ from the slice's own only for
-        a `router:` method whose idea of a base is not the main method's."""
-        if method.schema.base is BasePolicy.MEMBER or piece.base is not None:
-            apart = None if method.schema.base is BasePolicy.MEMBER else piece.base
-            return piece.inputs, apart
-        base = next((s for s in piece.inputs if s.model == self.merge.base_model), None)
-        return tuple(s for s in piece.inputs if s is not base), base
-
     def _build(self, cls: type, values: Mapping[str, Any]) -> Any:
         """The parameter object; the same values share one object over all tensors."""
         key = (cls, *values.values())
@@ -344,22 +252,27 @@ class Planner:
         return self.merge.router_keep is not None and units[0].role in ROUTING_ROLES
 
     def _kept_router(
-        self, unit: Unit, stored: TensorInfo, output: str, place: Place
+        self, reference: str, unit: Unit, output: str, place: Place
     ) -> tuple[TensorInfo, list[Block]]:
         keep = self.merge.router_keep
         assert keep is not None
         index = self.index[keep]
-        layer = place.shift.get(keep, unit.layer)
-        key = unit.key if layer is None else with_layer(unit.key, layer)
-        found = index.find(unit, key)
+        found = index.find(unit, self._key_in(keep, unit, place))
         if found is None:
-            raise pairing.missing_error(index.model, self.models[keep], [stored.name])
+            raise pairing.missing_error(index.model, self.models[reference], [unit.tensor])
+        pairing.require_shape(unit, self.index[reference], found, index)
         for source in self._piece(place).sources:
-            other = self.index[source.name].by_key.get(key)
+            other = self.index[source.name].find(unit, self._key_in(source.name, unit, place))
             if source.name != keep and other is not None:
                 why = f"the routers are those of {keep}"
                 self.ledger.record(source.name, other.tensor, Fate.DROPPED, why)
         return self._copied(keep, found.tensor, output, index.info(found), "router: keep")
+
+    @staticmethod
+    def _key_in(model: str, unit: Unit, place: Place) -> str:
+        """The key of the reference's unit in a model whose layer here may be another one."""
+        layer = place.shift.get(model)
+        return unit.key if layer is None else with_layer(unit.key, layer)
 
     def _copied(
         self, model: str, name: str, output: str, stored: TensorInfo, why: str
@@ -376,6 +289,9 @@ class Planner:
         info = TensorInfo.of(output, stored.dtype, stored.shape)
         sources = {}
         for model, units in found.items():
+            dtype = self.index[model].info(units[0]).dtype
+            if dtype != stored.dtype:
+                raise pairing.dtype_error(stored, model, dtype)
             self.ledger.record(model, units[0].tensor, Fate.COPIED, "integers, equal in all models")
             sources[model] = Source(self.position[model], units[0].tensor, WHOLE)
         first = sources.pop(reference)
@@ -385,28 +301,44 @@ class Planner:
     def _extras(self, written: set[str]) -> Iterator[tuple[TensorInfo, Block]]:
         """Tensors that only other models than the reference have: copied when the model runs
         without them, an error otherwise. None may get lost."""
-        reference = self._reference(self.merge.slices[0]).name
-        known = self.index[reference].by_key
+        reference = self.places.reference(self.merge.slices[0]).name
+        known = set(self.index[reference].by_key)
         for name, index in self.index.items():
             unknown = []
             for tensor, units in index.by_tensor.items():
-                if (name, tensor) in self.ledger or units[0].key in known:
+                if (name, tensor) in self.ledger:
                     continue
                 if units[0].role is Role.HEAD and self.index[reference].head is not None:
                     self._tied_head(name, reference, tensor)
-                elif not pairing.is_auxiliary(units[0], index.model.architecture):
-                    unknown.append(tensor)
-                elif tensor not in written:
-                    written.add(tensor)
-                    stored = index.model.checkpoint.tensors[tensor]
-                    info, blocks = self._copied(
-                        name, tensor, tensor, stored, f"not in every model ({reference} lacks it)"
-                    )
-                    yield info, blocks[0]
+                elif units[0].key not in known:
+                    if pairing.is_auxiliary(units[0], index.model.architecture):
+                        yield from self._extra(name, tensor, reference, written)
+                    else:
+                        unknown.append(tensor)
             if unknown and self.merge.whole:
                 raise pairing.missing_error(self.models[reference], index.model, unknown)
 
+    def _extra(
+        self, model: str, tensor: str, reference: str, written: set[str]
+    ) -> Iterator[tuple[TensorInfo, Block]]:
+        """A tensor that the model runs without, and that the reference lacks. Slices leave no
+        place for layers that are not the reference's."""
+        index = self.index[model]
+        if not self.merge.whole and index.by_tensor[tensor][0].layer is not None:
+            return
+        why = f"not in every model ({reference} lacks it)"
+        if tensor in written:
+            self.ledger.record(model, tensor, Fate.DROPPED, f"{why}; another model's is copied")
+            return
+        written.add(tensor)
+        info, blocks = self._copied(
+            model, tensor, tensor, index.model.checkpoint.tensors[tensor], why
+        )
+        yield info, blocks[0]
+
     def _tied_head(self, model: str, reference: str, tensor: str) -> None:
+        if all(s.name != model for s in self.merge.slices[-1].sources):
+            return
         if not self.models[model].architecture.tied:
             raise ArchitectureError(
                 f"{self.models[model].checkpoint.label} has an output head of its own ({tensor}), "

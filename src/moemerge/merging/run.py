@@ -6,7 +6,13 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moemerge.checkpoint import CheckpointWriter, check_output, parse_size, require_space
+from moemerge.checkpoint import (
+    CheckpointWriter,
+    check_output,
+    hub_ids,
+    parse_size,
+    require_space,
+)
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
 from moemerge.config.options import MergeOptions
@@ -67,9 +73,12 @@ def prepare_merge(loaded: LoadedConfig, options: MergeOptions) -> Prepared:
 
 def check_merge(loaded: LoadedConfig, out: Path | None, options: MergeOptions) -> MergeReport:
     """All checks of a merge, and its report as far as it can be told beforehand."""
-    prepared = prepare_merge(loaded, options)
+    # What the options alone can get wrong comes first: opening a model may mean a long download.
     parse_size(options.out_shard_size)
     resolve_device(options.device)
+    if out is not None:
+        check_output(out, overwrite=options.overwrite)
+    prepared = prepare_merge(loaded, options)
     if out is not None:
         _check_out(prepared.plan, out, options)
     return prepared.report
@@ -80,16 +89,18 @@ def run_merge(
 ) -> MergeReport:
     """Merge into `out`, which appears whole or not at all."""
     start = time.perf_counter()
+    shard_bytes = parse_size(options.out_shard_size)
+    device = resolve_device(options.device)
+    check_output(out, overwrite=options.overwrite)
     prepared = prepare_merge(loaded, options)
     plan = prepared.plan
-    device = resolve_device(options.device)
     _check_out(plan, out, options)
     writer = CheckpointWriter(
         out,
         plan.tensors,
-        shard_bytes=parse_size(options.out_shard_size),
+        shard_bytes=shard_bytes,
         overwrite=options.overwrite,
-        inputs=[m.checkpoint.path for m in plan.models],
+        inputs=_input_folders(plan),
     )
     with writer:
         settings = ExecutionSettings(device=device, allow_nonfinite=options.allow_nonfinite)
@@ -102,9 +113,12 @@ def run_merge(
 
 
 def _check_out(plan: MergePlan, out: Path, options: MergeOptions) -> None:
-    inputs = [m.checkpoint.path for m in plan.models]
-    check_output(out, overwrite=options.overwrite, inputs=inputs)
+    check_output(out, overwrite=options.overwrite, inputs=_input_folders(plan))
     require_space(out, plan.bytes_written + COMPANION_BYTES)
+
+
+def _input_folders(plan: MergePlan) -> list[Path]:
+    return [folder for model in plan.models for folder in model.checkpoint.folders]
 
 
 def _write_files(writer: CheckpointWriter, prepared: Prepared, report: MergeReport) -> None:
@@ -125,7 +139,7 @@ def _write_files(writer: CheckpointWriter, prepared: Prepared, report: MergeRepo
 def merge_card(prepared: Prepared, report: MergeReport, config: str, version: str) -> str:
     """The README of a merged model."""
     inputs = "\n".join(f"- `{m.reference}` ({m.name})" for m in report.models)
-    hub = [m.reference for m in report.models if not Path(m.reference).exists()]
+    hub = [part for m in report.models for part in hub_ids(m.reference)]
     router = f" Routers: {report.router}." if report.router else ""
     return model_card(
         title=Path(report.output or "merged model").name,

@@ -33,7 +33,8 @@ class Vocabularies:
         """Whether this unit has a row per token and must be brought to another vocabulary."""
         if self.plan is None or unit.layer is not None or not unit.shape:
             return False
-        return unit.role in (Role.EMBEDDING, Role.HEAD) and self._changes
+        per_token = unit.role in (Role.EMBEDDING, Role.HEAD) and "wpe." not in unit.key
+        return per_token and self._changes
 
     @property
     def _changes(self) -> bool:
@@ -76,7 +77,9 @@ def plan_vocabularies(
             hint="leave `tokenizer` and `tokenizer_source` out of the config",
         )
     vocabularies = {
-        merge.models[name]: read_vocabulary(model.checkpoint.path, model.checkpoint.label)
+        merge.models[name]: read_vocabulary(
+            model.checkpoint.tokenizer_folder, model.checkpoint.label
+        )
         for name, model in models.items()
     }
     donor = settings.source

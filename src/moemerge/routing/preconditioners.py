@@ -86,7 +86,8 @@ class KroneckerInverse(LinearOperator):
 def prepare(operator: RouterCurvature, kind: Preconditioner) -> Prepared:
     """Build the preconditioner asked for."""
     if kind is Preconditioner.AUTO:
-        kind = choose(operator)
+        tokens = sum(s.tokens for s in operator.statistics)
+        kind = choose(operator.shape, tokens, operator.dtype)
     if kind is Preconditioner.JACOBI:
         return Prepared(kind, Diagonal(operator.diagonal()).inverse())
     if kind is Preconditioner.BLOCK:
@@ -111,10 +112,9 @@ INVERSE_COST = 4.0
 NEGLIGIBLE_WORK = 2e8
 
 
-def costs(operator: RouterCurvature) -> dict[Preconditioner, float]:
+def costs(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> dict[Preconditioner, float]:
     """Expected work of a whole solve in multiply-adds, build included; what memory allows."""
-    experts, width = operator.shape
-    tokens = sum(s.tokens for s in operator.statistics)
+    experts, width = shape
     product = 2.0 * tokens * experts * width
     build = {
         Preconditioner.JACOBI: 0.0,
@@ -126,18 +126,36 @@ def costs(operator: RouterCurvature) -> dict[Preconditioner, float]:
         Preconditioner.KRONECKER: 2.0 * experts * width * (width + experts),
         Preconditioner.BLOCK: 1.0 * experts * width**2,
     }
-    itemsize = torch.finfo(operator.dtype).bits // 8
-    if experts * width**2 * itemsize > BLOCK_BYTES:
+    if experts * width**2 * dtype.itemsize > BLOCK_BYTES:
         del build[Preconditioner.BLOCK]
     return {kind: build[kind] + EXPECTED_STEPS[kind] * (product + apply[kind]) for kind in build}
 
 
-def choose(operator: RouterCurvature) -> Preconditioner:
+def choose(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Preconditioner:
     """The kind with the least expected work; the sturdiest where all are negligible."""
-    expected = costs(operator)
+    expected = costs(shape, tokens, dtype)
     if expected.get(Preconditioner.BLOCK, float("inf")) < NEGLIGIBLE_WORK:
         return Preconditioner.BLOCK
     return min(expected, key=lambda kind: expected[kind])
+
+
+# Gram matrix, eigenvectors and an eigendecomposition's workspace; a block, its factor, its inverse
+# and what torch needs to make the last.
+KRONECKER_MATRICES, BLOCK_MATRICES = 8, 4
+
+
+def matrix_bytes(
+    kind: Preconditioner, shape: tuple[int, int], tokens: int, dtype: torch.dtype
+) -> int:
+    """The most memory that building a preconditioner takes, vectors left out."""
+    experts, width = shape
+    if kind is Preconditioner.AUTO:
+        kind = choose(shape, tokens, dtype)
+    count = {
+        Preconditioner.KRONECKER: KRONECKER_MATRICES,
+        Preconditioner.BLOCK: BLOCK_MATRICES * experts,
+    }
+    return count.get(kind, 0) * width**2 * dtype.itemsize
 
 
 def _block(operator: RouterCurvature) -> Prepared:

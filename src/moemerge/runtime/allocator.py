@@ -1,4 +1,4 @@
-"""The C library's memory: kept for the next tensor instead of being given back each time."""
+"""The C library's memory: when freed buffers are kept, and when they are given back."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ def reuse_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, REUSED_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * REUSED_BYTES)
+
+
+def give_back_freed_memory() -> None:
+    """Tell glibc to return what it keeps of freed buffers; does nothing elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

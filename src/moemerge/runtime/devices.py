@@ -45,9 +45,23 @@ def resolve_device(name: str) -> torch.device:
         raise UsageError(f"unknown device {name!r}", hint="use auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device {name!r} was asked for, but no CUDA device is available here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"device {name!r} was asked for, but the last CUDA device here is "
+            f"cuda:{torch.cuda.device_count() - 1}"
+        )
     if device.type not in {"cpu", "cuda"}:
         raise UsageError(f"device {name!r} is not supported", hint="use auto, cpu, cuda or cuda:N")
     return device
+
+
+def prepare_for_threads(device: torch.device) -> None:
+    """Load what torch loads at first use and cannot load from two threads at once.
+
+    The CUDA side of torch.linalg is such a library: its first call must not come from workers.
+    """
+    if device.type == "cuda":
+        torch.linalg.eigh(torch.eye(2, device=device))
 
 
 def available_memory(device: torch.device) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import logging
+
 from moemerge import api
 from moemerge.runtime.progress import Progress
 from moemerge.testbed.agreement import RoutingAgreement, compare_routing
@@ -17,8 +19,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "WUDI": {"merge_method": "wudi", "parameters": {"steps": 300}},
 }
 TARGETS = {
-    "merged-features": "calibrated (HARC)",
-    "source-features": "calibrated to the sources' own routing",
+    "merged-features": "HARC",
+    "source-features": "HARC, source targets",
 }
 WEIGHTED = frozenset({"ties"})
 
@@ -34,6 +36,7 @@ class DemoRow:
 
 def run_demo(folder: Path, progress: Progress, *, seed: int = 0) -> Iterator[DemoRow]:
     """Make everything in `folder` and measure it, row by row."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     specialists = make_specialists(folder / "models", seed=seed)
     for name, settings in METHODS.items():
         config = merge_config(settings, specialists)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
+import zoo
 from moemerge.merging.methods.random import Stream, keep_threshold
 from moemerge.merging.methods.selection import ascending_order, keep_largest_
 
@@ -78,3 +82,17 @@ def test_selection_among_ties():
         assert torch.equal(on_gpu.cpu(), kept)
     rows = values[:300_000].view(300, 1000)
     assert torch.equal(ascending_order(rows.cuda()).cpu(), ascending_order(rows))
+
+
+def test_workers_may_all_begin_with_linear_algebra(tmp_path, zoo_folder):
+    """torch loads CUDA's linear algebra at first use, and two threads at once broke it."""
+    base = zoo_folder("olmoe")
+    models = [zoo.perturb(base, tmp_path / str(seed), seed) for seed in (1, 2)]
+    code = (
+        "import moemerge; from moemerge.config.options import MergeOptions; "
+        f"moemerge.merge({{'merge_method': 'wudi', 'base_model': {str(base)!r}, 'models': "
+        f"[{{'model': {str(models[0])!r}}}, {{'model': {str(models[1])!r}}}], "
+        f"'parameters': {{'solver': 'exact'}}}}, {str(tmp_path / 'out')!r}, "
+        "MergeOptions(device='cuda'))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
