@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -94,6 +96,38 @@ def test_exact_reports_its_own_failure() -> None:
     assert result.exact is not None
     assert result.status is Status.CONVERGED
     assert result.exact.kl[-1] <= result.exact.kl[0]
+
+
+def test_a_newton_iteration_that_ends_early_is_told_as_such() -> None:
+    found, _ = problem(scale=2.0)
+    result = calibrate_layer(found, SolveSettings(), start=found.merged, exact=True)
+    assert result.exact is not None
+    assert result.message.startswith("converged: the true residual")
+    cut = replace(result, exact=replace(result.exact, status=Status.MAX_STEPS))
+    assert cut.status is Status.MAX_STEPS
+    assert cut.message.startswith("max_steps: Newton's method ended after")
+    assert layer_row(0, "gate", cut, 0.1)["notices"][0].startswith("layer 0: gate did not converge")
+
+
+def test_a_rise_of_the_divergence_says_where_it_comes_from() -> None:
+    """Two ways to lose: the damping of a merge that is optimal, and a gap that is no small one."""
+    found, _ = problem(scale=0.2)
+    result = calibrate_layer(found, SolveSettings(), start=found.merged)
+    assert result.rise is None
+    best = calibrate_layer(found, SolveSettings(alpha=1.0), start=found.merged).solution.weight
+    damped = calibrate_layer(
+        replace(found, merged=best), SolveSettings(alpha=0.2), start=found.merged
+    )
+    assert damped.rise is not None
+    assert "damping outweighs" in damped.rise
+    far, _ = problem(scale=4.0)
+    least = calibrate_layer(far, SolveSettings(), start=far.merged, exact=True).exact
+    assert least is not None
+    left = calibrate_layer(
+        replace(far, merged=least.weight), SolveSettings(alpha=1.0), start=far.merged
+    )
+    assert left.rise is not None
+    assert "quadratic model" in left.rise
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import sys
 def main() -> None:
     """Entry point of the `moemerge` command."""
     from moemerge.cli.app import app
+    from moemerge.runtime.allocator import keep_few_kernels
 
+    keep_few_kernels()
     code: object = 0
     try:
         app(prog_name="moemerge")

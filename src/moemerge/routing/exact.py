@@ -42,6 +42,9 @@ DAMPING_GROWTH = 10.0
 DAMPING_FLOOR = 1e-4
 # Newton systems need no more accuracy than their model of the objective has.
 FORCING = 0.05
+# With fewer tokens than features every target can be met, and each step divides the divergence
+# again without end. Below this share of the start's, it is the start's that progress counts by.
+VANISHING = 0.01
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def minimise_divergence(
         step, used = _newton_step(gate, here, damping, settings)
         inner += used
         promise = float(torch.sum(here.descent * step))  # = −gᵀs
-        if 0.5 * promise <= settings.decrease_rtol * here.kl:
+        if 0.5 * promise <= settings.decrease_rtol * max(here.kl, VANISHING * kl[0]):
             status = Status.CONVERGED
             break
         length = _line_search(gate, domains, w, step, here.kl, promise)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from contextlib import suppress
 
@@ -11,6 +12,10 @@ _M_MMAP_THRESHOLD = -3
 # Buffers up to this size are reused. Each that is given back instead comes again as zeroed pages,
 # one fault at a time, which costs more than merging what they hold.
 REUSED_BYTES = 256 * 2**20
+# oneDNN keeps a kernel, about half a megabyte, for every shape of the last 1024 that it met. Every
+# expert gets another number of tokens, so hardly any of them comes again.
+KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+KEPT_KERNELS = 64
 
 
 def reuse_freed_memory() -> None:
@@ -29,3 +34,8 @@ def give_back_freed_memory() -> None:
         return
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_few_kernels() -> None:
+    """Bound oneDNN's cache, unless the user did; it must not have computed anything yet."""
+    os.environ.setdefault(KERNELS, str(KEPT_KERNELS))
