@@ -12,7 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import moemerge
 import zoo
 from moemerge.config.options import MergeOptions
-from moemerge.errors import CheckpointError, TokenizerError
+from moemerge.errors import (
+    ArchitectureError,
+    CheckpointError,
+    NumericalError,
+    TokenizerError,
+)
 
 WORDS = ("alpha", "beta", "gamma", "delta")
 
@@ -184,3 +189,44 @@ def test_the_card_names_hub_models_alone(models, tmp_path):
     one, _ = resized(models[0], tmp_path / "lora", WORDS)
     moemerge.merge(linear([one]), tmp_path / "out")
     assert "base_model" not in (tmp_path / "out" / "README.md").read_text().split("---")[1]
+
+
+def stack(model, *ranges):
+    slices = [{"sources": [{"model": str(model), "layer_range": list(r)}]} for r in ranges]
+    return {"merge_method": "passthrough", "slices": slices}
+
+
+def test_layer_numbers_in_a_config_follow_the_slices(tmp_path):
+    """Which layers are dense is said by number: the result must say it of its own layers."""
+    model = zoo.build("qwen3_moe", tmp_path / "m", num_hidden_layers=4, mlp_only_layers=[1])
+    moemerge.merge(stack(model, (1, 3), (0, 2)), tmp_path / "out")
+    assert zoo.read_config(tmp_path / "out")["mlp_only_layers"] == [0, 3]
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+def test_leading_dense_layers_stay_in_front(tmp_path):
+    model = zoo.build("deepseek_v2", tmp_path / "m", num_hidden_layers=3, first_k_dense_replace=1)
+    moemerge.merge(stack(model, (0, 2), (1, 3)), tmp_path / "out")
+    assert zoo.read_config(tmp_path / "out")["first_k_dense_replace"] == 1
+    moemerge.merge(stack(model, (1, 3)), tmp_path / "none")
+    assert zoo.read_config(tmp_path / "none")["first_k_dense_replace"] == 0
+    with pytest.raises(ArchitectureError, match="behind others"):
+        moemerge.merge(stack(model, (1, 2), (0, 1)), tmp_path / "bad")
+
+
+def test_periodic_layers_keep_their_place(tmp_path):
+    model = zoo.build("qwen3_moe", tmp_path / "m", num_hidden_layers=4, decoder_sparse_step=2)
+    moemerge.merge(stack(model, (0, 2), (0, 4)), tmp_path / "out")
+    with pytest.raises(ArchitectureError, match="'decoder_sparse_step' is 2"):
+        moemerge.merge(stack(model, (1, 4)), tmp_path / "bad")
+
+
+def test_a_result_that_outgrows_its_dtype_is_refused(tmp_path):
+    model = zoo.dense_llama(tmp_path / "m")
+    entry = {"model": str(model), "parameters": {"scale": 1e6}}
+    config = {"merge_method": "passthrough", "models": [entry], "out_dtype": "float16"}
+    with pytest.raises(NumericalError, match=r"holds values that torch\.float16 cannot"):
+        moemerge.merge(config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -39,6 +39,9 @@ class LayerKey:
     section: tuple[str, ...]  # where it stands: () or ("text_config",)
     count: tuple[str, ...]  # keys of the number of layers
     lists: tuple[str, ...]  # keys whose value has one entry for each layer
+    numbers: tuple[str, ...] = ()  # keys whose value lists layers by number
+    leading: tuple[str, ...] = ()  # keys that count leading layers of another kind
+    periods: tuple[str, ...] = ()  # keys by which kinds of layers repeat
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,15 @@ _EXPERT_COUNTS = (
 )
 # Lists of layer numbers: one may be as long as the model is deep, and still not go by layer.
 _INDEX_LISTS = frozenset({"moe_layers", "mlp_only_layers", "ple_layer_ids", "full_attn_idxs"})
+_LEADING = ("first_k_dense_replace", "num_dense_layers")
+_PERIODS = (
+    "decoder_sparse_step",
+    "expert_layer_period",
+    "attn_layer_period",
+    "moe_layer_interval",
+    "moe_layer_freq",
+    "interleave_moe_layer_step",
+)
 _BEYOND = "a layer beyond the config's number of layers (multi-token prediction), never run here"
 
 
@@ -152,7 +164,14 @@ class Architecture:
             and name not in _INDEX_LISTS
             and (isinstance(value, list) or name == "hybrid_override_pattern")
         )
-        return LayerKey(self._section, count, lists)
+        return LayerKey(
+            self._section,
+            count,
+            lists,
+            numbers=tuple(n for n in sorted(_INDEX_LISTS) if isinstance(text.get(n), list)),
+            leading=tuple(name for name in _LEADING if isinstance(text.get(name), int)),
+            periods=tuple(name for name in _PERIODS if isinstance(text.get(name), int)),
+        )
 
     @cached_property
     def is_moe(self) -> bool:

@@ -241,6 +241,8 @@ def copy_file(source: Path, target: Path) -> None:
     with _open_source(source) as reader, open(target, "xb") as writer:
         left = os.fstat(reader.fileno()).st_size
         try:
+            if not hasattr(os, "copy_file_range"):  # macOS
+                raise OSError(errno.ENOSYS, "no copy_file_range")
             while left > 0:
                 count = os.copy_file_range(reader.fileno(), writer.fileno(), left)
                 if count == 0:

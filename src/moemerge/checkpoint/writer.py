@@ -23,6 +23,7 @@ from moemerge.registry import did_you_mean
 
 # A shard is pushed to the disk while it grows, so that little is left to wait for at the end.
 SYNC_BYTES: Final = 128 * 2**20
+_sync = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
 
 
 @dataclass
@@ -170,7 +171,7 @@ class CheckpointWriter:
             shard.unsynced += count
             if not self._closed and (shard.unsynced >= SYNC_BYTES or shard.left == 0):
                 shard.unsynced = 0
-                self._syncs.append(self._pool.submit(os.fdatasync, shard.fd))
+                self._syncs.append(self._pool.submit(_sync, shard.fd))
 
     def _check_open(self) -> None:
         if self._error is not None:

@@ -146,9 +146,20 @@ class _Runner:
                     f"{self.settings.device} has too little free memory to merge {block.tensor}",
                     hint="use --device cpu, or free memory on the device",
                 ) from error
+            self._check_result(result, block)
             row = 0 if block.rows is None else block.rows[0]
             self.writer.write(block.tensor, result, row=row)
         self.progress.advance(result.numel() * result.element_size())
+
+    def _check_result(self, result: Tensor, block: Block) -> None:
+        """Inputs were finite: a result that is not has outgrown its dtype."""
+        if self.settings.allow_nonfinite or not result.is_floating_point():
+            return
+        if not bool(result.sum().isfinite()) and not bool(result.isfinite().all()):
+            raise NumericalError(
+                f"the merged tensor {block.tensor} holds values that {result.dtype} cannot",
+                hint="choose a wider out_dtype (bfloat16 or float32), or smaller weights",
+            )
 
     def _prefetch(self, block: Block) -> None:
         for source in (s for merge in block.merges for s in merge.sources):

@@ -107,9 +107,13 @@ def result_config(
     key = donor.architecture.layer_key
     if output.layer_origins != tuple((donor.name, n) for n in range(donor.architecture.num_layers)):
         origins = [(models[name], layer) for name, layer in output.layer_origins]
-        lists = {name: _by_layer(name, origins) for name in key.lists}
-        counts = dict.fromkeys(key.count, len(origins))
-        config = _updated(config, key.section, {**counts, **lists})
+        values: dict[str, Any] = dict.fromkeys(key.count, len(origins))
+        values |= {name: _by_layer(name, origins) for name in key.lists}
+        values |= {name: _renumbered(name, origins) for name in key.numbers}
+        values |= {name: _leading(name, origins) for name in key.leading}
+        for name in key.periods:
+            _require_period(name, origins)
+        config = _updated(config, key.section, values)
     return _with_dtype(config, _main_dtype(output))
 
 
@@ -125,6 +129,42 @@ def _by_layer(name: str, origins: Sequence[tuple[InputModel, int]]) -> Any:
             )
         entries.append(value[layer])
     return "".join(entries) if isinstance(value, str) else entries
+
+
+Origins = Sequence[tuple[InputModel, int]]
+
+
+def _renumbered(name: str, origins: Origins) -> list[int]:
+    """A list of layer numbers, for a stack of slices."""
+    return [
+        number
+        for number, (model, layer) in enumerate(origins)
+        if layer in (model.architecture.text_config.get(name) or ())
+    ]
+
+
+def _leading(name: str, origins: Origins) -> int:
+    """How many layers lead the stack that were among the first so many of their model."""
+    flags = [layer < (model.architecture.text_config.get(name) or 0) for model, layer in origins]
+    count = flags.index(False) if False in flags else len(flags)
+    if any(flags[count:]):
+        raise ArchitectureError(
+            f"the slices put a layer that {name!r} counts among its model's first behind others",
+            hint="such layers have no experts and can only come first: reorder the slices",
+        )
+    return count
+
+
+def _require_period(name: str, origins: Origins) -> None:
+    """Layers whose kind follows from their number must keep their place in the period."""
+    for number, (model, layer) in enumerate(origins):
+        period = model.architecture.text_config.get(name) or 1
+        if layer % period != number % period:
+            raise ArchitectureError(
+                f"the slices move layer {layer} of {model.checkpoint.label} to {number}, but "
+                f"{name!r} is {period}: the kind of a layer follows from its number",
+                hint=f"move layers by multiples of {period} only",
+            )
 
 
 def _updated(
