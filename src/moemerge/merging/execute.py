@@ -82,11 +82,8 @@ def execute(
     order = sorted(plan.blocks, key=lambda b: -b.working_bytes)
     later = [*order[READ_AHEAD * workers :], *[None] * (READ_AHEAD * workers)]
     with _share_cores(workers), ThreadPoolExecutor(workers, thread_name_prefix="merge") as pool:
-        futures = [
-            pool.submit(runner.run, block, soon) for block, soon in zip(order, later, strict=False)
-        ]
-        try:
-            _wait(futures)
+        try:  # from the first block on: Ctrl-C may come while they are still being handed out
+            _wait([pool.submit(runner.run, *pair) for pair in zip(order, later, strict=False)])
         except BaseException:
             runner.stopped.set()
             pool.shutdown(cancel_futures=True)

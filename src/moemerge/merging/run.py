@@ -103,11 +103,13 @@ def run_merge(
         inputs=_input_folders(plan),
     )
     with writer:
+        report = replace(prepared.report, device=str(device), output=str(out))
+        _write_companions(writer, prepared, report)  # now, while the disk has nothing else to do
         settings = ExecutionSettings(device=device, allow_nonfinite=options.allow_nonfinite)
         execute(plan, writer, settings, progress)
-        seconds = time.perf_counter() - start
-        report = replace(prepared.report, device=str(device), seconds=seconds, output=str(out))
-        _write_files(writer, prepared, report)
+        report = replace(report, seconds=time.perf_counter() - start)
+        document = report_document(__version__, merge=report.to_json())
+        writer.add_bytes(REPORT_NAME, report_bytes(document))
         writer.commit()
     return replace(report, seconds=time.perf_counter() - start)
 
@@ -121,15 +123,14 @@ def _input_folders(plan: MergePlan) -> list[Path]:
     return [folder for model in plan.models for folder in model.checkpoint.folders]
 
 
-def _write_files(writer: CheckpointWriter, prepared: Prepared, report: MergeReport) -> None:
+def _write_companions(writer: CheckpointWriter, prepared: Prepared, report: MergeReport) -> None:
+    """All files beside the weights but the report, which tells how long they took."""
     for name, path in prepared.files.copied.items():
         writer.add_file(path, name)
     config_text = dump_config(prepared.loaded.config)
-    document = report_document(__version__, merge=report.to_json())
     made = {
         **prepared.files.made,
         CONFIG_NAME: config_text.encode(),
-        REPORT_NAME: report_bytes(document),
         CARD_NAME: merge_card(prepared, report, config_text, __version__).encode(),
     }
     for name, data in made.items():
