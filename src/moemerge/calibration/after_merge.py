@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moemerge.calibration.prepare import check_files
-from moemerge.calibration.sources import open_model, require_calibratable, require_same_family
 from moemerge.checkpoint.output import writing
 from moemerge.config.pairing import CalibrationRun
+from moemerge.lockstep.models import open_model, require_calibratable, require_same_family
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.gates import Gate
-from moemerge.calibration.sources import joined
 from moemerge.errors import NumericalError
 from moemerge.linalg.cg import Status
+from moemerge.lockstep.models import joined
 from moemerge.routing import (
     Domain,
     ExactResult,

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from moemerge.calibration.sources import (
+from moemerge.checkpoint import check_output, require_space
+from moemerge.config.calibration import CalibrationSettings
+from moemerge.config.layers import LayerSelection
+from moemerge.config.models import ModelRef
+from moemerge.errors import ArchitectureError, DataError, TokenizerError, UsageError
+from moemerge.features.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
+from moemerge.features.text import SUFFIXES, Domain, TextOptions, load_domains, load_tokenizer
+from moemerge.lockstep.models import (
     MERGED,
     OpenModel,
     PairedRouter,
@@ -24,13 +31,6 @@ from moemerge.calibration.sources import (
     require_same_family,
     skipped_routers,
 )
-from moemerge.checkpoint import check_output, require_space
-from moemerge.config.calibration import CalibrationSettings
-from moemerge.config.layers import LayerSelection
-from moemerge.config.models import ModelRef
-from moemerge.errors import ArchitectureError, DataError, TokenizerError, UsageError
-from moemerge.features.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
-from moemerge.features.text import SUFFIXES, Domain, TextOptions, load_domains, load_tokenizer
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import dtype_name, parse_dtype, resolve_device
 

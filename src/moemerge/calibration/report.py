@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moemerge.calibration.layer import Agreement, LayerResult
-from moemerge.calibration.sources import SkippedRouter
 from moemerge.linalg.cg import Status
+from moemerge.lockstep.models import SkippedRouter
 
 PER_DOMAIN = ("kl_before", "kl_after", "mismatch_before", "mismatch_after")
 

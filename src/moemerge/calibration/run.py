@@ -16,7 +16,6 @@ from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.prepare import CalibrationRequest, Prepared, prepare, settings_data
 from moemerge.calibration.provenance import output_files
 from moemerge.calibration.report import CalibrationReport, layer_row
-from moemerge.calibration.sources import PairedRouter, RouterTensors, read_router
 from moemerge.calibration.streams import Streams, open_streams
 from moemerge.checkpoint import CheckpointPatch
 from moemerge.errors import (
@@ -28,6 +27,7 @@ from moemerge.errors import (
 )
 from moemerge.features.stops import RouterStop
 from moemerge.linalg.cg import Status
+from moemerge.lockstep.models import PairedRouter, RouterTensors, read_router
 from moemerge.routing import Curvature, Domain, Preconditioner, SolveSettings
 from moemerge.routing.curvature import logits_of, working_dtype
 from moemerge.runtime.devices import dtype_name

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
 from moemerge.architectures.gates import Score
 from moemerge.calibration.prepare import Prepared
-from moemerge.calibration.sources import OpenModel
 from moemerge.checkpoint import format_size, require_space
-from moemerge.errors import ArchitectureError, ResourceError
+from moemerge.errors import ResourceError
 from moemerge.features.memory import HEADROOM, MemoryEstimate
 from moemerge.features.spill import Offload
-from moemerge.features.stops import RouterStop
 from moemerge.features.stream import RouterStream
+from moemerge.lockstep.models import OpenModel
+from moemerge.lockstep.streams import Lockstep
 from moemerge.routing.curvature import rows_at_once
 from moemerge.routing.preconditioners import Preconditioner, matrix_bytes
 from moemerge.runtime.devices import available_memory
@@ -28,68 +27,26 @@ HOST = torch.device("cpu")
 # Vectors of the solver, preconditioner's scales, measured routers: all (K, d) in float64.
 ROUTER_COPIES = 16
 
-Stops = tuple[RouterStop, Mapping[str, RouterStop]]
 
-
-class Streams:
-    """Iterate to get the merged model's stop, and every streamed source's at the same router."""
+class Streams(Lockstep):
+    """The merged model and the streamed sources, and whether they fit."""
 
     def __init__(
-        self, merged: RouterStream, sources: Mapping[str, RouterStream], prepared: Prepared
-    ) -> None:
-        self.merged = merged
-        self.sources = sources
-        self._prepared = prepared
-
-    def __enter__(self) -> Streams:
-        return self
-
-    def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        merged: tuple[OpenModel, RouterStream],
+        sources: Mapping[str, tuple[OpenModel, RouterStream]],
+        prepared: Prepared,
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for stream in (self.merged, *self.sources.values()):
-            stream.close()
-
-    def __iter__(self) -> Iterator[Stops]:
-        others = {name: iter(stream) for name, stream in self.sources.items()}
-        for stop in self.merged:
-            beside = {}
-            for name, stops in others.items():
-                found = next(stops, None)
-                source = self._prepared.sources[name]
-                if found is None or not self._same(stop, source, found):
-                    there = "its end" if found is None else found.weight_name
-                    raise ArchitectureError(
-                        f"the merged model is at {stop.weight_name}, source {name!r} at {there}",
-                        hint="the sources' config.json must describe the merged model's structure",
-                    )
-                beside[name] = found
-            yield stop, beside
-
-    def _same(self, stop: RouterStop, source: OpenModel, found: RouterStop) -> bool:
-        mine = self._prepared.merged.architecture.key(stop.weight_name)
-        return mine == source.architecture.key(found.weight_name)
-
-    @property
-    def offload(self) -> Offload:
-        return self.merged.memory.offload
+        super().__init__(merged, sources)
+        self._prepared = prepared
 
     @property
     def bytes_on_device(self) -> int:
-        return needed(self._memories(), self.offload, self._prepared)[0]
-
-    def _memories(self) -> list[MemoryEstimate]:
-        return [stream.memory for stream in (self.merged, *self.sources.values())]
+        return needed(self.memories, self.offload, self._prepared)[0]
 
     def check_memory(self) -> None:
         """Refuse what does not fit, and say what to change."""
-        memories, prepared = self._memories(), self._prepared
+        memories, prepared = self.memories, self._prepared
         device, host = needed(memories, self.offload, prepared)
         solver = solver_bytes(prepared)
         if _fits(device, host, prepared.device):
@@ -98,11 +55,11 @@ class Streams:
                 require_space(Path(tempfile.gettempdir()), disk)
             return
         free = int(available_memory(prepared.device) * HEADROOM)
-        models = f" and {len(self.sources)} sources beside it" if self.sources else ""
+        models = f" and {len(self.beside)} sources beside it" if self.beside else ""
         raise ResourceError(
             f"calibration needs about {format_size(device)} on {prepared.device} and "
             f"{format_size(host)} of host memory; {format_size(free)} are usable on "
-            f"{prepared.device}. {self.merged.memory.describe()}{models}; the solver "
+            f"{prepared.device}. {self.lead.memory.describe()}{models}; the solver "
             f"{format_size(solver)}",
             hint="; ".join(advice(prepared, self.offload)),
         )
@@ -114,7 +71,7 @@ def open_streams(prepared: Prepared, progress: Progress) -> Streams:
     streams = _build(prepared, progress, "device" if wanted == "auto" else wanted)
     try:
         if wanted == "auto":
-            kind = choose_offload(streams._memories(), prepared)
+            kind = choose_offload(streams.memories, prepared)
             if kind != streams.offload:
                 streams.close()
                 streams = _build(prepared, progress, kind)
@@ -126,11 +83,11 @@ def open_streams(prepared: Prepared, progress: Progress) -> Streams:
 
 
 def _build(prepared: Prepared, progress: Progress, offload: Offload) -> Streams:
-    opened: dict[str, RouterStream] = {}
+    opened: dict[str, tuple[OpenModel, RouterStream]] = {}
     try:
         for name in ("", *(prepared.sources if prepared.streams_sources else ())):
             model = prepared.sources[name] if name else prepared.merged
-            opened[name] = RouterStream(
+            stream = RouterStream(
                 model.checkpoint,
                 [batch for batch in prepared.batches if name in ("", batch.domain)],
                 device=prepared.device,
@@ -139,8 +96,9 @@ def _build(prepared: Prepared, progress: Progress, offload: Offload) -> Streams:
                 layers=prepared.layers,
                 progress=None if name else progress,
             )
+            opened[name] = (model, stream)
     except BaseException:
-        for stream in opened.values():
+        for _, stream in opened.values():
             stream.close()
         raise
     return Streams(opened.pop(""), opened, prepared)

@@ -1,4 +1,4 @@
-"""The models of a calibration: opened, compared, and their routers paired by what they are."""
+"""The models of a comparison: opened, checked, and their routers paired by what they are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MERGED = "merged"
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model by the name it has in this calibration."""
+    """A model by the name it has in this run."""
 
     name: str
     checkpoint: Checkpoint

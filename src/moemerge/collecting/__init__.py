@@ -1,0 +1,1 @@
+"""Activation and gradient statistics of one model, gathered over text."""

@@ -1,0 +1,1 @@
+"""What a merge did to the routing, measured against the sources."""

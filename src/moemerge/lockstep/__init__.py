@@ -1,0 +1,1 @@
+"""Several models side by side: opened, their routers paired, streamed over the same tokens."""

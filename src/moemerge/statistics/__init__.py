@@ -1,0 +1,1 @@
+"""Saved statistics of a model: the file, its provenance, and whether it fits."""
