@@ -1,12 +1,18 @@
 """One layer's router solve: moemerge beside a plain reference written from the paper, same data.
 
     python benchmarks/solver.py --threads 2 --json solver.json
+    python benchmarks/solver.py --device cuda --json solver.json
 
 The reference is Proposition 1 and Algorithm 2 as they stand, in float32: every application
 recomputes the routing probabilities and the diagonal, and CG is not preconditioned. Both solve to
 1e-6; the reference judges itself by its recurrence, as in the paper. The true residuals of both
 are recomputed in float64 by the reference's operator. Features are synthetic: a decaying spectrum
 of its own for each domain, a few outlier dimensions, source routers that share a base.
+
+On a GPU the features are bf16 and a million, and the reference solves on --reference-tokens of them
+only; what it would take on all is told from one product on all and the steps that it took. The
+product's times stand beside the card's own limits, measured in the same run: one read of the
+features, and the products' arithmetic at the rate of a large bf16 matrix product.
 
 Wall time is what counts; processor time is shown beside it, as it betrays a busy machine.
 """
@@ -17,25 +23,37 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moemerge.architectures.gates import Gate, Score
-from moemerge.routing import Domain, Preconditioner, SolveSettings
+from moemerge.kernels.splitting import ACCURATE, FAST
+from moemerge.routing import Domain, Preconditioner, SolveSettings, measure_routers
+from moemerge.routing.curvature import RouterCurvature
+from moemerge.routing.preconditioners import prepare
+from moemerge.routing.products import PlainFeatures
 from moemerge.routing.solve import build_operator, solve_system
 
 ALPHA = 0.9
 RTOL = 1e-6
 GOAL = 10.0
+ROWS = 65536  # of a GPU's features made, or taken through float64, at once
+MATRIX = 8192  # side of the matrix product that measures a card's rate
+TOKENS = {"cpu": 20_000, "cuda": 1 << 20}
+REFERENCE_TOKENS = 1 << 16  # on a GPU
+# Calls shorter than this (in seconds, two of them) are timed several in a row, as a solver makes
+# them: the host runs ahead of the device.
+SHORT, AT_ONCE = 0.02, 10
 
 
 @dataclass(frozen=True)
 class Row:
     name: str
+    tokens: int
     seconds: float
     cpu_seconds: float
     steps: int
@@ -43,44 +61,76 @@ class Row:
     product_ms: float
 
 
-def synthetic(tokens: int, width: int, experts: int, domains: int, seed: int) -> list[Domain]:
-    """Domains of float32 features that look like a normalised residual stream."""
-    generator = torch.Generator().manual_seed(seed)
+@dataclass(frozen=True)
+class Timing:
+    name: str
+    ms: float
+    floor_ms: float | None = None
+    error: float | None = None  # relative to float64
+
+
+# --- data ---------------------------------------------------------------------------------------
+
+
+def synthetic(args: argparse.Namespace) -> list[Domain]:
+    """Domains of features that look like a normalised residual stream."""
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    width, experts = args.width, args.experts
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, device=args.device)
 
     basis = torch.linalg.qr(randn(width, width)).Q
-    spectrum = torch.arange(1, width + 1).float() ** -0.5
+    spectrum = torch.arange(1, width + 1, device=args.device).float() ** -0.5
     norm_scale = torch.exp(0.3 * randn(width))
-    norm_scale[torch.randperm(width, generator=generator)[:4]] *= 4.0  # outlier dimensions
+    outliers = torch.randperm(width, generator=generator, device=args.device)[:4]
+    norm_scale[outliers] *= 4.0
     base = randn(experts, width) / width**0.5
+    dtype = torch.float32 if args.device.type == "cpu" else torch.bfloat16
     made = []
-    for index in range(domains):
+    for index in range(args.domains):
         own = spectrum * torch.exp(0.5 * randn(width))
-        x = (randn(tokens // domains, width) * own) @ basis.T
-        x = x / x.square().mean(dim=1, keepdim=True).sqrt() * norm_scale
+        features = torch.empty(args.tokens // args.domains, width, dtype=dtype, device=args.device)
+        for block in torch.split(features, ROWS):
+            x = (randn(block.shape[0], width) * own) @ basis.T
+            block.copy_(x / x.square().mean(dim=1, keepdim=True).sqrt() * norm_scale)
         router = base + 0.3 * randn(experts, width) / width**0.5
-        made.append(Domain(f"domain{index}", [x.contiguous()], router))
+        made.append(Domain(f"domain{index}", [features], router))
     return made
 
 
-def reference_product(domains: Sequence[Domain], w: Tensor) -> Tensor:
-    """Σ_i Σ_reg,i w by Proposition 1, in the dtype of w."""
+def starting_point(domains: Sequence[Domain]) -> Tensor:
+    start = torch.stack([domain.router for domain in domains]).mean(dim=0)
+    noise = torch.randn(start.shape, generator=torch.Generator().manual_seed(1)).to(start.device)
+    return start.add(noise, alpha=0.2 / start.shape[1] ** 0.5)
+
+
+def shortened(domains: Sequence[Domain], tokens: int) -> list[Domain]:
+    """The first tokens of every domain, in float32."""
+    share = tokens // len(domains)
+    return [replace(d, features=[d.features[0][:share].float()]) for d in domains]
+
+
+# --- the reference ------------------------------------------------------------------------------
+
+
+def reference_product(domains: Sequence[Domain], w: Tensor, rows: int | None = None) -> Tensor:
+    """Σ_i Σ_reg,i w by Proposition 1, in the dtype of w; `rows` tokens at once (default: all)."""
     out = torch.zeros_like(w)
     for domain in domains:
-        x = domain.features[0].to(w.dtype)
-        r = torch.softmax(x @ domain.router.to(w.dtype).T, dim=-1)  # (tokens, experts)
-        z = x @ w.T
-        u = r * z - r * (r * z).sum(dim=-1, keepdim=True)
-        dense = u.T @ x
-        diagonal = (r * (1 - r)).T @ (x * x) * w
-        out += (ALPHA * dense + (1 - ALPHA) * diagonal) / x.shape[0]
+        for part in torch.split(domain.features[0], rows or domain.tokens):
+            x = part.to(w.dtype)
+            r = torch.softmax(x @ domain.router.to(w.dtype).T, dim=-1)  # (tokens, experts)
+            z = x @ w.T
+            u = r * z - r * (r * z).sum(dim=-1, keepdim=True)
+            dense = u.T @ x
+            diagonal = (r * (1 - r)).T @ (x * x) * w
+            out += (ALPHA * dense + (1 - ALPHA) * diagonal) / domain.tokens
     return out
 
 
-def reference_rhs(domains: Sequence[Domain], dtype: torch.dtype) -> Tensor:
-    parts = [reference_product([domain], domain.router.to(dtype)) for domain in domains]
+def reference_rhs(domains: Sequence[Domain], dtype: torch.dtype, rows: int | None = None) -> Tensor:
+    parts = [reference_product([domain], domain.router.to(dtype), rows) for domain in domains]
     return torch.stack(parts).sum(dim=0)
 
 
@@ -103,81 +153,231 @@ def reference_cg(domains: Sequence[Domain], start: Tensor, max_steps: int) -> tu
 
 
 def true_residual(domains: Sequence[Domain], w: Tensor, b: Tensor) -> float:
-    return float((b - reference_product(domains, w.double())).norm() / b.norm())
+    return float((b - reference_product(domains, w.double(), ROWS)).norm() / b.norm())
+
+
+# --- what is measured ---------------------------------------------------------------------------
+
+
+def solve_row(
+    kind: str, domains: Sequence[Domain], start: Tensor, b: Tensor
+) -> tuple[Row, RouterCurvature]:
+    """Statistics, preconditioner, CG and refinement with one kind of preconditioner."""
+    gate = gate_of(start)
+    settings = SolveSettings(alpha=ALPHA, rtol=RTOL, preconditioner=Preconditioner(kind))
+    begin, cpu = clock(start.device), time.process_time()
+    operator = build_operator(gate, domains, settings)
+    solution = solve_system(operator, start, settings)
+    seconds, cpu = clock(start.device) - begin, time.process_time() - cpu
+    name = f"moemerge, {kind}" + (f" ({solution.preconditioner})" if kind == "auto" else "")
+    product_ms = timed(lambda: operator.mv(start), start.device)
+    residual = true_residual(domains, solution.weight, b)
+    tokens = sum(domain.tokens for domain in domains)
+    row = Row(name, tokens, seconds, cpu, solution.cg.steps, residual, product_ms)
+    return row, operator
+
+
+def reference_row(
+    domains: Sequence[Domain], start: Tensor, args: argparse.Namespace
+) -> tuple[Row, float]:
+    """The reference's solve, and the milliseconds of one of its products on all tokens."""
+    used = domains
+    if args.reference_tokens < args.tokens:
+        used = shortened(domains, args.reference_tokens)
+    b = reference_rhs(used, torch.float64, ROWS)
+    begin, cpu = clock(start.device), time.process_time()
+    w, steps = reference_cg(used, start, args.max_steps)
+    seconds, cpu = clock(start.device) - begin, time.process_time() - cpu
+    product_ms = timed(lambda: reference_product(used, start), start.device)
+    tokens = sum(domain.tokens for domain in used)
+    residual = true_residual(used, w, b)
+    row = Row("reference", tokens, seconds, cpu, steps, residual, product_ms)
+    if used is domains:
+        return row, product_ms
+    whole = timed(lambda: reference_product(domains, start, ROWS), start.device, repeats=2)
+    return row, whole
+
+
+def operator_timings(operator: RouterCurvature, start: Tensor) -> list[Timing]:
+    """The product against what the card can do; GPUs only."""
+    device = start.device
+    blocks = [x for s in operator.statistics for x, _ in s.parts]
+    read = timed(lambda: [x.view(torch.int64).sum() for x in blocks], device)
+    square = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
+    rate = 2 * MATRIX**3 / timed(lambda: square @ square, device)  # operations in a millisecond
+    experts, width = operator.shape
+    arithmetic = 4 * sum(len(x) for x in blocks) * experts * width / rate  # of one term
+    v = torch.randn_like(start).double()
+    plain, exact = (PlainOperator(operator, accurate=accurate) for accurate in (False, True))
+    seen = operator.representable(v)  # CG's directions are such
+    rows = [
+        Timing("one read of the features", read),
+        Timing(f"one term's arithmetic at {rate / 1e9:.0f} TFLOP/s", arithmetic),
+    ]
+    for name, call, vector, terms in (
+        ("product inside CG", operator.mv, seen, FAST),
+        ("product for true residuals", operator.accurate().mv, v, ACCURATE),
+        ("the first in plain torch, float32", plain.mv, v, None),
+    ):
+        truth = exact.mv(vector)
+        error = float((call(vector) - truth).norm() / truth.norm())
+        share = 0 if terms is None else (terms.vector + terms.weighted) / 2
+        floor = max(read, share * arithmetic) if share else None
+        ms = timed(lambda call=call, vector=vector: call(vector), device)  # type: ignore[misc]
+        rows.append(Timing(name, ms, floor, error))
+    return rows
+
+
+class PlainOperator:
+    """The same operator with every product in plain torch."""
+
+    def __init__(self, operator: RouterCurvature, *, accurate: bool) -> None:
+        self.operator = operator
+        self.accurate = accurate
+
+    def mv(self, v: Tensor) -> Tensor:
+        out = self.operator.damping * self.operator.sum_diagonal * v
+        for statistics in self.operator.statistics:
+            for features, weights in statistics.chunks():
+                plain = PlainFeatures(features.x, features.columns)
+                part = plain.curvature(weights, v, accurate=self.accurate)
+                out += self.operator.dense / statistics.tokens * part
+        return out
+
+
+def layer_timings(
+    domains: Sequence[Domain], start: Tensor, operator: RouterCurvature
+) -> list[Timing]:
+    """The parts of a layer's work beside the solver's steps; GPUs only."""
+    device, gate = start.device, gate_of(start)
+    settings = SolveSettings(alpha=ALPHA)
+    kind = Preconditioner.AUTO
+    preconditioner = prepare(operator, kind).operator
+    v = operator.rhs()
+    return [
+        Timing("statistics", timed(lambda: build_operator(gate, domains, settings), device, 3)),
+        Timing("preconditioner", timed(lambda: prepare(operator, kind), device, 3)),
+        Timing("one application of it", timed(lambda: preconditioner.mv(v), device)),
+        Timing(
+            "metrics of two routers",
+            timed(
+                lambda: [measure_routers(gate, d, [start, d.router]) for d in domains], device, 3
+            ),
+        ),
+    ]
+
+
+def gate_of(router: Tensor) -> Gate:
+    return Gate(Score.SOFTMAX, min(8, router.shape[0]))
+
+
+def clock(device: torch.device) -> float:
+    """Wall time once the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def timed(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+    """Milliseconds of the fastest call (CPU), or the median of a few in a row (GPU)."""
+    at_once = 1
+    if device.type == "cuda":
+        begin = clock(device)
+        call()
+        call()
+        short = clock(device) - begin < SHORT
+        at_once = AT_ONCE if short else 1
+    times = []
+    for _ in range(repeats):
+        begin = clock(device)
+        for _ in range(at_once):
+            call()
+        times.append((clock(device) - begin) / at_once)
+    return 1e3 * (sorted(times)[repeats // 2] if device.type == "cuda" else min(times))
+
+
+# --- the run ------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> dict[str, object]:
-    domains = synthetic(args.tokens, args.width, args.experts, args.domains, args.seed)
-    gate = Gate(Score.SOFTMAX, min(8, args.experts))
-    start = torch.stack([domain.router for domain in domains]).mean(dim=0)
-    start += (
-        0.2
-        * torch.randn(start.shape, generator=torch.Generator().manual_seed(1))
-        / (args.width**0.5)
-    )
-    b = reference_rhs(domains, torch.float64)
-    rows = []
+    domains = synthetic(args)
+    start = starting_point(domains)
+    b = reference_rhs(domains, torch.float64, ROWS)
+    on_gpu = args.device.type == "cuda"
+    if on_gpu:  # kernels are compiled and libraries loaded by a solve that does not count
+        solve_row(args.preconditioners[0], domains, start, b)
+    rows: list[Row] = []
+    timings: list[Timing] = []
     for kind in args.preconditioners:
-        settings = SolveSettings(alpha=ALPHA, rtol=RTOL, preconditioner=Preconditioner(kind))
-        begin, cpu = time.perf_counter(), time.process_time()
-        operator = build_operator(gate, domains, settings)  # statistics, right-hand side
-        solution = solve_system(operator, start, settings)  # preconditioner, CG, refinement
-        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-        name = f"moemerge, {kind}" + (f" ({solution.preconditioner})" if kind == "auto" else "")
-        product_ms = 1e3 * _timed(lambda op=operator: op.mv(start))
-        residual = true_residual(domains, solution.weight, b)
-        rows.append(Row(name, seconds, cpu, solution.cg.steps, residual, product_ms))
-        _print_row(rows[-1])
-    begin, cpu = time.perf_counter(), time.process_time()
-    w, steps = reference_cg(domains, start, args.max_steps)
-    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-    product_ms = 1e3 * _timed(lambda: reference_product(domains, start))
-    rows.append(Row("reference", seconds, cpu, steps, true_residual(domains, w, b), product_ms))
-    _print_row(rows[-1])
-    speedup = rows[-1].seconds / rows[0].seconds
+        row, operator = solve_row(kind, domains, start, b)
+        rows.append(row)
+        print_row(row)
+        if on_gpu and not timings:
+            timings = operator_timings(operator, start) + layer_timings(domains, start, operator)
+    for timing in timings:
+        print_timing(timing)
+    row, whole_ms = reference_row(domains, start, args)
+    rows.append(row)
+    print_row(row)
+    seconds = row.seconds if row.tokens == rows[0].tokens else row.steps * whole_ms / 1e3
+    speedup = seconds / rows[0].seconds
+    if row.tokens != rows[0].tokens:
+        print(f"reference on all tokens: {whole_ms:.1f} ms a product, so about {seconds:.1f} s")
     print(f"{rows[0].name}: {speedup:.1f}x faster than the reference (goal {GOAL:.0f}x)")
     return {
         "shape": {key: getattr(args, key) for key in ("tokens", "width", "experts", "domains")},
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
+        "machine": machine(args.device),
         "rtol": RTOL,
         "alpha": ALPHA,
-        "rows": [row.__dict__ for row in rows],
+        "rows": [asdict(row) for row in rows],
+        "timings": [asdict(timing) for timing in timings],
+        "reference_product_ms": whole_ms,
         "speedup": speedup,
     }
 
 
-def _timed(call: object, repeats: int = 5) -> float:
-    assert callable(call)
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+def machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
 
 
-def _print_row(row: Row) -> None:
+def print_row(row: Row) -> None:
     print(
-        f"{row.name:32s} {row.seconds:8.2f} s (cpu {row.cpu_seconds:7.1f}) {row.steps:6d} steps   "
-        f"true residual {row.residual:.1e}   one product {row.product_ms:7.1f} ms",
+        f"{row.name:32s} {row.tokens:8d} tokens {row.seconds:8.3f} s (cpu {row.cpu_seconds:7.1f}) "
+        f"{row.steps:5d} steps   true residual {row.residual:.1e}   "
+        f"one product {row.product_ms:8.2f} ms",
         flush=True,
     )
 
 
+def print_timing(timing: Timing) -> None:
+    floor = "" if timing.floor_ms is None else f"   floor {timing.floor_ms:6.2f} ms"
+    error = "" if timing.error is None else f"   error {timing.error:.1e}"
+    print(f"  {timing.name:42s} {timing.ms:8.2f} ms{floor}{error}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--tokens", type=int, help="default: 20 000, on a GPU 2^20")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--domains", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-steps", type=int, default=1000, help="of the reference")
+    parser.add_argument(
+        "--reference-tokens", type=int, help="default: all of them, on a GPU at most 65 536"
+    )
     parser.add_argument("--preconditioners", nargs="+", default=["auto"])
     parser.add_argument("--json", type=Path, default=Path("solver.json"))
     args = parser.parse_args()
+    args.tokens = args.tokens or TOKENS[args.device.type]
+    most = REFERENCE_TOKENS if args.device.type == "cuda" else args.tokens
+    args.reference_tokens = min(args.tokens, args.reference_tokens or most)
     torch.set_num_threads(args.threads)
     args.json.write_text(json.dumps(run(args), indent=2) + "\n")
 

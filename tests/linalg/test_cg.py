@@ -166,3 +166,31 @@ def test_jacobi_helps_a_badly_scaled_system() -> None:
 def test_a_wrong_shape_is_refused() -> None:
     with pytest.raises(NumericalError, match=r"\(3, 3\)"):
         cg(Dense(spd(10.0)), torch.ones(3, 3))
+
+
+class Rounding(Dense):
+    """Sees its input in bf16, and says so or not."""
+
+    def __init__(self, matrix: Tensor, *, says_so: bool) -> None:
+        super().__init__(matrix)
+        self.says_so = says_so
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return super().mv(vector.bfloat16().double())
+
+    def representable(self, vector: Tensor) -> Tensor:
+        return vector.bfloat16().double() if self.says_so else vector
+
+
+def test_directions_that_the_operator_sees_whole_need_no_refinement() -> None:
+    matrix, b = spd(30.0), vector()
+    blind, seeing = (
+        cg(Rounding(matrix, says_so=says_so), b, accurate=Dense(matrix), rtol=1e-8)
+        for says_so in (False, True)
+    )
+    for result in (blind, seeing):
+        assert result.converged
+        assert true_residual(matrix, result.solution, b) <= 1e-8
+    assert blind.refinements >= 2
+    assert seeing.refinements == 0
+    assert seeing.steps < blind.steps

@@ -5,7 +5,7 @@ import torch
 
 from moemerge.architectures.gates import BiasPlace, Gate, Score
 from moemerge.errors import DataError
-from moemerge.routing import MetricsAccumulator, measure
+from moemerge.routing import MetricsAccumulator, measure, measure_routers
 from routing.problems import GATES, autograd_hessian, make_domains, naive_divergence, tokens_of
 
 GATE = Gate(Score.SOFTMAX, 2)
@@ -88,6 +88,14 @@ def test_measure_runs_both_routers_on_the_domain(bias: bool, source_targets: boo
         own = measure(GATE, domain, domain.router)
         assert own.kl == pytest.approx(0.0, abs=1e-12)
         assert (own.mismatch, own.top1_agreement, own.logit_shift) == (0.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_several_routers_are_measured_as_each_alone(gate: Gate) -> None:
+    (domain,) = make_domains(1, source_targets=True)
+    routers = [torch.randn_like(domain.router) for _ in range(3)]
+    together = measure_routers(gate, domain, routers)
+    assert together == [measure(gate, domain, router) for router in routers]
 
 
 def test_nothing_to_measure_is_refused() -> None:

@@ -148,11 +148,13 @@ def _recurrence(
     """The textbook recurrence, from residual r until ‖r‖ <= target or `budget` steps.
 
     All scalars stay on the device; `pending` gathers them until the host looks. A failure in the
-    steps not yet looked at goes back to the iterate of the last look.
+    steps not yet looked at goes back to the iterate of the last look. Directions are rounded to
+    what the operator sees: w then moves by the very p that A p was computed for, and the residual
+    drifts from the truth by the product's own error alone.
     """
     w, r = w.clone(), r.clone()
     y = preconditioner.mv(r)
-    p = y.clone()
+    p = operator.representable(y).clone()
     rho = torch.sum(r * y)
     zero = torch.zeros_like(rho)
     cycle = _Cycle(solution=w.clone(), steps=0)
@@ -167,7 +169,7 @@ def _recurrence(
         y = preconditioner.mv(r)
         rho_next = torch.sum(r * y)
         pending.append(torch.stack([torch.linalg.vector_norm(r), eta, rho]))
-        p = y + p * torch.where(rho == 0, zero, rho_next / rho)
+        p = operator.representable(y + p * torch.where(rho == 0, zero, rho_next / rho))
         rho = rho_next
         if step % every == 0 or step == budget:
             seen = torch.stack(pending).tolist()  # the only host synchronisation

@@ -31,6 +31,13 @@ class LinearOperator(ABC):
     def diagonal(self) -> Tensor:
         """The operator's diagonal, as a (K, d) tensor."""
 
+    def representable(self, vector: Tensor) -> Tensor:
+        """The nearest to `vector` that `mv` takes without rounding it.
+
+        A solver whose directions are such vectors sees no error from a coarse operator's input.
+        """
+        return vector
+
     def as_matrix(self) -> Tensor:
         """The dense (K·d, K·d) twin, row-major in (K, d): for tests and tiny problems."""
         size = self.shape[0] * self.shape[1]

@@ -2,7 +2,12 @@
 
 from moemerge.routing.curvature import Curvature, Domain, DomainStatistics, RouterCurvature
 from moemerge.routing.exact import ExactResult, ExactSettings, minimise_divergence
-from moemerge.routing.metrics import MetricsAccumulator, RoutingMetrics, measure
+from moemerge.routing.metrics import (
+    MetricsAccumulator,
+    RoutingMetrics,
+    measure,
+    measure_routers,
+)
 from moemerge.routing.preconditioners import Preconditioner
 from moemerge.routing.solve import RouterSolution, SolveSettings, solve_router
 
@@ -19,6 +24,7 @@ __all__ = [
     "RoutingMetrics",
     "SolveSettings",
     "measure",
+    "measure_routers",
     "minimise_divergence",
     "solve_router",
 ]

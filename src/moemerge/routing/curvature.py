@@ -17,179 +17,48 @@ which every application costs two products with the features.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from moemerge.architectures.gates import Gate
-from moemerge.errors import DataError, NumericalError
+from moemerge.errors import NumericalError
 from moemerge.linalg.operator import LinearOperator
-from moemerge.routing.gates import (
-    capped,
-    divergence,
-    divergence_gradient,
-    is_bernoulli,
-    probabilities,
-    slope,
+from moemerge.routing.domains import (
+    Domain,
+    chunks_of,
+    logits_of,
+    rows_at_once,
+    working_dtype,
 )
+from moemerge.routing.gates import divergence, divergence_gradient
+from moemerge.routing.products import Features, coalesced, features_of
+from moemerge.routing.weights import Curvature, TokenWeights, token_weights
 
-# Rows handled at once. On a CPU the (rows, experts) temporaries stay in a core's cache; a GPU
-# wants long products and has the memory for them.
-CPU_ROWS = 2048
-GPU_ROWS = 65536
-
-
-class Curvature(StrEnum):
-    """How much of H is kept."""
-
-    FULL = "full"
-    DIAGONAL = "diagonal"
-    IDENTITY = "identity"
-
-
-@dataclass(frozen=True)
-class Domain:
-    """One source's tokens at one layer: the merged model's features and what to aim for."""
-
-    name: str
-    features: Sequence[Tensor]  # blocks of (tokens, d), any floating dtype, one device
-    router: Tensor  # (K, d), or (K, d + 1) with the router's bias as last column
-    targets: Sequence[Tensor] | None = (
-        None  # blocks of (tokens, K) logits; None: router on features
-    )
-
-    @property
-    def tokens(self) -> int:
-        return sum(block.shape[0] for block in self.features)
-
-    @property
-    def has_bias(self) -> bool:
-        return self.router.shape[1] == self.features[0].shape[1] + 1
-
-    def check(self) -> None:
-        """Refuse what cannot be meant."""
-        if self.tokens == 0:
-            raise DataError(
-                f"domain {self.name!r} has no token",
-                hint="give it calibration text, or leave the domain out",
-            )
-        experts, columns = self.router.shape
-        for index, block in enumerate(self.features):
-            if columns - block.shape[1] not in (0, 1):
-                raise DataError(
-                    f"domain {self.name!r}: features of width {block.shape[1]} for a router "
-                    f"with {columns} columns"
-                )
-            if self.targets is None:
-                continue
-            if len(self.targets) != len(self.features) or self.targets[index].shape != (
-                block.shape[0],
-                experts,
-            ):
-                raise DataError(
-                    f"domain {self.name!r}: target logits must be one ({block.shape[0]}, "
-                    f"{experts}) block for each block of features"
-                )
+__all__ = [
+    "Curvature",
+    "Domain",
+    "DomainStatistics",
+    "RouterCurvature",
+    "TokenWeights",
+    "chunks_of",
+    "logits_of",
+    "rows_at_once",
+    "token_weights",
+    "working_dtype",
+]
 
 
-def rows_at_once(device: torch.device) -> int:
-    """How many tokens a chunk holds."""
-    return CPU_ROWS if device.type == "cpu" else GPU_ROWS
-
-
-def logits_of(x: Tensor, router: Tensor) -> Tensor:
-    """W x (+ b where the router has one more column than x), (tokens, experts), in x's dtype."""
-    width = x.shape[1]
-    z = x @ router[:, :width].T.to(x.dtype)
-    return z if router.shape[1] == width else z + router[:, width].to(x.dtype)
-
-
-def chunks_of(domain: Domain) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The domain's features (and target logits) in chunks."""
-    for index, block in enumerate(domain.features):
-        rows = rows_at_once(block.device)
-        for begin in range(0, block.shape[0], rows):
-            chunk = slice(begin, begin + rows)
-            yield block[chunk], None if domain.targets is None else domain.targets[index][chunk]
-
-
-@dataclass(frozen=True)
-class TokenWeights:
-    """H of each token as H v = diagonal ⊙ v − rank_one (rank_one · v). None: identity, nothing."""
-
-    diagonal: Tensor | None  # (tokens, experts)
-    rank_one: Tensor | None  # (tokens, experts)
-
-    def apply(self, v: Tensor) -> Tensor:
-        """H v, (tokens, experts)."""
-        if self.diagonal is None:
-            return v
-        u = self.diagonal.to(v.dtype) * v
-        if self.rank_one is not None:
-            a = self.rank_one.to(v.dtype)
-            u.addcmul_(a, (a * v).sum(dim=-1, keepdim=True), value=-1.0)
-        return u
-
-    def own(self, like: Tensor) -> Tensor:
-        """diag H, (tokens, experts); never negative."""
-        if self.diagonal is None:
-            return torch.ones_like(like)
-        h = self.diagonal.to(like.dtype)
-        if self.rank_one is not None:
-            h = (h - self.rank_one.to(like.dtype) ** 2).clamp_min_(0.0)
-        return h
-
-
-def token_weights(
-    gate: Gate, logits: Tensor, curvature: Curvature, dtype: torch.dtype
-) -> TokenWeights:
-    """H at `logits` (float64 for full accuracy), stored in `dtype`."""
-    if curvature is Curvature.IDENTITY:
-        return TokenWeights(None, None)
-    p = probabilities(gate, logits)
-    if is_bernoulli(gate):
-        h = p * torch.sigmoid(-capped(gate, logits))
-        if gate.soft_cap is not None:
-            h = h * (1.0 - torch.tanh(logits / gate.soft_cap) ** 2) ** 2
-        return TokenWeights(h.to(dtype), None)
-    g = slope(gate, logits)
-    a = p if g is None else p * g
-    b = p if g is None else a * g
-    if curvature is Curvature.DIAGONAL:
-        return TokenWeights((b - a * a).to(dtype), None)
-    if g is None:
-        stored = _keep_positive(a.to(dtype), None)
-        return TokenWeights(stored, stored)
-    diagonal = b.to(dtype)
-    return TokenWeights(diagonal, _keep_positive(a.to(dtype), diagonal))
-
-
-def _keep_positive(a: Tensor, b: Tensor | None) -> Tensor:
-    """Shrink a by an ulp where rounding would make diag(b) − a aᵀ indefinite (b None: b = a).
-
-    That matrix is positive semidefinite exactly when Σ a²/b <= 1 (for a softmax, Σ p <= 1).
-    Rounding the shrunk value adds at most half the ulp taken away.
-    """
-    wide = a.double()
-    if b is None:
-        excess = wide.sum(dim=-1, keepdim=True)
-        shrunk = wide / excess
-    else:
-        ratio = wide * wide / b.double()
-        ratio = torch.where(b > 0, ratio, torch.zeros_like(ratio))
-        excess = ratio.sum(dim=-1, keepdim=True)
-        shrunk = wide * excess.rsqrt()
-    shrunk = shrunk * (1.0 - torch.finfo(a.dtype).eps)
-    return torch.where(excess > 1.0, shrunk.to(a.dtype), a)
+# Steps of a solver between two looks of the host at a GPU.
+GPU_CHECK_EVERY = 4
 
 
 class DomainStatistics:
     """Everything about one domain that does not change while its router is solved for.
 
-    The one pass over the features runs in float64 for the logits, H and the right-hand side, and
-    in the working dtype for diag Σ, whose terms are all positive.
+    The one pass over the features computes H and the right-hand side in float64 from logits of at
+    least float32's accuracy (float64 in plain torch), and diag Σ, whose terms are all positive, in
+    the working dtype.
 
     `pull` is mean H z_i xᵀ with H at the target. With a router `at`, the statistics are those of
     a Newton step from there: H at `at`, and `pull` the negative gradient of the mean divergence.
@@ -209,24 +78,24 @@ class DomainStatistics:
         self.tokens = domain.tokens
         self.router = domain.router.to(domain.features[0].device, torch.float64)  # (K, d)
         self.working = working_dtype(domain.features[0])
-        self.weights: list[TokenWeights] = []
         self.pull = torch.zeros_like(self.router)  # mean H z_i xᵀ
         self.diagonal = torch.zeros_like(self.router)  # diag Σ_i
         kl = torch.zeros((), dtype=torch.float64, device=self.router.device)
+        parts: list[tuple[Tensor, TokenWeights]] = []
         for x, target in chunks_of(domain):
-            wide = x.double()
-            z = logits_of(wide, self.router) if target is None else target.double()
-            here = z if at is None else logits_of(wide, at)
+            features = self._features(x)
+            z = features.logits(self.router) if target is None else target.double()
+            here = z if at is None else features.logits(at)
             weights = token_weights(gate, here, curvature, self.working)
-            self.weights.append(weights)
+            parts.append((x, weights))
             if at is None:
                 pull = weights.apply(z)
             else:
                 pull = -divergence_gradient(gate, z, here)
                 kl += divergence(gate, z, here).sum()
-            _add_outer(self.pull, pull, wide)
-            narrow = x.to(self.working)
-            _add_outer(self.diagonal, weights.own(z).to(self.working), narrow * narrow)
+            self.pull += features.outer(pull)
+            self.diagonal += features.squares(weights.own(z))
+        self.parts = list(coalesced(parts))
         self.pull /= self.tokens
         self.diagonal /= self.tokens
         self.kl = float(kl) / self.tokens
@@ -236,67 +105,56 @@ class DomainStatistics:
                 hint="run the model in float32 or bfloat16, or check the merged weights",
             )
 
-    def chunks(self) -> Iterator[tuple[Tensor, TokenWeights]]:
-        """Feature chunks with their H."""
-        for (x, _target), weights in zip(chunks_of(self.domain), self.weights, strict=True):
-            yield x, weights
+    def _features(self, x: Tensor) -> Features:
+        return features_of(x, self.router.shape[1])
 
-    def product(self, vector: Tensor, dtype: torch.dtype) -> Tensor:
-        """Σ_i v, computed in `dtype` within a chunk and float64 across chunks; (K, d) float64."""
-        router = vector.to(dtype)
+    def chunks(self) -> Iterator[tuple[Features, TokenWeights]]:
+        """Features with their H, in chunks that leave room for temporaries."""
+        for x, weights in self.parts:
+            rows = rows_at_once(x.device)
+            for begin in range(0, x.shape[0], rows):
+                end = begin + rows
+                yield self._features(x[begin:end]), weights.rows(begin, end)
+
+    def product(self, vector: Tensor, *, accurate: bool = False) -> Tensor:
+        """Σ_i v, (K, d) float64; `accurate` for a true residual."""
         total = torch.zeros_like(self.router)
-        for x, weights in self.chunks():
-            narrow = x.to(dtype)
-            _add_outer(total, weights.apply(logits_of(narrow, router)), narrow)
+        for x, weights in self.parts:
+            total += self._features(x).curvature(weights, vector, accurate=accurate)
         return total.div_(self.tokens)
+
+    def representable(self, vector: Tensor) -> Tensor:
+        """The nearest to `vector` that `product` takes without rounding it."""
+        return self._features(self.parts[0][0]).representable(vector)
 
     def mean_hessian(self) -> Tensor:
         """mean H_i over the tokens, (K, K) float64."""
         experts = self.router.shape[0]
         total = self.router.new_zeros(experts, experts)
-        for x, weights in self.chunks():
-            ones = torch.ones(x.shape[0], experts, dtype=self.working, device=x.device)
-            diagonal = ones if weights.diagonal is None else weights.diagonal
-            total += torch.diag(diagonal.sum(dim=0, dtype=torch.float64))
+        for features, weights in self.chunks():
+            if weights.diagonal is None:
+                total.diagonal().add_(features.x.shape[0])
+                continue
+            total += torch.diag(weights.diagonal.sum(dim=0, dtype=torch.float64))
             if weights.rank_one is not None:
                 total -= (weights.rank_one.T @ weights.rank_one).double()
         return total / self.tokens
 
     def gram(self, weight: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """mean t x xᵀ, (d, d) in the working dtype; t = weight(diag H) of a token, default 1."""
-        columns = self.router.shape[1]
+        experts, columns = self.router.shape
         total = torch.zeros(columns, columns, dtype=self.working, device=self.router.device)
-        for x, weights in self.chunks():
-            narrow = augmented(x.to(self.working), columns)
-            if weight is not None:
-                like = narrow.new_empty(x.shape[0], self.router.shape[0])
-                narrow = narrow * weight(weights.own(like)).sqrt().unsqueeze(-1)
-            total.addmm_(narrow.T, narrow)
+        for features, weights in self.chunks():
+            like = total.new_empty(features.x.shape[0], experts)
+            total += features.gram(None if weight is None else weight(weights.own(like)))
         return total / self.tokens
 
 
-def working_dtype(features: Tensor) -> torch.dtype:
-    """float32, or float64 where the features are."""
-    return torch.float64 if features.dtype == torch.float64 else torch.float32
-
-
-def augmented(x: Tensor, columns: int) -> Tensor:
-    """x with a column of ones where the router carries a bias."""
-    if x.shape[1] == columns:
-        return x
-    return torch.cat([x, x.new_ones(x.shape[0], 1)], dim=1)
-
-
-def _add_outer(total: Tensor, u: Tensor, x: Tensor) -> None:
-    """total += uᵀ [x 1], without building [x 1]; total is float64, (K, d or d + 1)."""
-    width = x.shape[1]
-    total[:, :width] += u.T @ x
-    if total.shape[1] > width:
-        total[:, width] += u.sum(dim=0)
-
-
 class RouterCurvature(LinearOperator):
-    """A = Σ_i (a Σ_i + c diag Σ_i), computed in `dtype`."""
+    """A = Σ_i (a Σ_i + c diag Σ_i); `exact` where it judges a solution rather than finds it.
+
+    Not `exact`, it is meant for `representable` vectors: on a GPU it rounds others to such.
+    """
 
     def __init__(
         self,
@@ -304,29 +162,36 @@ class RouterCurvature(LinearOperator):
         *,
         dense: float,
         diagonal: float,
-        dtype: torch.dtype | None = None,
+        exact: bool = False,
     ) -> None:
         first = statistics[0].router
         super().__init__((first.shape[0], first.shape[1]), first.device)
         self.statistics = tuple(statistics)
         self.dense = dense
         self.damping = diagonal
-        self.dtype = dtype or statistics[0].working
+        self.dtype = statistics[0].working
+        self.exact = exact
         self.sum_diagonal = torch.stack([s.diagonal for s in statistics]).sum(dim=0)  # Σ diag Σ_i
 
+    @property
+    def check_every(self) -> int:
+        """How often a solver may look at its scalars without holding the device up."""
+        return 1 if self.device.type == "cpu" else GPU_CHECK_EVERY
+
     def accurate(self) -> RouterCurvature:
-        """The same operator in float64."""
-        return RouterCurvature(
-            self.statistics, dense=self.dense, diagonal=self.damping, dtype=torch.float64
-        )
+        """The same operator at the highest accuracy its features are served with."""
+        return RouterCurvature(self.statistics, dense=self.dense, diagonal=self.damping, exact=True)
 
     def mv(self, vector: Tensor) -> Tensor:
         out = self.damping * self.sum_diagonal * vector
         if self.dense == 0.0:
             return out
         for domain in self.statistics:
-            out.add_(domain.product(vector, self.dtype), alpha=self.dense)
+            out.add_(domain.product(vector, accurate=self.exact), alpha=self.dense)
         return out
+
+    def representable(self, vector: Tensor) -> Tensor:
+        return vector if self.exact else self.statistics[0].representable(vector)
 
     def diagonal(self) -> Tensor:
         return (self.dense + self.damping) * self.sum_diagonal

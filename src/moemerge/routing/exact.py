@@ -23,17 +23,11 @@ from torch import Tensor
 from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import UsageError
 from moemerge.linalg.cg import Status, cg
-from moemerge.routing.curvature import (
-    Domain,
-    DomainStatistics,
-    RouterCurvature,
-    chunks_of,
-    logits_of,
-    rows_at_once,
-    working_dtype,
-)
+from moemerge.routing.curvature import DomainStatistics, RouterCurvature
+from moemerge.routing.domains import Domain, chunks_of, rows_at_once
 from moemerge.routing.gates import divergence
 from moemerge.routing.preconditioners import Preconditioner, prepare
+from moemerge.routing.products import features_of
 
 ARMIJO = 1e-4
 HALVINGS = 12
@@ -144,8 +138,10 @@ def _newton_step(
         operator,
         here.descent,
         preconditioner=prepared.operator,
+        accurate=operator.accurate(),
         rtol=FORCING,
         max_steps=settings.max_inner_steps,
+        check_every=operator.check_every,
     )
     step = result.solution
     if not float(torch.sum(here.descent * step)) > 0.0:  # CG got nowhere: scaled descent instead
@@ -189,7 +185,7 @@ def _logit_pairs(domain: Domain, w: Tensor, step: Tensor) -> list[tuple[Tensor, 
     both = torch.cat([w, step])
     pairs = []
     for x, target in chunks_of(domain):
-        z, dz = logits_of(x.to(working_dtype(x)), both).chunk(2, dim=1)
+        z, dz = features_of(x, both.shape[1]).working_logits(both).chunk(2, dim=1)
         assert target is not None  # `_with_targets` gave every domain its logits
         pairs.append((target, z, dz))
     return pairs
@@ -204,5 +200,6 @@ def _with_targets(domain: Domain) -> Domain:
     for block in domain.features:
         router = domain.router.to(block.device)
         parts = torch.split(block, rows_at_once(block.device))
-        targets.append(torch.cat([logits_of(x.to(working_dtype(x)), router) for x in parts]))
+        logits = [features_of(x, router.shape[1]).working_logits(router) for x in parts]
+        targets.append(torch.cat(logits))
     return replace(domain, targets=targets)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import Gate
+from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import DataError
-from moemerge.routing.curvature import (
-    Curvature,
-    Domain,
-    chunks_of,
-    logits_of,
-    token_weights,
-    working_dtype,
-)
+from moemerge.kernels import agreement
+from moemerge.routing.domains import Domain, chunks_of
 from moemerge.routing.gates import divergence, select
+from moemerge.routing.products import features_of
+from moemerge.routing.weights import Curvature, TokenWeights, token_weights
 
 # The paper's bounds for the relative logit shift of Lemma 1's neighbourhood.
 SMALL_SHIFT = 0.1
@@ -39,6 +36,27 @@ class RoutingMetrics:
     logit_shift: float  # mean ‖z − z'‖ / ‖z'‖
     shift_small: float  # share of tokens where that is below 0.1
     shift_moderate: float  # ... below 0.2
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is wanted of some tokens: computed once for all routers that are measured on them."""
+
+    logits: Tensor  # (tokens, K), float64
+    chosen: Tensor  # (tokens, K), bool
+    weights: TokenWeights
+    norm: Tensor  # (tokens,), of the logits
+
+    @classmethod
+    def of(cls, gate: Gate, logits: Tensor, bias: Tensor | None = None) -> Wanted:
+        """From (tokens, K) target logits and the target's selection bias."""
+        wide = logits.double()
+        return cls(
+            wide,
+            _chosen(gate, logits, bias),
+            token_weights(gate, wide, Curvature.FULL, torch.float64),
+            wide.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny),
+        )
 
 
 class MetricsAccumulator:
@@ -67,32 +85,36 @@ class MetricsAccumulator:
             raise DataError(
                 f"target logits {tuple(target_logits.shape)}, logits {tuple(logits.shape)}"
             )
-        if logits.shape[0] == 0:
-            return
-        wanted = select(self.gate, target_logits, self.target_bias)
-        chosen = select(self.gate, logits, self.bias)
-        target, z = target_logits.double(), logits.double()
-        hits = _chosen(chosen, z).logical_and(_chosen(wanted, z)).sum(dim=-1).double()
+        if logits.shape[0] > 0:
+            self.compare(Wanted.of(self.gate, target_logits, self.target_bias), logits)
+
+    def compare(self, wanted: Wanted, logits: Tensor) -> None:
+        """`update` with a target that is prepared already."""
+        chosen = _chosen(self.gate, logits, self.bias)
+        z = logits.double()
+        hits = chosen.logical_and(wanted.chosen).sum(dim=-1).double()
         missed = 1.0 - hits / self.gate.top_k
-        gap = z - target
-        h = token_weights(self.gate, target, Curvature.FULL, torch.float64)
-        shift = gap.norm(dim=-1) / target.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+        gap = z - wanted.logits
+        shift = gap.norm(dim=-1) / wanted.norm
         sums = torch.stack(
             [
-                divergence(self.gate, target, z).sum(),
-                0.5 * (gap * h.apply(gap)).sum(),
+                divergence(self.gate, wanted.logits, z).sum(),
+                0.5 * (gap * wanted.weights.apply(gap)).sum(),
                 missed.sum(),
                 (missed > 0).double().sum(),
-                (target.argmax(dim=-1) == z.argmax(dim=-1)).double().sum(),
+                (wanted.logits.argmax(dim=-1) == z.argmax(dim=-1)).double().sum(),
                 shift.sum(),
                 (shift < SMALL_SHIFT).double().sum(),
                 (shift < MODERATE_SHIFT).double().sum(),
             ]
         )
-        loads = torch.stack([_chosen(wanted, z).sum(dim=0), _chosen(chosen, z).sum(dim=0)])
+        self.add(sums, torch.stack([wanted.chosen.sum(dim=0), chosen.sum(dim=0)]), len(logits))
+
+    def add(self, sums: Tensor, loads: Tensor, tokens: int) -> None:
+        """Add what was summed up elsewhere."""
         self._sums = sums if self._sums is None else self._sums + sums
         self._loads = loads if self._loads is None else self._loads + loads
-        self.tokens += logits.shape[0]
+        self.tokens += tokens
 
     def result(self) -> RoutingMetrics:
         """The metrics over everything added so far."""
@@ -117,10 +139,10 @@ class MetricsAccumulator:
         )
 
 
-def _chosen(experts: Tensor, like: Tensor) -> Tensor:
-    """Indices (tokens, k) as a (tokens, K) mask."""
-    mask = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
-    return mask.scatter_(1, experts, value=True)
+def _chosen(gate: Gate, logits: Tensor, bias: Tensor | None) -> Tensor:
+    """The gate's choice as a (tokens, K) mask."""
+    mask = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    return mask.scatter_(1, select(gate, logits, bias), value=True)
 
 
 def measure(
@@ -132,9 +154,51 @@ def measure(
     target_bias: Tensor | None = None,
 ) -> RoutingMetrics:
     """How the router `weight` agrees with the domain's target on the domain's features."""
-    accumulator = MetricsAccumulator(gate, bias=bias, target_bias=target_bias)
+    return measure_routers(gate, domain, [weight], bias=bias, target_bias=target_bias)[0]
+
+
+def measure_routers(
+    gate: Gate,
+    domain: Domain,
+    weights: Sequence[Tensor],
+    *,
+    bias: Tensor | None = None,
+    target_bias: Tensor | None = None,
+) -> list[RoutingMetrics]:
+    """`measure` for several routers, in one pass over the domain."""
+    accumulators = [MetricsAccumulator(gate, bias=bias, target_bias=target_bias) for _ in weights]
+    device = domain.features[0].device
+    target_router, *routers = (w.to(device) for w in (domain.router, *weights))
     for x, target in chunks_of(domain):
-        narrow = x.to(working_dtype(x))
-        wanted = logits_of(narrow, domain.router.to(x.device)) if target is None else target
-        accumulator.update(wanted, logits_of(narrow, weight.to(x.device)))
-    return accumulator.result()
+        features = features_of(x, target_router.shape[1])
+        wanted = features.working_logits(target_router) if target is None else target
+        said = [features.working_logits(router) for router in routers]
+        _compare(accumulators, wanted, said)
+    return [accumulator.result() for accumulator in accumulators]
+
+
+def _compare(
+    accumulators: Sequence[MetricsAccumulator], target: Tensor, said: Sequence[Tensor]
+) -> None:
+    """Add a block's logits, one tensor for each accumulator, by the kernel where it serves."""
+    first = accumulators[0]
+    if _is_plain(first.gate) and agreement.usable(target, said[0]):
+        for accumulator, logits in zip(accumulators, said, strict=True):
+            sums, loads = agreement.agreement(
+                target, logits, first.gate.top_k, (SMALL_SHIFT, MODERATE_SHIFT)
+            )
+            accumulator.add(sums, loads, len(logits))
+        return
+    wanted = Wanted.of(first.gate, target, first.target_bias)
+    for accumulator, logits in zip(accumulators, said, strict=True):
+        accumulator.compare(wanted, logits)
+
+
+def _is_plain(gate: Gate) -> bool:
+    """A softmax whose choice is that of the largest logits."""
+    return (
+        gate.score is Score.SOFTMAX
+        and gate.soft_cap is None
+        and gate.selection_bias is None
+        and gate.groups == 1
+    )

@@ -198,8 +198,8 @@ def _kronecker(operator: RouterCurvature) -> Prepared:
     lambda_h, vectors_h = torch.linalg.eigh(_unit_diagonal(mean_h))
     lambda_x, vectors_x = torch.linalg.eigh(_unit_diagonal(gram))
     values = operator.dense * torch.outer(lambda_h.to(lambda_x.dtype), lambda_x) + operator.damping
-    floor = EIGENVALUE_FLOOR * float(values.max())
-    jitter = EIGENVALUE_FLOOR if float(values.min()) < floor else 0.0
+    floor = EIGENVALUE_FLOOR * values.max()
+    jitter = EIGENVALUE_FLOOR if bool(values.min() < floor) else 0.0
     scale = Diagonal(operator.sum_diagonal).inverse().values.sqrt()
     inverse = KroneckerInverse(
         scale, vectors_h.to(lambda_x.dtype), vectors_x, 1.0 / values.clamp_min(floor)

@@ -1,0 +1,322 @@
+"""Products with bf16 features on a GPU: which kernel in which shape, launched and summed up.
+
+One application of the curvature reads the features twice: once for u = H (X Vᵀ), and once for
+uᵀ X, summed over splits of the tokens in float32 and over the splits in float64.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemerge.kernels.availability import triton_works
+from moemerge.kernels.splitting import ACCURATE, FAST, Terms
+
+# Up to this many experts one tile of logits holds all of a token's, and H is applied on the spot.
+FUSED_EXPERTS = 128
+# Experts of one program of the second product; a group's terms lie side by side in u.
+GROUP = 64
+# Tokens added up in float32 before float64 takes over, by the number of terms.
+ROWS_PER_SPLIT = {FAST.weighted: 1 << 17, ACCURATE.weighted: 1 << 14}
+# Blocks of tokens that the fast second product leaves to the tensor cores to add up.
+STRETCH = 8
+SPLIT_BLOCK = 1024
+ALIGNMENT = 16  # bytes, of an address and of a row
+HOPPER = 9  # the compute capability whose tiles these are; others are served by plain torch
+WEIGHED = 8192  # entries of a tile of `weigh`
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A kernel's shape: tokens × columns at a time, and how Triton compiles it."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    stacked: bool = False  # two terms as one product of twice the size
+    early: bool = False  # H is asked for before the logits are computed
+
+
+def usable(x: Tensor) -> bool:
+    """Whether the kernels serve these features; where not, plain torch does."""
+    return (
+        x.dtype == torch.bfloat16
+        and x.dim() == 2
+        and x.is_cuda
+        and x.stride(1) == 1
+        and x.stride(0) * x.element_size() % ALIGNMENT == 0
+        and x.data_ptr() % ALIGNMENT == 0
+        and torch.cuda.get_device_capability(x.device)[0] == HOPPER
+        and triton_works(x.device)
+    )
+
+
+def logits(x: Tensor, v: Tensor, *, terms: int, tile: Tile | None = None) -> Tensor:
+    """X Vᵀ (+ the last column of V, where it has one more than X), (tokens, experts) float32."""
+    out = torch.empty(x.shape[0], v.shape[0], dtype=torch.float32, device=x.device)
+    _launch_logits(x, v, "logits", None, None, out, terms=Terms(terms, terms), tile=tile)
+    return out
+
+
+def product(
+    x: Tensor,
+    diagonal: Tensor | None,
+    rank_one: Tensor | None,
+    v: Tensor,
+    *,
+    terms: Terms,
+    tiles: tuple[Tile | None, Tile | None] = (None, None),
+) -> Tensor:
+    """Σ_t H_t (V x_t) x_tᵀ, (experts, columns of V) float64; FAST for `representable` V.
+
+    H v = diagonal ⊙ v − rank_one (rank_one · v), both (tokens, experts) float32; None: as in
+    the identity, and nothing.
+    """
+    experts = v.shape[0]
+    weights = _kind(diagonal, rank_one)
+    if experts <= FUSED_EXPERTS:
+        u = x.new_empty(x.shape[0], terms.weighted * _padded(experts))
+        sums = _launch_logits(x, v, weights, diagonal, rank_one, u, terms=terms, tile=tiles[0])
+    else:
+        z = logits(x, v, terms=terms.vector, tile=tiles[0])
+        u, sums = weigh(z, diagonal, rank_one, terms=terms.weighted, like=x)
+    shape = (experts, v.shape[1])
+    return _launch_outer(u, x, sums, shape, terms=terms.weighted, tile=tiles[1])
+
+
+def outer(
+    u: Tensor,
+    x: Tensor,
+    columns: int,
+    *,
+    terms: int,
+    square: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Σ_t u_t [x_t 1]ᵀ (the 1 where `columns` has room for it), or with x_t² entry by entry."""
+    parts, sums = weigh(u.float(), None, None, terms=terms, like=x)
+    shape = (u.shape[1], columns)
+    return _launch_outer(parts, x, sums, shape, terms=terms, square=square, tile=tile)
+
+
+def weigh(
+    z: Tensor, diagonal: Tensor | None, rank_one: Tensor | None, *, terms: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """H z in terms, (tokens, terms · padded experts), and its sums over groups of tokens."""
+    tokens, experts = z.shape
+    padded = _padded(experts)
+    rows = max(1, WEIGHED // padded)
+    tiles = _ceil(tokens, rows)
+    u = like.new_empty(tokens, terms * padded)
+    sums = torch.empty(tiles, padded, dtype=torch.float32, device=z.device)
+    _launch(
+        "weigh_kernel",
+        (tiles,),
+        z.contiguous(),
+        _or(diagonal, z),
+        _or(rank_one, z),
+        u,
+        sums,
+        tokens,
+        K=experts,
+        BT=rows,
+        BK=padded,
+        BM=min(padded, GROUP),
+        TERMS=terms,
+        WEIGHTS=_kind(diagonal, rank_one),
+        HAS_BIAS=True,
+    )
+    return u, sums
+
+
+def _launch_logits(
+    x: Tensor,
+    v: Tensor,
+    weights: str,
+    diagonal: Tensor | None,
+    rank_one: Tensor | None,
+    out: Tensor,
+    *,
+    terms: Terms,
+    tile: Tile | None,
+) -> Tensor:
+    """Fill `out`; Σ u over each tile's tokens, (tiles, padded experts)."""
+    descriptor = _descriptor()
+    tokens, width = x.shape
+    experts = v.shape[0]
+    block = min(_padded(experts), FUSED_EXPERTS)
+    expert_tiles = _ceil(experts, block)
+    tile = tile or logits_tile(block, terms.vector)
+    tiles = _ceil(tokens, tile.rows)
+    stacked, bias = _stacked(v, expert_tiles * block, terms.vector, like=x)
+    sums = torch.empty(tiles, block, dtype=torch.float32, device=x.device)
+    _launch(
+        "logits_kernel",
+        (tiles, expert_tiles),
+        descriptor(x, [tile.rows, tile.columns]),
+        descriptor(stacked, [block, tile.columns]),
+        bias,
+        _or(diagonal, bias),
+        _or(rank_one, bias),
+        out,
+        sums,
+        tokens,
+        width,
+        K=experts,
+        BT=tile.rows,
+        BK=block,
+        BM=min(block, GROUP),
+        BD=tile.columns,
+        V_TERMS=terms.vector,
+        TERMS=terms.weighted,
+        PADDED=expert_tiles * block,
+        WEIGHTS=weights,
+        EARLY=tile.early,
+        HAS_BIAS=v.shape[1] > width,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return sums
+
+
+def _stacked(v: Tensor, rows: int, terms: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+    """V's terms below each other, each padded to `rows` experts; and its bias (zeros: none)."""
+    experts, columns = v.shape
+    width = like.shape[1]
+    stacked = like.new_empty(terms * rows, width)
+    bias = torch.empty(rows, dtype=torch.float32, device=like.device)
+    _launch(
+        "split_kernel",
+        (rows, _ceil(width, SPLIT_BLOCK)),
+        v.double().contiguous(),
+        stacked,
+        bias,
+        width,
+        columns,
+        K=experts,
+        TERMS=terms,
+        BLOCK=SPLIT_BLOCK,
+    )
+    return stacked, bias
+
+
+def _launch_outer(
+    u: Tensor,
+    x: Tensor,
+    sums: Tensor,
+    shape: tuple[int, int],
+    *,
+    terms: int,
+    tile: Tile | None,
+    square: bool = False,
+) -> Tensor:
+    descriptor = _descriptor()
+    tokens, width = x.shape
+    experts, columns = shape
+    padded = _padded(experts)
+    group = min(padded, GROUP)
+    tile = tile or outer_tile(group, terms, square=square)
+    slices = _ceil(width, tile.columns)
+    groups = padded // group
+    filling = _multiprocessors(x.device) // (slices * groups)
+    splits = max(1, filling, _ceil(tokens, ROWS_PER_SPLIT[terms]))
+    rows = _ceil(_ceil(tokens, splits), tile.rows) * tile.rows
+    splits = _ceil(tokens, rows)
+    partial = torch.empty(splits, padded, width, dtype=torch.float32, device=x.device)
+    _launch(
+        "outer_kernel",
+        (slices, groups, splits),
+        descriptor(u, [tile.rows, 2 * group if tile.stacked else group]),
+        descriptor(x, [tile.rows, tile.columns]),
+        partial,
+        tokens,
+        width,
+        rows,
+        BT=tile.rows,
+        BM=group,
+        BN=tile.columns,
+        BK=padded,
+        TERMS=terms,
+        STACKED=tile.stacked,
+        STRETCH=STRETCH,
+        SQUARE=square,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    out = partial[:, :experts].sum(dim=0, dtype=torch.float64)
+    if columns == width:
+        return out
+    last = sums[:, :experts].sum(dim=0, dtype=torch.float64)
+    return torch.cat([out, last.unsqueeze(1)], dim=1)
+
+
+def logits_tile(experts: int, terms: int) -> Tile:
+    """The measured best for a padded number of experts."""
+    if terms == 1:
+        return Tile(128, 64, 8 if experts > GROUP else 4, 4)
+    return Tile(128, 64, 8, 3) if terms == FAST.vector else Tile(128, 32, 8, 4)
+
+
+def outer_tile(experts: int, terms: int, *, square: bool) -> Tile:
+    """The measured best for a padded number of experts in a group."""
+    if terms == FAST.weighted and not square and experts == GROUP:
+        return Tile(64, 128, 8, 4, stacked=True)
+    return Tile(64, 128, 4, 3)
+
+
+def _kind(diagonal: Tensor | None, rank_one: Tensor | None) -> str:
+    if diagonal is None:
+        return "identity"
+    if rank_one is None:
+        return "diagonal"
+    return "softmax" if rank_one is diagonal else "rank_one"
+
+
+def _padded(experts: int) -> int:
+    """The next power of two that the matrix units take."""
+    return max(16, 1 << (experts - 1).bit_length())
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel wants a pointer even where it does not read."""
+    return other if tensor is None else tensor.contiguous()
+
+
+def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Run a kernel on the device of its tensors, which need not be the current one."""
+    device = next(a.device for a in arguments if isinstance(a, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        getattr(_kernels(), name)[grid](*arguments, **options)
+
+
+@cache
+def _kernels() -> Any:
+    from moemerge.kernels import triton_products
+
+    return triton_products
+
+
+@cache
+def _descriptor() -> Any:
+    from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        TensorDescriptor,
+    )
+
+    return TensorDescriptor.from_tensor
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

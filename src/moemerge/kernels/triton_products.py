@@ -1,0 +1,301 @@
+"""Triton kernels for products with bf16 features; `fused` launches them.
+
+The tensor cores cut off what does not fit when they accumulate, which shrinks a long sum by some
+1e-8 with every step. Sums therefore run through them for short stretches only, and are added up in
+registers, rounded to nearest; the fast product's logits, which may be off by more, are not.
+
+Tensors may also hold bf16 values in float32, since Triton's interpreter cannot multiply bf16.
+"""
+# No types reach through triton's decorators:
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+
+@triton.jit
+def _token_weights(
+    diagonal_ptr, rank_one_ptr, rows, experts, n, K: tl.constexpr, WEIGHTS: tl.constexpr
+):
+    """H's two parts for some tokens; 0 beyond the last token or expert."""
+    place = rows.to(tl.int64)[:, None] * K + experts[None, :]
+    inside = (rows < n)[:, None] & (experts < K)[None, :]
+    diagonal = inside.to(tl.float32)
+    if WEIGHTS != "identity":
+        diagonal = tl.load(diagonal_ptr + place, mask=inside, other=0.0)
+    rank_one = diagonal
+    if WEIGHTS == "rank_one":
+        rank_one = tl.load(rank_one_ptr + place, mask=inside, other=0.0)
+    return diagonal, rank_one
+
+
+@triton.jit
+def _weighted(z, diagonal, rank_one, WEIGHTS: tl.constexpr):
+    """H z of each row: diagonal ⊙ z − rank_one (rank_one · z)."""
+    u = diagonal * z
+    if WEIGHTS == "softmax" or WEIGHTS == "rank_one":
+        u -= rank_one * tl.sum(rank_one * z, axis=1)[:, None]
+    return u
+
+
+@triton.jit
+def _store_terms(
+    u, u_ptr, rows, experts, n, BK: tl.constexpr, BM: tl.constexpr, TERMS: tl.constexpr
+):
+    """u as a sum of bf16 terms: a row holds BM experts' first terms, their second ones, ..., then
+    those of the next BM experts."""
+    column = experts // BM * (TERMS * BM) + experts % BM
+    place = rows.to(tl.int64)[:, None] * (TERMS * BK) + column[None, :]
+    inside = (rows < n)[:, None]
+    rest = u
+    for term in tl.static_range(TERMS):
+        part = rest.to(tl.bfloat16)
+        tl.store(u_ptr + place + term * BM, part.to(u_ptr.dtype.element_ty), mask=inside)
+        rest -= part.to(tl.float32)
+
+
+@triton.jit
+def split_kernel(
+    v_ptr,  # (K, columns) float64
+    out_ptr,  # (TERMS, rows, width) bf16
+    bias_ptr,  # (rows,) float32
+    width,
+    columns,
+    K: tl.constexpr,
+    TERMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row of V in terms, zeros beyond the last expert; its last column apart, where it is one."""
+    expert, rows = tl.program_id(0), tl.num_programs(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    given = v_ptr + expert * columns
+    rest = tl.load(given + column, mask=inside & (expert < K), other=0.0)
+    for term in tl.static_range(TERMS):
+        part = rest.to(tl.float32).to(tl.bfloat16)
+        place = (term * rows + expert) * width + column
+        tl.store(out_ptr + place, part.to(out_ptr.dtype.element_ty), mask=inside)
+        rest -= part.to(tl.float64)
+    if tl.program_id(1) == 0:
+        bias = tl.load(given + width, mask=(columns > width) & (expert < K), other=0.0)
+        tl.store(bias_ptr + expert, bias.to(tl.float32))
+
+
+@triton.jit
+def _logits_by_blocks(
+    x_desc,
+    v_desc,
+    row,
+    first,
+    d,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BD: tl.constexpr,
+    TERMS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """X Vᵀ, (BT, BK): each block of d starts from zero and is added rounded to nearest."""
+    z = tl.zeros((BT, BK), dtype=tl.float32)
+    for k in tl.range(0, d, BD):
+        x = x_desc.load([row, k])
+        part = tl.zeros((BT, BK), dtype=tl.float32)
+        for back in tl.static_range(TERMS):  # the smallest term first
+            v = v_desc.load([(TERMS - 1 - back) * PADDED + first, k])
+            part = tl.dot(x, v.T, part)
+        z += part
+    return z
+
+
+@triton.jit
+def _logits_at_once(
+    x_desc, v_desc, row, first, d, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr
+):
+    """X Vᵀ of one term, all of d left to the tensor cores, (BT, BK)."""
+    z = tl.zeros((BT, BK), dtype=tl.float32)
+    for k in tl.range(0, d, BD):
+        x = x_desc.load([row, k])
+        v = v_desc.load([first, k])
+        z = tl.dot(x, v.T, z)
+    return z
+
+
+@triton.jit(do_not_specialize=["n"])
+def logits_kernel(
+    x_desc,  # (n, d) features
+    v_desc,  # (V_TERMS·PADDED, d): all experts' first terms, then their second ones, ...
+    bias_ptr,  # (PADDED,) float32
+    diagonal_ptr,  # (n, K) float32
+    rank_one_ptr,  # (n, K) float32
+    u_ptr,  # (n, TERMS·BK) bf16, or (n, K) float32 logits
+    sums_ptr,  # (tiles, BK) float32: Σ u of a tile's rows
+    n,
+    d,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    V_TERMS: tl.constexpr,
+    TERMS: tl.constexpr,
+    PADDED: tl.constexpr,
+    WEIGHTS: tl.constexpr,  # "logits" stores z itself; else H z is split and stored
+    EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """z = X Vᵀ (+ bias) of BT tokens, weighted by H and split into terms."""
+    tile = tl.program_id(0)
+    row = tile * BT
+    first = tl.program_id(1) * BK
+    experts = first + tl.arange(0, BK)
+    rows = row + tl.arange(0, BT)
+    if EARLY:  # on their way while the logits are computed
+        diagonal, rank_one = _token_weights(
+            diagonal_ptr, rank_one_ptr, rows, experts, n, K, WEIGHTS
+        )
+    if V_TERMS == 1:
+        z = _logits_at_once(x_desc, v_desc, row, first, d, BT, BK, BD)
+    else:
+        z = _logits_by_blocks(x_desc, v_desc, row, first, d, BT, BK, BD, V_TERMS, PADDED)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + experts)[None, :]
+    if WEIGHTS == "logits":
+        inside = (rows < n)[:, None] & (experts < K)[None, :]
+        tl.store(u_ptr + rows.to(tl.int64)[:, None] * K + experts[None, :], z, mask=inside)
+    else:
+        if not EARLY:
+            diagonal, rank_one = _token_weights(
+                diagonal_ptr, rank_one_ptr, rows, experts, n, K, WEIGHTS
+            )
+        u = _weighted(z, diagonal, rank_one, WEIGHTS)
+        if HAS_BIAS:
+            tl.store(sums_ptr + tile * BK + experts, tl.sum(u, axis=0))
+        _store_terms(u, u_ptr, rows, experts, n, BK, BM, TERMS)
+
+
+@triton.jit(do_not_specialize=["n"])
+def weigh_kernel(
+    z_ptr,  # (n, K) float32
+    diagonal_ptr,
+    rank_one_ptr,
+    u_ptr,  # (n, TERMS·BK) bf16
+    sums_ptr,  # (tiles, BK) float32
+    n,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BM: tl.constexpr,
+    TERMS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """H z from z in memory, split into terms: for more experts than one tile of logits holds."""
+    tile = tl.program_id(0)
+    rows = tile * BT + tl.arange(0, BT)
+    experts = tl.arange(0, BK)
+    inside = (rows < n)[:, None] & (experts < K)[None, :]
+    z = tl.load(z_ptr + rows.to(tl.int64)[:, None] * K + experts[None, :], mask=inside, other=0.0)
+    diagonal, rank_one = _token_weights(diagonal_ptr, rank_one_ptr, rows, experts, n, K, WEIGHTS)
+    u = _weighted(z, diagonal, rank_one, WEIGHTS)
+    if HAS_BIAS:
+        tl.store(sums_ptr + tile * BK + experts, tl.sum(u, axis=0))
+    _store_terms(u, u_ptr, rows, experts, n, BK, BM, TERMS)
+
+
+@triton.jit
+def _outer_by_blocks(
+    u_desc,
+    x_desc,
+    begin,
+    end,
+    group,
+    column,
+    BT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    TERMS: tl.constexpr,
+    SQUARE: tl.constexpr,
+):
+    """Σ u xᵀ over rows begin...end, (BM, BN)."""
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for row in tl.range(begin, end, BT):
+        x = x_desc.load([row, column])
+        part = tl.zeros((BM, BN), dtype=tl.float32)
+        if SQUARE:  # x² has 16 significant bits: two terms hold it whole
+            wide = x.to(tl.float32)
+            square = wide * wide
+            x = square.to(tl.bfloat16).to(x_desc.dtype)
+            rest = (square - x.to(tl.float32)).to(tl.bfloat16).to(x_desc.dtype)
+            u = u_desc.load([row, group * TERMS * BM])
+            part = tl.dot(u.T, rest, part)
+        for back in tl.static_range(TERMS):
+            u = u_desc.load([row, (group * TERMS + TERMS - 1 - back) * BM])
+            part = tl.dot(u.T, x, part)
+        total += part
+    return total
+
+
+@triton.jit
+def _outer_stacked(
+    u_desc,
+    x_desc,
+    begin,
+    end,
+    group,
+    column,
+    BT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STRETCH: tl.constexpr,
+):
+    """The same with two terms as one product twice as high, STRETCH blocks at a time."""
+    both = tl.zeros((2 * BM, BN), dtype=tl.float32)
+    part = tl.zeros((2 * BM, BN), dtype=tl.float32)
+    for row in tl.range(begin, end, BT):
+        x = x_desc.load([row, column])
+        u = u_desc.load([row, group * 2 * BM])
+        part = tl.dot(u.T, x, part)
+        if (row // BT) % STRETCH == STRETCH - 1:
+            both += part
+            part = tl.zeros((2 * BM, BN), dtype=tl.float32)
+    both += part
+    high, low = tl.split(tl.permute(tl.reshape(both, (2, BM, BN)), (1, 2, 0)))
+    return high + low
+
+
+@triton.jit(do_not_specialize=["n", "rows_per_split"])
+def outer_kernel(
+    u_desc,  # (n, TERMS·BK) bf16
+    x_desc,  # (n, d) features
+    out_ptr,  # (splits, BK, d) float32
+    n,
+    d,
+    rows_per_split,  # a multiple of BT
+    BT: tl.constexpr,
+    BM: tl.constexpr,  # experts of one program; divides BK
+    BN: tl.constexpr,  # columns of one program
+    BK: tl.constexpr,
+    TERMS: tl.constexpr,
+    STACKED: tl.constexpr,
+    STRETCH: tl.constexpr,
+    SQUARE: tl.constexpr,
+):
+    """Σ_t u_tᵀ x_t over one split's rows (x_t² with SQUARE). The last split goes first: its rows
+    are those that the pass before has left in the cache."""
+    split = tl.num_programs(2) - 1 - tl.program_id(2)
+    column = tl.program_id(0) * BN
+    group = tl.program_id(1)
+    begin = split * rows_per_split
+    end = tl.minimum(begin + rows_per_split, n)
+    if STACKED:
+        total = _outer_stacked(u_desc, x_desc, begin, end, group, column, BT, BM, BN, STRETCH)
+    else:
+        total = _outer_by_blocks(
+            u_desc, x_desc, begin, end, group, column, BT, BM, BN, TERMS, SQUARE
+        )
+    experts = group * BM + tl.arange(0, BM)
+    columns = column + tl.arange(0, BN)
+    place = (split.to(tl.int64) * BK + experts)[:, None] * d + columns[None, :]
+    tl.store(out_ptr + place, total, mask=(columns < d)[None, :])

@@ -1,0 +1,157 @@
+"""The kernels against dense float64 twins.
+
+On a GPU as they are; elsewhere under Triton's interpreter, where it is installed and asked for by
+TRITON_INTERPRET=1 (it cannot multiply bf16: the same numbers are held in float32).
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from moemerge.kernels import fused
+from moemerge.kernels.splitting import ACCURATE, FAST, Terms, representable
+
+ON_GPU = torch.cuda.is_available()
+INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+runs_kernels = pytest.mark.skipif(
+    not (ON_GPU or INTERPRETED), reason="needs a CUDA device, or triton and TRITON_INTERPRET=1"
+)
+DEVICE = "cuda" if ON_GPU and not INTERPRETED else "cpu"
+# The interpreter cuts bits off where the GPU rounds to nearest.
+TOLERANCE = {2: 1e-5 if ON_GPU else 4e-5, 3: 3e-7}
+# Sums over the longest rows round a little more often.
+WIDEST, SLACK = 8192, 1.5
+KINDS = ("softmax", "rank_one", "diagonal", "identity")
+SHAPES = [  # tokens, d, experts, bias
+    (100, 136, 12, True),
+    (1, 512, 8, False),
+    (700, 64, 64, True),
+    (40, 72, 130, True),
+]
+LARGE = [
+    (5000, 2048, 64, False),
+    (3001, 2880, 32, True),
+    (2049, 4096, 128, False),
+    (1000, 8192, 512, True),
+    (70_000, 512, 160, False),
+]
+each_shape = pytest.mark.parametrize("shape", SHAPES + (LARGE if ON_GPU else []))
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_terms = pytest.mark.parametrize("terms", [2, 3])
+
+
+def features(tokens: int, width: int) -> Tensor:
+    x = torch.randn(tokens, width, device=DEVICE).bfloat16()
+    return x if DEVICE == "cuda" else x.float()
+
+
+def weights(kind: str, tokens: int, experts: int) -> tuple[Tensor | None, Tensor | None]:
+    p = torch.softmax(2 * torch.randn(tokens, experts, device=DEVICE), dim=-1)
+    if kind == "identity":
+        return None, None
+    if kind == "diagonal":
+        return p, None
+    return (p, p) if kind == "softmax" else (p, p * torch.rand_like(p))
+
+
+def wide(x: Tensor, bias: bool) -> Tensor:
+    """[x 1] in float64."""
+    return torch.cat([x, x.new_ones(len(x), 1)], dim=1).double() if bias else x.double()
+
+
+def weighted(diagonal: Tensor | None, rank_one: Tensor | None, z: Tensor) -> Tensor:
+    u = z if diagonal is None else diagonal.double() * z
+    if rank_one is None:
+        return u
+    a = rank_one.double()
+    return u - a * (a * z).sum(dim=-1, keepdim=True)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    assert got.shape == want.shape
+    return float((got.double() - want).norm() / want.norm())
+
+
+def bound(terms: int, width: int) -> float:
+    return TOLERANCE[terms] * (SLACK if width == WIDEST else 1.0)
+
+
+@runs_kernels
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", [FAST, ACCURATE, Terms(1, 2)], ids=str)
+@each_kind
+@each_shape
+def test_product_equals_its_dense_twin(
+    shape: tuple[int, int, int, bool], kind: str, terms: Terms
+) -> None:
+    tokens, width, experts, bias = shape
+    torch.manual_seed(tokens)
+    x, (diagonal, rank_one) = features(tokens, width), weights(kind, tokens, experts)
+    v = torch.randn(experts, width + bias, device=DEVICE, dtype=torch.float64)
+    if terms is not ACCURATE:
+        v = representable(v, terms.vector)
+    xx = wide(x, bias)
+    want = weighted(diagonal, rank_one, xx @ v.T).T @ xx
+    got = fused.product(x, diagonal, rank_one, v, terms=terms)
+    assert got.dtype is torch.float64
+    assert error(got, want) <= bound(terms.weighted, width)
+
+
+@runs_kernels
+@pytest.mark.gpu
+@each_terms
+@each_shape
+def test_logits_and_outer_products(shape: tuple[int, int, int, bool], terms: int) -> None:
+    tokens, width, experts, bias = shape
+    torch.manual_seed(tokens)
+    x = features(tokens, width)
+    xx = wide(x, bias)
+    v = torch.randn(experts, width + bias, device=DEVICE, dtype=torch.float64)
+    assert error(fused.logits(x, v, terms=terms), xx @ v.T) <= bound(terms, width)
+    u = torch.randn(tokens, experts, device=DEVICE, dtype=torch.float64)
+    columns = width + bias
+    assert error(fused.outer(u, x, columns, terms=terms), u.T @ xx) <= bound(terms, width)
+    h = u.abs()
+    squares = fused.outer(h, x, columns, terms=terms, square=True)
+    assert error(squares, h.T @ xx**2) <= 4e-5  # both are split in two terms only
+
+
+@runs_kernels
+@pytest.mark.gpu
+def test_a_view_of_a_wider_matrix_is_read_in_place() -> None:
+    torch.manual_seed(0)
+    whole = features(90, 192)
+    x = whole[10:80, :128]
+    v = torch.randn(16, 128, device=DEVICE, dtype=torch.float64)
+    want = (x.double() @ v.T).T @ x.double()
+    assert error(fused.product(x, None, None, v, terms=ACCURATE), want) <= TOLERANCE[3]
+
+
+@runs_kernels
+@pytest.mark.gpu
+def test_many_tokens_add_up_in_float64() -> None:
+    """All terms positive: a float32 sum over all tokens would lose their last digits."""
+    if not ON_GPU:
+        pytest.skip("too many tokens for the interpreter")
+    torch.manual_seed(0)
+    x = features(1 << 20, 64).abs()
+    v = torch.rand(8, 64, device=DEVICE, dtype=torch.float64)
+    want = (x.double() @ v.T).T @ x.double()
+    assert error(fused.product(x, None, None, v, terms=ACCURATE), want) <= TOLERANCE[3]
+
+
+def test_only_what_the_kernels_can_read_is_theirs() -> None:
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert not fused.usable(x)  # on a CPU
+    if ON_GPU and find_spec("triton") is not None:
+        assert fused.usable(x.cuda())
+        assert not fused.usable(x.cuda().float())
+        assert not fused.usable(x.cuda().half())
+        assert not fused.usable(torch.zeros(8, 65, dtype=torch.bfloat16, device="cuda"))
+        assert not fused.usable(x.cuda()[:, 1:])
+        assert not fused.usable(x.cuda().T)
