@@ -1,7 +1,8 @@
-"""Merging out of core: moemerge against mergekit on the same checkpoints, in one run.
+"""Merging out of core: moemerge against mergekit, or on a GPU against a CPU, in one run.
 
     python benchmarks/merge.py --work /tmp/bench --mergekit /path/to/venv/bin/mergekit-yaml
     python benchmarks/merge.py --work /tmp/bench --sizes 0.3 1.3 5    # growth with size, ours only
+    python benchmarks/merge.py --work /tmp/bench --devices cpu cuda --methods linear ties della
 
 Three OLMoE-shaped bf16 checkpoints (a base and two fine-tunes) are made in --work on first use.
 Time is wall clock of the whole command; memory is the peak resident set of its process.
@@ -14,6 +15,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -173,8 +175,12 @@ def compare(args: argparse.Namespace) -> list[Measurement]:
                 text = text.replace(name.upper(), str(folder / name))
             config.write_text(text)
             out = args.work / "out"
-            ours = [*args.moemerge, "merge", str(config), str(out), "--device", args.device, "-q"]
-            commands = {"moemerge": ours}
+            ours = [*args.moemerge, "merge", str(config), str(out), "-q", "--device"]
+            named = len(args.devices) > 1
+            commands = {
+                f"moemerge {device}" if named else "moemerge": [*ours, device]
+                for device in args.devices
+            }
             if args.mergekit and method not in OURS_ALONE:
                 commands["mergekit"] = [args.mergekit, str(config), str(out), "--allow-crimes"]
             for _ in range(args.repeat):
@@ -182,7 +188,7 @@ def compare(args: argparse.Namespace) -> list[Measurement]:
                     result = Measurement(tool, method, size, *measure(command, out))
                     results.append(result)
                     print(
-                        f"{size:>4} GB  {method:<10} {tool:<9} {result.seconds:7.1f} s "
+                        f"{size:>4} GB  {method:<10} {tool:<13} {result.seconds:7.1f} s "
                         f"{result.peak_bytes / 1e9:6.2f} GB  {'' if result.ok else 'FAILED'}",
                         flush=True,
                     )
@@ -190,11 +196,31 @@ def compare(args: argparse.Namespace) -> list[Measurement]:
     return results
 
 
+def show(results: list[Measurement]) -> None:
+    """One row for each method and size: medians, and how many times slower than the fastest."""
+    tools = list(dict.fromkeys(r.tool for r in results))
+    print("\n" + "size  method    " + "".join(f"{tool:>22}" for tool in tools))
+    for size, method in dict.fromkeys((r.size, r.method) for r in results):
+        seconds = {
+            tool: statistics.median(found)
+            for tool in tools
+            if (found := [
+                r.seconds for r in results if (r.size, r.method, r.tool) == (size, method, tool)
+            ])
+        }  # fmt: skip
+        best = min(seconds.values())
+        cells = (
+            f"{seconds[tool]:14.1f} s {seconds[tool] / best:4.1f}×" if tool in seconds else " " * 22
+            for tool in tools
+        )
+        print(f"{size:<6}{method:<10}" + "".join(f"{cell:>22}" for cell in cells))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--moemerge", nargs="+", default=[sys.executable, "-m", "moemerge"])
-    parser.add_argument("--device", default="cpu", help="for moemerge")
+    parser.add_argument("--devices", nargs="+", default=["cpu"], help="for moemerge")
     parser.add_argument("--mergekit")
     parser.add_argument("--sizes", nargs="+", default=["1.3"], choices=list(LAYERS))
     parser.add_argument("--methods", nargs="+", default=["linear", "ties", "dare_ties"])
@@ -202,6 +228,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = compare(args)
+    show(results)
     if args.json:
         document = {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ CaseOf = Callable[..., cases.Case]
 
 KILLED = """
 import json, os, signal, sys
-import moemerge
+import moemerge.calibration.run
 
 class Killer:
     def start(self, *a, **k): ...
@@ -33,42 +32,73 @@ class Killer:
         if message.startswith("layer 1:"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-job = json.loads(sys.argv[1])
-moemerge.calibrate(job["merged"], job["out"], sources=job["sources"], data=job["data"],
-                   progress=Killer(), **job["settings"])
+for job in json.loads(sys.argv[1]):  # each in a process of its own; imports are shared
+    child = os.fork()
+    if child == 0:
+        moemerge.calibrate(job["merged"], job["out"], sources=job["sources"], data=job["data"],
+                           progress=Killer(), **job["settings"])
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
 """
 
 
-def kill_after_two_layers(case: cases.Case, out: Path, **settings: Any) -> None:
-    job = {
-        "merged": str(case.merged),
-        "out": str(out),
-        "sources": {name: str(path) for name, path in case.sources.items()},
-        "data": {name: str(path) for name, path in case.data.items()},
-        "settings": settings,
-    }
-    done = subprocess.run([sys.executable, "-c", KILLED, json.dumps(job)], check=False)
-    assert done.returncode == -signal.SIGKILL
+def kill_after_two_layers(case: cases.Case, settings_of: Mapping[Path, dict[str, Any]]) -> None:
+    jobs = [
+        {
+            "merged": str(case.merged),
+            "out": str(out),
+            "sources": {name: str(path) for name, path in case.sources.items()},
+            "data": {name: str(path) for name, path in case.data.items()},
+            "settings": settings,
+        }
+        for out, settings in settings_of.items()
+    ]
+    subprocess.run([sys.executable, "-c", KILLED, json.dumps(jobs)], check=True)
+    for out in settings_of:
+        assert not out.exists()
+        assert (journal_path(out) / "0001.json").exists()
+        assert not (journal_path(out) / "0002.json").exists()
+
+
+class Interrupting:
+    def __init__(self, words: str = "layer 0:") -> None:
+        self.words = words
+
+    def start(self, *_: Any, **__: Any) -> None: ...
+
+    def advance(self, amount: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def note(self, message: str) -> None:
+        if self.words in message:
+            raise KeyboardInterrupt
+
+
+def interrupt_after_two_layers(case: cases.Case, out: Path) -> None:
+    """The journal of a killed run, without the seconds that another process takes to start."""
+    with pytest.raises(KeyboardInterrupt):
+        case.calibrate(out, progress=Interrupting("layer 1:"))
     assert not out.exists()
-    assert (journal_path(out) / "0001.json").exists()
-    assert not (journal_path(out) / "0002.json").exists()
+    assert sorted(p.name for p in journal_path(out).glob("*.json")) == [
+        "0000.json", "0001.json", "key.json",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"targets": "source-features", "holdout": 0.2}], ids=["plain", "sources"]
-)
-def test_a_killed_run_resumes_to_the_same_bytes(
-    settings: dict[str, Any], case_of: CaseOf, tmp_path: Path
-) -> None:
+def test_a_killed_run_resumes_to_the_same_bytes(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("gpt_oss")
-    out = tmp_path / "killed"
-    whole = case.calibrate(tmp_path / "whole", **settings)
-    kill_after_two_layers(case, out, **settings)
-    resumed = case.calibrate(out, resume=True, **settings)
-    assert resumed.resumed == 2
-    assert cases.weights(out) == cases.weights(tmp_path / "whole")
-    assert [_timeless(row) for row in resumed.layers] == [_timeless(row) for row in whole.layers]
-    assert not cases.leftovers(out)
+    settings_of: dict[Path, dict[str, Any]] = {
+        tmp_path / "plain" / "out": {},
+        tmp_path / "sources" / "out": {"targets": "source-features", "holdout": 0.2},
+    }
+    kill_after_two_layers(case, settings_of)
+    for out, settings in settings_of.items():
+        uninterrupted = out.parent / "whole" / "out"
+        whole = case.calibrate(uninterrupted, **settings)
+        resumed = case.calibrate(out, resume=True, **settings)
+        assert resumed.resumed == 2
+        assert cases.weights(out) == cases.weights(uninterrupted)
+        assert [_timeless(r) for r in resumed.layers] == [_timeless(r) for r in whole.layers]
+        assert not cases.leftovers(out)
 
 
 def _timeless(row: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +108,7 @@ def _timeless(row: dict[str, Any]) -> dict[str, Any]:
 def test_another_run_is_not_resumed(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe")
     out = tmp_path / "out"
-    kill_after_two_layers(case, out)
+    interrupt_after_two_layers(case, out)
     with pytest.raises(UsageError, match=r"settings\.alpha: 0\.9 then, 0\.5 now"):
         case.calibrate(out, resume=True, alpha=0.5)
     other = {**case.data, "math": cases.write_text(tmp_path / "math.jsonl", seed=9)}
@@ -102,7 +132,7 @@ def test_any_change_of_a_merged_router_is_another_run(case_of: CaseOf, tmp_path:
     merged = tmp_path / "merged"
     shutil.copytree(case.merged, merged)
     case = cases.Case(merged, case.sources, case.data)
-    kill_after_two_layers(case, tmp_path / "out")
+    interrupt_after_two_layers(case, tmp_path / "out")
     (file,) = merged.glob("*.safetensors")
     tensors = load_file(file)
     tensors["model.layers.0.mlp.gate.weight"][0, 0] += 1.0
@@ -137,7 +167,7 @@ def test_what_was_noticed_before_the_end_is_not_forgotten(case_of: CaseOf, tmp_p
 
 def test_without_resume_a_leftover_journal_is_replaced(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe")
-    kill_after_two_layers(case, tmp_path / "out")
+    interrupt_after_two_layers(case, tmp_path / "out")
     report = case.calibrate(tmp_path / "out", alpha=0.5)
     assert report.resumed == 0
     assert not cases.leftovers(tmp_path / "out")
@@ -147,27 +177,36 @@ def test_nothing_to_resume_is_a_plain_run(case_of: CaseOf, tmp_path: Path) -> No
     assert case_of("olmoe").calibrate(tmp_path / "out", resume=True).resumed == 0
 
 
-class Interrupting:
-    def __init__(self, words: str = "layer 0:") -> None:
-        self.words = words
-
-    def start(self, *_: Any, **__: Any) -> None: ...
-
-    def advance(self, amount: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def note(self, message: str) -> None:
-        if self.words in message:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_keeps_its_journal_and_frees_it(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe")
     with pytest.raises(KeyboardInterrupt):
         case.calibrate(tmp_path / "out", progress=Interrupting())
     assert cases.leftovers(tmp_path / "out") == [".out.journal"]
     assert case.calibrate(tmp_path / "out", resume=True).resumed == 1
+
+
+def test_what_strict_refuses_is_not_lost(case_of: CaseOf, tmp_path: Path) -> None:
+    """Layers that were finished before serve a run without --strict."""
+    case, out = case_of("olmoe"), tmp_path / "out"
+    whole = case.calibrate(tmp_path / "whole", layers="1-2")
+    first, second = (row["iterations"] for row in whole.layers)
+    assert first < second
+    settings: dict[str, Any] = {"layers": "1-2", "max_steps": first}
+    with pytest.raises(NumericalError, match=r"layer 2: .* did not converge"):
+        case.calibrate(out, strict=True, **settings)
+    assert cases.leftovers(out) == [".out.journal"]
+    assert case.calibrate(out, resume=True, **settings).resumed == 1
+    assert not cases.leftovers(out)
+
+
+def test_an_entry_of_another_router_is_not_replayed(case_of: CaseOf, tmp_path: Path) -> None:
+    case, out = case_of("olmoe"), tmp_path / "out"
+    interrupt_after_two_layers(case, out)
+    path = journal_path(out) / "0001.json"
+    path.write_text(path.read_text().replace("layers.1.mlp", "layers.2.mlp"))
+    with pytest.raises(CheckpointError, match=r"entry 1 is of .*layers\.2.*runs .*layers\.1"):
+        case.calibrate(out, resume=True)
+    assert not out.exists()
 
 
 def test_a_run_that_cannot_succeed_leaves_no_journal(case_of: CaseOf, tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ import transformers
 import moemerge
 import zoo
 from calibration import cases, dense
+from moemerge.calibration import CalibrationRequest, run_calibration
+from moemerge.config.calibration import CalibrationSettings
 from moemerge.errors import ArchitectureError, ConfigError, DataError, UsageError
+from moemerge.runtime.progress import Silent
 
 CaseOf = Callable[..., cases.Case]
 
@@ -172,7 +175,14 @@ def test_the_report_and_the_card(case_of: CaseOf, tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out" / "moemerge_report.json").read_text())
     assert "merge" not in written
     part = written["calibration"]
-    assert part == json.loads(json.dumps(report.to_json()))
+    given = json.loads(json.dumps(report.to_json()))
+    # The file was written before the end: what came after is only told.
+    assert given.pop("seconds") >= part.pop("seconds")
+    told, stored = given.pop("timings"), part.pop("timings")
+    assert told["seconds"].pop("write") >= 0
+    assert told["seconds"] == stored["seconds"]
+    assert told["solved"] == stored["solved"]
+    assert part == given
     assert all(set(row) >= ROW for row in part["layers"])
     assert part["totals"]["routers"] == part["totals"]["converged"] == 3
     card = (tmp_path / "out" / "README.md").read_text()
@@ -338,3 +348,38 @@ def test_settings_as_a_whole_or_one_by_one(case_of: CaseOf, tmp_path: Path) -> N
     assert [row["layer"] for row in report.layers] == [2]
     with pytest.raises(UsageError, match="also one by one: alpha"):
         case_of("olmoe").calibrate(tmp_path / "two", settings=settings, alpha=0.5)
+
+
+PARTS = {"prepare", "text", "wait for weights", "attention", "experts", "statistics", "solve",
+         "measure", "journal", "other", "write"}  # fmt: skip
+
+
+def test_where_the_time_goes_is_told(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    timings = case.calibrate(tmp_path / "out").timings
+    assert set(timings.seconds) >= PARTS
+    assert all(seconds >= 0 for seconds in timings.seconds.values())
+    solved = sum(seconds for name, seconds in timings.seconds.items() if name != "write")
+    assert solved == pytest.approx(timings.solved, rel=1e-3)
+    sizes = {path.name: path.stat().st_size for path in case.merged.glob("*.safetensors")}
+    assert timings.beside["copy"][1] == sum(sizes.values())
+    assert 0 < timings.beside["read"][1] < sum(sizes.values())
+
+
+def test_without_writing_the_same_routers_are_solved(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    written = case.calibrate(tmp_path / "out")
+    request = CalibrationRequest(
+        merged=case.merged,
+        out=tmp_path / "none",
+        sources=case.sources,
+        data={name: [path] for name, path in case.data.items()},
+        settings=CalibrationSettings(),
+        write=False,
+    )
+    report = run_calibration(request, Silent())
+    kept = ("router", "iterations", "residual", "kl_after")
+    assert [[row[k] for k in kept] for row in report.layers] == [
+        [row[k] for k in kept] for row in written.layers
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -133,3 +133,22 @@ def test_copies_are_whole_and_never_over_another(tmp_path: Path) -> None:
     assert (tmp_path / "b").read_bytes() == data
     with pytest.raises(FileExistsError):
         copy_file(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_file_system_that_copies_nothing_is_read_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(b"shard" * 1000)
+    monkeypatch.setattr("os.copy_file_range", lambda *_: 0, raising=False)
+    copy_file(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == b"shard" * 1000
+
+
+def test_a_file_that_shrinks_under_the_copy_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"shard" * 1000)
+
+    def shrink() -> None:
+        os.truncate(tmp_path / "a", 100)
+
+    with pytest.raises(CheckpointError, match="had 5000 bytes when its copy began and 100"):
+        copy_file(tmp_path / "a", tmp_path / "b", shrink)

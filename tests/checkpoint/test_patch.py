@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moemerge.checkpoint import Checkpoint, CheckpointPatch
+from moemerge.checkpoint.output import copy_file
 from moemerge.errors import CheckpointError
 
 from .conftest import MakeFolder, sample_tensors
@@ -146,3 +147,52 @@ def test_threads_patch_one_copy(sharded: Path) -> None:
         patch.commit()
     expected = torch.cat([block + row for row in range(4)])
     assert torch.equal(Checkpoint.open(out)[GATE_UP], expected)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_copies_are_made_beforehand(sharded: Path, link: bool) -> None:
+    out = sharded.parent / "out"
+    with CheckpointPatch(Checkpoint.open(sharded), out, link=link) as patch:
+        patch.begin([GATE])
+        patch.write(GATE, new_gate())
+        assert not out.exists()
+        patch.commit()
+        patch.poll()
+    touched = [sharded / SHARDS[0]] if link else [sharded / name for name in SHARDS]
+    assert patch.copied[1] == sum(path.stat().st_size for path in touched)
+    assert os.path.samefile(out / SHARDS[1], sharded / SHARDS[1]) == link
+    expected = sample_tensors() | {GATE: new_gate()}
+    result = Checkpoint.open(out)
+    assert all(torch.equal(result[n], t) for n, t in expected.items())
+
+
+def test_a_failing_copy_is_told_and_leaves_nothing(sharded: Path) -> None:
+    source = Checkpoint.open(sharded)
+    (sharded / SHARDS[1]).unlink()  # after it was opened
+    before = sorted(os.listdir(sharded.parent))
+    with CheckpointPatch(source, sharded.parent / "out") as patch:
+        patch.begin([GATE])
+        with pytest.raises(CheckpointError, match=SHARDS[1]):
+            patch.commit()
+    assert sorted(os.listdir(sharded.parent)) == before
+
+
+def test_giving_up_ends_the_copies(sharded: Path) -> None:
+    before = sorted(os.listdir(sharded.parent))
+    with CheckpointPatch(Checkpoint.open(sharded), sharded.parent / "out") as patch:
+        patch.begin([GATE])
+    assert sorted(os.listdir(sharded.parent)) == before
+    with pytest.raises(CheckpointError, match="closed already"):
+        patch.begin([GATE])
+
+
+def test_a_copy_can_be_stopped_between_blocks(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 100)
+
+    def stop() -> None:
+        raise CheckpointError("enough")
+
+    with pytest.raises(CheckpointError, match="enough"):
+        copy_file(tmp_path / "a", tmp_path / "b", stop)
+    copy_file(tmp_path / "a", tmp_path / "c", lambda: None)
+    assert (tmp_path / "c").read_bytes() == b"x" * 100

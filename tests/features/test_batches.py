@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moemerge.errors import DataError, UsageError
-from moemerge.features.batches import make_batches
+from moemerge.features.batches import BATCH_VALUES, gpu_batch_tokens, make_batches
 from moemerge.features.text import Domain
 
 
@@ -70,3 +70,10 @@ def test_refusals() -> None:
         make_batches([domain("math", [1])], batch_tokens=0)
     with pytest.raises(DataError, match="must differ"):
         make_batches([domain("math", [1]), domain("math", [1])])
+
+
+def test_smaller_gpus_take_smaller_batches() -> None:
+    sizes = {gb: gpu_batch_tokens(2048, gb * 10**9) for gb in (12, 24, 25, 48, 80, 85, 150)}
+    assert sizes == {12: 8192, 24: 16384, 25: 16384, 48: 32768, 80: 65536, 85: 65536, 150: 65536}
+    assert gpu_batch_tokens(4096, 150 * 10**9) == BATCH_VALUES // 4096
+    assert gpu_batch_tokens(2**40, 0) == 1

@@ -12,8 +12,10 @@ import torch
 from features import reference
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ResourceError
+from moemerge.features.loading import holds_scores
 from moemerge.features.memory import PARKED_COPIES, MemoryEstimate, choose_offload
 from moemerge.features.stream import RouterStream
+from moemerge.features.weights import PINNED_BYTES
 from moemerge.runtime.devices import available_memory
 
 CPU = torch.device("cpu")
@@ -28,8 +30,16 @@ def test_sizes_by_hand(zoo_folder: Callable[..., Path]) -> None:
         assert memory.layer == memory.ahead == sum(4 * p.numel() for p in layer.parameters())
         assert memory.root == 4 * (128 * 32 + 32)  # embeddings and norm, no head
     padded = sum(batch.input_ids.numel() for batch in batches)
-    assert memory.parked == PARKED_COPIES * padded * 32 * 4
+    masks = sum(b.padded * b.input_ids.numel() * b.input_ids.shape[1] for b in batches)
+    assert memory.parked == PARKED_COPIES * padded * 32 * 4 + masks
     assert memory.features == sum(batch.tokens for batch in batches) * 32 * 4
+    with RouterStream(Checkpoint.open(zoo_folder("olmoe")), batches, gather=True) as stream:
+        gathered = replace(stream.memory, ahead=memory.ahead)
+    assert memory.on_device - gathered.on_device == memory.features  # kept once
+    # What is spilled is spilled whole, and handed out beside that.
+    spilled = replace(memory, offload="disk"), replace(gathered, offload="disk")
+    assert spilled[0].on_device == spilled[1].on_device
+    assert spilled[0].on_disk == spilled[1].on_disk == memory.parked
     assert memory.offload == "device"
     assert "parked activations" in memory.describe()
 
@@ -39,9 +49,9 @@ def test_what_is_where() -> None:
     disk = replace(SMALL, offload="disk")
     assert (disk.on_device, disk.on_disk) == (55, 8)
     gpu = replace(SMALL, device=torch.device("cuda"))
-    assert (gpu.on_device, gpu.on_host) == (59, 4)
+    assert (gpu.on_device, gpu.on_host) == (63, PINNED_BYTES)
     spilled = replace(gpu, offload="cpu")
-    assert (spilled.on_device, spilled.on_host) == (51, 12)
+    assert (spilled.on_device, spilled.on_host) == (55, PINNED_BYTES + 8)
 
 
 def test_the_nearest_place_with_room() -> None:
@@ -50,3 +60,17 @@ def test_the_nearest_place_with_room() -> None:
     assert choose_offload(replace(SMALL, parked=2 * free)).offload == "disk"
     with pytest.raises(ResourceError, match=r"largest layer .* usable on cpu[^$]*--max-tokens"):
         choose_offload(replace(SMALL, layer=2 * free))
+
+
+def test_attention_that_keeps_scores_is_counted(zoo_folder: Callable[..., Path]) -> None:
+    running = {}
+    batches = reference.batches()
+    for family in ("gpt_oss", "mixtral"):
+        checkpoint = Checkpoint.open(zoo_folder(family))
+        with RouterStream(checkpoint, batches) as stream:
+            text = stream.model.config.get_text_config()
+            running[holds_scores(checkpoint)] = stream.memory.running, text.num_attention_heads
+            assert (text._attn_implementation == "eager") == holds_scores(checkpoint)
+    pairs = max(batch.input_ids.numel() * batch.input_ids.shape[1] for batch in batches)
+    (with_scores, heads), (without, _) = running[True], running[False]
+    assert with_scores - without == 12 * pairs * heads  # two in float32, and the softmax

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
+import pytest
 import torch
 
+from moemerge.errors import CheckpointError
 from moemerge.features.spill import SpillRoom, Tracker, held_by
 
 CPU = torch.device("cpu")
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    spill = SpillRoom("disk", CPU, tmp_path).spill(0)
+    assert spill is not None
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            spill.out([torch.ones(2**20)], keep=set(), smallest=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_every_reference_comes_back(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from moemerge.features.batches import Batch, make_batches
 from moemerge.features.checks import finite
 from moemerge.features.stream import RouterStream
 from moemerge.features.text import Domain
+from moemerge.runtime.timing import Stopwatch
 
 NOT_SERVED = ("zaya", "doge")
 SERVED = tuple(name for name in zoo.FAMILIES if name not in NOT_SERVED)
@@ -413,3 +414,30 @@ def test_reading_ahead_changes_nothing(family: str, zoo_folder: Folder) -> None:
     folder, batches = zoo_folder(family), reference.batches()
     with_it = stream_all(folder, batches, prefetch=True)
     assert_same(with_it, stream_all(folder, batches, prefetch=False))
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_gathered_inputs_lie_side_by_side_and_change_nothing(
+    family: str, zoo_folder: Folder
+) -> None:
+    folder = zoo_folder(family)
+    rows = [Domain("math", tuple(torch.full((8,), n) for n in (5, 6, 7))), *reference.domains()[1:]]
+    batches = make_batches(rows, batch_tokens=16)  # two of math, unpadded; code with padding
+    plain = stream_all(folder, batches, gather=False)
+    found: reference.Features = {}
+    with RouterStream(Checkpoint.open(folder), batches, gather=True) as stream:
+        for stop in stream:
+            one, two = stop.inputs("math")
+            assert two.data_ptr() == one.data_ptr() + one.numel() * one.element_size()
+            found[stop.router] = [x.clone() for _, x in in_order(stop, batches)]
+    assert_same(found, plain)
+
+
+def test_parts_of_a_layer_are_timed(zoo_folder: Folder) -> None:
+    stopwatch = Stopwatch(torch.device("cpu"))
+    stream_all(zoo_folder("deepseek_v3"), reference.batches(), stopwatch=stopwatch)
+    assert set(stopwatch.totals()) == {
+        "wait for weights", "embeddings", "other layers", "attention", "experts"
+    }  # fmt: skip
+    assert stopwatch.beside["read"] > 0
+    assert stopwatch.nbytes["read"] > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,3 +174,24 @@ def test_reading_ahead_is_used_or_thrown_away(zoo_folder: Folder) -> None:
     weights.prefetch("one", second)
     assert weights.fetched("zero", first).keys() == set(first)
     weights.close()
+
+
+def test_closing_does_not_wait_for_a_whole_part(zoo_folder: Folder) -> None:
+    class Slow(Checkpoint):
+        """Takes its time with every tensor, so that few are read when the end comes."""
+
+        begun = threading.Event()
+        reads = 0
+
+        def read(self, *args: Any, **kwargs: Any) -> Tensor:
+            Slow.reads += 1
+            Slow.begun.set()
+            time.sleep(0.02)
+            return super().read(*args, **kwargs)
+
+    checkpoint = Slow(zoo_folder("olmoe"))
+    weights = Weights(build_skeleton(checkpoint, torch.float32), checkpoint, CPU, torch.float32)
+    weights.prefetch("all", tuple(weights.model.state_dict()))
+    assert Slow.begun.wait(10)
+    weights.close()
+    assert Slow.reads < len(checkpoint.tensors) // 2

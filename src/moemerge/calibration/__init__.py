@@ -1,13 +1,7 @@
 """HARC: solve for the routers of a merged model, layer by layer."""
 
-from moemerge.calibration.prepare import CalibrationRequest, check_files, check_names
+from moemerge.calibration.prepare import CalibrationRequest
 from moemerge.calibration.report import CalibrationReport
 from moemerge.calibration.run import run_calibration
 
-__all__ = [
-    "CalibrationReport",
-    "CalibrationRequest",
-    "check_files",
-    "check_names",
-    "run_calibration",
-]
+__all__ = ["CalibrationReport", "CalibrationRequest", "run_calibration"]

@@ -19,10 +19,11 @@ from moemerge.routing import (
     RouterSolution,
     RoutingMetrics,
     SolveSettings,
-    measure,
+    measure_routers,
     minimise_divergence,
-    solve_router,
 )
+from moemerge.routing.solve import build_operator, solve_system
+from moemerge.runtime.timing import Stopwatch
 
 # What ends a Newton iteration at the precision's end is as near to the minimum as can be.
 EXACT_DONE = (Status.CONVERGED, Status.STAGNATED)
@@ -94,32 +95,43 @@ class LayerResult:
 
 
 def calibrate_layer(
-    problem: LayerProblem, settings: SolveSettings, *, start: Tensor, exact: bool = False
+    problem: LayerProblem,
+    settings: SolveSettings,
+    *,
+    start: Tensor,
+    exact: bool = False,
+    stopwatch: Stopwatch | None = None,
 ) -> LayerResult:
     """Solve for the router that agrees best with all sources, round it, and measure.
 
     `start` is where the solver begins: the answer does not depend on it, the steps do.
     """
     device = problem.domains[0].features[0].device
-    solution = solve_router(problem.gate, problem.domains, start.to(device), settings)
-    found, newton = solution.weight, None
-    if exact:
-        newton = minimise_divergence(problem.gate, problem.domains, found, exact_settings(settings))
-        found = newton.weight
+    stopwatch = stopwatch or Stopwatch(device)
+    with stopwatch.span("statistics"):
+        operator = build_operator(problem.gate, problem.domains, settings)
+    with stopwatch.span("solve"):
+        solution = solve_system(operator, start.to(device), settings)
+        del operator  # the probabilities of all tokens
+        found, newton = solution.weight, None
+        if exact:
+            newton = minimise_divergence(
+                problem.gate, problem.domains, found, exact_settings(settings)
+            )
+            found = newton.weight
     weight, bias = _rounded(found, problem)
-    new = joined(weight, bias)
-    on_features = [d for d in problem.domains if d.targets is not None]
-    return LayerResult(
-        weight=weight,
-        bias=bias,
-        solution=solution,
-        exact=newton,
-        agreement=_agreement(problem, problem.domains, new),
-        holdout=_agreement(problem, problem.holdout, new) if problem.holdout else None,
-        router_on_features=_agreement(problem, [replace(d, targets=None) for d in on_features], new)
-        if on_features
-        else None,
-    )
+    with stopwatch.span("measure"):
+        new = joined(weight, bias).to(device)
+        on_features = [replace(d, targets=None) for d in problem.domains if d.targets is not None]
+        return LayerResult(
+            weight=weight,
+            bias=bias,
+            solution=solution,
+            exact=newton,
+            agreement=_agreement(problem, problem.domains, new),
+            holdout=_agreement(problem, problem.holdout, new) if problem.holdout else None,
+            router_on_features=_agreement(problem, on_features, new) if on_features else None,
+        )
 
 
 def exact_settings(settings: SolveSettings) -> ExactSettings:
@@ -146,16 +158,17 @@ def _rounded(found: Tensor, problem: LayerProblem) -> tuple[Tensor, Tensor | Non
 
 
 def _agreement(problem: LayerProblem, domains: Sequence[Domain], new: Tensor) -> Agreement:
-    def by_domain(router: Tensor) -> dict[str, RoutingMetrics]:
-        return {
-            domain.name: measure(
-                problem.gate,
-                domain,
-                router,
-                bias=problem.selection_bias,
-                target_bias=problem.source_biases[domain.name],
-            )
-            for domain in domains
-        }
-
-    return Agreement(by_domain(problem.merged), by_domain(new))
+    pairs = {
+        domain.name: measure_routers(
+            problem.gate,
+            domain,
+            [problem.merged, new],
+            bias=problem.selection_bias,
+            target_bias=problem.source_biases[domain.name],
+        )
+        for domain in domains
+    }
+    return Agreement(
+        before={name: before for name, (before, _) in pairs.items()},
+        after={name: after for name, (_, after) in pairs.items()},
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,16 @@ from moemerge.checkpoint import check_output, require_space
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
-from moemerge.errors import ArchitectureError, DataError, TokenizerError, UsageError
-from moemerge.features.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
-from moemerge.features.text import SUFFIXES, Domain, TextOptions, load_domains, load_tokenizer
+from moemerge.features.batches import Batch, make_batches
+from moemerge.features.text import Domain, TextOptions, load_domains, load_tokenizer
+from moemerge.lockstep.inputs import (
+    batch_tokens,
+    check_files,
+    check_names,
+    check_same_tokens,
+    forward_dtype,
+    require_streamable,
+)
 from moemerge.lockstep.models import (
     MERGED,
     OpenModel,
@@ -31,13 +39,11 @@ from moemerge.lockstep.models import (
     require_same_family,
     skipped_routers,
 )
-from moemerge.registry import did_you_mean
-from moemerge.runtime.devices import dtype_name, parse_dtype, resolve_device
+from moemerge.runtime.devices import dtype_name, resolve_device
 
 # Report, card and config beside the weights.
 COMPANION_BYTES = 16 * 2**20
-# A CPU gains nothing from long batches, and their temporaries are the largest thing it holds.
-CPU_BATCH_TOKENS = 2048
+MERGED_ALONE = "--targets merged-features runs the merged model alone and reads sources' routers"
 # They say how a run is done; its result does not depend on them.
 NOT_IN_KEY = ("offload", "strict", "device", "dtype")
 
@@ -58,6 +64,8 @@ class CalibrationRequest:
     # The merged folder was made by this very run and goes when it ends: its config tells all,
     # and unchanged shards need no copy.
     passing: bool = False
+    # Without it routers are solved for and reported on; nothing is written, not even a journal.
+    write: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,30 +84,42 @@ class Prepared:
     dtype: torch.dtype
     notices: tuple[str, ...]
     key: Mapping[str, Any]  # what the result depends on: two runs with one key end alike
+    text_seconds: float  # taken to read and tokenize the text
 
     @property
     def streams_sources(self) -> bool:
         return self.request.settings.targets == "source-features"
 
 
-def prepare(request: CalibrationRequest) -> Prepared:
-    """Check names, files, models, space and text; make the batches."""
+Opened = Callable[[OpenModel, torch.device, torch.dtype], None]
+
+
+def prepare(request: CalibrationRequest, opened: Opened | None = None) -> Prepared:
+    """Check names, files, models, space and text; make the batches.
+
+    `opened` is called early, when the merged model is known to be one that can be calibrated.
+    """
     settings = request.settings
     check_names(request.sources, request.data)
     check_files(request.data)
     device = resolve_device(settings.device)
     merged = open_model(MERGED, request.merged)
     require_calibratable(merged)
+    dtype = forward_dtype(settings.dtype, merged)
+    if opened is not None:
+        opened(merged, device, dtype)
     sources = {name: open_model(name, ref) for name, ref in request.sources.items()}
     inputs = [f for model in (merged, *sources.values()) for f in model.checkpoint.folders]
-    check_output(request.out, overwrite=request.overwrite, inputs=inputs)
-    require_space(request.out, merged.checkpoint.total_bytes + COMPANION_BYTES)
+    if request.write:
+        check_output(request.out, overwrite=request.overwrite, inputs=inputs)
+        require_space(request.out, merged.checkpoint.total_bytes + COMPANION_BYTES)
     for source in sources.values():
         require_same_family(merged, source)
     layers = chosen_layers(merged, settings.layers)
     routers = pair_routers(merged, list(sources.values()), layers)
+    begin = time.perf_counter()
     domains, notices = _text(request, merged, sources)
-    dtype = forward_dtype(settings.dtype, merged)
+    text_seconds = time.perf_counter() - begin
     return Prepared(
         request=request,
         merged=merged,
@@ -108,63 +128,13 @@ def prepare(request: CalibrationRequest) -> Prepared:
         routers=routers,
         skipped=skipped_routers(merged, layers),
         domains=domains,
-        batches=make_batches(domains, batch_tokens=batch_tokens(device)),
+        batches=make_batches(domains, batch_tokens=batch_tokens(merged, device)),
         device=device,
         dtype=dtype,
         notices=(*gate_notices(merged, list(sources.values()), routers[0]), *notices),
         key=_key(request, merged, sources, routers, domains, device, dtype),
+        text_seconds=text_seconds,
     )
-
-
-def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> None:
-    """A source and its text are paired by name; each needs the other."""
-    if not sources:
-        raise UsageError(
-            "no source given", hint="name each model that was merged: --source NAME=MODEL"
-        )
-    problems = [
-        f"data {name!r} has no source of that name{did_you_mean(name, sources)}"
-        for name in data
-        if name not in sources
-    ]
-    problems += [
-        f"source {name!r} has no data{did_you_mean(name, [n for n in data if n not in sources])}"
-        for name in sources
-        if name not in data
-    ]
-    if problems:
-        raise UsageError(
-            "; ".join(problems), hint="every source needs its text: --source A=MODEL --data A=FILE"
-        )
-
-
-def check_files(data: Mapping[str, Sequence[str | Path]]) -> None:
-    """Every file exists and is of a kind that can be read."""
-    for name, files in data.items():
-        for file in map(Path, files):
-            if not file.name.endswith(SUFFIXES):
-                raise DataError(
-                    f"data {name!r}: {file} is of an unknown kind {file.suffix!r}",
-                    hint=f"use {', '.join(SUFFIXES)}",
-                )
-            if not file.is_file():
-                raise DataError(f"data {name!r}: no such file {file}")
-
-
-def forward_dtype(name: str, merged: OpenModel) -> torch.dtype:
-    """`auto` is the dtype of most of the checkpoint's bytes: what the model runs in elsewhere."""
-    if name != "auto":
-        return parse_dtype(name)
-    bytes_of: dict[torch.dtype, int] = {}
-    for info in merged.checkpoint.tensors.values():
-        if info.dtype.is_floating_point:
-            bytes_of[info.dtype] = bytes_of.get(info.dtype, 0) + info.nbytes
-    return max(bytes_of, key=bytes_of.__getitem__, default=torch.float32)
-
-
-def batch_tokens(device: torch.device) -> int:
-    """Fixed by the kind of device alone: batches decide the last bits of the result."""
-    return CPU_BATCH_TOKENS if device.type == "cpu" else DEFAULT_BATCH_TOKENS
 
 
 def settings_data(settings: CalibrationSettings) -> dict[str, Any]:
@@ -195,44 +165,10 @@ def _text(
     if settings.targets == "source-features":
         for domain in domains:
             source = sources[domain.name]
-            _require_streamable(merged, source)
-            notices += _check_tokens(domain, tokenizer, source)
+            what = f"source {source.name!r}"
+            require_streamable(merged, source, what=what, hint=MERGED_ALONE)
+            notices += check_same_tokens([domain], tokenizer, source, what=what, hint=MERGED_ALONE)
     return domains, notices
-
-
-def _require_streamable(merged: OpenModel, source: OpenModel) -> None:
-    if source.architecture.num_layers != merged.architecture.num_layers:
-        raise ArchitectureError(
-            f"source {source.name!r} ({source.label}) has {source.architecture.num_layers} layers, "
-            f"{merged.label} has {merged.architecture.num_layers}",
-            hint="--targets source-features needs sources of the merged model's depth",
-        )
-    if source.architecture.quantised:
-        raise ArchitectureError(
-            f"source {source.name!r} ({source.label}) is quantised "
-            f"({source.architecture.quantised}) and cannot be run",
-            hint="dequantise it, or use --targets merged-features, which reads its routers alone",
-        )
-
-
-def _check_tokens(domain: Domain, tokenizer: Any, source: OpenModel) -> list[str]:
-    """The source must read the same tokens under the same numbers as the merged model does."""
-    try:
-        theirs: Any = load_tokenizer(source.checkpoint.path)
-    except TokenizerError:
-        return [f"source {source.name!r} has no tokenizer; it is taken to have the merged model's"]
-    rows = [*domain.rows, *domain.holdout]
-    used = torch.unique(torch.cat(rows)).tolist()
-    ours_tokens = tokenizer.convert_ids_to_tokens(used)
-    their_tokens = theirs.convert_ids_to_tokens(used)
-    for number, ours, other in zip(used, ours_tokens, their_tokens, strict=True):
-        if ours != other:
-            raise TokenizerError(
-                f"token {number} is {ours!r} in the merged model and {other!r} in source "
-                f"{source.name!r}: they do not read the same text under the same numbers",
-                hint="use --targets merged-features, which runs the merged model alone",
-            )
-    return []
 
 
 # --- the key ------------------------------------------------------------------------------------

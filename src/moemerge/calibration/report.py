@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moemerge.calibration.layer import Agreement, LayerResult
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import SkippedRouter
+from moemerge.runtime.timing import Stopwatch
 
 PER_DOMAIN = ("kl_before", "kl_after", "mismatch_before", "mismatch_after")
 
@@ -28,6 +29,8 @@ def layer_row(layer: int, router: str, result: LayerResult, seconds: float) -> d
         "seconds": round(seconds, 3),
         "preconditioner": str(result.solution.preconditioner),
         "refinements": cg.refinements,
+        # The recurrence's, step by step: what a curve of the convergence shows.
+        "residuals": [_number(float(f"{value:.3g}")) for value in cg.residuals],
         "top1_before": {n: _number(m.top1_agreement) for n, m in result.agreement.before.items()},
         "top1_after": {n: _number(m.top1_agreement) for n, m in result.agreement.after.items()},
         "notices": _notices(layer, router, result),
@@ -103,6 +106,42 @@ def _mean(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
+class Timings:
+    """Where a run's seconds went: one after the other, and beside them."""
+
+    seconds: Mapping[str, float]  # by part, up to the last router, and "write"
+    solved: float  # from the start until the last router was solved
+    beside: Mapping[str, tuple[float, int]]  # seconds and bytes of what ran in the background
+    peak_memory: int | None  # bytes on a GPU
+
+    @classmethod
+    def of(cls, stopwatch: Stopwatch, solved: float, peak: int | None) -> Timings:
+        parts = stopwatch.totals()
+        parts["other"] = max(0.0, solved - math.fsum(parts.values()))
+        beside = {name: (s, stopwatch.nbytes[name]) for name, s in stopwatch.beside.items()}
+        return cls(parts, solved, beside, peak)
+
+    def written(self, seconds: float, copied: tuple[float, int]) -> Timings:
+        """The same once the output is there."""
+        return replace(
+            self,
+            seconds={**self.seconds, "write": seconds},
+            beside={**self.beside, "copy": copied},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "solved": round(self.solved, 3),
+            "seconds": {name: round(s, 3) for name, s in self.seconds.items()},
+            "beside": {
+                name: {"seconds": round(s, 3), "bytes": nbytes}
+                for name, (s, nbytes) in self.beside.items()
+            },
+            "peak_gpu_memory": self.peak_memory,
+        }
+
+
+@dataclass(frozen=True)
 class CalibrationReport:
     """The `calibration` part of `moemerge_report.json`."""
 
@@ -120,6 +159,7 @@ class CalibrationReport:
     skipped: tuple[SkippedRouter, ...]
     notices: tuple[str, ...]
     seconds: float
+    timings: Timings
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -144,4 +184,5 @@ class CalibrationReport:
             "totals": self.totals,
             "notices": list(self.notices),
             "seconds": round(self.seconds, 3),
+            "timings": self.timings.to_json(),
         }

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moemerge.calibration.journal import Entry, Journal
+from moemerge.calibration.journal import Entry
 from moemerge.calibration.layer import LayerProblem, calibrate_layer
+from moemerge.calibration.output import Output, StrictError, open_output
 from moemerge.calibration.prepare import CalibrationRequest, Prepared, prepare, settings_data
-from moemerge.calibration.provenance import output_files
-from moemerge.calibration.report import CalibrationReport, layer_row
+from moemerge.calibration.report import CalibrationReport, Timings, layer_row
 from moemerge.calibration.streams import Streams, open_streams
-from moemerge.checkpoint import CheckpointPatch
+from moemerge.calibration.warm_up import WarmUp
+from moemerge.config.calibration import CalibrationSettings
 from moemerge.errors import (
     ArchitectureError,
-    DataError,
+    CheckpointError,
     NumericalError,
     ResourceError,
-    UsageError,
 )
 from moemerge.features.stops import RouterStop
 from moemerge.linalg.cg import Status
@@ -32,10 +32,7 @@ from moemerge.routing import Curvature, Domain, Preconditioner, SolveSettings
 from moemerge.routing.curvature import logits_of, working_dtype
 from moemerge.runtime.devices import dtype_name
 from moemerge.runtime.progress import Progress
-from moemerge.version import __version__
-
-# After these a second attempt would end the same: what is finished is of no use.
-HOPELESS = (ArchitectureError, DataError, NumericalError, UsageError)
+from moemerge.runtime.timing import peak_memory
 
 
 def run_calibration(request: CalibrationRequest, progress: Progress) -> CalibrationReport:
@@ -44,45 +41,57 @@ def run_calibration(request: CalibrationRequest, progress: Progress) -> Calibrat
     A run that is killed or interrupted leaves a journal of its finished layers beside OUT.
     """
     start = time.perf_counter()
-    prepared = prepare(request)
+    with WarmUp(solve_settings(request.settings)) as warm_up:
+        return _run(request, progress, warm_up, start)
+
+
+def _run(
+    request: CalibrationRequest, progress: Progress, warm_up: WarmUp, start: float
+) -> CalibrationReport:
+    prepared = prepare(request, warm_up.begin)
     for notice in prepared.notices:
         progress.note(notice)
-    with open_streams(prepared, progress) as streams:
-        journal = Journal.open(request.out, prepared.key, resume=request.resume)
-        if request.resume:
-            progress.note(f"{len(journal.entries)} finished routers found, the rest is solved")
-        try:
-            loop = _Loop(prepared, streams, journal, progress)
+    with open_streams(prepared, progress, warm_up.wait) as streams:
+        streams.stopwatch.count("prepare", time.perf_counter() - start - prepared.text_seconds)
+        streams.stopwatch.count("text", prepared.text_seconds)
+        with open_output(prepared) as output:
+            if request.resume:
+                progress.note(f"{len(output.entries)} finished routers found, the rest is solved")
+            loop = _Loop(prepared, streams, output, progress, warm_up)
             loop.run()
-            report = _report(prepared, streams, loop, time.perf_counter() - start)
-            _write(prepared, journal, report)
-        except HOPELESS:
-            journal.remove()
-            raise
-        except BaseException:
-            journal.close()
-            raise
-    journal.remove()
-    return report
+            solved = time.perf_counter()
+            report = _report(prepared, streams, loop, solved - start)
+            streams.close()  # its memory is of no more use, and writing may take a while
+            output.finish(report)
+    written = report.timings.written(time.perf_counter() - solved, output.copied)
+    return replace(report, timings=written, seconds=time.perf_counter() - start)
 
 
 class _Loop:
     """Stop, solve, replace, note: router after router."""
 
     def __init__(
-        self, prepared: Prepared, streams: Streams, journal: Journal, progress: Progress
+        self,
+        prepared: Prepared,
+        streams: Streams,
+        output: Output,
+        progress: Progress,
+        warm_up: WarmUp,
     ) -> None:
         self.prepared = prepared
         self.streams = streams
-        self.journal = journal
+        self.output = output
         self.progress = progress
-        self.resumed = len(journal.entries)
-        self.settings = solve_settings(prepared)
+        self.resumed = len(output.entries)
+        self.settings = solve_settings(prepared.request.settings)
+        self.warm_up = warm_up
         self._begun = time.perf_counter()
 
     def run(self) -> None:
         left = {pair.place.weight: pair for pair in self.prepared.routers}
         for number, (stop, beside) in enumerate(self.streams):
+            with self.streams.stopwatch.span("journal"):
+                self.output.check()
             pair = left.pop(stop.weight_name, None)
             if pair is None:
                 raise ArchitectureError(
@@ -90,21 +99,34 @@ class _Loop:
                     "table of families knows nothing of it"
                 )
             if number < self.resumed:
-                entry = self.journal.entries[number]
-                self._require_converged(entry.row)
+                entry = self._finished(number, stop)
             else:
                 entry = self._solve(pair, stop, beside)
-                self.journal.add(entry)
+                with self.streams.stopwatch.span("journal"):
+                    self.output.add(entry)
                 self._tell(entry.row, len(left))
             stop.replace(
                 entry.weight.to(self.prepared.device),
                 None if entry.bias is None else entry.bias.to(self.prepared.device),
             )
+        self.output.check()
         if left:
             raise ArchitectureError(
                 f"{self.prepared.merged.label}: the model never ran {', '.join(sorted(left))}",
                 hint="config.json and weights may not belong together",
             )
+
+    def _finished(self, number: int, stop: RouterStop) -> Entry:
+        """A router that the killed run had solved."""
+        entry = self.output.entries[number]
+        if entry.router != stop.weight_name:
+            raise CheckpointError(
+                f"{self.output.where}: entry {number} is of {entry.router}, but the model runs "
+                f"{stop.weight_name} there",
+                hint="the journal is damaged; start anew without --resume",
+            )
+        self._require_converged(entry.row)
+        return entry
 
     def _solve(
         self, pair: PairedRouter, stop: RouterStop, beside: Mapping[str, RouterStop]
@@ -112,15 +134,19 @@ class _Loop:
         begin = time.perf_counter()
         place = pair.place
         settings = self.prepared.request.settings
-        merged = read_router(self.prepared.merged, place)
-        sources = {n: read_router(self.prepared.sources[n], p) for n, p in pair.sources.items()}
-        with _errors_of(place.layer):
+        with self.streams.stopwatch.span("routers"), _errors_of(place.layer):
+            merged = read_router(self.prepared.merged, place)
+            sources = {n: read_router(self.prepared.sources[n], p) for n, p in pair.sources.items()}
             problem = layer_problem(pair, stop, beside, merged, sources)
+        with self.streams.stopwatch.span("warm-up"), _errors_of(place.layer):
+            self.warm_up.wait()
+        with _errors_of(place.layer):
             result = calibrate_layer(
                 problem,
                 self.settings,
                 start=initial_router(settings.init, merged, sources),
                 exact=settings.objective == "exact",
+                stopwatch=self.streams.stopwatch,
             )
         row = layer_row(place.layer, place.weight, result, time.perf_counter() - begin)
         self._require_converged(row)
@@ -136,13 +162,13 @@ class _Loop:
     def _require_converged(self, row: Mapping[str, Any]) -> None:
         """Under --strict, also of layers that a run without it had finished."""
         if self.prepared.request.settings.strict and row["status"] != Status.CONVERGED:
-            raise NumericalError(
+            raise StrictError(
                 row["notices"][0],
                 hint="allow more --max-steps, a larger --rtol, or leave --strict out",
             )
 
     def _tell(self, row: Mapping[str, Any], left: int) -> None:
-        done = len(self.journal.entries) - self.resumed
+        done = len(self.prepared.routers) - left - self.resumed
         seconds = (time.perf_counter() - self._begun) / max(done, 1) * left
         before, after = (_mean(row[key]) for key in ("kl_before", "kl_after"))
         residual = "?" if row["residual"] is None else f"{row['residual']:.1e}"
@@ -175,8 +201,7 @@ def _errors_of(layer: int) -> Iterator[None]:
 # --- one layer's problem ------------------------------------------------------------------------
 
 
-def solve_settings(prepared: Prepared) -> SolveSettings:
-    settings = prepared.request.settings
+def solve_settings(settings: CalibrationSettings) -> SolveSettings:
     return SolveSettings(
         alpha=settings.alpha,
         gamma=settings.gamma,
@@ -253,6 +278,7 @@ def _own_logits(
 
 def _report(prepared: Prepared, streams: Streams, loop: _Loop, seconds: float) -> CalibrationReport:
     request = prepared.request
+    streams.stopwatch.aside("copy", *loop.output.copied)
     return CalibrationReport(
         merged="this run's merge" if request.passing else str(request.merged),
         output=str(request.out),
@@ -264,34 +290,9 @@ def _report(prepared: Prepared, streams: Streams, loop: _Loop, seconds: float) -
         offload=streams.offload,
         memory=streams.bytes_on_device,
         resumed=loop.resumed,
-        layers=tuple(entry.row for entry in loop.journal.entries),
+        layers=tuple(entry.row for entry in loop.output.entries),
         skipped=prepared.skipped,
-        notices=(*prepared.notices, *(n for e in loop.journal.entries for n in e.row["notices"])),
+        notices=(*prepared.notices, *(n for e in loop.output.entries for n in e.row["notices"])),
         seconds=seconds,
+        timings=Timings.of(streams.stopwatch, seconds, peak_memory(prepared.device)),
     )
-
-
-def _write(prepared: Prepared, journal: Journal, report: CalibrationReport) -> None:
-    request = prepared.request
-    biases = {pair.place.weight: pair.place.bias for pair in prepared.routers}
-    patch = CheckpointPatch(
-        prepared.merged.checkpoint,
-        request.out,
-        overwrite=request.overwrite,
-        link=request.passing,
-        inputs=_inputs(prepared),
-    )
-    with patch:
-        for entry in journal.entries:
-            patch.write(entry.router, entry.weight)
-            bias = biases[entry.router]
-            if bias is not None and entry.bias is not None:
-                shape = prepared.merged.checkpoint.tensors[bias].shape
-                patch.write(bias, entry.bias.reshape(shape))
-        for name, data in output_files(prepared, report, __version__).items():
-            patch.add_bytes(name, data)
-        patch.commit()
-
-
-def _inputs(prepared: Prepared) -> Sequence[Path]:
-    return [f for source in prepared.sources.values() for f in source.checkpoint.folders]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,19 +12,22 @@ from moemerge.architectures.gates import Score
 from moemerge.calibration.prepare import Prepared
 from moemerge.checkpoint import format_size, require_space
 from moemerge.errors import ResourceError
-from moemerge.features.memory import HEADROOM, MemoryEstimate
+from moemerge.features.memory import HEADROOM
 from moemerge.features.spill import Offload
 from moemerge.features.stream import RouterStream
+from moemerge.lockstep.memory import choose_offload, fits, needed
 from moemerge.lockstep.models import OpenModel
 from moemerge.lockstep.streams import Lockstep
 from moemerge.routing.curvature import rows_at_once
 from moemerge.routing.preconditioners import Preconditioner, matrix_bytes
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.timing import Stopwatch
 
-HOST = torch.device("cpu")
 # Vectors of the solver, preconditioner's scales, measured routers: all (K, d) in float64.
 ROUTER_COPIES = 16
+# Python, torch and transformers themselves, threads' heaps, kernels that oneDNN keeps: measured.
+PROCESS_BYTES = 512 * 2**20
 
 
 class Streams(Lockstep):
@@ -39,21 +41,24 @@ class Streams(Lockstep):
     ) -> None:
         super().__init__(merged, sources)
         self._prepared = prepared
+        self.stopwatch = merged[1].stopwatch
 
     @property
     def bytes_on_device(self) -> int:
-        return needed(self.memories, self.offload, self._prepared)[0]
+        """What the device will hold of this process at the most."""
+        own = PROCESS_BYTES if self._prepared.device.type == "cpu" else 0
+        return own + needed(self.memories, self.offload, solver_bytes(self._prepared))[0]
 
     def check_memory(self) -> None:
         """Refuse what does not fit, and say what to change."""
         memories, prepared = self.memories, self._prepared
-        device, host = needed(memories, self.offload, prepared)
         solver = solver_bytes(prepared)
-        if _fits(device, host, prepared.device):
+        if fits(memories, self.offload, solver):
             disk = sum(memory.on_disk for memory in memories)
             if disk:
                 require_space(Path(tempfile.gettempdir()), disk)
             return
+        device, host = needed(memories, self.offload, solver)
         free = int(available_memory(prepared.device) * HEADROOM)
         models = f" and {len(self.beside)} sources beside it" if self.beside else ""
         raise ResourceError(
@@ -65,13 +70,20 @@ class Streams(Lockstep):
         )
 
 
-def open_streams(prepared: Prepared, progress: Progress) -> Streams:
-    """Build the skeletons, and choose where activations are parked; refuses what fits nowhere."""
+def open_streams(
+    prepared: Prepared, progress: Progress, settle: Callable[[], None] = lambda: None
+) -> Streams:
+    """Build the skeletons, and choose where activations are parked; refuses what fits nowhere.
+
+    `settle` waits for what holds some of the device for a while; it is called if that is missed.
+    """
     wanted = prepared.request.settings.offload
     streams = _build(prepared, progress, "device" if wanted == "auto" else wanted)
     try:
+        if not fits(streams.memories, streams.offload, solver_bytes(prepared)):
+            settle()
         if wanted == "auto":
-            kind = choose_offload(streams.memories, prepared)
+            kind = choose_offload(streams.memories, solver_bytes(prepared))
             if kind != streams.offload:
                 streams.close()
                 streams = _build(prepared, progress, kind)
@@ -84,6 +96,7 @@ def open_streams(prepared: Prepared, progress: Progress) -> Streams:
 
 def _build(prepared: Prepared, progress: Progress, offload: Offload) -> Streams:
     opened: dict[str, tuple[OpenModel, RouterStream]] = {}
+    stopwatch = Stopwatch(prepared.device)
     try:
         for name in ("", *(prepared.sources if prepared.streams_sources else ())):
             model = prepared.sources[name] if name else prepared.merged
@@ -95,6 +108,7 @@ def _build(prepared: Prepared, progress: Progress, offload: Offload) -> Streams:
                 offload=offload,
                 layers=prepared.layers,
                 progress=None if name else progress,
+                stopwatch=stopwatch,
             )
             opened[name] = (model, stream)
     except BaseException:
@@ -105,31 +119,6 @@ def _build(prepared: Prepared, progress: Progress, offload: Offload) -> Streams:
 
 
 # --- memory -------------------------------------------------------------------------------------
-
-
-def choose_offload(memories: list[MemoryEstimate], prepared: Prepared) -> Offload:
-    """The nearest place with room for parked activations; the farthest where nothing fits."""
-    kinds: tuple[Offload, ...] = ("device", "cpu", "disk")
-    for kind in kinds:
-        if kind == "cpu" and prepared.device.type == "cpu":
-            continue
-        if _fits(*needed(memories, kind, prepared), prepared.device):
-            return kind
-    return "disk"
-
-
-def needed(memories: list[MemoryEstimate], offload: Offload, prepared: Prepared) -> tuple[int, int]:
-    """Bytes on the device and on the host, solver included."""
-    placed = [replace(memory, offload=offload) for memory in memories]
-    device = sum(memory.on_device for memory in placed) + solver_bytes(prepared)
-    host = sum(memory.on_host for memory in placed)
-    return device, device if prepared.device.type == "cpu" else host
-
-
-def _fits(device: int, host: int, where: torch.device) -> bool:
-    return (
-        device <= available_memory(where) * HEADROOM and host <= available_memory(HOST) * HEADROOM
-    )
 
 
 def solver_bytes(prepared: Prepared) -> int:

@@ -125,6 +125,10 @@ class AdaptedCheckpoint(Checkpoint):
             if info.rows != old and self.config.get("vocab_size") == old:
                 self.config = {**self.config, "vocab_size": info.rows}
 
+    def has_elements(self, name: str) -> bool:
+        touched = name in self._updates or name in self._biases or name in self._replaced
+        return not touched and super().has_elements(name)
+
     def read(
         self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
     ) -> Tensor:

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -25,6 +25,8 @@ from moemerge.runtime.devices import free_disk
 
 # Folders that other tools leave in a model folder; nothing of the user's own is in them.
 _KNOWN_FOLDERS: Final = frozenset({*CARRIED_FOLDERS, ".cache"})
+_BLOCK: Final = 64 * 2**20  # copied by the system at once, between two looks at `check`
+_SMALL_BLOCK: Final = 2**20  # the same where it passes through this process
 _ADVICE: Final = {
     errno.ENOSPC: "free some space, or choose an output folder on another disk",
     errno.EDQUOT: "your disk quota is used up; free some space or choose another folder",
@@ -236,26 +238,44 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy contents, sharing blocks where the file system can. Symlinks are followed."""
+def copy_file(source: Path, target: Path, check: Callable[[], None] | None = None) -> None:
+    """Copy contents, sharing blocks where the file system can. Symlinks are followed.
+
+    `check` is called between blocks; what it raises ends the copy.
+    """
+    look = check if check is not None else lambda: None
     with _open_source(source) as reader, open(target, "xb") as writer:
-        left = os.fstat(reader.fileno()).st_size
+        size = os.fstat(reader.fileno()).st_size
         try:
-            if not hasattr(os, "copy_file_range"):  # macOS
-                raise OSError(errno.ENOSYS, "no copy_file_range")
-            while left > 0:
-                count = os.copy_file_range(reader.fileno(), writer.fileno(), left)
-                if count == 0:
-                    break
-                left -= count
+            _copy_by_system(reader, writer, size, look)
         except OSError as error:
             if error.errno not in {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
                 raise
             reader.seek(0)
             writer.seek(0)
-            shutil.copyfileobj(reader, writer, 2**20)
+            while block := reader.read(_SMALL_BLOCK):
+                look()
+                writer.write(block)
         writer.flush()
+        if (copied := os.fstat(writer.fileno()).st_size) != size:
+            raise CheckpointError(
+                f"{source} had {size} bytes when its copy began and {copied} at its end",
+                hint="somebody writes to it; repeat this when it is finished",
+            )
         os.fsync(writer.fileno())
+
+
+def _copy_by_system(
+    reader: BinaryIO, writer: BinaryIO, size: int, look: Callable[[], None]
+) -> None:
+    if not hasattr(os, "copy_file_range"):  # macOS
+        raise OSError(errno.ENOSYS, "no copy_file_range")
+    while size > 0:
+        look()
+        count = os.copy_file_range(reader.fileno(), writer.fileno(), min(size, _BLOCK))
+        if count == 0:  # some file systems say so instead of failing
+            raise OSError(errno.EINVAL, "nothing was copied")
+        size -= count
 
 
 def _open_source(path: Path) -> BinaryIO:

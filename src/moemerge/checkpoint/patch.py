@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -14,7 +16,13 @@ from torch import Tensor
 from moemerge.checkpoint.companions import CARRIED_FOLDERS, folder_files, is_weights
 from moemerge.checkpoint.lora import AdaptedCheckpoint
 from moemerge.checkpoint.output import OutputFolder, copy_file, write_file, writing
-from moemerge.checkpoint.reader import INDEX, PICKLED_INDEX, Checkpoint, is_inside
+from moemerge.checkpoint.reader import (
+    INDEX,
+    PICKLED_INDEX,
+    Checkpoint,
+    TensorFile,
+    is_inside,
+)
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.checkpoint.writer import CheckpointWriter
@@ -30,6 +38,13 @@ class _Target(Protocol):
     def add_bytes(self, filename: str, data: bytes) -> None: ...
 
     def add_file(self, source: Path, name: str | None) -> None: ...
+
+    def begin(self, names: Collection[str]) -> None: ...
+
+    def poll(self) -> None: ...
+
+    @property
+    def copied(self) -> tuple[float, int]: ...
 
     def commit(self) -> None: ...
 
@@ -68,6 +83,19 @@ class CheckpointPatch:
                 source, out, overwrite=overwrite, inputs=inputs, shard_bytes=shard_bytes
             )
         )
+
+    def begin(self, names: Collection[str]) -> None:
+        """Begin to copy in the background; `names` are the tensors that will be replaced."""
+        self._target.begin(names)
+
+    def poll(self) -> None:
+        """Raise what has gone wrong in the background, if anything has."""
+        self._target.poll()
+
+    @property
+    def copied(self) -> tuple[float, int]:
+        """Seconds and bytes of shards copied so far."""
+        return self._target.copied
 
     def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
         """Replace a tensor, or the leading-axis rows from `row` on. Safe from any thread; a row
@@ -124,7 +152,8 @@ def other_files(source: Checkpoint) -> dict[str, Path]:
 class _PatchedCopy:
     """Copies shards byte for byte and overwrites tensors where they lie.
 
-    A shard is copied when it is first written to, the others on commit.
+    A shard is copied when it is first written to, the others on commit; all of them in the
+    background before that, once `begin` was called.
     """
 
     def __init__(
@@ -133,7 +162,10 @@ class _PatchedCopy:
         self._source = source
         self._link = link
         self._out = out
-        self._copied: dict[str, int] = {}  # shard name -> descriptor of the copy
+        self._copies: dict[str, Future[int]] = {}  # shard name -> descriptor of the copy
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="moemerge-copy")
+        self._stopped = threading.Event()
+        self._seconds, self._nbytes = 0.0, 0
         self._lock = threading.Lock()
         self._closed = False
         self._folder = OutputFolder(out, overwrite=overwrite, inputs=inputs)
@@ -146,22 +178,47 @@ class _PatchedCopy:
         data = as_bytes(tensor.detach().cpu().contiguous())
         with writing(self._out), self._lock:
             self._check_open()
-            fd = self._copy(file)
+            fd = self._submit(file).result()
             offset = stored.offset + row * stored.info.row_bytes
             done = 0
             while done < len(data):
                 done += os.pwrite(fd, data[done:], offset + done)
 
-    def _copy(self, file: SafetensorsFile) -> int:
-        name = self._name(file)
-        if name not in self._copied:
-            target = self._place(name)
-            copy_file(file.path, target)
-            self._copied[name] = os.open(target, os.O_RDWR | os.O_CLOEXEC)
-        return self._copied[name]
+    def begin(self, names: Collection[str]) -> None:
+        touched = [self._source.file_of(name) for name in names]
+        files = touched if self._link else self._source.files
+        with self._lock:
+            self._check_open()
+            for file in files:
+                self._submit(file)
 
-    def _name(self, file: SafetensorsFile) -> str:
-        return str(file.path.relative_to(self._source.path))
+    def poll(self) -> None:
+        with writing(self._out):
+            for copy in list(self._copies.values()):
+                if copy.done():
+                    copy.result()
+
+    @property
+    def copied(self) -> tuple[float, int]:
+        return self._seconds, self._nbytes
+
+    def _submit(self, file: TensorFile) -> Future[int]:
+        name = str(file.path.relative_to(self._source.path))
+        if name not in self._copies:
+            self._copies[name] = self._copier.submit(self._copy, file.path, self._place(name))
+        return self._copies[name]
+
+    def _copy(self, source: Path, target: Path) -> int:
+        """Copy one shard; runs in the background."""
+        begin = time.perf_counter()
+        copy_file(source, target, self._go_on)
+        self._nbytes += target.stat().st_size
+        self._seconds += time.perf_counter() - begin
+        return os.open(target, os.O_RDWR | os.O_CLOEXEC)
+
+    def _go_on(self) -> None:
+        if self._stopped.is_set():
+            raise CheckpointError(f"the output {self._out} was given up")
 
     def _place(self, name: str) -> Path:
         if not is_inside(name):
@@ -191,8 +248,8 @@ class _PatchedCopy:
             with writing(self._out), self._lock:
                 self._check_open()
                 self._copy_rest()
-                for fd in self._copied.values():
-                    os.fsync(fd)
+                for copy in self._copies.values():
+                    os.fsync(copy.result())
             self._release()
             self._folder.commit()
         except BaseException:
@@ -201,8 +258,11 @@ class _PatchedCopy:
 
     def _copy_rest(self) -> None:
         for file in self._source.files:
+            if not self._link:
+                self._submit(file)
+                continue
             name = str(file.path.relative_to(self._source.path))
-            if name not in self._copied:
+            if name not in self._copies:
                 self._adopt(file.path, self._place(name))
         others = other_files(self._source)
         if (self._source.path / INDEX).exists():
@@ -213,25 +273,26 @@ class _PatchedCopy:
                 copy_file(path, target)
 
     def _adopt(self, source: Path, target: Path) -> None:
-        if self._link:
-            try:
-                os.link(os.path.realpath(source), target)
-                return
-            except OSError as error:
-                if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP}:
-                    raise
-        copy_file(source, target)
+        try:
+            os.link(os.path.realpath(source), target)
+        except OSError as error:
+            if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP}:
+                raise
+            copy_file(source, target)
 
     def abort(self) -> None:
         self._release()
         self._folder.abort()
 
     def _release(self) -> None:
+        self._stopped.set()
+        self._copier.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             self._closed = True
-            for fd in self._copied.values():
-                os.close(fd)
-            self._copied.clear()
+            for copy in self._copies.values():
+                if not copy.cancelled() and copy.exception() is None:
+                    os.close(copy.result())
+            self._copies.clear()
 
 
 class _Rewritten:
@@ -255,6 +316,15 @@ class _Rewritten:
             overwrite=overwrite,
             inputs=inputs,
         )
+
+    def begin(self, names: Collection[str]) -> None:
+        """Every tensor is converted on the way, so nothing can be copied before its time."""
+
+    def poll(self) -> None: ...
+
+    @property
+    def copied(self) -> tuple[float, int]:
+        return 0.0, 0
 
     def write(self, name: str, tensor: Tensor, row: int) -> None:
         self._writer.write(name, tensor, row)

@@ -94,6 +94,16 @@ class Checkpoint(Mapping[str, Tensor]):
         """
         return self.file_of(name).read(name, rows, out)
 
+    def has_elements(self, name: str) -> bool:
+        """Whether `read_elements` can read the tensor: it is stored as it is read."""
+        return isinstance(self.file_of(name), SafetensorsFile) and name in self.tensors
+
+    def read_elements(self, name: str, start: int, out: memoryview) -> None:
+        """Fill the bytes `out` with the tensor's elements from `start` on, as they are stored."""
+        file = self.file_of(name)
+        assert isinstance(file, SafetensorsFile)
+        file.read_elements(name, start, out)
+
     def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
         """Let the system begin to read what will be asked for soon; does not wait."""
         self.file_of(name).prefetch(name, rows)
@@ -284,7 +294,10 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(
             f"{path} has no weight_map that maps tensor names to files", hint=hint
         )
+    good: set[str] = set()  # thousands of tensors, few files
     for name, file in weight_map.items():
+        if isinstance(file, str) and file in good:
+            continue
         if not isinstance(file, str) or not is_inside(file):
             raise CheckpointError(
                 f"{path}: tensor {name!r} is said to lie in {file!r}, outside the model folder",
@@ -296,6 +309,7 @@ def _read_index(path: Path) -> dict[str, str]:
                 "expected a .safetensors or .bin file",
                 hint=hint,
             )
+        good.add(file)
     return weight_map
 
 

@@ -74,6 +74,11 @@ class SafetensorsFile:
         self._fill(as_bytes(out), offset, name)
         return out
 
+    def read_elements(self, name: str, start: int, out: memoryview) -> None:
+        """Fill the bytes `out` with the tensor's elements from `start` on."""
+        stored = self.stored[name]
+        self._fill(out, stored.offset + start * stored.info.dtype.itemsize, name)
+
     def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
         """Tell the system that this will be read soon; returns at once."""
         stored = self.stored[name]

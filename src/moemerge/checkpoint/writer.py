@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import Tensor
 
+from moemerge.checkpoint.direct import LEAST_BYTES, Buffer, Buffers, OutputFile
 from moemerge.checkpoint.output import OutputFolder, copy_file, output_error, write_file, writing
 from moemerge.checkpoint.reader import INDEX, SINGLE, is_inside
 from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_label
@@ -21,15 +23,15 @@ from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.registry import did_you_mean
 
-# A shard is pushed to the disk while it grows, so that little is left to wait for at the end.
+# What goes through the page cache is pushed to the disk while a shard grows, so that little is left
+# to wait for at the end.
 SYNC_BYTES: Final = 128 * 2**20
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
 
 
 @dataclass
 class _Shard:
-    path: Path
-    fd: int
+    file: OutputFile
     left: int  # bytes of tensors still to be written
     unsynced: int = 0
 
@@ -70,7 +72,9 @@ class _Progress:
 class CheckpointWriter:
     """Writes safetensors shards beside OUT and renames them into place on `commit`.
 
-    A context manager: leaving it without a commit aborts and leaves nothing behind.
+    A context manager: leaving it without a commit aborts and leaves nothing behind. `direct` goes
+    past the page cache where the disk allows it: faster, but whoever reads OUT next has to fetch it
+    from the disk.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class CheckpointWriter:
         shard_bytes: int,
         overwrite: bool,
         inputs: Sequence[Path] = (),
+        direct: bool = True,
     ) -> None:
         shards = plan_shards(tensors, shard_bytes)
         self.out = out
@@ -93,6 +98,8 @@ class CheckpointWriter:
         self._syncs: list[Future[None]] = []
         self._folder = OutputFolder(out, overwrite=overwrite, inputs=inputs)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="moemerge-sync")
+        self._buffers = Buffers()
+        self._direct = direct
         try:
             with writing(out):
                 for name, infos in shards.items():
@@ -105,12 +112,11 @@ class CheckpointWriter:
     def _create(self, name: str, infos: Sequence[TensorInfo]) -> None:
         header, offsets = build_header(infos)
         data_bytes = sum(info.nbytes for info in infos)
-        path = self._folder.path / name
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        shard = _Shard(path, fd, data_bytes)
+        file = OutputFile(self._folder.path / name, direct=self._direct)
+        shard = _Shard(file, data_bytes)
         self._shards.append(shard)
-        _pwrite(fd, memoryview(header), 0)
-        os.ftruncate(fd, len(header) + data_bytes)
+        file.write(memoryview(header), 0)
+        os.ftruncate(file.fd, len(header) + data_bytes)
         for info in infos:
             self._tensors[info.name] = _Progress(info, shard, offsets[info.name])
 
@@ -123,7 +129,7 @@ class CheckpointWriter:
         info = progress.info
         rows = tensor.shape[0] if tensor.dim() else 1
         self._check(info, tensor, row, rows)
-        data = as_bytes(tensor.detach().cpu().contiguous())
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         with self._condition:
             self._check_open()
             progress.claim(row, row + rows)
@@ -131,17 +137,42 @@ class CheckpointWriter:
         # An interrupt counts as a failure too: its rows are claimed but not on disk.
         problem: MoeMergeError | None = CheckpointError(f"writing {self.out} was interrupted")
         try:
-            _pwrite(progress.shard.fd, data, progress.offset + row * info.row_bytes)
+            self._put(progress.shard, data, progress.offset + row * info.row_bytes)
             problem = None
         except OSError as error:
             problem = output_error(error, self.out)
             raise problem from error
         finally:
+            self._written(problem)
+
+    def _put(self, shard: _Shard, data: Tensor, offset: int) -> None:
+        """Write bytes, or hand them to the threads that write past the page cache."""
+        if not shard.file.direct or len(data) < LEAST_BYTES:
+            shard.file.write(as_bytes(data), offset)
+            self._account(shard, len(data), cached=True)
+            return
+        for buffer, part, at in self._buffers.filled(data, offset):
             with self._condition:
-                self._error = self._error or problem
-                self._writing -= 1
-                self._condition.notify_all()
-        self._account(progress.shard, len(data))
+                self._writing += 1
+            self._buffers.pool.submit(self._write_part, shard, buffer, part, at)
+
+    def _write_part(self, shard: _Shard, buffer: Buffer, part: memoryview, offset: int) -> None:
+        problem: MoeMergeError | None = None
+        try:
+            if self._error is None:
+                shard.file.write_aligned(part, offset)
+                self._account(shard, len(part), cached=False)
+        except OSError as error:
+            problem = output_error(error, self.out)
+        finally:
+            self._buffers.give_back(buffer)
+            self._written(problem)
+
+    def _written(self, problem: MoeMergeError | None) -> None:
+        with self._condition:
+            self._error = self._error or problem
+            self._writing -= 1
+            self._condition.notify_all()
 
     def _progress(self, name: str) -> _Progress:
         if name not in self._tensors:
@@ -165,13 +196,13 @@ class CheckpointWriter:
                 f"but {list(tensor.shape)} {tensor.dtype} came for row {row}"
             )
 
-    def _account(self, shard: _Shard, count: int) -> None:
+    def _account(self, shard: _Shard, count: int, *, cached: bool) -> None:
         with self._condition:
             shard.left -= count
-            shard.unsynced += count
+            shard.unsynced += count if cached else 0
             if not self._closed and (shard.unsynced >= SYNC_BYTES or shard.left == 0):
                 shard.unsynced = 0
-                self._syncs.append(self._pool.submit(_sync, shard.fd))
+                self._syncs.append(self._pool.submit(_sync, shard.file.fd))
 
     def _check_open(self) -> None:
         if self._error is not None:
@@ -203,7 +234,7 @@ class CheckpointWriter:
         if not is_inside(filename):
             raise CheckpointError(f"the file name {filename!r} would leave the output {self.out}")
         path = self._folder.path / filename
-        if filename == INDEX or any(shard.path == path for shard in self._shards):
+        if filename == INDEX or any(shard.file.path == path for shard in self._shards):
             raise CheckpointError(f"{filename} is written by the checkpoint writer itself")
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -226,7 +257,7 @@ class CheckpointWriter:
                 for sync in self._syncs:
                     sync.result()
                 for shard in self._shards:
-                    os.fsync(shard.fd)
+                    os.fsync(shard.file.fd)
                 if self._index is not None:
                     write_file(self._folder.path / INDEX, self._index)
             self._release()
@@ -246,9 +277,10 @@ class CheckpointWriter:
                 return
             self._closed = True
             self._condition.wait_for(lambda: self._writing == 0)
+        self._buffers.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         for shard in self._shards:
-            os.close(shard.fd)
+            shard.file.close()
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -287,9 +319,3 @@ def _index(shards: dict[str, list[TensorInfo]]) -> bytes:
     weight_map = {info.name: file for file, infos in shards.items() for info in infos}
     document = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return (json.dumps(document, indent=2) + "\n").encode()
-
-
-def _pwrite(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)

@@ -14,6 +14,12 @@ from moemerge.features.text import Domain
 
 # Enough tokens to fill an accelerator's matrix units, few enough for one batch's temporaries.
 DEFAULT_BATCH_TOKENS = 16384
+# The same of a model's width: values in one hidden state of a batch. Kernels are long enough then
+# that starting them costs nothing (65536 tokens of width 2048).
+BATCH_VALUES = 2**27
+# Of a GPU's memory for each value. A batch's temporaries take 50 to 100 bytes of them, so smaller
+# cards keep the room that weights, router inputs and the solver need.
+MEMORY_PER_VALUE = 512
 PaddingSide = Literal["right", "left"]
 
 
@@ -34,6 +40,13 @@ class Batch:
     @property
     def padded(self) -> bool:
         return not bool(self.mask.all())
+
+
+def gpu_batch_tokens(width: int, memory: int) -> int:
+    """Tokens of a batch on a GPU with so many bytes, for a model of this width. Cards of about the
+    same size get the same: batches decide the last bits of a result."""
+    fitting = max(1, memory // MEMORY_PER_VALUE)
+    return max(1, min(BATCH_VALUES, 1 << (fitting.bit_length() - 1)) // width)
 
 
 def make_batches(

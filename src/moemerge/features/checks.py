@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moemerge.errors import DataError
+from moemerge.errors import ArchitectureError, DataError, MoeMergeError, ResourceError
 from moemerge.features.batches import Batch
+from moemerge.features.memory import MemoryEstimate
+from moemerge.features.routers import Anatomy
 
 
 def check_tokens(model: PreTrainedModel, batches: Sequence[Batch], label: str) -> None:
@@ -43,3 +45,24 @@ def finite(value: Tensor, rows: Tensor | None) -> Tensor:
         value = tokens.index_select(0, rows)
     low, high = torch.aminmax(value.detach())
     return torch.isfinite(low) & torch.isfinite(high)
+
+
+def no_router(anatomy: Anatomy, label: str) -> ArchitectureError:
+    have = sorted({router.layer for router in anatomy.routers})
+    return ArchitectureError(
+        f"{label}: no router to stop at", hint=f"layers with a router: {have or 'none'}"
+    )
+
+
+def raise_forward_error(error: BaseException, where: str, memory: MemoryEstimate) -> NoReturn:
+    """What a model's forward raised, as an error of ours; ours and interrupts as they are."""
+    if isinstance(error, MoeMergeError) or not isinstance(error, Exception):
+        raise error
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+        raise ResourceError(
+            f"{where}: out of memory on {memory.device} ({memory.describe()})",
+            hint="use smaller batches, --offload cpu or disk, or fewer tokens",
+        ) from error
+    raise ArchitectureError(
+        f"{where}: the model's forward failed: {type(error).__name__}: {error}"
+    ) from error

@@ -81,6 +81,12 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
     )
 
 
+def holds_scores(checkpoint: Checkpoint) -> bool:
+    """Whether its attention keeps a score for every pair of tokens: families that transformers
+    knows no fused attention for."""
+    return not _model_class(_model_config(checkpoint, False), checkpoint)._supports_sdpa
+
+
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Inside, a parameter goes to meta as soon as a module takes it; buffers stay where they are.
@@ -143,6 +149,14 @@ class Recipe:
     target: str  # name in memory; a conversion that splits makes siblings beside it
     sources: tuple[tuple[str, str], ...]  # (pattern, name on disk), in natural order
     converter: WeightConverter | None = None
+
+    @property
+    def columns(self) -> tuple[tuple[str, ...], ...] | None:
+        """Names on disk by (projection, expert) of what can be read straight to its place: a
+        stack, or a parameter that is stored as it is (one of each). None for anything else."""
+        if self.converter is None:
+            return ((self.sources[0][1],),)
+        return self.stack
 
     @property
     def stack(self) -> tuple[tuple[str, ...], ...] | None:

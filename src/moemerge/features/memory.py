@@ -12,7 +12,7 @@ from moemerge.errors import ResourceError
 from moemerge.features.batches import Batch
 from moemerge.features.routers import Anatomy
 from moemerge.features.spill import Offload
-from moemerge.features.weights import Weights
+from moemerge.features.weights import PINNED_BYTES, Weights
 from moemerge.runtime.devices import available_memory
 
 # A batch parked at a router keeps: the embeddings (in the model's frame), the layer's input (in the
@@ -35,19 +35,20 @@ class MemoryEstimate:
     parked: int  # activations of all waiting batches
     running: int  # temporaries of the batch that runs
     features: int  # router inputs that are handed out
+    gathered: bool = False  # batches that stay on the device wait without a copy of their own
 
     @property
     def on_device(self) -> int:
-        total = self.root + self.layer + self.running + self.features
-        if self.device.type == "cpu":
-            total += self.ahead
-        return total + (self.parked if not self._spills else 0)
+        total = self.root + self.layer + self.ahead + self.running + self.features
+        if self._spills:
+            return total
+        return total + self.parked - (self.features if self.gathered else 0)
 
     @property
     def on_host(self) -> int:
         if self.device.type == "cpu":
             return self.on_device
-        return self.ahead + (self.parked if self.offload == "cpu" else 0)
+        return PINNED_BYTES + (self.parked if self.offload == "cpu" else 0)
 
     @property
     def on_disk(self) -> int:
@@ -81,6 +82,7 @@ def estimate_memory(
     *,
     offload: Offload,
     prefetch: bool = True,
+    gather: bool = False,
 ) -> MemoryEstimate:
     """Sizes from shapes alone: nothing is read."""
     config: Any = weights.model.config
@@ -100,11 +102,25 @@ def estimate_memory(
         root=weights.nbytes_of(root_names),
         layer=layer,
         ahead=layer if prefetch else 0,
-        parked=PARKED_COPIES * streams * token * sum(padded),
-        running=largest
-        * (RUNNING_COPIES * streams * token + chosen * (3 * inner * itemsize + token)),
+        parked=sum(
+            # A padded batch has a mask of its own.
+            PARKED_COPIES * streams * token * size + batch.padded * size * batch.input_ids.shape[1]
+            for batch, size in zip(batches, padded, strict=True)
+        ),
+        running=_scores(text, batches, itemsize)
+        + largest * (RUNNING_COPIES * streams * token + chosen * (3 * inner * itemsize + token)),
         features=token * sum(batch.tokens for batch in batches),
+        gathered=gather,
     )
+
+
+def _scores(text: Any, batches: Sequence[Batch], itemsize: int) -> int:
+    """What attention that is not fused keeps for every pair of tokens: scores before and behind the
+    mask, and their softmax in float32."""
+    if getattr(text, "_attn_implementation", None) != "eager":
+        return 0
+    pairs = max((b.input_ids.numel() * b.input_ids.shape[1] for b in batches), default=0)
+    return pairs * _number(text, "num_attention_heads") * (2 * itemsize + 4)
 
 
 def choose_offload(estimate: MemoryEstimate) -> MemoryEstimate:

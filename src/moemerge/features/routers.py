@@ -131,3 +131,17 @@ def _matrices(model: PreTrainedModel, path: str) -> list[str]:
         for name, value in module.named_parameters()
         if value.dim() == 2 and not name.endswith("correction_bias")
     ]
+
+
+def names_outside_layers(
+    model: PreTrainedModel, anatomy: Anatomy, *, whole: bool
+) -> tuple[str, ...]:
+    """Parameters that stay while layers come and go; without `whole`, of the layers' owner alone
+    (no head)."""
+    inside = tuple(path + "." for path in anatomy.layers)
+    prefix = anatomy.owner + "." if anatomy.owner and not whole else ""
+    return tuple(
+        name
+        for name in model.state_dict()
+        if name.startswith(prefix) and not name.startswith(inside)
+    )

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from moemerge.checkpoint.output import writing
+
 Offload = Literal["device", "cpu", "disk"]
 SMALLEST = 64 * 1024  # bytes; smaller storages are not worth a transfer
 
@@ -75,10 +77,10 @@ class Spill:
         away, self._away = self._away, []
         for storage, nbytes, saved in away:
             storage.resize_(nbytes)
-            self._load(_as_bytes(storage), saved)
+            self._load(as_bytes(storage), saved)
 
     def _save(self, storage: torch.UntypedStorage, nbytes: int) -> Tensor | Path:
-        source = _as_bytes(storage)
+        source = as_bytes(storage)
         if not self._disk:
             pinned = self._device.type == "cuda"
             host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
@@ -86,7 +88,9 @@ class Spill:
         assert self._folder is not None
         file = self._folder / f"{len(self._away)}.bin"
         # A copy, because a storage that numpy has seen can never be resized again.
-        torch.empty(nbytes, dtype=torch.uint8).copy_(source).numpy().tofile(file)
+        copy = torch.empty(nbytes, dtype=torch.uint8).copy_(source).numpy()
+        with writing(file), file.open("wb") as stream:
+            stream.write(copy.data)
         return file
 
     def _load(self, target: Tensor, saved: Tensor | Path) -> None:
@@ -137,5 +141,5 @@ def held_by(modules: Iterable[nn.Module]) -> set[int]:
     return held
 
 
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+def as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -23,24 +23,29 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.errors import (
-    ArchitectureError,
-    MoeMergeError,
-    NumericalError,
-    ResourceError,
-    UsageError,
-)
+from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.features.batches import Batch
-from moemerge.features.checks import check_tokens, finite, real_rows
+from moemerge.features.checks import (
+    check_tokens,
+    finite,
+    no_router,
+    raise_forward_error,
+    real_rows,
+)
+from moemerge.features.fast_experts import use_fused_experts
+from moemerge.features.fast_norms import use_fused_norms
+from moemerge.features.gathering import Emptied, Gathered
 from moemerge.features.loading import build_skeleton
 from moemerge.features.memory import MemoryEstimate, choose_offload, estimate_memory
-from moemerge.features.routers import Anatomy, RouterModule, anatomy
+from moemerge.features.routers import Anatomy, RouterModule, anatomy, names_outside_layers
 from moemerge.features.spill import SMALLEST, Offload, SpillRoom, held_by
 from moemerge.features.stops import RouterStop
 from moemerge.features.weights import Weights
-from moemerge.features.workers import Place, Worker, current_worker
-from moemerge.runtime.allocator import give_back_freed_memory
+from moemerge.features.workers import Place, Worker, current_worker, part_of_a_layer
+from moemerge.runtime.allocator import give_back_freed_memory, keep_few_kernels, share_one_heap
+from moemerge.runtime.devices import attention_without_plans
 from moemerge.runtime.progress import Progress, Silent
+from moemerge.runtime.timing import Stopwatch
 
 Output = Literal["hidden", "logits"]
 
@@ -51,7 +56,8 @@ class RouterStream:
     `layers` restricts the stops (all layers are run all the same, as far as they are needed).
     `on_output` gets every batch's final hidden states (after the last norm) or logits; without it
     the run ends at the last router asked for. `prefetch` reads the next layer while one computes
-    (default: on accelerators). Use it as a context manager: leaving it ends all threads and frees
+    (default: on accelerators); `gather` hands out a domain's inputs side by side in memory (same
+    default). Use it as a context manager: leaving it ends all threads and frees
     the weights.
     """
 
@@ -67,26 +73,40 @@ class RouterStream:
         output: Output = "hidden",
         on_output: Callable[[Batch, Tensor], None] | None = None,
         prefetch: bool | None = None,
+        gather: bool | None = None,
         progress: Progress | None = None,
         spill_folder: Path | None = None,
         spill_smallest: int = SMALLEST,
         trust_remote_code: bool = False,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
+        keep_few_kernels()
         self.checkpoint = checkpoint
         self.device = torch.device(device)
+        self._one_heap = self.device.type == "cpu" and share_one_heap()
         self.model = build_skeleton(checkpoint, dtype, trust_remote_code=trust_remote_code)
+        use_fused_experts(self.model, self.device, dtype)
+        use_fused_norms(self.model, self.device, dtype)
         self.anatomy: Anatomy = anatomy(self.model)
-        self._wanted = self._routers_wanted(layers, on_output is not None)
+        self._wanted = {
+            router.path: router
+            for router in self.anatomy.routers
+            if layers is None or router.layer in layers
+        }
+        if not self._wanted and on_output is None:
+            raise no_router(self.anatomy, checkpoint.label)
         check_tokens(self.model, batches, checkpoint.label)
         self._on_output = on_output
         # On a CPU, reading ahead takes memory and the very cores that compute.
         self._prefetch = self.device.type != "cpu" if prefetch is None else prefetch
+        self._gather = self.device.type != "cpu" if gather is None else gather
         self._progress = progress or Silent()
         self._smallest = spill_smallest
         whole = on_output is not None and output == "logits"
         self._runs = self.model if whole else self.model.get_submodule(self.anatomy.owner)
-        self._weights = Weights(self.model, checkpoint, self.device, dtype)
-        self._root = self._root_names("" if whole else self.anatomy.owner)
+        self.stopwatch = stopwatch or Stopwatch(self.device)
+        self._weights = Weights(self.model, checkpoint, self.device, dtype, self.stopwatch)
+        self._root = names_outside_layers(self.model, self.anatomy, whole=whole)
         self.memory: MemoryEstimate = estimate_memory(
             self._weights,
             self.anatomy,
@@ -94,6 +114,7 @@ class RouterStream:
             self._root,
             offload="device" if offload == "auto" else offload,
             prefetch=self._prefetch,
+            gather=self._gather,
         )
         if offload == "auto":
             self.memory = choose_offload(self.memory)
@@ -106,6 +127,7 @@ class RouterStream:
             worker.rows = real_rows(worker.batch, self.device)
         self._hooks: list[RemovableHandle] = []
         self._layer: int | None = None  # the one whose weights are placed
+        self._at = "start"  # the kind of place where the batches wait
         self._closed = False
         self._stops: Iterator[RouterStop] | None = None
 
@@ -147,6 +169,8 @@ class RouterStream:
         self._weights.free(self._root)
         self._drop_layer()
         self._room.close()
+        if self.device.type == "cpu":
+            give_back_freed_memory()
 
     def __iter__(self) -> Iterator[RouterStop]:
         if self._stops is not None:
@@ -159,13 +183,18 @@ class RouterStream:
     def _run(self) -> Iterator[RouterStop]:
         try:
             yield from self._schedule()
+        except torch.OutOfMemoryError as error:
+            raise_forward_error(error, f"{self.checkpoint.label}: no room", self.memory)
         finally:
             self.close()
 
     def _schedule(self) -> Iterator[RouterStop]:
         self._progress.start("streaming", len(self.anatomy.layers), unit="layers")
-        self._weights.place(self._weights.fetch(self._root))
+        with self.stopwatch.span("wait for weights"):
+            self._weights.place(self._weights.fetch(self._root))
         self._weights.check(self._root, "the resident part")
+        if self._prefetch:
+            self._read_ahead(0)
         self._add_hooks()
         left = set(self._wanted)
         while left or self._on_output is not None:
@@ -186,13 +215,19 @@ class RouterStream:
         """Every batch goes on to its next pause; all must come to the same."""
         features: list[tuple[Batch, Tensor]] = []
         flags: list[Tensor] = []
+        gathered = None
+        if self._gather:
+            gathered = Gathered(worker.batch for worker in self._workers)
+        begin = self.stopwatch.mark()
         for worker in self._workers:
-            worker.step()
+            with attention_without_plans():
+                worker.step()
             self._raise_error_of(worker)
+            self._stepped(worker)
             if worker.value is not None:
                 flags.append(finite(worker.value, worker.rows))
             if worker.place.kind == "router":
-                features.append((worker.batch, self._features(worker)))
+                features.append((worker.batch, self._features(worker, gathered)))
             if worker.place.kind == "end":
                 self._finish(worker)
             elif self._room.active:
@@ -205,7 +240,12 @@ class RouterStream:
             )
         place = places.pop()
         self._check_finite(place, flags)
+        self.stopwatch.add(part_of_a_layer(self._at, place.kind), begin)
+        self._at = place.kind
         return place, features
+
+    def _stepped(self, worker: Worker) -> None:
+        """A batch has come to its next pause: a place for streams that listen on the way."""
 
     def _finish(self, worker: Worker) -> None:
         if self._on_output is not None and worker.value is not None:
@@ -217,24 +257,36 @@ class RouterStream:
         if layer == self._layer:
             return
         first = self._layer is None
-        self._drop_layer()
         path = self.anatomy.layers[layer]
         names = self._weights.names_under(path)
-        self._weights.place(self._weights.fetched(path, names))
-        self._weights.check(names, path)
-        self._layer = layer
-        if self._prefetch and layer + 1 < len(self.anatomy.layers):
-            after = self.anatomy.layers[layer + 1]
-            self._weights.prefetch(after, self._weights.names_under(after))
+        with self.stopwatch.span("wait for weights"):
+            self._drop_layer()
+            self._weights.place(self._weights.fetched(path, names))
+            self._weights.check(names, path)
+            self._layer = layer
+            if self._prefetch:
+                self._read_ahead(layer + 1)
         if not first:
             self._progress.advance(1)
+
+    def _read_ahead(self, layer: int) -> None:
+        """Begin to read a layer, and let the system look for the one after it."""
+        last = len(self.anatomy.layers) - 1
+        if self._on_output is None:
+            last = max(router.layer for router in self._wanted.values())
+        if layer <= last:
+            path = self.anatomy.layers[layer]
+            self._weights.prefetch(path, self._weights.names_under(path))
+        if layer < last:
+            after = self.anatomy.layers[layer + 1]
+            self._weights.advise(self._weights.names_under(after))
 
     def _drop_layer(self) -> None:
         if self._layer is not None:
             path = self.anatomy.layers[self._layer]
             self._weights.free(self._weights.names_under(path))
             self._layer = None
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and not self._one_heap:
                 # The batches' threads have heaps of their own, which grow from layer to layer.
                 give_back_freed_memory()
 
@@ -288,7 +340,7 @@ class RouterStream:
 
     # --- checks and parts ---
 
-    def _features(self, worker: Worker) -> Tensor:
+    def _features(self, worker: Worker, gathered: Gathered | None) -> Tensor:
         value = worker.value
         assert value is not None
         tokens = value.reshape(-1, value.shape[-1])  # (rows * length, d)
@@ -297,6 +349,11 @@ class RouterStream:
                 f"{worker.place.key} sees {tokens.shape[0]} tokens of a batch of "
                 f"{worker.batch.mask.numel()}"
             )
+        if gathered is not None:
+            found = gathered.take(worker.batch, tokens, worker.rows)
+            if not self._room.active:
+                worker.emptied, worker.value = Emptied.of(value, found, worker.rows), None
+            return found
         if worker.rows is not None:
             return tokens.index_select(0, worker.rows)
         return tokens.clone() if self._room.active else tokens
@@ -333,45 +390,7 @@ class RouterStream:
         return f"in the output of layer {self._layer}"
 
     def _raise_error_of(self, worker: Worker) -> None:
-        error = worker.error
-        if error is None:
-            return
-        if isinstance(error, MoeMergeError) or not isinstance(error, Exception):
-            raise error
-        layer = "before the first layer" if self._layer is None else f"in layer {self._layer}"
-        where = f"{self.checkpoint.label}: {layer}, domain {worker.batch.domain}"
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(
-            error
-        ):
-            raise ResourceError(
-                f"{where}: out of memory on {self.device} ({self.memory.describe()})",
-                hint="use smaller batches, --offload cpu or disk, or fewer tokens",
-            ) from error
-        raise ArchitectureError(
-            f"{where}: the model's forward failed: {type(error).__name__}: {error}"
-        ) from error
-
-    def _routers_wanted(
-        self, layers: Collection[int] | None, has_output: bool
-    ) -> dict[str, RouterModule]:
-        found = {
-            router.path: router
-            for router in self.anatomy.routers
-            if layers is None or router.layer in layers
-        }
-        if not found and not has_output:
-            have = sorted({router.layer for router in self.anatomy.routers})
-            raise ArchitectureError(
-                f"{self.checkpoint.label}: no router to stop at",
-                hint=f"layers with a router: {have or 'none'}",
-            )
-        return found
-
-    def _root_names(self, runs: str) -> tuple[str, ...]:
-        inside = tuple(path + "." for path in self.anatomy.layers)
-        prefix = runs + "." if runs else ""
-        return tuple(
-            name
-            for name in self.model.state_dict()
-            if name.startswith(prefix) and not name.startswith(inside)
-        )
+        if worker.error is not None:
+            layer = "before the first layer" if self._layer is None else f"in layer {self._layer}"
+            where = f"{self.checkpoint.label}: {layer}, domain {worker.batch.domain}"
+            raise_forward_error(worker.error, where, self.memory)

@@ -7,7 +7,7 @@ import importlib
 import json
 import random
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ VOCABULARIES = (
     "spiece.model",
     "sentencepiece*.model",
 )
+ROWS_AT_ONCE = 128  # handed to the tokenizer together, which has threads of its own
 FORMS = 'a row is {"messages": [...]}, {"prompt": ..., "response": ...?} or {"text": ...}'
 
 
@@ -218,11 +219,11 @@ def _take(
         chance.shuffle(order)
     taken: dict[int, Tensor] = {}
     left = options.max_tokens
+    found = _tokenized([rows[place] for place in order], tokenizer)
     for place in order:
         if len(taken) == options.limit or left == 0:
             break
-        where, content = rows[place]
-        tokens = tokenize_row(_parsed(content, where), tokenizer, where)[: options.max_length]
+        tokens = next(found)[: options.max_length]
         tokens = tokens[:left]
         if not tokens:
             continue
@@ -238,6 +239,35 @@ def tokenize_row(
     row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> list[int]:
     """Token ids of one row; `where` names it in errors."""
+    return _ids_of([_text_or_tokens(row, tokenizer, where)], tokenizer)[0]
+
+
+def _tokenized(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Rows one by one, tokenized some at a time; a bad row is an error when its turn comes."""
+    for begin in range(0, len(rows), ROWS_AT_ONCE):
+        ready: list[str | list[int]] = []
+        error: DataError | None = None
+        for where, content in rows[begin : begin + ROWS_AT_ONCE]:
+            try:
+                ready.append(_text_or_tokens(_parsed(content, where), tokenizer, where))
+            except DataError as found:
+                error = found
+                break
+        yield from _ids_of(ready, tokenizer)
+        if error is not None:
+            raise error
+
+
+def _ids_of(rows: Sequence[str | list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    texts = [row for row in rows if isinstance(row, str)]
+    encoded = iter(tokenizer(texts)["input_ids"] if texts else ())
+    return [_ids(next(encoded)) if isinstance(row, str) else row for row in rows]
+
+
+def _text_or_tokens(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str
+) -> str | list[int]:
+    """Plain text that is still to be tokenized, or what a chat template has made."""
     if "messages" in row:
         return _chat(_turns(row["messages"], where), tokenizer, where)
     if "prompt" in row:
@@ -247,9 +277,9 @@ def tokenize_row(
             turns.append({"role": "assistant", "content": _string(row, "response", where)})
         if getattr(tokenizer, "chat_template", None):
             return _chat(turns, tokenizer, where)
-        return _ids(tokenizer("\n".join(turn["content"] for turn in turns))["input_ids"])
+        return "\n".join(turn["content"] for turn in turns)
     if "text" in row:
-        return _ids(tokenizer(_string(row, "text", where))["input_ids"])
+        return _string(row, "text", where)
     found = ", ".join(map(repr, row)) or "none"
     raise DataError(f"{where}: unknown form, keys found: {found}", hint=FORMS)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +16,42 @@ from transformers import PreTrainedModel
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import CheckpointError
 from moemerge.features.loading import NameMap, Recipe, keeps_float32, map_names, tied_names
+from moemerge.runtime.timing import Stopwatch
+from moemerge.runtime.transfers import BUFFER_BYTES, uploads_to
 
-READERS = 4  # parallel reads within one layer; more only make them wait for each other
+# Parallel reads within one layer. On a CPU more only make them wait for each other; a GPU's host
+# has cores to spare, and a file in the page cache comes as fast as they copy it.
+READERS = 4
+UPLOAD_READERS = 8
+UPLOAD_BUFFERS = 2 * UPLOAD_READERS  # one is filled while another is sent
+PINNED_BYTES = UPLOAD_BUFFERS * BUFFER_BYTES
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters on their way: allocated, and filled by `pieces`; `others` need a conversion."""
+
+    tensors: dict[str, Tensor]  # by name in memory, on the device
+    pieces: tuple[Piece, ...]
+    others: tuple[Recipe, ...]
+    tied: dict[str, str]  # a second name of a parameter -> the first
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stored tensor, or rows of it, and the place in a parameter that it goes to."""
+
+    name: str  # on disk
+    rows: tuple[int, int] | None
+    slot: Tensor
 
 
 class Weights:
     """A meta model's parameters and persistent buffers, read from a checkpoint on demand.
 
-    `fetch` only reads and may run in any thread; `place` and `free` change the model.
+    `prefetch` and `fetch` read; `place` and `free` change the model. All but the reading itself
+    belongs to the thread that computes. Towards a GPU tensors pass through a few pinned buffers,
+    straight to their place in the parameter, while the device computes.
     """
 
     def __init__(
@@ -29,6 +60,7 @@ class Weights:
         checkpoint: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         self.model = model
         self.checkpoint = checkpoint
@@ -38,7 +70,10 @@ class Weights:
         self._meta = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
         self._float32 = keeps_float32(model, dtype)
         self._tied = tied_names(model)
-        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="moemerge-read")
+        self._stopwatch = stopwatch or Stopwatch(device)
+        readers = READERS if device.type == "cpu" else UPLOAD_READERS
+        self._uploads = uploads_to(device, UPLOAD_BUFFERS)
+        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="moemerge-read")
         self._ahead: tuple[str, Future[dict[str, Tensor]]] | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="moemerge-prefetch")
         self._buffers_to_device()
@@ -46,8 +81,13 @@ class Weights:
     def close(self) -> None:
         """Stop reading ahead; what was placed stays."""
         self._ahead = None
-        self._background.shutdown(wait=True, cancel_futures=True)
+        # The readers first: a part on its way would otherwise be read to its end.
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._background.shutdown(wait=True, cancel_futures=True)
+        if self._uploads is not None:
+            # What was sent and is not used may still be on its way to memory that is freed now.
+            with suppress(RuntimeError):  # a GPU that has failed, which was told already
+                self._uploads.finish()
 
     def names_under(self, prefix: str) -> tuple[str, ...]:
         """Names in memory of everything below a module path."""
@@ -63,27 +103,13 @@ class Weights:
     # --- reading ---
 
     def fetch(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read tensors (names in memory) into CPU memory, converted and in their final dtype."""
-        made: dict[str, Tensor] = {}
-        for name in names:
-            if name in made:
-                continue
-            recipe = self._recipe(name)
-            if recipe is None:
-                continue  # `check` tells, unless a splitting conversion still makes it
-            if recipe.target != name and recipe.target in made:
-                made[name] = made[recipe.target]  # tied: one tensor, two names
-                continue
-            tensors = self._make(recipe)
-            made.update(tensors)
-            if recipe.target != name:
-                made[name] = tensors[recipe.target]
-        return made
+        """Read tensors (names in memory), converted and in their final dtype."""
+        return self._read(self._part(names))
 
     def prefetch(self, key: str, names: Iterable[str]) -> None:
         """Begin to read in the background; at most one such part is kept."""
         if self._ahead is None:
-            self._ahead = (key, self._background.submit(self.fetch, tuple(names)))
+            self._ahead = (key, self._background.submit(self._read, self._part(names)))
 
     def fetched(self, key: str, names: Iterable[str]) -> dict[str, Tensor]:
         """What was read ahead under this key, or a read now."""
@@ -93,58 +119,124 @@ class Weights:
         tensors = ahead[1].result()
         return tensors if ahead[0] == key else self.fetch(names)
 
+    def advise(self, names: Iterable[str]) -> None:
+        """Let the system begin to read what will be asked for after the next part."""
+        self._background.submit(self._advise, tuple(names))
+
+    def _advise(self, names: Iterable[str]) -> None:
+        for name in names:
+            recipe = self._recipe(name)
+            for _, stored in () if recipe is None else recipe.sources:
+                self.checkpoint.prefetch(stored)
+
     def _recipe(self, name: str) -> Recipe | None:
         recipe = self.names.recipes.get(name)
         if recipe is None and name in self._tied:
             recipe = self.names.recipes.get(self._tied[name])
         return recipe
 
-    def _make(self, recipe: Recipe) -> dict[str, Tensor]:
-        stack = recipe.stack
-        if stack is not None:
-            return {recipe.target: self._stacked(recipe.target, stack)}
-        dtype = self._dtype_of(recipe.target)
-        made = recipe.convert(self.model, lambda name: self.checkpoint.read(name).to(dtype))
-        if self._pinned:
-            return {name: value.contiguous().pin_memory() for name, value in made.items()}
-        return made
+    def _part(self, names: Iterable[str]) -> Part:
+        """Memory for what is read straight to its place, and the reads it takes."""
+        tensors: dict[str, Tensor] = {}
+        pieces: list[Piece] = []
+        others: dict[str, Recipe] = {}
+        tied: dict[str, str] = {}
+        for name in names:
+            recipe = self._recipe(name)
+            if recipe is None:
+                continue  # `check` tells, unless a splitting conversion still makes it
+            target = recipe.target
+            columns = recipe.columns
+            if columns is None:
+                others[target] = recipe
+            elif target not in tensors:
+                shape = self._shape_on_disk(target, columns, stacked=recipe.converter is not None)
+                tensors[target] = torch.empty(
+                    shape, dtype=self._dtype_of(target), device=self.device
+                )
+                pieces += self._pieces(tensors[target], columns, recipe.converter is not None)
+            if target != name:
+                tied[name] = target
+        if self._uploads is not None:
+            self._uploads.begin()
+        return Part(tensors, tuple(pieces), tuple(others.values()), tied)
 
-    def _stacked(self, target: str, stack: tuple[tuple[str, ...], ...]) -> Tensor:
-        """Experts go straight to their place in the stack: no second copy of a layer."""
-        infos = [self.checkpoint.tensors[names[0]] for names in stack]
-        experts = len(stack[0])
-        rows = sum(info.shape[0] for info in infos)
-        shape = (experts, rows, *infos[0].shape[1:])
+    def _shape_on_disk(
+        self, target: str, columns: tuple[tuple[str, ...], ...], *, stacked: bool
+    ) -> tuple[int, ...]:
+        infos = [self.checkpoint.tensors[names[0]] for names in columns]
+        shape = infos[0].shape
+        if stacked:
+            shape = (len(columns[0]), sum(info.shape[0] for info in infos), *shape[1:])
         if shape != tuple(self._state[target].shape):
-            raise self._mismatch(target, shape, f"{stack[0][0]} and its kin")
-        dtype = self._dtype_of(target)
-        out = torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
+            also = " and its kin" if stacked else ""
+            raise self._mismatch(target, shape, columns[0][0] + also)
+        return shape
 
-        def job(name: str, slot: Tensor) -> None:
-            info = self.checkpoint.tensors[name]
-            if info.shape != tuple(slot.shape):
-                raise self._mismatch(name, info.shape, name, tuple(slot.shape))
-            if info.dtype == dtype:
-                self.checkpoint.read(name, out=slot)
-            else:
-                slot.copy_(self.checkpoint.read(name))
-
-        jobs: list[Future[None]] = []
+    def _pieces(
+        self, out: Tensor, columns: tuple[tuple[str, ...], ...], stacked: bool
+    ) -> Iterator[Piece]:
+        """Experts go straight to their place in the stack: no second copy of a layer."""
+        if not stacked:
+            yield from self._in_rows(columns[0][0], out)
+            return
         start = 0
-        for info, names in zip(infos, stack, strict=True):
-            stop = start + info.shape[0]
-            jobs += [
-                self._pool.submit(job, name, out[expert, start:stop])
-                for expert, name in enumerate(names)
-            ]
+        for names in columns:
+            stop = start + self.checkpoint.tensors[names[0]].shape[0]
+            for expert, name in enumerate(names):
+                slot = out[expert, start:stop]
+                shape = self.checkpoint.tensors[name].shape
+                if shape != tuple(slot.shape):
+                    raise self._mismatch(name, shape, name, tuple(slot.shape))
+                yield from self._in_rows(name, slot)
             start = stop
+
+    def _in_rows(self, name: str, slot: Tensor) -> Iterator[Piece]:
+        """Whole on a CPU; towards a GPU in pieces of a buffer's size, read side by side."""
+        nbytes = slot.numel() * slot.element_size()
+        if self._uploads is None or nbytes <= BUFFER_BYTES:
+            yield Piece(name, None, slot)
+            return
+        rows = slot.shape[0]
+        step = max(1, rows * BUFFER_BYTES // nbytes)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            yield Piece(name, (start, stop), slot[start:stop])
+
+    def _read(self, part: Part) -> dict[str, Tensor]:
+        begin = time.perf_counter()
+        jobs = [self._pool.submit(self._fill, piece) for piece in part.pieces]
+        made = dict(part.tensors)
+        for recipe in part.others:
+            made.update(self._convert(recipe))
         for done in jobs:
             done.result()
-        return out
+        made.update({name: made[target] for name, target in part.tied.items()})
+        size = sum(tensor.numel() * tensor.element_size() for tensor in made.values())
+        self._stopwatch.aside("read", time.perf_counter() - begin, size)
+        return made
 
-    @property
-    def _pinned(self) -> bool:
-        return self.device.type == "cuda"
+    def _fill(self, piece: Piece) -> None:
+        if self._uploads is None:
+            self._read_into(piece, piece.slot)
+            return
+        with self._uploads.buffer() as pinned:
+            host = pinned.like(piece.slot)
+            self._read_into(piece, host)
+            pinned.send(host, piece.slot)
+
+    def _read_into(self, piece: Piece, out: Tensor) -> None:
+        if self.checkpoint.tensors[piece.name].dtype == out.dtype:
+            self.checkpoint.read(piece.name, piece.rows, out)
+        else:
+            out.copy_(self.checkpoint.read(piece.name, piece.rows))
+
+    def _convert(self, recipe: Recipe) -> dict[str, Tensor]:
+        dtype = self._dtype_of(recipe.target)
+        made = recipe.convert(self.model, lambda name: self.checkpoint.read(name).to(dtype))
+        if self._uploads is None:
+            return made
+        return {name: value.contiguous().pin_memory() for name, value in made.items()}
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if self._float32(name) else self._state[name].dtype
@@ -153,6 +245,8 @@ class Weights:
 
     def place(self, tensors: Mapping[str, Tensor]) -> None:
         """Put fetched tensors into the model, on its device."""
+        if self._uploads is not None:
+            self._uploads.finish()
         moved: dict[int, nn.Parameter] = {}  # tied names get one parameter, as in the whole model
         for name, tensor in tensors.items():
             wanted = self._state.get(name)

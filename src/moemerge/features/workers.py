@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moemerge.features.batches import Batch
+from moemerge.features.gathering import Emptied
 from moemerge.features.spill import Spill, Tracker
 
 
@@ -27,6 +28,15 @@ class Place:
     key: str = ""
 
 
+def part_of_a_layer(begin: str, end: str) -> str:
+    """What was computed between two kinds of places, by the name it has in the timings."""
+    if begin == "start":
+        return "embeddings"
+    if begin == "router":
+        return "experts"
+    return "attention" if end == "router" else "other layers"
+
+
 class Worker(threading.Thread):
     """Runs `forward(batch)` and waits wherever a hook calls `pause`."""
 
@@ -40,6 +50,7 @@ class Worker(threading.Thread):
         self.place = Place("end")
         self.value: Tensor | None = None  # what the hook saw: hidden states or router input
         self.error: BaseException | None = None
+        self.emptied: Emptied | None = None  # what it waits without
         self._forward: Callable[[Batch], Tensor] | None = forward
         self._spill = spill
         self._tracker = None if spill is None else Tracker()
@@ -53,6 +64,9 @@ class Worker(threading.Thread):
         """Run until the next pause; afterwards `place`, `value` and `error` are set."""
         if self._spill is not None:
             self._spill.back()
+        if self.emptied is not None:
+            self.emptied.refill()
+            self.emptied = None
         self.value = None
         if self.ident is None:
             self.start()
@@ -74,7 +88,7 @@ class Worker(threading.Thread):
         self._go.release()
         if self.ident is not None:
             self.join()
-        self.value = None
+        self.value = self.emptied = None
 
     # --- called in the thread itself ---
 

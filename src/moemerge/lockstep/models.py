@@ -34,6 +34,11 @@ class OpenModel:
     def label(self) -> str:
         return self.checkpoint.label
 
+    @property
+    def what(self) -> str:
+        """What messages call it; a model that goes by its label is no source."""
+        return self.label if self.name == self.label else f"source {self.name!r} ({self.label})"
+
 
 @dataclass(frozen=True)
 class PairedRouter:
@@ -89,36 +94,40 @@ def open_model(name: str, ref: str | Path | ModelRef) -> OpenModel:
 # --- checks -------------------------------------------------------------------------------------
 
 
-def require_calibratable(merged: OpenModel) -> None:
-    """Refuse a model whose routers cannot be solved for, with the reason."""
+def require_calibratable(merged: OpenModel, verb: str = "calibrate") -> None:
+    """Refuse a model whose routers cannot be solved for (or diagnosed), with the reason."""
     architecture = merged.architecture
     if architecture.family is None:
         what = architecture.notice or (
             f"{architecture.model_type or 'an unknown type'} has no experts, so there is no router "
-            "to calibrate"
+            f"to {verb}"
         )
         raise ArchitectureError(
             f"{merged.label}: {what}", hint="`moemerge ls architectures` lists what can be"
         )
     if not architecture.family.served:
         raise ArchitectureError(
-            f"{merged.label}: routers of {architecture.model_type} cannot be calibrated: "
+            f"{merged.label}: routers of {architecture.model_type} cannot be {verb}d: "
             f"{architecture.family.reason}",
             hint="`moemerge ls architectures` lists the families that can be",
         )
     if architecture.quantised:
         raise ArchitectureError(
             f"{merged.label} is quantised ({architecture.quantised})",
-            hint="dequantise it to bfloat16 first and calibrate that",
+            hint=f"dequantise it to bfloat16 first and {verb} that",
         )
 
 
-def require_same_family(merged: OpenModel, source: OpenModel) -> None:
+def require_same_family(
+    merged: OpenModel,
+    source: OpenModel,
+    hint: str = "a source is a model that was merged: of the same family",
+) -> None:
     if source.architecture.family is not merged.architecture.family:
         raise ArchitectureError(
-            f"source {source.name!r} ({source.label}) is {source.architecture.model_type!r}, but "
+            f"{source.what} is {source.architecture.model_type!r}, but "
             f"{merged.label} is {merged.architecture.model_type!r}",
-            hint="a source is a model that was merged: of the same family",
+            hint=hint,
         )
 
 
@@ -140,7 +149,7 @@ def pair_routers(
             other = by_key[source.name].get(key)
             if other is None:
                 raise ArchitectureError(
-                    f"source {source.name!r} ({source.label}) has no router in layer {place.layer},"
+                    f"{source.what} has no router in layer {place.layer},"
                     f" but {merged.label} has {place.weight}",
                     hint="a source has the layers of the merged model",
                 )
@@ -165,7 +174,7 @@ def _require_same_shape(
         mine, theirs = merged.checkpoint.tensors[here], source.checkpoint.tensors[there]
         if mine.shape != theirs.shape or place.rows != other.rows:
             raise ArchitectureError(
-                f"layer {place.layer}: the router of source {source.name!r} ({source.label}) is "
+                f"layer {place.layer}: the router of {source.what} is "
                 f"{list(theirs.shape)} with {other.rows} experts, that of {merged.label} is "
                 f"{list(mine.shape)} with {place.rows}",
                 hint="a source is a model that was merged: same experts, same width",
@@ -198,23 +207,35 @@ def gate_notices(merged: OpenModel, sources: Sequence[OpenModel], pair: PairedRo
 # --- which routers ------------------------------------------------------------------------------
 
 
-def chosen_layers(merged: OpenModel, selection: LayerSelection) -> tuple[int, ...]:
-    """The decoder layers meant. Numbers are decoder layers; `last:4` counts layers with experts."""
+def chosen_layers(
+    merged: OpenModel, selection: LayerSelection, verb: str = "calibrate"
+) -> tuple[int, ...]:
+    """The decoder layers meant. Numbers are decoder layers; `last:4` counts layers with experts.
+
+    `verb` is what is to be done with their routers.
+    """
     places = merged.architecture.routers()
     with_routers = sorted({place.layer for place in places if place.served})
     if not with_routers:
         reasons = sorted({place.reason for place in places if place.reason})
         raise ArchitectureError(
-            f"{merged.label}: no router can be calibrated"
+            f"{merged.label}: no router can be {verb}d"
             + (f" ({'; '.join(reasons)})" if reasons else "")
         )
+    return layers_among(with_routers, merged.architecture.num_layers, selection, verb)
+
+
+def layers_among(
+    with_routers: Sequence[int], count: int, selection: LayerSelection, verb: str
+) -> tuple[int, ...]:
+    """Those of the layers `with_routers` (ascending, of `count` decoder layers) that are meant."""
     if str(selection).startswith("last:"):
         return tuple(with_routers[at] for at in selection.resolve(len(with_routers)))
-    numbers = selection.resolve(merged.architecture.num_layers)
+    numbers = selection.resolve(count)
     chosen = tuple(layer for layer in with_routers if layer in numbers)
     if not chosen:
         raise UsageError(
-            f"--layers {selection}: none of these layers has a router to calibrate",
+            f"--layers {selection}: none of these layers has a router to {verb}",
             hint=f"layers with one: {', '.join(map(str, with_routers))}",
         )
     return chosen

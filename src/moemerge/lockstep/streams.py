@@ -66,6 +66,14 @@ class Lockstep:
                 for name, (model, stops) in others.items()
             }
             yield stop, found
+        for name, (model, stops) in others.items():  # on to their end, where output waits
+            extra = next(stops, None)
+            if extra is not None:
+                raise ArchitectureError(
+                    f"{self.model.label} is at its end, {name!r} ({model.label}) at "
+                    f"{extra.weight_name}",
+                    hint="the models' config.json must describe the same structure",
+                )
 
     def _same_router(
         self, stop: RouterStop, name: str, model: OpenModel, found: RouterStop | None

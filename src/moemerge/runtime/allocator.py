@@ -9,6 +9,7 @@ from contextlib import suppress
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 # Buffers up to this size are reused. Each that is given back instead comes again as zeroed pages,
 # one fault at a time, which costs more than merging what they hold.
 REUSED_BYTES = 256 * 2**20
@@ -16,6 +17,15 @@ REUSED_BYTES = 256 * 2**20
 # expert gets another number of tokens, so hardly any of them comes again.
 KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 KEPT_KERNELS = 64
+
+_process_is_ours = False
+
+
+def own_process() -> None:
+    """Said by a program that does nothing but this package's work: how its threads share memory may
+    be changed for good. In a caller's process it is not ours to change."""
+    global _process_is_ours
+    _process_is_ours = True
 
 
 def reuse_freed_memory() -> None:
@@ -26,6 +36,22 @@ def reuse_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, REUSED_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * REUSED_BYTES)
+
+
+def share_one_heap() -> bool:
+    """New threads take memory from the heaps there are, and freed buffers are reused by all.
+
+    For many threads of which one runs at a time: with a heap each, every one would have to fault
+    its own pages in, and keep them. Lasts as long as the process, so it is done where that is ours
+    alone (see `own_process`); tells whether it was.
+    """
+    if not _process_is_ours or not sys.platform.startswith("linux"):
+        return False
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+        reuse_freed_memory()
+        return True
+    return False
 
 
 def give_back_freed_memory() -> None:

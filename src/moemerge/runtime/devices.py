@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -64,11 +66,34 @@ def prepare_for_threads(device: torch.device) -> None:
         torch.linalg.eigh(torch.eye(2, device=device))
 
 
+@contextlib.contextmanager
+def attention_without_plans() -> Iterator[None]:
+    """Inside, attention on a GPU leaves cuDNN out, which plans anew in every thread (60 ms)."""
+    was: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether it is a GPU whose own products are bf16's: Ampere (8.0) and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def gpu_memory(device: torch.device) -> int:
+    """All bytes of a GPU, whoever uses them."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def available_memory(device: torch.device) -> int:
     """Bytes that can be allocated now: free GPU memory, or what Linux calls available."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
-        return int(free)
+        # What torch keeps of freed memory counts as used for the driver, but not for torch.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + kept)
     for line in _meminfo():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

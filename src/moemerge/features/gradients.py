@@ -1,0 +1,198 @@
+"""One layer, or the head, run again with gradients: what its matrices read and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from moemerge.errors import ArchitectureError
+from moemerge.features.batches import Batch
+from moemerge.features.heads import body_gives
+from moemerge.features.taps import ExpertsTap, LinearTap, Tap
+
+
+@dataclass(eq=False)
+class Heard:
+    """One call of a tapped module."""
+
+    tap: Tap
+    args: tuple[Any, ...]  # as given; the first is x
+    delta: Tensor | None = None  # d loss / d output, once the way back has passed
+
+
+@dataclass
+class Recorder:
+    """Listens to tapped modules while it is entered, and to their gradients afterwards."""
+
+    model: PreTrainedModel
+    taps: Iterable[Tap]
+    heard: list[Heard] = field(default_factory=list)
+    _hooks: list[Any] = field(default_factory=list)
+    _modes: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> Recorder:
+        for tap in self.taps:
+            module = self.model.get_submodule(tap.path)
+            if isinstance(tap, LinearTap) and type(module).forward is not nn.Linear.forward:
+                self._hooks.append(module.register_forward_pre_hook(self._enter_router(tap)))
+                self._hooks.append(module.register_forward_hook(self._leave_router))
+            else:
+                self._hooks.append(
+                    module.register_forward_hook(self._listener(tap), with_kwargs=True)
+                )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        while self._modes:
+            self._modes.pop().__exit__(None, None, None)
+
+    def _listener(self, tap: Tap) -> Callable[..., None]:
+        def listen(module: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
+            given = (*args, *kwargs.values())
+            self._expect(tap, given, out[0] if isinstance(out, tuple) else out)
+
+        return listen
+
+    def _expect(self, tap: Tap, given: tuple[Any, ...], out: Tensor) -> None:
+        heard = Heard(tap, tuple(v.detach() if isinstance(v, Tensor) else v for v in given))
+        self.heard.append(heard)
+
+        def back(gradient: Tensor) -> None:
+            heard.delta = gradient.detach()
+
+        if out.requires_grad:
+            out.register_hook(back)  # type: ignore[no-untyped-call]
+
+    # A router's own output is what it makes of its logits; the product itself lies inside.
+
+    def _enter_router(self, tap: LinearTap) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            mode: Any = _FirstProduct(tap.shape, lambda x, out: self._expect(tap, (x,), out))
+            mode.__enter__()
+            self._modes.append(mode)
+
+        return enter
+
+    def _leave_router(self, module: nn.Module, args: Any, out: Any) -> None:
+        self._modes.pop().__exit__(None, None, None)
+
+
+class _FirstProduct(TorchFunctionMode):
+    """Tells of the first product with a matrix of the given shape."""
+
+    def __init__(self, shape: tuple[int, int], tell: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self._shape = shape
+        self._tell: Callable[[Tensor, Tensor], None] | None = tell
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._tell is not None and func in _PRODUCTS and len(args) > 1:
+            x, weight = args[0], args[1]
+            shape = weight.shape if func is nn.functional.linear else weight.shape[::-1]
+            if tuple(shape) == self._shape:
+                tell, self._tell = self._tell, None
+                tell(x, out)
+        return out
+
+
+_PRODUCTS = (
+    nn.functional.linear,
+    torch.matmul,
+    torch.mm,
+    Tensor.matmul,
+    Tensor.mm,
+    Tensor.__matmul__,
+)
+
+
+def run_back(
+    model: PreTrainedModel,
+    path: str,
+    hidden: Tensor,
+    call: Callable[[nn.Module, Tensor], Any],
+    gradient: Tensor,
+    taps: Sequence[Tap],
+) -> tuple[Tensor, Tensor, list[Heard]]:
+    """Run a layer on `hidden` again and send `gradient` back through it.
+
+    Gives its output, the gradient of its input, and what its tapped modules heard.
+    """
+    with torch.enable_grad(), Recorder(model, taps) as recorder:
+        x = hidden.detach().requires_grad_(True)
+        found = call(model.get_submodule(path), x)
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        if out.shape != gradient.shape:
+            raise ArchitectureError(
+                f"{path} gives {list(out.shape)}, expected {list(gradient.shape)}: its output is "
+                "not the next layer's input, so gradients cannot be sent back layer by layer"
+            )
+    (back,) = torch.autograd.grad(out, x, gradient)
+    return out.detach(), back, recorder.heard
+
+
+def head_back(
+    model: PreTrainedModel,
+    owner: str,
+    tail: str,
+    batch: Batch,
+    hidden: Tensor,
+    head: LinearTap | None,
+) -> tuple[Tensor, list[Heard]]:
+    """The loss of every sequence, sent back to the last layer's output.
+
+    A sequence's loss is -Σ_t log p(token t + 1 | tokens up to t). `tail` is the norm after the last
+    layer. Rows do not act on each other, so the sum over rows has each row's own gradient.
+    """
+    taps = () if head is None else (head,)
+    with torch.enable_grad(), Recorder(model, taps) as recorder:
+        x = hidden.detach().requires_grad_(True)
+        last = model.get_submodule(tail)(x)
+        with body_gives(model, owner, last):
+            ids = batch.input_ids.to(hidden.device)
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        labels = ids[:, 1:].masked_fill(~batch.mask[:, 1:].to(ids.device), -100)
+        loss = nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float()
+            if logits.dtype in (torch.bfloat16, torch.float16)
+            else logits[:, :-1].flatten(0, 1),
+            labels.flatten(),
+            ignore_index=-100,
+            reduction="sum",
+        )
+    (back,) = torch.autograd.grad(loss, x)
+    return back, recorder.heard
+
+
+def expert_deltas(view: Any, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one expert: d loss / d pre, what its down projection reads, and d loss / d down.
+
+    `gradient` is d loss / d output of the expert, the routing weight taken in.
+    """
+    with torch.enable_grad():
+        pre = view.pre(x).detach().requires_grad_(True)
+        mid = view.mid(pre)
+        down = view.down(mid)
+        out = view.finish(down)
+    of_down, of_pre = torch.autograd.grad(out, (down, pre), gradient.to(out.dtype))
+    return of_pre, mid.detach(), of_down
+
+
+def experts_call(heard: Heard) -> tuple[Tensor, Tensor, Tensor]:
+    """Input (tokens, d), chosen experts (tokens, k) and routing weights (tokens, k)."""
+    assert isinstance(heard.tap, ExpertsTap)
+    x, chosen, weights = heard.args[:3]
+    if chosen.is_floating_point():
+        chosen, weights = weights, chosen
+    return x, chosen, weights

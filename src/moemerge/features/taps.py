@@ -1,0 +1,170 @@
+"""Where a model's matrices read their inputs: linear maps, routers, and stacks of experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moemerge.features.routers import Anatomy
+
+_NUMBER = re.compile(r"\.\d+\.")
+
+
+@dataclass(frozen=True)
+class LinearTap:
+    """y = x Wᵀ: a linear module, or a router."""
+
+    path: str  # the module whose first argument is x
+    weight: str  # its matrix by its name in memory
+    shape: tuple[int, int]  # (out, in)
+    router: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsTap:
+    """A module that holds all experts of a layer and is told which tokens go to which."""
+
+    path: str
+    up: str  # the stack that reads x: gate and up, or up alone; by its name in memory
+    down: str
+    count: int
+
+
+Tap = LinearTap | ExpertsTap
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What is tapped in each layer, and what has matrices but cannot be."""
+
+    layers: tuple[tuple[Tap, ...], ...]
+    head: LinearTap | None  # None: none, or tied to the embedding
+    untapped: tuple[str, ...]  # matrices without a tap, by their names in memory
+
+    @property
+    def notice(self) -> str | None:
+        """A word about matrices that nothing will be known of."""
+        kinds = sorted({_NUMBER.sub(".N.", n) for n in self.untapped if not n.endswith("bias")})
+        if not kinds:
+            return None
+        return f"no linear maps of tokens, so without statistics: {', '.join(kinds)}"
+
+
+def find_taps(model: PreTrainedModel, anatomy: Anatomy) -> Taps:
+    """Look through the modules of every layer."""
+    routers = {router.path: router.weight for router in anatomy.routers}
+    layers: list[tuple[Tap, ...]] = []
+    untapped: list[str] = []
+    for path in anatomy.layers:
+        taps = _layer_taps(model, path, routers)
+        layers.append(taps)
+        seen = {name for tap in taps for name in _weights_of(tap)}
+        matrices = (n for n, p in model.get_submodule(path).named_parameters(path) if p.dim() > 1)
+        untapped += [name for name in matrices if name not in seen]
+    return Taps(tuple(layers), _head(model), tuple(untapped))
+
+
+def _weights_of(tap: Tap) -> tuple[str, ...]:
+    return (tap.weight,) if isinstance(tap, LinearTap) else (tap.up, tap.down)
+
+
+def _layer_taps(model: PreTrainedModel, layer: str, routers: Mapping[str, str]) -> tuple[Tap, ...]:
+    found: list[Tap] = []
+    for path, module in model.get_submodule(layer).named_modules(prefix=layer):
+        if path in routers and (
+            isinstance(module, nn.Linear) or not _inner_linear(model, routers[path], path)
+        ):
+            out, width = model.get_parameter(routers[path]).shape
+            found.append(LinearTap(path, routers[path], (out, width), router=True))
+        elif isinstance(module, nn.Linear):
+            found.append(
+                LinearTap(path, f"{path}.weight", (module.out_features, module.in_features))
+            )
+        elif is_experts(module):
+            up = "gate_up_proj" if module.has_gate else "up_proj"
+            count = int(model.get_parameter(f"{path}.down_proj").shape[0])
+            found.append(ExpertsTap(path, f"{path}.{up}", f"{path}.down_proj", count))
+    return tuple(found)
+
+
+def _inner_linear(model: PreTrainedModel, weight: str, router: str) -> bool:
+    """Whether a router's matrix belongs to a linear module inside it, which is tapped itself."""
+    owner = weight.rpartition(".")[0]
+    return owner != router and isinstance(model.get_submodule(owner), nn.Linear)
+
+
+def _head(model: PreTrainedModel) -> LinearTap | None:
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, nn.Linear):
+        return None
+    path = next((path for path, module in model.named_modules() if module is head), None)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if path is None or f"{path}.weight" in {*tied, *tied.values()}:
+        return None
+    return LinearTap(path, f"{path}.weight", (head.out_features, head.in_features))
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module follows transformers' interface of fused experts."""
+    return (
+        hasattr(module, "_apply_gate")
+        and hasattr(module, "has_gate")
+        and isinstance(getattr(module, "down_proj", None), nn.Parameter)
+        and isinstance(
+            getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), nn.Parameter
+        )
+    )
+
+
+class ExpertView:
+    """One expert of such a module, computed by the family's own gate and activation.
+
+    pre = W_up x, mid = gate(pre), out = W_down mid; the routing weight comes after it.
+    """
+
+    def __init__(self, module: Any, expert: int) -> None:
+        self._module = module
+        self._expert = expert
+
+    def pre(self, x: Tensor) -> Tensor:
+        """(tokens, d) -> (tokens, gate and up)."""
+        return self._linear(x, "gate_up_proj" if self._module.has_gate else "up_proj")
+
+    def mid(self, pre: Tensor) -> Tensor:
+        """What the down projection reads: (tokens, inner)."""
+        module = self._module
+        found: Tensor = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
+        return found
+
+    def down(self, mid: Tensor) -> Tensor:
+        """(tokens, inner) -> (tokens, d)."""
+        return self._linear(mid, "down_proj")
+
+    def finish(self, down: Tensor) -> Tensor:
+        """What stands between the down projection and the routing weight."""
+        if getattr(self._module, "has_post_expert_norm", False):
+            found: Tensor = self._module.post_expert_norm(down)
+            return found
+        return down
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        weight = getattr(self._module, name)[self._expert]
+        bias = (
+            getattr(self._module, f"{name}_bias")[self._expert] if self._module.has_bias else None
+        )
+        return nn.functional.linear(x, weight.T if self._module.is_transposed else weight, bias)
+
+
+def projections(module: Any, values: Tensor) -> dict[str, Tensor]:
+    """Rows of W_up by projection, (gate and up, d) -> each (inner, d)."""
+    if not module.has_gate:
+        return {"up": values}
+    if getattr(module, "is_concatenated", True):
+        gate, up = values.chunk(2, dim=0)
+        return {"gate": gate, "up": up}
+    return {"gate": values[0::2], "up": values[1::2]}

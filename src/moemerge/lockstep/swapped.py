@@ -1,0 +1,99 @@
+"""A model with the routers of another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from moemerge.architectures.roles import ROUTING_ROLES
+from moemerge.checkpoint import Checkpoint
+from moemerge.errors import ArchitectureError
+from moemerge.lockstep.models import OpenModel
+
+
+class SwappedCheckpoint(Checkpoint):
+    """A checkpoint, some tensors of which are read from another one.
+
+    It shares the files of both, and so has nothing of its own to close.
+    """
+
+    def __init__(
+        self, base: Checkpoint, donor: Checkpoint, names: Mapping[str, str], label: str
+    ) -> None:
+        self.path = base.path
+        self.label = label
+        self.config = base.config
+        self.files, self._file_of = base.files, base._file_of
+        self.tensors = base.tensors
+        self._base = base
+        self._donor = donor
+        self._names = names
+
+    def read(
+        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if name not in self._names:
+            return self._base.read(name, rows, out)
+        info = self.tensors[name]
+        block = self._donor.read(self._names[name]).to(info.dtype).reshape(info.shape)
+        if rows is not None:
+            block = block[rows[0] : rows[1]].clone()
+        return block if out is None else out.copy_(block)
+
+    def close(self) -> None: ...
+
+
+def routing_tensors(model: OpenModel, layers: Collection[int] | None = None) -> dict[str, str]:
+    """Key -> name on disk of all that decides routing: matrices, biases, scales, tables.
+
+    Layers that a model never runs (multi-token prediction) are left out.
+    """
+    found = {}
+    for name in model.checkpoint.tensors:
+        layer = model.architecture.layer_of(name)
+        if layer is None or layer >= model.architecture.num_layers:
+            continue
+        if layers is not None and layer not in layers:
+            continue
+        if model.architecture.role(name) in ROUTING_ROLES:
+            found[model.architecture.key(name)] = name
+    return found
+
+
+def pair_routing(
+    model: OpenModel, donor: OpenModel, layers: Collection[int] | None = None
+) -> dict[str, str]:
+    """Name in `model` -> name in `donor` of every tensor of the routers; all must fit."""
+    ours, theirs = routing_tensors(model, layers), routing_tensors(donor, layers)
+    for has, lacks, keys in (
+        (model, donor, ours.keys() - theirs.keys()),
+        (donor, model, theirs.keys() - ours.keys()),
+    ):
+        if keys:
+            raise ArchitectureError(
+                f"{has.label} has {min(keys)}, {lacks.label} has not: their routers differ in kind",
+                hint="both must be of one family, with the same layers and experts",
+            )
+    for key, name in ours.items():
+        mine = model.checkpoint.tensors[name]
+        other = donor.checkpoint.tensors[theirs[key]]
+        # (1, experts) and (experts,) are the same bias.
+        if math.prod(mine.shape) != math.prod(other.shape) or mine.shape[-1:] != other.shape[-1:]:
+            raise ArchitectureError(
+                f"{name} is {list(mine.shape)} in {model.label} and {list(other.shape)} in "
+                f"{donor.label}",
+                hint="both must have the same experts and the same width",
+            )
+    return {name: theirs[key] for key, name in ours.items()}
+
+
+def with_routers_of(
+    model: OpenModel, donor: OpenModel, layers: Collection[int] | None = None
+) -> OpenModel:
+    """`model` as it would be with the routers of `donor`; nothing is written."""
+    names = pair_routing(model, donor, layers)
+    label = f"{model.label} with the routers of {donor.label}"
+    checkpoint = SwappedCheckpoint(model.checkpoint, donor.checkpoint, names, label)
+    return OpenModel(model.name, checkpoint, model.architecture)
