@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from moemerge.config.load import LoadedConfig, load_config
-from moemerge.config.parameters import REQUIRED, BasePolicy, MethodSchema, ParameterSpec
+from moemerge.config.parameters import (
+    REQUIRED,
+    BasePolicy,
+    MethodSchema,
+    ParameterSpec,
+    StatisticsKind,
+)
 from moemerge.errors import ConfigError
 
 
@@ -24,6 +30,8 @@ STEPS = spec("steps", int, 300, False, minimum=1)
 SOLVER = spec("solver", str, "adam", False, choices=("adam", "exact"))
 T = spec("t", float, REQUIRED, False, minimum=0, maximum=1)
 SCALE = spec("scale", float, None, True)
+FACTOR = spec("factor", float, 0.9, False, minimum=0, maximum=1)
+SHARE = spec("weight", float, 1.0, True, minimum=0)
 
 
 def method(
@@ -32,8 +40,9 @@ def method(
     low: int,
     high: int | None,
     *parameters: ParameterSpec,
+    statistics: StatisticsKind | None = None,
 ) -> MethodSchema:
-    return MethodSchema(name, f"summary of {name}", base, low, high, parameters)
+    return MethodSchema(name, f"summary of {name}", base, low, high, parameters, statistics)
 
 
 ALL = (
@@ -44,6 +53,8 @@ ALL = (
     method("model_stock", BasePolicy.REQUIRED, 2, None),
     method("passthrough", BasePolicy.MEMBER, 1, 1, SCALE),
     method("wudi", BasePolicy.REQUIRED, 1, None, STEPS, SOLVER),
+    method("regmean", BasePolicy.DONOR, 1, None, SHARE, FACTOR, statistics="gram"),
+    method("fisher", BasePolicy.DONOR, 1, None, SHARE, statistics="fisher"),
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import moemerge.merging.methods  # noqa: F401  (fills METHODS)
@@ -10,6 +12,7 @@ from moemerge.config.load import LoadedConfig, load_config
 from moemerge.config.parameters import MethodSchema
 from moemerge.merging.method import METHODS
 
+FOLDER = Path(__file__).parents[2] / "examples"
 TIES = """
 models:
   - model: psmathur/orca_mini_v3_13b
@@ -226,6 +229,12 @@ def test_loads_and_survives_writing(text: str) -> None:
     loaded = read(text)
     assert loaded.warnings == ()
     assert read(dump_config(loaded.config)).config == loaded.config
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yml")), ids=lambda f: f.stem)
+def test_the_examples_that_we_ship_load(file: Path) -> None:
+    loaded = read(file.read_text())
+    assert loaded.warnings == ()
 
 
 def test_slerp_weights_by_place() -> None:

@@ -40,7 +40,7 @@ WRONG = [
     (HEAD + "dtype: float32\ndtype: float16\n", ["line 8: dtype: given twice, on lines 7 and 8"]),
     (HEAD + "3: x\n", ["line 7: 3: this key is read as int", "line 7: 3: unknown key; known"]),
     (HEAD + "name: mine\n", ["line 7: name: a name for the merge belongs to files of several"]),
-    (HEAD + "statistics: {}\n", ["line 7: statistics: unknown key; known here: models, slices"]),
+    (HEAD + "quirks: {}\n", ["line 7: quirks: unknown key; known here: models, slices"]),
     ("models: [{model: a}]\n", ["line 1: merge_method: is missing"]),
     ("merge_method: 3\nmodels: [{model: a}]\n", ["line 1: merge_method: must be text, not 3"]),
     ("merge_method:\nmodels: [{model: a}]\n", ["line 1: merge_method: is missing"]),
@@ -51,7 +51,7 @@ WRONG = [
     ),
     (
         "merge_method: zzz\nmodels: [{model: a}]\n",
-        ["line 1: merge_method: unknown merge method 'zzz'; known: linear, model_stock"],
+        ["line 1: merge_method: unknown merge method 'zzz'; known: fisher, linear"],
     ),
     # bodies
     ("merge_method: linear\n\n", ["line 1: nothing to merge: give `models` or `slices`"]),
@@ -380,7 +380,7 @@ def test_a_broken_part_hides_nothing_beside_it(problems: Problems) -> None:
 
 IGNORED_BY_MERGEKIT = [
     HEAD + "normalize: true\n",
-    HEAD + "statistics: {}\n",
+    HEAD + "quirks: {}\n",
     HEAD + "name: x\n",
     HEAD.replace("weight: 0.5", "weight: 0.5, zzz: 1"),
     HEAD.replace("name: math}", "name: math, parameters: {normalize: 1}}"),

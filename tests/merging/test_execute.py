@@ -16,7 +16,7 @@ from moemerge import api
 from moemerge.checkpoint import CheckpointWriter
 from moemerge.config.options import MergeOptions
 from moemerge.errors import CheckpointError, NumericalError, ResourceError, UsageError
-from moemerge.merging import METHODS, blocks
+from moemerge.merging import METHODS, blocks, pieces
 from moemerge.merging.execute import ExecutionSettings, MemoryBudget, execute
 from moemerge.merging.run import prepare_merge
 from moemerge.runtime.progress import Silent
@@ -79,6 +79,55 @@ def test_runs_of_rows_equal_the_whole(models, tmp_path, monkeypatch):
     cut = run(settings, tmp_path / "cut")
     for name, value in whole.items():
         assert torch.equal(value, cut[name])
+
+
+@pytest.mark.parametrize("length", [500, 2**17])
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float64"])
+def test_a_sum_in_pieces_is_the_methods_own(models, tmp_path, monkeypatch, length, dtype):
+    """`linear` is summed model by model as it is read: the same bytes as the method's."""
+    settings = {**config("linear", models, weight=0.3), "dtype": dtype}
+    settings["parameters"] = {"weight": 1.7}
+    monkeypatch.setattr(pieces, "CPU_PIECE", length)
+    quick = run(settings, tmp_path / "quick")
+    method = METHODS.get("linear")
+    monkeypatch.setitem(METHODS._entries, "linear", replace(method, weights=None))
+    own = run(settings, tmp_path / "own")
+    monkeypatch.setitem(METHODS._entries, "linear", replace(method, elementwise=False))
+    whole = run(settings, tmp_path / "whole")
+    for name, value in quick.items():
+        assert torch.equal(value, own[name]), name
+        assert torch.equal(value, whole[name]), name
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_input_stops_a_sum_whatever_its_weight(models, tmp_path, bad):
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    file = models[1] / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name][0, :3] = bad
+    save_file(tensors, file, metadata={"format": "pt"})
+    settings = config("linear", models)
+    settings["models"][0]["parameters"] = {"weight": 0.0}
+    settings["parameters"] = {"weight": 1.0}
+    with pytest.raises(NumericalError, match=rf"m1: tensor {name} holds 3 non-finite values"):
+        moemerge.merge(settings, tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+    moemerge.merge(settings, tmp_path / "out", MergeOptions(allow_nonfinite=True))
+
+
+def test_a_model_that_is_cut_short_while_it_is_merged_is_named(models, tmp_path):
+    settings = {**config("linear", models), "parameters": {"weight": 1.0}}
+    plan = prepare_merge(api.load_config(settings), MergeOptions()).plan
+    file = models[1] / "model.safetensors"
+    with open(file, "r+b") as opened:
+        opened.truncate(file.stat().st_size - 1000)
+    out = tmp_path / "out"
+    with (
+        CheckpointWriter(out, plan.tensors, shard_bytes=10**9, overwrite=False) as writer,
+        pytest.raises(CheckpointError, match="the file was cut short after it was opened"),
+    ):
+        execute(plan, writer, ExecutionSettings(CPU), Silent())
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_task_arithmetic_by_hand(models, tmp_path):
@@ -169,7 +218,7 @@ def test_a_device_without_memory_is_named(models, tmp_path, monkeypatch):
 
     settings = config("linear", models)
     method = METHODS.get("linear")
-    monkeypatch.setitem(METHODS._entries, "linear", replace(method, function=full))
+    monkeypatch.setitem(METHODS._entries, "linear", replace(method, function=full, weights=None))
     with pytest.raises(ResourceError, match=r"cpu has too little free memory to merge .*weight"):
         moemerge.merge(
             {**settings, "parameters": {"weight": 1}}, tmp_path / "out", MergeOptions(device="cpu")

@@ -30,6 +30,7 @@ from moemerge.config.parameters import MethodSchema
 from moemerge.config.problems import Path, Problem, path_text
 from moemerge.config.resolve import NormalisedMerge, normalise
 from moemerge.config.schema import RunConfig
+from moemerge.config.statistics import StatisticsRun, statistics_problems, statistics_run
 from moemerge.config.translate import WorkingCopy, validate
 from moemerge.config.yaml_lines import Document, read_yaml
 from moemerge.errors import ConfigError
@@ -42,12 +43,13 @@ _UNNAMED: Final = "config"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config without problems; `merge` and `calibration` are what the runners work from."""
+    """A config without problems; all but `config` is what the runners work from."""
 
     config: RunConfig
     warnings: tuple[str, ...]
     merge: NormalisedMerge
     calibration: CalibrationRun | None
+    statistics: StatisticsRun | None = None
 
 
 def load_config(
@@ -103,11 +105,13 @@ class _Check:
         self._raise_if_wrong()
         assert config is not None  # otherwise a problem was noted
         config = with_models(config)
+        merge = normalise(config, self.schemas)
         return LoadedConfig(
             config=config,
             warnings=tuple(f"{self._text(p)} (ignored)" for p in self._sorted(self.found)),
-            merge=normalise(config, self.schemas),
+            merge=merge,
             calibration=calibration_run(config),
+            statistics=statistics_run(config, merge),
         )
 
     def _note_structure(self, problem: Problem) -> None:
@@ -151,6 +155,8 @@ class _Check:
             misspelt = set() if self.lenient else check.misspelt()  # reported as such
             if not work.lost(*_BODIES, ("parameters",), ("router",)):
                 found += check.required(merge, misspelt)
+            if not work.lost(("statistics",), ("data",)):
+                found += statistics_problems(config, merge)
         return found
 
     def _tokenizer(self, config: RunConfig, work: WorkingCopy) -> list[Problem]:

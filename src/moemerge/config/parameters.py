@@ -10,9 +10,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, Literal
 
 Scalar = float | int | bool | str
+
+# What a data-driven method wants to know of each model's inputs: the second moments of every
+# linear layer's input, or the squared gradients of every weight.
+StatisticsKind = Literal["gram", "fisher"]
 
 
 class Required(Enum):
@@ -30,6 +34,7 @@ class BasePolicy(Enum):
     REQUIRED = "required"  # task vectors are taken against it
     OPTIONAL = "optional"  # used when given
     MEMBER = "member"  # an ordinary model like the others (linear)
+    DONOR = "donor"  # lends its config and tokenizer alone; its weights are not merged
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class MethodSchema:
     min_models: int  # models besides the base (MEMBER: base counted in)
     max_models: int | None
     parameters: tuple[ParameterSpec, ...]
+    statistics: StatisticsKind | None = None  # of every merged model; None: needs no data
 
     def parameter(self, name: str) -> ParameterSpec | None:
         return next((p for p in self.parameters if p.name == name), None)

@@ -1,4 +1,5 @@
-"""A config file as frozen data: mergekit's keys and ours (`name`, `router`, `calibration`, `data`).
+"""A config file as frozen data: mergekit's keys and ours (`name`, `router`, `data`, `statistics`,
+`collecting`, `calibration`).
 
 The models here hold what was written. `resolve.normalise` turns it into what a merge needs.
 """
@@ -11,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from moemerge.config.calibration import CalibrationBlock
+from moemerge.config.collecting import CollectingSettings
 from moemerge.config.fields import (
     ChatTemplateField,
     DataFiles,
@@ -146,6 +148,16 @@ class RouterSettings(Strict):
         return self
 
 
+class CollectingBlock(CollectingSettings):
+    """How statistics are computed that were not saved before."""
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if "kind" in data:
+            raise ProblemsError.one("the kind follows from the merge method: remove it", "kind")
+        return data
+
+
 def _only_default(raw: object) -> object:
     others = [str(name) for name in raw if name != "default"] if isinstance(raw, Mapping) else []
     if others:
@@ -178,6 +190,8 @@ class RunConfig(Body):
     chat_template: ChatTemplateField | None = None
     router: RouterSettings | None = None
     data: DataFiles | None = None
+    statistics: DataFiles | None = None
+    collecting: CollectingBlock | None = None
     calibration: CalibrationBlock | None = None
 
     @property

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from torch import Tensor
 from moemerge.checkpoint import CheckpointWriter
 from moemerge.errors import CheckpointError, NumericalError, ResourceError
 from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo
+from moemerge.merging.pieces import PieceMerger, is_finite, require_finite
 from moemerge.merging.plan import Block, MergePlan, Source, UnitMerge
+from moemerge.merging.remarks import Remarks
+from moemerge.merging.statistics import read_statistics
 from moemerge.runtime.allocator import reuse_freed_memory
 from moemerge.runtime.devices import cpu_count, prepare_for_threads
 from moemerge.runtime.progress import Progress
@@ -32,10 +36,6 @@ MOST_WORKERS = 8
 FEWEST_WORKERS = 2  # one may wait for the disk
 READ_AHEAD = 2  # blocks per worker that are fetched in advance
 POLL_SECONDS = 0.5
-# Elements of an elementwise method's piece: on a CPU its float32 copies stay in cache (1 MiB each),
-# an accelerator wants one long launch.
-CPU_PIECE = 2**18
-DEVICE_PIECE = 2**26
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,11 @@ class MemoryBudget:
 
 def execute(
     plan: MergePlan, writer: CheckpointWriter, settings: ExecutionSettings, progress: Progress
-) -> None:
-    """Compute and write every block of `plan`. Raises the first error; the caller aborts."""
+) -> Remarks:
+    """Compute and write every block of `plan`; what the methods remarked on the way.
+
+    Raises the first error; the caller aborts.
+    """
     reuse_freed_memory()
     prepare_for_threads(settings.device)
     runner = _Runner(plan, writer, settings, progress)
@@ -89,6 +92,7 @@ def execute(
             pool.shutdown(cancel_futures=True)
             raise
     progress.finish()
+    return runner.remarks
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:
@@ -125,8 +129,11 @@ class _Runner:
         self.progress = progress
         self.budget = MemoryBudget(settings.memory_budget)
         self.stopped = threading.Event()
+        self.remarks = Remarks()
         self.dtypes = {t.name: t.dtype for t in plan.tensors}
-        self.piece = CPU_PIECE if settings.device.type == "cpu" else DEVICE_PIECE
+        self.pieces = PieceMerger(
+            plan, settings.device, self._apply, allow_nonfinite=settings.allow_nonfinite
+        )
 
     @torch.inference_mode()
     def run(self, block: Block, soon: Block | None = None) -> None:
@@ -152,10 +159,10 @@ class _Runner:
         """Inputs were finite: a result that is not has outgrown its dtype."""
         if self.settings.allow_nonfinite or not result.is_floating_point():
             return
-        if not bool(result.sum().isfinite()) and not bool(result.isfinite().all()):
+        if not is_finite(result) and not bool(result.isfinite().all()):
             raise NumericalError(
                 f"the merged tensor {block.tensor} holds values that {result.dtype} cannot",
-                hint="choose a wider out_dtype (bfloat16 or float32), or smaller weights",
+                hint="choose a wider dtype or out_dtype (bfloat16, float32), or smaller weights",
             )
 
     def _prefetch(self, block: Block) -> None:
@@ -163,42 +170,41 @@ class _Runner:
             self.plan.models[source.model].checkpoint.prefetch(source.tensor, source.slot.rows)
 
     def _merge(self, block: Block) -> Tensor:
-        blocks = _BlockReader(self.plan, allow_nonfinite=self.settings.allow_nonfinite)
         out_dtype = self.dtypes[block.tensor]
+        if self.pieces.takes(block):
+            return self.pieces.merge(block, self._unit(block.merges[0]), out_dtype)
+        blocks = _BlockReader(self.plan, allow_nonfinite=self.settings.allow_nonfinite)
         whole = len(block.merges) == 1 and block.merges[0].unit.slot.covers_block
         result = None if whole else torch.empty(block.shape, dtype=out_dtype)
         for merge in block.merges:
             stored = [source.slot.take(blocks.read(source)) for source in merge.sources]
             if result is None:
-                return self._whole(merge, stored, block.shape, out_dtype)
-            merge.unit.slot.take(result).copy_(self._apply(merge, stored))
+                found = self._apply(merge, self._unit(merge), stored)
+                return found.to("cpu", out_dtype).reshape(block.shape).contiguous()
+            merge.unit.slot.take(result).copy_(self._apply(merge, self._unit(merge), stored))
         assert result is not None
         return result
 
-    def _whole(
-        self, merge: UnitMerge, stored: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        """A unit that is all of its block; an elementwise one in pieces that stay in cache."""
-        if not (merge.method.elementwise and merge.prepare is None and shape):
-            return self._apply(merge, stored).to("cpu", dtype).reshape(shape).contiguous()
-        result = torch.empty(shape, dtype=dtype)
-        flat, flats = result.view(-1), [tensor.reshape(-1) for tensor in stored]
-        for start in range(0, flat.numel(), self.piece):
-            piece = slice(start, start + self.piece)
-            flat[piece] = self._apply(merge, [tensor[piece] for tensor in flats])
-        return result
+    def _unit(self, merge: UnitMerge) -> UnitInfo:
+        key = merge.unit.key
+        remark = partial(self.remarks.add, key)
+        return UnitInfo(key, merge.unit.role, self.plan.seed, self.stopped.is_set, remark)
 
-    def _apply(self, merge: UnitMerge, stored: Sequence[Tensor]) -> Tensor:
+    def _apply(self, merge: UnitMerge, unit: UnitInfo, stored: Sequence[Tensor]) -> Tensor:
         """The method's result for tensors as they are stored."""
         tensors = [self._widen(tensor) for tensor in stored]
         if merge.prepare is not None:
             tensors = merge.prepare(tensors)
         inputs = [
-            ModelTensor(tensor, source.params)
+            ModelTensor(
+                tensor,
+                source.params,
+                self.plan.models[source.model].name,
+                read_statistics(self.plan, merge, source, tensor, unit),
+            )
             for tensor, source in zip(tensors, merge.inputs, strict=False)
         ]
         base = None if merge.base is None else tensors[-1]
-        unit = UnitInfo(merge.unit.key, merge.unit.role, self.plan.seed, self.stopped.is_set)
         return merge.method.function(inputs, base, merge.options, unit)
 
     def _widen(self, tensor: Tensor) -> Tensor:
@@ -225,21 +231,6 @@ class _Runner:
         if tensor.is_floating_point() and not self.settings.allow_nonfinite:
             require_finite(tensor, source, self.plan)
         return tensor
-
-
-def require_finite(tensor: Tensor, source: Source, plan: MergePlan) -> None:
-    """Refuse NaN and infinity, with the tensor's name."""
-    # One pass at memory speed in the good case: a finite sum has only finite terms.
-    if bool(tensor.sum().isfinite()):
-        return
-    bad = int((~tensor.isfinite()).sum())
-    if bad:
-        model = plan.models[source.model]
-        raise NumericalError(
-            f"{model.checkpoint.label}: tensor {source.tensor} holds {bad} non-finite values "
-            f"(NaN or infinity) among {tensor.numel()}",
-            hint="repair that model, or merge anyway with --allow-nonfinite",
-        )
 
 
 class _BlockReader:

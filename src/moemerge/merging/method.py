@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from types import UnionType
 from typing import Any, get_args, get_type_hints
@@ -30,6 +30,7 @@ from moemerge.config.parameters import (
     ParameterSpec,
     Required,
     Scalar,
+    StatisticsKind,
 )
 from moemerge.errors import UsageError
 from moemerge.registry import Registry
@@ -41,19 +42,38 @@ class NoParams:
 
 
 @dataclass(frozen=True)
+class UnitStatistics:
+    """What a model's own text says about one unit, for methods that ask for `statistics`."""
+
+    values: Tensor  # gram: (in, in), mean of x xᵀ; fisher: as the unit, mean of squared gradients
+    tokens: int  # that passed through the unit
+    domain_tokens: int  # of the model's text in all
+    sequences: int  # of the model's text that a mean over sequences is over
+
+
+@dataclass(frozen=True)
 class ModelTensor:
     """One model's tensor with the parameters that the config gives it for this unit."""
 
     tensor: Tensor
     params: Any  # an instance of the method's `per_model` dataclass
+    name: str = ""
+    statistics: UnitStatistics | None = None  # None: the method wants none, or the unit has none
 
 
 class StoppedError(Exception):
     """The merge was stopped elsewhere; ends a method's loop early. Never reaches a user."""
 
 
+Facts = Mapping[str, float | int | str]
+
+
 def _go_on() -> bool:
     return False
+
+
+def _unheard(kind: str, facts: Facts) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,7 @@ class UnitInfo:
     role: Role
     seed: int = 0
     stopped: Callable[[], bool] = _go_on
+    remark: Callable[[str, Facts], None] = _unheard  # something of this unit, for the report
 
     def check_stopped(self) -> None:
         """To be called now and then by a method that takes long, so that Ctrl-C is not in vain."""
@@ -79,6 +100,8 @@ class UnitInfo:
 
 
 MergeFunction = Callable[[Sequence[ModelTensor], Tensor | None, Any, UnitInfo], Tensor]
+# Of each model's parameters, the options and the unit: how much of each model.
+WeightsFunction = Callable[[Sequence[Any], Any, UnitInfo], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -90,6 +113,7 @@ class MergeMethod:
     per_model: type
     options: type
     elementwise: bool  # acts on every element alone: may run on stacks and on pieces of a tensor
+    weights: WeightsFunction | None = None  # where the function is Σ w_i θ_i, the w_i
 
     @property
     def name(self) -> str:
@@ -134,8 +158,21 @@ def merge_method(
     min_models: int = 1,
     max_models: int | None = None,
     elementwise: bool = False,
+    statistics: StatisticsKind | None = None,
+    weights: WeightsFunction | None = None,
 ) -> Callable[[MergeFunction], MergeFunction]:
-    """Register a merge method under `name`, as it is written in a config."""
+    """Register a merge method under `name`, as it is written in a config.
+
+    With `statistics`, each input carries its model's statistics of the unit, where it has any.
+    `weights` says that the method is a weighted sum of its inputs, which can then be taken without
+    calling it.
+    """
+
+    if elementwise and statistics is not None:
+        raise UsageError(
+            f"merge method {name!r} cannot be elementwise and use statistics",
+            hint="statistics belong to whole units: leave `elementwise` out",
+        )
 
     def register(function: MergeFunction) -> MergeFunction:
         summary = (function.__doc__ or "").strip().split("\n")[0]
@@ -148,8 +185,10 @@ def merge_method(
             min_models=min_models,
             max_models=max_models,
             parameters=(*_specs(per_model, per_model=True), *_specs(options, per_model=False)),
+            statistics=statistics,
         )
-        METHODS.add(name, MergeMethod(schema, function, per_model, options, elementwise))
+        method = MergeMethod(schema, function, per_model, options, elementwise, weights)
+        METHODS.add(name, method)
         return function
 
     return register

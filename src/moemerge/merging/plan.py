@@ -9,10 +9,10 @@ expert of a stack, or, for methods that act on each element alone, a run of rows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,11 @@ from torch import Tensor
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.roles import Slot, Unit
 from moemerge.checkpoint import Checkpoint, TensorInfo
+from moemerge.config.parameters import StatisticsKind
 from moemerge.merging.method import MergeMethod
+
+if TYPE_CHECKING:
+    from moemerge.statistics.file import Statistics
 
 Prepare = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -50,6 +54,7 @@ class Source:
     tensor: str
     slot: Slot
     params: Any = None
+    statistics: str | None = None  # the unit's key in this model's statistics, where they count
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,18 @@ class UnitMerge:
     @property
     def sources(self) -> tuple[Source, ...]:
         return self.inputs if self.base is None else (*self.inputs, self.base)
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Memory for the models' statistics of this unit, where its method uses any."""
+        kind, count = self.method.schema.statistics, len(self.inputs)
+        if kind is None:
+            return 0
+        if kind == "fisher":
+            return 4 * count * math.prod(self.unit.shape)
+        # The Gram matrices in float32, and the float64 ones of the solve.
+        width = self.unit.shape[-1] if len(self.unit.shape) == 2 else 0
+        return width**2 * (4 * count + 8 * (count + 2))
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,8 @@ class Block:
         if not self.merges:
             return 8 * self.numel * (1 + len(self.must_equal))
         widest = max(len(m.sources) for m in self.merges)
-        return 4 * self.numel * (2 * widest + TEMPORARIES)
+        statistics = max(m.statistics_bytes for m in self.merges)
+        return 4 * self.numel * (2 * widest + TEMPORARIES) + statistics
 
 
 # Result, task-vector sum, mask and magnitudes: what the methods hold beside their inputs.
@@ -118,6 +136,8 @@ class MergePlan:
     input_dtype: torch.dtype | None  # the config's `dtype`: inputs are cast to it first
     seed: int
     notices: tuple[str, ...] = ()
+    # By the model's position; empty while they are still to be computed.
+    statistics: Mapping[tuple[int, StatisticsKind], Statistics] = field(default_factory=dict)
 
     @property
     def bytes_written(self) -> int:
@@ -125,7 +145,9 @@ class MergePlan:
 
     @property
     def bytes_read(self) -> int:
-        return sum(m.checkpoint.total_bytes for m in self.models)
+        files = {s.path for s in self.statistics.values()}
+        weights = sum(m.checkpoint.total_bytes for m in self.models)
+        return weights + sum(path.stat().st_size for path in files)
 
     @property
     def peak_block_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from moemerge.architectures.roles import ROUTING_ROLES, WHOLE, Role, Unit
 from moemerge.checkpoint import Checkpoint, TensorInfo
 from moemerge.config.lookup import ParameterReader
 from moemerge.config.models import ModelRef
+from moemerge.config.parameters import BasePolicy
 from moemerge.config.resolve import MergeSlice, NormalisedMerge
 from moemerge.config.resolve import Source as ConfigSource
 from moemerge.errors import ArchitectureError, CheckpointError
@@ -142,10 +143,17 @@ class Planner:
             return self._integers(reference, output, stored, whole)
         info = self._output_info(output, stored, units, whole)
         merges = [self._unit(i, unit, whole, place, info) for i, unit in enumerate(units)]
-        for model, pairs in whole.items():
-            for unit in pairs:
-                self.ledger.record(model, unit.tensor, Fate.MERGED)
+        self._account(whole, merges)
         return info, list(split_into_blocks(info, merges))
+
+    def _account(self, found: Mapping[str, list[Unit]], merges: Sequence[UnitMerge]) -> None:
+        used = {source.model for merge in merges for source in merge.sources}
+        for model, units in found.items():
+            fate, why = Fate.MERGED, ""
+            if self.position[model] not in used:  # a base that only lends its config
+                fate, why = Fate.DROPPED, f"{merges[0].method.name!r} merges the other models alone"
+            for unit in units:
+                self.ledger.record(model, unit.tensor, fate, why)
 
     def _piece(self, place: Place) -> MergeSlice:
         return self.merge.slices[place.slice_index]
@@ -200,12 +208,17 @@ class Planner:
         method, reader = self._method_for(unit)
         role = str(unit.role)
 
+        informed = method.schema.statistics is not None
+
         def source(s: ConfigSource, params: Any = None) -> Source:
             mine = found[s.name][i]
-            return Source(self.position[s.name], mine.tensor, mine.slot, params)
+            key = mine.key if informed else None
+            return Source(self.position[s.name], mine.tensor, mine.slot, params, key)
 
         inputs = []
         models, base = piece.seen_by(method.schema)
+        if method.schema.base is BasePolicy.DONOR and not self.vocabularies.spans(unit):
+            base = None
         for s in models:
             names = found[s.name][i].names
             values = reader.model_values(place.slice_index, s.name, names, role, place.t)

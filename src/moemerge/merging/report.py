@@ -37,6 +37,8 @@ class MergeReport:
     peak_block_bytes: int
     seed: int
     notices: tuple[str, ...]
+    statistics: dict[str, Any] = field(default_factory=dict)  # of each model, where they came from
+    remarks: dict[str, Any] = field(default_factory=dict)  # what methods said of single units
     device: str | None = None  # None: planned, not run
     seconds: float | None = None
     output: str | None = None
@@ -65,6 +67,8 @@ class MergeReport:
                 }
                 for m in self.models
             },
+            **({"statistics": self.statistics} if self.statistics else {}),
+            **({"remarks": self.remarks} if self.remarks else {}),
             "notices": list(self.notices),
         }
 

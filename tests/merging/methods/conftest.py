@@ -14,21 +14,37 @@ def _tensor(x):
 
 @pytest.fixture
 def merge():
-    """merge("ties", [θ_1, θ_2], base=θ_0, params={...} or one mapping a model, **options)."""
+    """merge("ties", [θ_1, θ_2], base=θ_0, params={...} or one mapping a model, **options).
 
-    def call(name, tensors, *, base=None, params=None, key="w", role=Role.MLP, seed=0, **options):
+    `statistics` are one UnitStatistics (or None) a model; `remark` gets what the method says.
+    """
+
+    def call(
+        name,
+        tensors,
+        *,
+        base=None,
+        params=None,
+        statistics=None,
+        key="w",
+        role=Role.MLP,
+        seed=0,
+        remark=lambda kind, facts: None,
+        **options,
+    ):
         method = METHODS.get(name)
         if not isinstance(params, list):
             params = [params or {}] * len(tensors)
+        known = statistics or [None] * len(tensors)
         inputs = [
-            ModelTensor(_tensor(t), method.per_model(**p))
-            for t, p in zip(tensors, params, strict=True)
+            ModelTensor(_tensor(t), method.per_model(**p), f"m{i}", s)
+            for i, (t, p, s) in enumerate(zip(tensors, params, known, strict=True))
         ]
         return method.function(
             inputs,
             None if base is None else _tensor(base),
             method.options(**options),
-            UnitInfo(key, role, seed),
+            UnitInfo(key, role, seed, remark=remark),
         )
 
     return call

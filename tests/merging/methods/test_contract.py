@@ -10,12 +10,12 @@ import torch
 import moemerge.merging.methods as methods
 from moemerge.architectures.roles import Role
 from moemerge.config.parameters import REQUIRED, BasePolicy
-from moemerge.merging.method import METHODS, ModelTensor, UnitInfo
+from moemerge.merging.method import METHODS, ModelTensor, UnitInfo, UnitStatistics
 
 NAMES = [
     *("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "della", "della_linear"),
     *("breadcrumbs", "breadcrumbs_ties", "sce", "slerp", "nuslerp", "multislerp", "model_stock"),
-    *("karcher", "nearswap", "passthrough", "wudi"),
+    *("karcher", "nearswap", "passthrough", "wudi", "regmean", "fisher"),
 ]
 SHAPES = [(), (1,), (7,), (1, 1), (5, 1), (1, 5), (6, 8), (3, 1, 4), (2, 3, 4), (0,), (0, 4)]
 ACTIVE = {  # parameters under which a method does something
@@ -45,8 +45,20 @@ def count_of(method, wanted=3):
     return min(wanted, method.schema.max_models or wanted)
 
 
+def statistics_of(method, tensor):
+    """Statistics that depend on the tensor alone; none where a real file would have none."""
+    kind = method.schema.statistics
+    if kind is None or (kind == "gram" and tensor.dim() != 2):
+        return None
+    values = tensor.square() if kind == "fisher" else tensor.T @ tensor / max(1, len(tensor))
+    return UnitStatistics(values.float().contiguous(), 100, 200, 10)
+
+
 def call(method, tensors, base, *, active=True, role=Role.EXPERT):
-    inputs = [ModelTensor(t, build(method.per_model, active=active)) for t in tensors]
+    inputs = [
+        ModelTensor(t, build(method.per_model, active=active), "m", statistics_of(method, t))
+        for t in tensors
+    ]
     if method.schema.base is BasePolicy.MEMBER:
         base = None
     options = build(method.options, active=active)
@@ -207,13 +219,13 @@ def test_required_parameters_have_no_default():
         name: {p.name for p in METHODS.get(name).schema.parameters if p.default is REQUIRED}
         for name in NAMES
     }
-    free = {"sce", "model_stock", "karcher", "passthrough", "wudi"}
+    free = {"sce", "model_stock", "karcher", "passthrough", "wudi", "regmean", "fisher"}
     assert {n for n, r in required.items() if not r} == free
     assert required["slerp"] == required["nearswap"] == {"t"}
     assert all(required[n] == {"weight"} for n in NAMES if n not in free | {"slerp", "nearswap"})
 
 
-DEFAULTS = {  # mergekit's
+DEFAULTS = {  # mergekit's, where it has the method
     "linear": {"normalize": True},
     "task_arithmetic": {"normalize": False, "lambda": 1.0, "rescale": False, "density": 1.0},
     "ties": {"normalize": True, "rescale": False, "lambda": 1.0, "density": 1.0},
@@ -230,6 +242,8 @@ DEFAULTS = {  # mergekit's
     "karcher": {"max_iter": 10, "tol": 1e-5},
     "passthrough": {"scale": None},
     "wudi": {"solver": "adam", "lr": 1e-5, "steps": 300, "others": "average"},
+    "regmean": {"weight": 1.0, "factor": 0.9, "normalize": True, "min_tokens": 16},
+    "fisher": {"weight": 1.0, "normalize": True, "floor": 1e-6},
 }
 
 

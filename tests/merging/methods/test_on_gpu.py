@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zoo
+from moemerge.merging.method import UnitStatistics
 from moemerge.merging.methods.random import Stream, keep_threshold
 from moemerge.merging.methods.selection import ascending_order, keep_largest_
 
@@ -59,6 +60,26 @@ def test_methods(merge, name):
     )
     assert there.is_cuda
     torch.testing.assert_close(there.cpu(), here, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("regmean", {}), ("regmean", {"factor": 1.0, "min_tokens": 600}), ("fisher", {})],
+)
+def test_methods_with_statistics(merge, name, options):
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(96, 130, generator=g) for _ in range(3)]
+    xs = [torch.randn(500, 130, generator=g) for _ in tensors]
+    values = [x.T @ x / 500 for x in xs] if name == "regmean" else [t.square() for t in tensors]
+    results = []
+    for device in ("cpu", "cuda"):
+        known = [UnitStatistics(v.to(device), 500, 900, 10) for v in values]
+        moved = [t.to(device) for t in tensors]
+        results.append(
+            merge(name, moved, params=[{"weight": 0.5}] * 3, statistics=known, **options)
+        )
+    assert results[1].is_cuda
+    torch.testing.assert_close(results[1].cpu(), results[0], rtol=1e-4, atol=1e-5)
 
 
 def test_random_bits():

@@ -19,18 +19,25 @@ class LinearOptions:
     normalize: bool = param(True, help="divide by the sum of the weights")
 
 
+def linear_weights(
+    params: Sequence[Weighted], options: LinearOptions, unit: UnitInfo
+) -> Sequence[float]:
+    """The models' shares."""
+    weights = [p.weight for p in params]
+    return shares(weights, unit) if options.normalize else weights
+
+
 @merge_method(
     "linear",
     base=BasePolicy.MEMBER,
     per_model=Weighted,
     options=LinearOptions,
     elementwise=True,
+    weights=linear_weights,
 )
 def linear(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: LinearOptions, unit: UnitInfo
 ) -> Tensor:
     """Weighted average of the models: Σ w_i θ_i / Σ w_i."""
-    weights = [i.params.weight for i in inputs]
-    if options.normalize:
-        weights = shares(weights, unit)
+    weights = linear_weights([i.params for i in inputs], options, unit)
     return weighted_sum([i.tensor for i in inputs], weights)

@@ -1,0 +1,310 @@
+"""Fisher values of one model: forward layer by layer, then back with every layer run again.
+
+The forward keeps the input of every layer (`store`). On the way back one layer's weights are in
+memory at a time; its squared gradients are summed and written before the layer below comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemerge.collecting.checks import require_finite_weights
+from moemerge.collecting.forward import Forward, run_forward
+from moemerge.collecting.prepare import Prepared
+from moemerge.collecting.routed import RoutedGradients
+from moemerge.collecting.squares import add_ragged_squares, add_squares, new_total
+from moemerge.collecting.tokens import as_sequences, real_tokens
+from moemerge.collecting.units import UnitMap
+from moemerge.errors import ArchitectureError, DataError, NumericalError, ResourceError
+from moemerge.features.batches import Batch
+from moemerge.features.gradients import Heard, expert_deltas, experts_call, head_back, run_back
+from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap, projections
+from moemerge.features.weights import Weights
+from moemerge.runtime.allocator import give_back_freed_memory
+from moemerge.runtime.determinism import deterministic
+from moemerge.runtime.devices import attention_without_plans
+from moemerge.runtime.progress import Progress
+from moemerge.statistics import StatisticsWriter
+
+# Tokens whose logits are held at a time.
+HEAD_TOKENS = {"cpu": 512, "cuda": 8192}
+# A layer that is run again gives what it gave. By how much it may differ, as a share of the mean
+# size: another kernel rounds otherwise and may send a token elsewhere, but never most of them.
+SAME = 0.05
+
+
+def collect_fishers(
+    prepared: Prepared, writer: StatisticsWriter, progress: Progress
+) -> tuple[list[str], list[str]]:
+    """Write the Fisher values of every matrix; gives notices and the units of unvisited experts."""
+    if not any(len(row) > 1 for row in prepared.domain.rows):
+        raise DataError(
+            "every row of the text is a single token, so there is nothing to predict",
+            hint="give rows of at least two tokens",
+        )
+    with run_forward(prepared, progress) as forward:
+        back = _WayBack(prepared, forward, writer)
+        try:
+            with deterministic(prepared.device), attention_without_plans():
+                back.run(progress)
+        finally:
+            back.close()
+    return back.notices, back.unvisited
+
+
+def predicting(prepared: Prepared) -> int:
+    """Sequences that predict at least one token: what the mean is over."""
+    return sum(len(row) > 1 for row in prepared.domain.rows)
+
+
+class _WayBack:
+    def __init__(self, prepared: Prepared, forward: Forward, writer: StatisticsWriter) -> None:
+        self._prepared = prepared
+        self._forward = forward
+        self._writer = writer
+        self._model = forward.model
+        self._device = prepared.device
+        self._sequences = predicting(prepared)
+        checkpoint = prepared.model.checkpoint
+        self._weights = Weights(self._model, checkpoint, prepared.device, prepared.dtype)
+        self._units = UnitMap(checkpoint, prepared.model.architecture, self._weights.names)
+        self._gradients: list[Tensor] = []  # d loss / d output of the layer at hand, by batch
+        self._expected: Tensor | None = None  # the first batch's input of the layer above
+        self.notices: list[str] = [forward.taps.notice] if forward.taps.notice else []
+        self.unvisited: list[str] = []
+
+    def close(self) -> None:
+        self._weights.close()
+
+    def run(self, progress: Progress) -> None:
+        layers = self._forward.anatomy.layers
+        progress.start("squared gradients", len(layers), unit="layers")
+        with self._placed("head", self._forward.head_names):
+            self._head()
+        for number in reversed(range(len(layers))):
+            with self._placed(layers[number], self._weights.names_under(layers[number])):
+                if number and self._device.type != "cpu":
+                    below = layers[number - 1]
+                    self._weights.prefetch(below, self._weights.names_under(below))
+                self._layer(number)
+            if self._device.type == "cpu":
+                give_back_freed_memory()
+            progress.advance(1)
+        progress.finish()
+
+    @contextlib.contextmanager
+    def _placed(self, key: str, names: Sequence[str]) -> Iterator[None]:
+        self._weights.place(self._weights.fetched(key, names))
+        self._weights.check(names, key)
+        try:
+            yield
+        finally:
+            self._weights.free(names)
+
+    # --- the head ---
+
+    def _head(self) -> None:
+        head = self._forward.taps.head
+        total = None if head is None else new_total(head.shape, self._device)
+        for number, batch in enumerate(self._prepared.batches):
+            hidden = self._forward.store.take((len(self._forward.anatomy.layers), number))
+            found: list[Tensor] = []
+            for rows, part in _row_groups(batch, HEAD_TOKENS.get(self._device.type, 512)):
+                with self._telling("the head"):
+                    back, heard = head_back(
+                        self._model,
+                        self._forward.anatomy.owner,
+                        self._forward.tail,
+                        part,
+                        hidden[rows],
+                        head,
+                    )
+                found.append(back)
+                if total is not None:
+                    self._add(total, heard, part)
+            self._gradients.append(torch.cat(found))
+        if head is not None and total is not None:
+            self._write_linear(head, total, self._prepared.domain.tokens)
+
+    # --- a layer ---
+
+    def _layer(self, number: int) -> None:
+        forward = self._forward
+        taps = forward.taps.layers[number]
+        totals = {
+            t.path: new_total(t.shape, self._device) for t in taps if isinstance(t, LinearTap)
+        }
+        routed = {t.path: RoutedGradients(t.count) for t in taps if isinstance(t, ExpertsTap)}
+        passed: dict[str, int] = {}
+        path = forward.anatomy.layers[number]
+        require_finite_weights(self._model, taps, self._prepared.model.label)
+        finite = torch.ones((), dtype=torch.bool, device=self._device)
+        for at, batch in enumerate(self._prepared.batches):
+            hidden = forward.store.take((number, at))
+            call = forward.calls.pop((number, at))
+            with self._telling(path):
+                out, back, heard = run_back(
+                    self._model, path, hidden, call, self._gradients[at], taps
+                )
+            if at == 0:
+                self._check_same(path, out)
+                self._expected = hidden
+            del out
+            self._gradients[at] = back
+            finite &= torch.isfinite(back).all()
+            self._sum(heard, batch, totals, routed, passed)
+        if not bool(finite):
+            raise NumericalError(
+                f"{self._prepared.model.label}: non-finite gradients below {path}",
+                hint="try --dtype float32",
+            )
+        for tap in taps:
+            if isinstance(tap, ExpertsTap):
+                if tap.path in passed:
+                    self._write_experts(tap, routed.pop(tap.path))
+            elif tap.path in passed:
+                self._write_linear(tap, totals.pop(tap.path), passed[tap.path])
+
+    def _sum(
+        self,
+        heard: Sequence[Heard],
+        batch: Batch,
+        totals: dict[str, Tensor],
+        routed: dict[str, RoutedGradients],
+        passed: dict[str, int],
+    ) -> None:
+        calls: dict[str, list[Heard]] = {}
+        for one in heard:
+            calls.setdefault(one.tap.path, []).append(one)
+        for path, some in calls.items():
+            if path in routed:
+                for one in some:
+                    self._keep(one, batch, routed[path])
+            else:
+                self._add(totals[path], some, batch)
+            passed[path] = passed.get(path, 0) + batch.tokens
+
+    def _add(self, total: Tensor, heard: Sequence[Heard], batch: Batch) -> None:
+        """Calls of one module in one pass: a sequence's gradient is the sum over them."""
+        pairs = [(one.args[0], one.delta) for one in heard if one.delta is not None]
+        if not pairs:
+            return
+        inputs = [as_sequences(x, batch) for x, _ in pairs]
+        deltas = [as_sequences(delta, batch) for _, delta in pairs]
+        if any(value is None for value in (*inputs, *deltas)):
+            raise ArchitectureError(
+                f"{heard[0].tap.path} reads its input in a shape that cannot be told apart by "
+                "sequence, so there are no squared gradients of single sequences"
+            )
+        x = torch.cat([value for value in inputs if value is not None], dim=1)
+        delta = torch.cat([value for value in deltas if value is not None], dim=1)
+        if x.dtype != delta.dtype:
+            x, delta = x.float(), delta.float()
+        add_squares(total, delta, x)
+
+    def _keep(self, heard: Heard, batch: Batch, routed: RoutedGradients) -> None:
+        if heard.delta is None:
+            raise ArchitectureError(f"no gradient came back to {heard.tap.path}")
+        rows = batch.mask.reshape(-1).nonzero().squeeze(1).to(self._device)
+        x, chosen, weights = experts_call(heard)
+        found = [real_tokens(value, batch, rows) for value in (x, chosen, weights, heard.delta)]
+        if any(value is None for value in found):
+            raise ArchitectureError(f"{heard.tap.path} is not given all tokens of a batch")
+        lengths = batch.mask.sum(dim=1).tolist()
+        routed.add(*(value for value in found if value is not None), lengths=lengths)
+
+    def _check_same(self, path: str, out: Tensor) -> None:
+        if self._expected is None:
+            return
+        real = self._prepared.batches[0].mask.to(self._device)
+        wanted, got = self._expected[real].float(), out[real].float()  # (tokens, d)
+        if float((got - wanted).abs().mean()) > SAME * float(wanted.abs().mean()):
+            raise ArchitectureError(
+                f"{path} run again does not give what the layer above it read: this model hands "
+                "more than hidden states from layer to layer",
+                hint="gram statistics need the forward pass alone: --kind gram",
+            )
+
+    # --- writing ---
+
+    def _write_linear(self, tap: LinearTap, total: Tensor, tokens: int) -> None:
+        placed = self._units.linear(tap)
+        if not placed:
+            self.notices.append(f"{tap.weight} is stored in parts: no Fisher values")
+        values = (total / self._sequences).float()
+        for one in placed:
+            self._write(one.unit.key, one.unit.shape, one.take(values), tokens)
+
+    def _write_experts(self, tap: ExpertsTap, routed: RoutedGradients) -> None:
+        units = self._units.experts(tap)
+        module: Any = self._model.get_submodule(tap.path)
+        for expert, x, gradient, counts in routed.by_expert():
+            view = ExpertView(module, expert)
+            found = self._expert_squares(view, module, x, gradient, counts)
+            for (number, projection), unit in units.items():
+                if number != expert:
+                    continue
+                values = None if found is None else found.get(projection)
+                if values is None:
+                    self.unvisited.append(unit.key)
+                self._write(unit.key, unit.shape, values, x.shape[0])
+
+    def _expert_squares(
+        self, view: ExpertView, module: Any, x: Tensor, gradient: Tensor, counts: list[int]
+    ) -> dict[str | None, Tensor] | None:
+        if x.shape[0] == 0:
+            return None
+        of_pre, mid, of_down = expert_deltas(view, x, gradient)
+        up = new_total((of_pre.shape[1], x.shape[1]), self._device)
+        down = new_total((of_down.shape[1], mid.shape[1]), self._device)
+        add_ragged_squares(up, of_pre, x, counts)
+        add_ragged_squares(down, of_down, mid, counts)
+        up = (up / self._sequences).float()
+        found: dict[str | None, Tensor] = {None: up, "down": (down / self._sequences).float()}
+        found.update(projections(module, up))
+        return found
+
+    def _write(self, key: str, shape: tuple[int, ...], values: Tensor | None, tokens: int) -> None:
+        if values is not None:
+            values = values.contiguous()
+        self._writer.add(key, shape, values, units={key: shape}, tokens=tokens)
+
+    @contextlib.contextmanager
+    def _telling(self, where: str) -> Iterator[None]:
+        """A failure inside the model's own code, told by where it happened."""
+        label = self._prepared.model.label
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise ResourceError(
+                f"{label}: out of memory on {self._device} in {where}, on the way back",
+                hint="use --offload cpu or disk, a smaller --max-length, or fewer tokens",
+            ) from error
+        except (RuntimeError, AttributeError, TypeError, ValueError, KeyError) as error:
+            raise ArchitectureError(
+                f"{label}: gradients cannot be sent back through {where}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _row_groups(batch: Batch, tokens: int) -> Iterator[tuple[slice, Batch]]:
+    """Rows of a batch, as many as `tokens` allows."""
+    count, length = batch.input_ids.shape
+    step = max(1, tokens // length)
+    for first in range(0, count, step):
+        rows = slice(first, first + step)
+        yield (
+            rows,
+            Batch(
+                batch.domain,
+                batch.holdout,
+                batch.input_ids[rows],
+                batch.mask[rows],
+                batch.places[rows],
+            ),
+        )

@@ -1,0 +1,152 @@
+"""The way forward of a Fisher run: every layer's input is kept, and how the layer was called."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moemerge.collecting.prepare import Prepared
+from moemerge.collecting.store import Store
+from moemerge.collecting.units import UnitMap
+from moemerge.errors import ArchitectureError
+from moemerge.features.batches import Batch
+from moemerge.features.layers import Call, LayerStream
+from moemerge.features.routers import Anatomy
+from moemerge.features.spill import Offload
+from moemerge.features.taps import Taps
+from moemerge.runtime.devices import available_memory
+from moemerge.runtime.progress import Progress
+
+# Share of the free memory that kept hidden states may take.
+SHARE = 0.3
+
+Rerun = Callable[[nn.Module, Tensor], Any]  # calls a layer again, on hidden states
+
+
+@dataclass
+class Forward:
+    """What the way back needs."""
+
+    model: Any
+    anatomy: Anatomy
+    taps: Taps
+    tail: str  # the norm after the last layer
+    store: Store  # (layer, batch) -> its input; beyond the last layer: the tail's
+    calls: dict[tuple[int, int], Rerun] = field(default_factory=dict)
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """Parameters of the norm and of what comes after it, by name in memory."""
+        owner, tail = self.anatomy.owner + ".", self.tail + "."
+        return tuple(
+            name
+            for name in self.model.state_dict()
+            if name.startswith(tail) or not name.startswith(owner)
+        )
+
+
+@contextlib.contextmanager
+def run_forward(prepared: Prepared, progress: Progress) -> Iterator[Forward]:
+    """Stream the model once; inside, everything that was kept is there."""
+    ear = _Ear(prepared)
+    with LayerStream(
+        prepared.model.checkpoint,
+        prepared.batches,
+        on_calls=ear.on_calls,
+        on_layer=lambda layer: None,
+        on_output=lambda batch, hidden: None,
+        device=prepared.device,
+        dtype=prepared.dtype,
+        offload="device",  # what is parked is kept for the way back in any case
+        progress=progress,
+    ) as stream:
+        units = UnitMap(prepared.model.checkpoint, prepared.model.architecture, stream.names)
+        units.require_experts(stream.taps)
+        forward = ear.attach(stream)
+        try:
+            for _ in stream:
+                raise AssertionError("no stop was asked for")
+            ear.check()
+            yield forward
+        finally:
+            forward.store.close()
+
+
+class _Ear:
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._numbers = {id(batch): number for number, batch in enumerate(prepared.batches)}
+        self._after: set[str] = set()
+
+    def attach(self, stream: LayerStream) -> Forward:
+        anatomy = stream.anatomy
+        self._layers = {path: number for number, path in enumerate(anatomy.layers)}
+        owner = stream.model.get_submodule(anatomy.owner)
+        tails = [
+            f"{anatomy.owner}.{name}"
+            for name, child in owner.named_children()
+            if not any(path.startswith(f"{anatomy.owner}.{name}.") for path in anatomy.layers)
+        ]
+        stream.listen([*anatomy.layers, *tails])
+        store = Store(
+            self._place(stream), self._prepared.device, self._prepared.request.out.absolute().parent
+        )
+        self.forward = Forward(stream.model, anatomy, stream.taps, "", store)
+        return self.forward
+
+    def _place(self, stream: LayerStream) -> Offload:
+        wanted = self._prepared.request.settings.offload
+        if wanted != "auto":
+            return wanted
+        config: Any = stream.model.config.get_text_config()
+        padded = sum(batch.input_ids.numel() for batch in self._prepared.batches)
+        depth = len(stream.anatomy.layers) + 1
+        nbytes = padded * int(config.hidden_size) * self._prepared.dtype.itemsize * depth
+        if nbytes <= SHARE * available_memory(self._prepared.device):
+            return "device"
+        host = torch.device("cpu")
+        if self._prepared.device != host and nbytes <= SHARE * available_memory(host):
+            return "cpu"
+        return "disk"
+
+    def on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
+        number = self._numbers[id(batch)]
+        for call in calls:
+            layer = self._layers.get(call.path)
+            if layer is None:
+                # Modules beside the layers: what is called after the last one is the tail.
+                if (len(self._layers) - 1, number) in self.forward.calls:
+                    self._after.add(call.path)
+                    hidden = call.argument(0, "hidden_states", "x", "input")
+                    self.forward.tail = call.path
+                    self.forward.store.put((len(self._layers), number), hidden)
+                continue
+            hidden, again = _rerun(call)
+            self.forward.calls[layer, number] = again
+            self.forward.store.put((layer, number), hidden)
+
+    def check(self) -> None:
+        if len(self._after) != 1:
+            found = ", ".join(sorted(self._after)) or "nothing"
+            raise ArchitectureError(
+                f"{self._prepared.model.label}: expected one norm after the last layer, found "
+                f"{found}; gradients cannot be sent back through it",
+                hint="gram statistics need the forward pass alone: --kind gram",
+            )
+
+
+def _rerun(call: Call) -> tuple[Tensor, Rerun]:
+    """The hidden states of a layer's call, and how to call it again with others."""
+    if call.args and isinstance(call.args[0], Tensor):
+        rest, kwargs = call.args[1:], call.kwargs
+        return call.args[0], lambda layer, x: layer(x, *rest, **kwargs)
+    name = "hidden_states"
+    if not isinstance(call.kwargs.get(name), Tensor):
+        raise ArchitectureError(f"{call.path} is called without hidden states")
+    others = {key: value for key, value in call.kwargs.items() if key != name}
+    return call.kwargs[name], lambda layer, x: layer(hidden_states=x, **others)

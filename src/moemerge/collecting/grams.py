@@ -1,0 +1,186 @@
+"""Grams of one model, layer by layer, as it streams over text.
+
+Dense inputs are summed up batch by batch. What experts read is kept until the layer is done, and
+then summed expert by expert, so that one expert's matrix is held at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.roles import Unit
+from moemerge.collecting.checks import require_finite_weights
+from moemerge.collecting.moments import Moment
+from moemerge.collecting.routed import Routed
+from moemerge.collecting.tokens import real_tokens
+from moemerge.collecting.units import ExpertKey, UnitMap
+from moemerge.errors import ArchitectureError
+from moemerge.features.batches import Batch
+from moemerge.features.heads import head_input
+from moemerge.features.layers import Call, LayerStream
+from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap
+from moemerge.statistics import StatisticsWriter
+from moemerge.statistics.packing import pack, packed_size
+
+Shapes = dict[str, tuple[int, ...]]
+# Tokens of one expert that go through it at a time.
+EXPERT_TOKENS = 16384
+
+
+@dataclass
+class _Layer:
+    """What was heard in the layer that runs."""
+
+    moments: dict[str, Moment] = field(default_factory=dict)  # by the path that came first
+    shares: dict[str, str] = field(default_factory=dict)  # path -> the path whose input it shares
+    routed: dict[str, Routed] = field(default_factory=dict)
+    unreadable: set[str] = field(default_factory=set)
+
+
+class GramCollector:
+    """Hears a `LayerStream` and writes Grams."""
+
+    def __init__(self, writer: StatisticsWriter) -> None:
+        self._writer = writer
+        self._layer = _Layer()
+        self._head = Moment()
+        self._headless = False
+        self.unvisited: list[str] = []  # units of experts that no token was routed to
+        self.notices: list[str] = []
+
+    def attach(self, stream: LayerStream, units: UnitMap) -> None:
+        """Begin to listen."""
+        self._stream = stream
+        self._units = units
+        self._taps = {tap.path: tap for taps in stream.taps.layers for tap in taps}
+        stream.listen(list(self._taps))
+        if stream.taps.notice:
+            self.notices.append(stream.taps.notice)
+
+    # --- hearing ---
+
+    def on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
+        """The inputs of one batch in one layer."""
+        last: tuple[str, Any] = ("", None)  # who read the last input, and that input
+        for call in calls:
+            tap = self._taps[call.path]
+            x = call.argument(0, "hidden_states", "input", "x")
+            if isinstance(tap, ExpertsTap):
+                self._keep(tap, x, _chosen(call), batch, rows)
+                continue
+            leader = self._layer.shares.setdefault(tap.path, last[0] if x is last[1] else tap.path)
+            if leader == tap.path:
+                self._count(tap, x, batch, rows)
+                last = (tap.path, x)
+
+    def _count(self, tap: LinearTap, x: Tensor, batch: Batch, rows: Tensor | None) -> None:
+        tokens = real_tokens(x, batch, rows)
+        if tokens is None:
+            self._layer.unreadable.add(tap.path)
+        else:
+            self._layer.moments.setdefault(tap.path, Moment()).add(tokens.detach())
+
+    def _keep(
+        self, tap: ExpertsTap, x: Tensor, chosen: Tensor, batch: Batch, rows: Tensor | None
+    ) -> None:
+        tokens, places = real_tokens(x, batch, rows), real_tokens(chosen, batch, rows)
+        if tokens is None or places is None:
+            raise ArchitectureError(f"{tap.path} is not given all tokens of a batch")
+        if rows is None:  # else it is a copy already
+            tokens, places = tokens.clone(), places.clone()
+        self._layer.routed.setdefault(tap.path, Routed(tap.count)).add(tokens, places)
+
+    def on_output(self, batch: Batch, hidden: Tensor) -> None:
+        """The final hidden states: what the head reads."""
+        head = self._stream.taps.head
+        if head is None or self._headless:
+            return
+        try:
+            x = head_input(self._stream.model, self._stream.anatomy.owner, head, hidden)
+        except ArchitectureError as error:
+            self._headless = True
+            self.notices.append(f"no Gram of what the head reads: {error.message}")
+            return
+        rows = batch.mask.reshape(-1).nonzero().squeeze(1).to(hidden.device)
+        tokens = real_tokens(x, batch, rows)
+        assert tokens is not None
+        self._head.add(tokens)
+
+    # --- writing ---
+
+    def on_layer(self, number: int) -> None:
+        """Every batch has passed the layer."""
+        layer, self._layer = self._layer, _Layer()
+        stream = self._stream
+        require_finite_weights(stream.model, stream.taps.layers[number], stream.checkpoint.label)
+        for tap in self._stream.taps.layers[number]:
+            if isinstance(tap, ExpertsTap):
+                if tap.path in layer.routed:
+                    self._write_experts(tap, layer.routed.pop(tap.path))
+            elif layer.shares.get(tap.path) == tap.path:
+                self._write_linear(tap, number, layer)
+        for path in sorted(layer.unreadable):
+            self.notices.append(f"{path} reads other than the text's tokens: no Gram of its input")
+
+    def finish(self) -> None:
+        """After the last layer: the head."""
+        head = self._stream.taps.head
+        if head is not None and not self._headless:
+            shapes = {placed.unit.key: placed.unit.shape for placed in self._units.linear(head)}
+            self._write(shapes, self._head.mean(), self._head.tokens)
+
+    def _write_linear(self, tap: LinearTap, number: int, layer: _Layer) -> None:
+        if tap.path in layer.unreadable:
+            return
+        moment = layer.moments.pop(tap.path)
+        shapes: Shapes = {}
+        for other in self._stream.taps.layers[number]:
+            if isinstance(other, LinearTap) and layer.shares.get(other.path) == tap.path:
+                placed = self._units.linear(other)
+                shapes.update({p.unit.key: p.unit.shape for p in placed})
+                if not placed:
+                    self.notices.append(f"{other.weight} is stored in parts: no Gram of its input")
+        self._write(shapes, moment.mean(), moment.tokens)
+
+    def _write_experts(self, tap: ExpertsTap, routed: Routed) -> None:
+        units = self._units.experts(tap)
+        module = self._stream.model.get_submodule(tap.path)
+        for expert, x in routed.by_expert():
+            before = _shapes(units, expert, ("gate", "up", None))
+            after = _shapes(units, expert, ("down",))
+            view = ExpertView(module, expert)
+            inputs, inner = Moment(), Moment()
+            for part in torch.split(x, EXPERT_TOKENS):
+                inputs.add(part)
+                with torch.no_grad():
+                    inner.add(view.mid(view.pre(part)))
+            self._write(before, inputs.mean(), inputs.tokens)
+            self._write(after, inner.mean(), inner.tokens)
+            if not inputs.tokens:
+                self.unvisited += [*before, *after]
+
+    def _write(self, shapes: Shapes, mean: Tensor | None, tokens: int) -> None:
+        if not shapes:
+            return
+        name, shape = next(iter(shapes.items()))
+        packed = None if mean is None else pack(mean)
+        size = packed_size(shape[-1])
+        self._writer.add(name, [size], packed, units=shapes, tokens=tokens)
+
+
+def _shapes(
+    units: Mapping[ExpertKey, Unit], expert: int, projections: tuple[str | None, ...]
+) -> Shapes:
+    found = (units.get((expert, projection)) for projection in projections)
+    return {unit.key: unit.shape for unit in found if unit is not None}
+
+
+def _chosen(call: Call) -> Tensor:
+    """Which experts each token goes to: (tokens, k)."""
+    found: Tensor = call.argument(1, "top_k_index", "router_indices", "selected_experts")
+    return found

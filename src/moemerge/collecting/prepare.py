@@ -1,0 +1,141 @@
+"""Everything that can be refused, before the first layer is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moemerge.checkpoint import require_space
+from moemerge.config.collecting import CollectingSettings
+from moemerge.config.models import ModelRef
+from moemerge.errors import ArchitectureError, DataError
+from moemerge.features.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
+from moemerge.features.text import SUFFIXES, Domain, TextOptions, load_domain, load_tokenizer
+from moemerge.lockstep.inputs import batch_tokens
+from moemerge.lockstep.models import OpenModel, open_model
+from moemerge.runtime.devices import dtype_name, parse_dtype, resolve_device
+from moemerge.statistics import Provenance
+from moemerge.statistics.packing import packed_size
+from moemerge.statistics.provenance import (
+    all_units,
+    data_fingerprint,
+    family_name,
+    model_fingerprint,
+    tokenizer_fingerprint,
+)
+from moemerge.statistics.writer import check_output_file
+from moemerge.version import __version__
+
+# The name enters the choice of rows: a file gives the same rows whatever its model is called.
+DOMAIN = "text"
+
+
+@dataclass(frozen=True)
+class CollectRequest:
+    """Which model, over which text, to which file."""
+
+    model: str | Path | ModelRef
+    out: Path
+    data: Sequence[str | Path]
+    settings: CollectingSettings
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Statistics that can be gathered."""
+
+    request: CollectRequest
+    model: OpenModel
+    domain: Domain
+    batches: tuple[Batch, ...]
+    device: torch.device
+    dtype: torch.dtype
+    provenance: Provenance
+    keys: tuple[str, ...]  # of all units
+
+
+def prepare(request: CollectRequest) -> Prepared:
+    """Check output, files, model and space; read the text."""
+    settings = request.settings
+    check_output_file(request.out, overwrite=request.overwrite)
+    _check_files(request.data)
+    device = resolve_device(settings.device)
+    model = open_model("model", request.model)
+    if model.architecture.quantised:
+        raise ArchitectureError(
+            f"{model.label} is quantised ({model.architecture.quantised})",
+            hint="dequantise it to bfloat16 first and use that folder",
+        )
+    units = all_units(model.checkpoint, model.architecture)
+    shapes = [unit.shape for unit in units.values() if len(unit.shape) == 2]
+    require_space(request.out, _output_bytes(settings.kind, shapes))
+    folder = model.checkpoint.tokenizer_folder
+    options = TextOptions(
+        max_length=settings.max_length,
+        max_tokens=settings.max_tokens,
+        limit=settings.limit,
+        seed=settings.seed,
+    )
+    domain = load_domain(DOMAIN, list(request.data), load_tokenizer(folder), options)
+    dtype = _forward_dtype(settings, model)
+    return Prepared(
+        request=request,
+        model=model,
+        domain=domain,
+        batches=make_batches(
+            [domain], batch_tokens=min(DEFAULT_BATCH_TOKENS, batch_tokens(model, device))
+        ),
+        device=device,
+        dtype=dtype,
+        provenance=Provenance(
+            model=model.label,
+            family=family_name(model.architecture),
+            model_fingerprint=model_fingerprint(model.checkpoint, model.architecture),
+            tokenizer_fingerprint=tokenizer_fingerprint(folder),
+            data_fingerprint=data_fingerprint(domain.rows),
+            tokens=domain.tokens,
+            sequences=len(domain.rows),
+            seed=settings.seed,
+            version=__version__,
+            dtype=dtype_name(dtype),
+            device=device.type,
+        ),
+        keys=tuple(units),
+    )
+
+
+def _check_files(files: Sequence[str | Path]) -> None:
+    if not files:
+        raise DataError("no text given", hint="name at least one file: --data FILE.jsonl")
+    for file in map(Path, files):
+        if not file.name.endswith(SUFFIXES):
+            raise DataError(
+                f"{file} is of an unknown kind {file.suffix!r}", hint=f"use {', '.join(SUFFIXES)}"
+            )
+        if not file.is_file():
+            raise DataError(f"no such file {file}")
+
+
+def _forward_dtype(settings: CollectingSettings, model: OpenModel) -> torch.dtype:
+    """`auto` is the dtype of most of the checkpoint's bytes; gradients need float16's better."""
+    if settings.dtype != "auto":
+        return parse_dtype(settings.dtype)
+    bytes_of: dict[torch.dtype, int] = {}
+    for info in model.checkpoint.tensors.values():
+        if info.dtype.is_floating_point:
+            bytes_of[info.dtype] = bytes_of.get(info.dtype, 0) + info.nbytes
+    found = max(bytes_of, key=bytes_of.__getitem__, default=torch.float32)
+    if settings.kind == "fisher" and found == torch.float16:
+        return torch.float32
+    return found
+
+
+def _output_bytes(kind: str, shapes: Sequence[tuple[int, ...]]) -> int:
+    """An estimate from above for Fisher; of Grams, where two units on average share one."""
+    if kind == "fisher":
+        return sum(4 * out * width for out, width in shapes)
+    return sum(4 * packed_size(width) for _, width in shapes) // 2

@@ -1,0 +1,102 @@
+"""Fisher merging: each weight by how much its models' losses depend on it (Matena, Raffel 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.methods._blocks import blocks, flat, scratch
+from moemerge.merging.methods._data_driven import Share, average, statistics_of
+from moemerge.merging.methods._weights import shares
+from moemerge.merging.remarks import AVERAGED, UNVISITED
+
+
+@dataclass(frozen=True)
+class FisherOptions:
+    normalize: bool = param(
+        True, help="information per token, so that longer sequences do not count more"
+    )
+    floor: float = param(
+        1e-6,
+        minimum=0,
+        exclusive_minimum=True,
+        help="least Fisher information of a weight, as a share of its tensor's mean",
+    )
+
+
+@merge_method(
+    "fisher",
+    base=BasePolicy.DONOR,
+    per_model=Share,
+    options=FisherOptions,
+    statistics="fisher",
+)
+def fisher(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: FisherOptions, unit: UnitInfo
+) -> Tensor:
+    """Average of the models, each weight by its Fisher information: Σ w_i F_i θ_i / Σ w_i F_i.
+
+    F_i is the diagonal of model i's empirical Fisher information on its own text. Where no model's
+    loss depends on a weight, the floor makes it the weighted average.
+    """
+    weights = shares([i.params.weight for i in inputs], unit)
+    found = statistics_of(inputs, unit)
+    if found is None:
+        return average(inputs, weights)
+    per = [s.sequences / max(1, s.domain_tokens) if options.normalize else 1.0 for s in found]
+    means = [float(s.values.mean(dtype=torch.float64)) for s in found]
+    mean = sum(w * c * m for w, c, m in zip(weights, per, means, strict=True))
+    if not mean >= torch.finfo(torch.float32).tiny:  # also where the tensor is empty
+        if inputs[0].tensor.numel():
+            unit.remark(AVERAGED, {"why": "no model's loss depends on it"})
+        return average(inputs, weights)
+    unvisited = {
+        i.name: s.tokens
+        for i, s, m in zip(inputs, found, means, strict=True)
+        if m == 0 and i.params.weight > 0
+    }
+    if unvisited:
+        unit.remark(UNVISITED, unvisited)
+    models = [
+        Weighed(flat(i.tensor), flat(s.values), c / mean, weight)
+        for i, s, c, weight in zip(inputs, found, per, weights, strict=True)
+    ]
+    return weigh(models, options.floor).view(inputs[0].tensor.shape)
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A model's θ and F, flat, and what F is multiplied by to be 1 in the mean."""
+
+    tensor: Tensor
+    information: Tensor
+    scale: float
+    weight: float
+
+    def share(self, b: slice, floor: float, out: Tensor) -> Tensor:
+        """w max(F, floor) of a block."""
+        out = out[: b.stop - b.start]
+        torch.mul(self.information[b], self.scale, out=out)
+        return out.clamp_(min=floor).mul_(self.weight)
+
+
+def weigh(models: Sequence[Weighed], floor: float) -> Tensor:
+    """Σ w_i f_i θ_i / Σ w_i f_i with f = max(F, floor), as θ_1 and a correction."""
+    first, *others = models
+    out = torch.empty_like(first.tensor)
+    total_, f_, delta_ = scratch(out, 3)
+    for b in blocks(out):
+        total = first.share(b, floor, total_)
+        block = out[b].zero_()
+        for other in others:
+            f = other.share(b, floor, f_)
+            total += f
+            delta = torch.sub(other.tensor[b], first.tensor[b], out=delta_[: len(f)])
+            block.addcmul_(f, delta)
+        block.div_(total).add_(first.tensor[b])
+    return out

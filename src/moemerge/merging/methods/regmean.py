@@ -1,0 +1,182 @@
+"""RegMean: each linear layer answers its models' own inputs as they would (Jin et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.errors import NumericalError
+from moemerge.merging.method import ModelTensor, UnitInfo, UnitStatistics, merge_method, param
+from moemerge.merging.methods._data_driven import Share, average, statistics_of
+from moemerge.merging.methods._weights import shares
+from moemerge.merging.remarks import FEW_TOKENS, JITTER
+
+# Gram matrices are kept in float32, and the rounding of a wide one adds up to some 1e-6 of its
+# diagonal. Directions that hold not clearly more than that are no ground for a correction; jitter
+# starts there, and leaves them at the average.
+LEAST_PIVOT = 1e-5
+MOST_JITTER = 1e-2
+# Elements of a layer that are solved for at once, so that a head's float64 copies stay small.
+CPU_CHUNK = 2**22
+DEVICE_CHUNK = 2**26
+
+
+@dataclass(frozen=True)
+class RegMeanOptions:
+    factor: float = param(
+        0.9, minimum=0, maximum=1, help="what the Gram matrices' off-diagonals are multiplied by"
+    )
+    normalize: bool = param(
+        True, help="each model's text counts the same, however long; otherwise each token"
+    )
+    min_tokens: int = param(
+        16, minimum=0, help="an expert with fewer tokens in a model is drawn towards the average"
+    )
+
+
+@merge_method(
+    "regmean",
+    base=BasePolicy.DONOR,
+    per_model=Share,
+    options=RegMeanOptions,
+    statistics="gram",
+)
+def regmean(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: RegMeanOptions, unit: UnitInfo
+) -> Tensor:
+    """Least squared error of each linear layer's output on the models' own inputs.
+
+    With G_i = Σ x xᵀ over the tokens that model i sent through the layer (an expert's are those
+    routed to it), divided by the number of all its tokens, off-diagonals times `factor`:
+    W = (Σ w_i W_i G_i) (Σ w_i G_i)⁻¹. Everything that is no linear layer is averaged.
+    """
+    weights = shares([i.params.weight for i in inputs], unit)
+    found = statistics_of(inputs, unit)
+    mean = average(inputs, weights)
+    if found is None:
+        return mean
+    few = _few_tokens(inputs, found, options.min_tokens, unit)
+    lengths = [float(s.domain_tokens) if options.normalize else 1.0 for s in found]
+    counts = [s.tokens for s in found]
+    grams = Grams(
+        [s.values for s in found],
+        [n / length for n, length in zip(counts, lengths, strict=True)],
+        weights,
+        options.factor,
+    )
+    made_up = few * len(lengths) / sum(lengths)
+    solver = Solver.of(grams.sum(counts, made_up), unit)
+    first, *others = inputs
+    excesses = [grams.excess(i) for i in range(1, len(inputs))]  # each (in, in)
+    step = max(1, _chunk(mean.device) // max(1, mean.shape[1]))
+    for start in range(0, mean.shape[0], step):
+        unit.check_stopped()
+        rows = slice(start, start + step)
+        right = torch.zeros_like(mean[rows], dtype=torch.float64)  # (rows, in)
+        for other, excess in zip(others, excesses, strict=True):
+            right.addmm_(other.tensor[rows].double() - first.tensor[rows].double(), excess)
+        mean[rows] += solver.solve(right).to(mean.dtype)
+    return mean
+
+
+def _few_tokens(
+    inputs: Sequence[ModelTensor], found: Sequence[UnitStatistics], least: int, unit: UnitInfo
+) -> int:
+    """How many tokens the model with the fewest lacks, of those that count at all."""
+    counts = {i.name: s.tokens for i, s in zip(inputs, found, strict=True) if i.params.weight > 0}
+    missing = max(0, least - min(counts.values()))
+    if missing:
+        unit.remark(FEW_TOKENS, counts)
+    return missing
+
+
+def _chunk(device: torch.device) -> int:
+    return CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
+
+
+class Grams:
+    """The second moments S_i = c_i G_i of the models' inputs, and what the solution needs of them.
+
+    Written as a correction to the average W̄ = Σ w_i W_i, the solution is
+    W̄ + (Σ_i w_i (W_i - W_1) (S_i - S)) S⁻¹ with S = Σ w_i S_i: one product less than in the usual
+    form, exact where models agree, and whatever is added to S draws the result to the average.
+    """
+
+    def __init__(
+        self,
+        grams: Sequence[Tensor],  # each (in, in), mean of x xᵀ
+        scales: Sequence[float],
+        weights: Sequence[float],
+        factor: float,
+    ) -> None:
+        self.grams = grams
+        self.scales = scales
+        self.weights = weights
+        self.factor = factor
+        self.mean = self._combine([w * c for w, c in zip(weights, scales, strict=True)])
+
+    def excess(self, i: int) -> Tensor:
+        """w_i (S_i - S), damped."""
+        excess = self.grams[i].double().mul_(self.scales[i]).sub_(self.mean)
+        return self._damp(excess.mul_(self.weights[i]))
+
+    def sum(self, counts: Sequence[int], made_up: float) -> Tensor:
+        """S, damped, and `made_up` times the mean x xᵀ of all models' tokens.
+
+        The second term is the same for all models: it draws an expert that a model hardly visited
+        towards the average, measured by the inputs that the expert has in the other models, and
+        leaves no larger an error on the tokens seen than averaging does.
+        """
+        total = self.mean.clone()
+        if made_up and sum(counts):
+            total += self._combine([made_up * n / sum(counts) for n in counts])
+        return self._damp(total)
+
+    def _combine(self, factors: Sequence[float]) -> Tensor:
+        total = self.grams[0].double().mul_(factors[0])
+        for gram, factor in zip(self.grams[1:], factors[1:], strict=True):
+            total.add_(gram, alpha=factor)
+        return total
+
+    def _damp(self, matrix: Tensor) -> Tensor:
+        diagonal = matrix.diagonal().clone()
+        matrix.mul_(self.factor)
+        matrix.diagonal().copy_(diagonal)
+        return matrix
+
+
+@dataclass(frozen=True)
+class Solver:
+    """X A = B for a symmetric positive definite A, by Cholesky of A scaled to unit diagonal."""
+
+    lower: Tensor  # (in, in)
+    scale: Tensor  # (in,): 1/√diag A; a feature that never occurs has 1
+
+    @classmethod
+    def of(cls, matrix: Tensor, unit: UnitInfo) -> Solver:
+        """Adds the least jitter·diag A that makes A definite; what it is, is remarked."""
+        diagonal = matrix.diagonal().clone()
+        scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt_()
+        matrix = matrix.mul_(scale).mul_(scale[:, None])
+        jitter = 0.0
+        while jitter <= MOST_JITTER:
+            matrix.diagonal().fill_(1.0 + jitter)
+            lower, failed = torch.linalg.cholesky_ex(matrix)
+            if not bool(failed) and float(lower.diagonal().min()) ** 2 >= LEAST_PIVOT:
+                if jitter:
+                    unit.remark(JITTER, {"jitter": jitter})
+                return cls(lower, scale)
+            jitter = 10 * jitter or LEAST_PIVOT
+        raise NumericalError(
+            f"{unit.key}: the statistics hold no positive semidefinite matrix",
+            hint="the file is damaged: make it again with `moemerge stats`",
+        )
+
+    def solve(self, right: Tensor) -> Tensor:
+        """X for B of shape (rows, in)."""
+        found = torch.cholesky_solve((right * self.scale).T, self.lower).T
+        return found * self.scale

@@ -1,0 +1,157 @@
+"""The models' saved statistics: opened and checked for a plan, read unit by unit for a method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from moemerge.config.parameters import StatisticsKind
+from moemerge.config.statistics import StatisticsRun
+from moemerge.errors import CheckpointError, MoeMergeError, NumericalError
+from moemerge.merging.method import UnitInfo, UnitStatistics
+from moemerge.merging.plan import InputModel, MergePlan, Source, UnitMerge
+from moemerge.merging.remarks import AVERAGED
+
+# Only data-driven methods pay for it.
+if TYPE_CHECKING:
+    from moemerge.statistics.file import Statistics
+
+StatisticsFiles = Mapping[str, Sequence[str | Path]]
+Needs = Mapping[str, Sequence[StatisticsKind]]
+
+
+def open_statistics(
+    needs: Needs, files: StatisticsFiles, models: Mapping[str, InputModel]
+) -> dict[tuple[str, StatisticsKind], Statistics]:
+    """The statistics of every model and kind; all that do not fit are refused in one error."""
+    found: dict[tuple[str, StatisticsKind], Statistics] = {}
+    wrong: list[MoeMergeError] = []
+    for name, kinds in needs.items():
+        try:
+            opened = _open_all(name, files[name], models[name])
+            for kind in kinds:
+                if kind not in opened:
+                    raise _wrong_kind(name, kind, files[name], opened)
+                found[name, kind] = opened[kind]
+        except MoeMergeError as error:
+            wrong.append(error)
+    if len(wrong) == 1:
+        raise wrong[0]
+    if wrong:
+        raise CheckpointError("\n".join(["the statistics cannot be used:", *map(str, wrong)]))
+    return found
+
+
+def _open_all(
+    name: str, files: Sequence[str | Path], model: InputModel
+) -> dict[StatisticsKind, Statistics]:
+    from moemerge.statistics.file import Statistics
+
+    opened: dict[StatisticsKind, Statistics] = {}
+    for file in files:
+        statistics = Statistics.open(file)
+        if statistics.kind in opened:
+            raise CheckpointError(
+                f"{name!r} has two files of {statistics.kind} statistics, the second is {file}",
+                hint="give one of each kind",
+            )
+        statistics.check_fits(name, model.checkpoint, model.architecture)
+        opened[statistics.kind] = statistics
+    return opened
+
+
+def _wrong_kind(
+    name: str,
+    kind: StatisticsKind,
+    files: Sequence[str | Path],
+    opened: Mapping[StatisticsKind, object],
+) -> CheckpointError:
+    listed = ", ".join(map(str, files))
+    return CheckpointError(
+        f"the statistics of {name!r} ({listed}) are of kind {', '.join(opened)}, but the merge "
+        f"needs {kind}",
+        hint=f"make them with `moemerge stats MODEL FILE --data TEXT --kind {kind}`",
+    )
+
+
+def pending_bytes(wanted: StatisticsRun, models: Mapping[str, InputModel]) -> int:
+    """About how much disk the statistics take that are computed before the merge.
+
+    Two units on average read the same input and share a Gram matrix.
+    """
+    from moemerge.statistics.packing import packed_size
+
+    total = 0
+    for name in wanted.data:
+        model = models[name]
+        units = (u for t in model.checkpoint.tensors for u in model.architecture.units(t))
+        for out, width in (unit.shape for unit in units if len(unit.shape) == 2):
+            sizes = {"gram": packed_size(width) // 2, "fisher": out * width}
+            total += sum(4 * sizes[kind] for kind in wanted.needs[name])
+    return total
+
+
+def describe_statistics(
+    wanted: StatisticsRun, opened: Mapping[tuple[str, StatisticsKind], Statistics]
+) -> dict[str, Any]:
+    """By model and kind: the file or the text, and the statistics' provenance where they exist."""
+    told: dict[str, Any] = {}
+    for name, kinds in wanted.needs.items():
+        told[name] = {}
+        for kind in kinds:
+            saved = name in wanted.files
+            statistics = opened.get((name, kind))
+            told[name][kind] = {
+                "file": str(statistics.path) if saved and statistics is not None else None,
+                "computed_from": None if saved else list(wanted.data[name]),
+                **({} if statistics is None else statistics.provenance.to_json()),
+            }
+    return told
+
+
+def read_statistics(
+    plan: MergePlan, merge: UnitMerge, source: Source, tensor: Tensor, unit: UnitInfo
+) -> UnitStatistics | None:
+    """One model's statistics of a unit, on the tensor's device; None where it has none."""
+    kind = merge.method.schema.statistics
+    if kind is None or source.statistics is None:
+        return None
+    statistics = plan.statistics[source.model, kind]
+    expected: tuple[int, ...]
+    if kind == "gram":
+        gram = statistics.gram(source.statistics)
+        if gram is None:
+            return None
+        values, tokens = gram.matrix, gram.tokens
+        expected = (tensor.shape[-1], tensor.shape[-1])
+    else:
+        fisher = statistics.fisher(source.statistics)
+        if fisher is None:
+            return None
+        # Rows that were brought to another vocabulary have no counterpart in the statistics.
+        if merge.prepare is not None:
+            unit.remark(AVERAGED, {"why": "its rows were brought to another vocabulary"})
+            return None
+        values, tokens = fisher.values, fisher.tokens
+        expected = tuple(tensor.shape)
+    _check(values, expected, source.statistics, plan.models[source.model].name)
+    # A row of one token predicts nothing: the mean over sequences is without it.
+    sequences, domain_tokens = statistics.sequences, statistics.provenance.tokens
+    return UnitStatistics(values.to(tensor.device), tokens, domain_tokens, sequences)
+
+
+def _check(values: Tensor, expected: tuple[int, ...], key: str, model: str) -> None:
+    if tuple(values.shape) != expected:
+        raise CheckpointError(
+            f"the statistics of {model!r} have shape {list(values.shape)} for {key}, "
+            f"expected {list(expected)}",
+            hint="make them again from this very model",
+        )
+    if not bool(values.sum().isfinite()) and not bool(values.isfinite().all()):
+        raise NumericalError(
+            f"the statistics of {model!r} hold non-finite values for {key}",
+            hint="make them again; the model may overflow in the dtype it was run in",
+        )

@@ -1,0 +1,173 @@
+"""Saved statistics of one model: a safetensors file whose metadata tells where they come from.
+
+A Gram is kept once for all units that read the same input, as packed block rows (see `packing`);
+Fisher values are one tensor a unit. Units are named by their key, which is the same in every
+on-disk layout of a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.architecture import Architecture
+from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.safetensors_file import SafetensorsFile
+from moemerge.errors import CheckpointError
+from moemerge.statistics.fits import check_fits
+from moemerge.statistics.packing import packed_size, unpack
+from moemerge.statistics.provenance import Provenance
+
+Kind = Literal["gram", "fisher"]
+FORMAT: Final = "moemerge_statistics"  # the metadata's key; its value is the format's number
+FORMAT_NUMBER: Final = "1"
+_MAKE_AGAIN: Final = "make it again with `moemerge stats`"
+
+
+@dataclass(frozen=True)
+class Gram:
+    """The mean of x xᵀ over the tokens that a unit has read."""
+
+    matrix: Tensor  # (in, in), float32, CPU; zeros where tokens is 0
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Fisher:
+    """The diagonal of the empirical Fisher information, as a mean over sequences.
+
+    Of every sequence the gradient of its summed next-token loss, -log p(sequence), is squared:
+    values = mean over sequences of (d loss / d w)². They grow with the length of the sequences;
+    `values * sequences / tokens` is per token, and does not.
+    """
+
+    values: Tensor  # the unit's shape (out, in), float32, CPU
+    tokens: int  # that passed this unit
+    sequences: int  # that the mean is over: all of them, also those that passed it by
+
+
+@dataclass(frozen=True)
+class StoredUnit:
+    """Where a unit's statistics lie in the file."""
+
+    tensor: str
+    shape: tuple[int, ...]  # of the unit, (out, in)
+
+
+class Statistics:
+    """An open file of statistics. Reading is safe from any thread."""
+
+    def __init__(self, file: SafetensorsFile, content: Mapping[str, Any]) -> None:
+        self._file = file
+        self.path: Path = file.path
+        self.kind: Kind = content["kind"]
+        self.provenance: Provenance = Provenance.from_json(content["provenance"])
+        self.units: Mapping[str, StoredUnit] = {
+            key: StoredUnit(str(tensor), tuple(shape))
+            for key, (tensor, shape) in content["units"].items()
+        }
+        self.counts: Mapping[str, int] = {n: int(c) for n, c in content["tokens"].items()}
+        self.sequences = int(content["sequences"])
+        self.notices: tuple[str, ...] = tuple(content["notices"])
+        self._check_tensors()
+
+    @classmethod
+    def open(cls, path: str | Path) -> Statistics:
+        """Read the header; refuses a truncated file, or one that is no file of statistics."""
+        path = Path(path)
+        if path.is_dir():
+            raise CheckpointError(
+                f"{path} is a folder, expected a file of statistics", hint=_MAKE_AGAIN
+            )
+        file = SafetensorsFile(path)
+        try:
+            return cls(file, _content(file.metadata, path))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            file.close()
+            raise CheckpointError(
+                f"{path}: the statistics' metadata is damaged ({type(error).__name__}: {error})",
+                hint=_MAKE_AGAIN,
+            ) from error
+        except BaseException:
+            file.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Statistics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Statistics({str(self.path)!r}, {self.kind}, {len(self.units)} units)"
+
+    def check_fits(self, name: str, checkpoint: Checkpoint, architecture: Architecture) -> None:
+        """Refuse statistics of another model; `name` is what the user calls the model."""
+        shapes = {key: unit.shape for key, unit in self.units.items()}
+        check_fits(str(self.path), self.provenance, shapes, name, checkpoint, architecture)
+
+    def gram(self, unit_key: str) -> Gram | None:
+        """The Gram of a unit's input; None for a unit that is no linear map of one."""
+        self._require("gram")
+        unit = self.units.get(unit_key)
+        if unit is None:
+            return None
+        packed = self._file.read(unit.tensor)
+        return Gram(unpack(packed, unit.shape[-1]), self.counts[unit.tensor])
+
+    def fisher(self, unit_key: str) -> Fisher | None:
+        """The Fisher values of a unit; None for one that they were not gathered for."""
+        self._require("fisher")
+        unit = self.units.get(unit_key)
+        if unit is None:
+            return None
+        values = self._file.read(unit.tensor).reshape(unit.shape)
+        return Fisher(values, self.counts[unit.tensor], self.sequences)
+
+    def tokens(self, unit_key: str) -> int | None:
+        """Tokens that passed this unit (0: an expert that none was routed to)."""
+        unit = self.units.get(unit_key)
+        return None if unit is None else self.counts[unit.tensor]
+
+    def _require(self, kind: Kind) -> None:
+        if self.kind != kind:
+            raise CheckpointError(
+                f"{self.path} holds {self.kind} statistics, but {kind} ones are needed",
+                hint=f"make them with `moemerge stats MODEL OUT --data FILE --kind {kind}`",
+            )
+
+    def _check_tensors(self) -> None:
+        """Every unit's tensor is there, in float32, of the size its shape asks for."""
+        for key, unit in self.units.items():
+            info = self._file.tensors[unit.tensor]
+            size = packed_size(unit.shape[-1]) if self.kind == "gram" else None
+            wanted = unit.shape if size is None else (size,)
+            fits = info.shape == wanted and info.dtype == torch.float32
+            if not fits or unit.tensor not in self.counts:
+                raise ValueError(f"{unit.tensor} does not hold what {key} needs")
+
+
+def _content(metadata: Mapping[str, str], path: Path) -> Mapping[str, Any]:
+    number = metadata.get(FORMAT)
+    if number is None:
+        raise CheckpointError(
+            f"{path} is a safetensors file, but holds no statistics", hint=_MAKE_AGAIN
+        )
+    if number != FORMAT_NUMBER:
+        raise CheckpointError(
+            f"{path} holds statistics in format {number}, this version reads {FORMAT_NUMBER}",
+            hint=_MAKE_AGAIN,
+        )
+    content: Mapping[str, Any] = json.loads(metadata["content"])
+    if content["kind"] not in get_args(Kind):
+        raise ValueError(f"unknown kind {content['kind']!r}")
+    return content

@@ -1,0 +1,155 @@
+"""Where statistics come from, and digests that tell whether a model or a tokenizer is the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.roles import Unit
+from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.tensors import as_bytes
+
+# Elements of a unit that enter a fingerprint. Experts are many, and in a transposed stack each
+# element is read by itself.
+SAMPLE = 512
+EXPERT_SAMPLE = 16
+# What a tokenizer's vocabulary lies in where it has no tokenizer.json, in order of preference.
+_VOCABULARIES = (
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "tiktoken.model",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What was gathered from which model over which text."""
+
+    model: str  # as the user named it
+    family: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str | None  # None: a model without a tokenizer
+    data_fingerprint: str  # of the tokens themselves, in their order
+    tokens: int
+    sequences: int
+    seed: int
+    version: str  # of moemerge
+    dtype: str  # of the forward pass
+    device: str  # cpu or cuda: the last bits depend on it
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Provenance:
+        """Raises KeyError for a missing value; unknown ones are of a later version."""
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+
+def family_name(architecture: Architecture) -> str:
+    """The name of a model's family, the same for all its model types."""
+    if architecture.family is not None:
+        return architecture.family.model_type
+    return architecture.model_type or "unknown"
+
+
+def all_units(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, Unit]:
+    """Every unit of a checkpoint by its key."""
+    found = (unit for name in checkpoint.tensors for unit in architecture.units(name))
+    return {unit.key: unit for unit in found}
+
+
+def model_fingerprint(checkpoint: Checkpoint, architecture: Architecture) -> str:
+    """A digest of a model's weights that is the same in every on-disk layout.
+
+    It covers every unit's key, shape and dtype, and a sample of each, experts too: there are
+    fine-tunes that change few of them and nothing else.
+    """
+    units = all_units(checkpoint, architecture)
+    digest = hashlib.sha256()
+    for key in sorted(units):
+        unit = units[key]
+        dtype = checkpoint.tensors[unit.tensor].dtype
+        digest.update(f"\0{key}\0{dtype}\0{list(unit.shape)}\0".encode())
+        digest.update(as_bytes(_sample(checkpoint, unit)))
+    return digest.hexdigest()
+
+
+def _sample(checkpoint: Checkpoint, unit: Unit) -> Tensor:
+    """The first elements of a matrix's middle row, or of a vector: (n,)."""
+    if unit.expert is not None and checkpoint.has_elements(unit.tensor):
+        return _sample_expert(checkpoint, unit)
+    slot = unit.slot
+    if slot.covers_block and not slot.squeeze and len(unit.shape) > 1 and unit.shape[0] > 0:
+        row = (slot.rows[0] if slot.rows else 0) + unit.shape[0] // 2
+        value = checkpoint.read(unit.tensor, (row, row + 1))
+    else:
+        value = _middle(slot.take(checkpoint.read(unit.tensor, slot.rows)))
+    count = SAMPLE if unit.expert is None else EXPERT_SAMPLE
+    return value.reshape(-1)[:count].contiguous()
+
+
+def _sample_expert(checkpoint: Checkpoint, unit: Unit) -> Tensor:
+    """The same of an expert, whose stack is not read for it."""
+    info = checkpoint.tensors[unit.tensor]
+    first, stop = unit.slot.rows or (0, info.rows)
+    # A view of nothing tells where the elements lie.
+    view = _middle(unit.slot.take(torch.empty((stop - first, *info.shape[1:]), device="meta")))
+    start = first * (info.row_bytes // info.dtype.itemsize) + int(view.storage_offset())
+    step = view.stride(-1)
+    value = torch.empty(min(EXPERT_SAMPLE, view.shape[-1]), dtype=info.dtype)
+    if step == 1:
+        checkpoint.read_elements(unit.tensor, start, as_bytes(value))
+    else:
+        for i in range(len(value)):
+            checkpoint.read_elements(unit.tensor, start + i * step, as_bytes(value[i : i + 1]))
+    return value
+
+
+def _middle(value: Tensor) -> Tensor:
+    return value[value.shape[0] // 2] if value.dim() > 1 and value.shape[0] else value
+
+
+def tokenizer_fingerprint(folder: Path) -> str | None:
+    """A digest of a tokenizer's vocabulary: which text is which number. None without one.
+
+    Of a tokenizer.json the vocabulary and the added tokens enter, not the way it is written.
+    """
+    whole = folder / "tokenizer.json"
+    if whole.is_file():
+        content = whole.read_bytes()
+        try:
+            parsed = json.loads(content)
+            model = parsed["model"]
+            parts = [model.get("vocab"), model.get("merges"), parsed.get("added_tokens")]
+            content = json.dumps(parts, sort_keys=True).encode()
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass  # a form that we do not know: its bytes stand for it
+        return hashlib.sha256(content).hexdigest()
+    for pattern in _VOCABULARIES:
+        files = sorted(path for path in folder.glob(pattern) if path.is_file())
+        if files:
+            return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    return None
+
+
+def data_fingerprint(rows: Iterable[Tensor]) -> str:
+    """A digest of token rows, each (tokens,), in their order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(len(row).to_bytes(8, "little"))
+        digest.update(as_bytes(row.to(torch.int64).contiguous()))
+    return digest.hexdigest()

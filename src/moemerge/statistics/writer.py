@@ -1,0 +1,283 @@
+"""Writing statistics: tensors are appended as they are ready, the header comes last.
+
+The header's place is reserved at the front, large enough for every unit, and filled up with blanks.
+The file is a hidden sibling until `commit` renames it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import struct
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from moemerge.checkpoint.output import output_error, sync_folder, writing
+from moemerge.checkpoint.safetensors_file import HEADER_ALIGNMENT, LENGTH_BYTES, METADATA
+from moemerge.checkpoint.tensors import as_bytes
+from moemerge.errors import CheckpointError, MoeMergeError
+from moemerge.statistics.file import FORMAT, FORMAT_NUMBER, Kind
+from moemerge.statistics.provenance import Provenance
+
+THREADS: Final = 2
+# The file is pushed to the disk while it grows, so that little is left to wait for at the end.
+SYNC_BYTES: Final = 256 * 2**20
+_sync = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
+# Bytes that may wait to be written; beyond it whoever adds more has to wait.
+WAITING_BYTES: Final = {"cpu": 128 * 2**20, "cuda": 2 * 2**30}
+# What one unit takes of the header: its key up to four times, and the numbers beside it.
+_KEYS_PER_UNIT: Final = 4
+_BYTES_PER_UNIT: Final = 320
+_BYTES_OF_THE_REST: Final = 64 * 1024
+_NOTICE_BYTES: Final = 16 * 1024
+
+
+def check_output_file(out: Path, *, overwrite: bool) -> None:
+    """Refuse an output that must not or cannot be written, before any work is done."""
+    if out.is_dir():
+        raise CheckpointError(f"the output {out} is a folder", hint="name a file: OUT.stats")
+    if os.path.lexists(out) and not overwrite:
+        raise CheckpointError(
+            f"the output {out} exists", hint="choose another name, or allow --overwrite"
+        )
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise CheckpointError(f"the output {out} cannot be made: there is no folder {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"the output {out} cannot be made: {parent} is not writable")
+
+
+class StatisticsWriter:
+    """A file of statistics that appears whole or not at all. Use it as a context manager.
+
+    `keys` are all units that may come. The bytes depend on the order of `add` alone.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        kind: Kind,
+        provenance: Provenance,
+        keys: Collection[str],
+        overwrite: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        check_output_file(out, overwrite=overwrite)
+        self.out = out
+        self._overwrite = overwrite
+        self._kind: Kind = kind
+        self._provenance = provenance
+        self._reserved = _reserved_bytes(keys)
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._units: dict[str, tuple[str, list[int]]] = {}
+        self._tokens: dict[str, int] = {}
+        self._end = 0  # of the data that was handed out so far
+        self._waiting = 0
+        self._most = WAITING_BYTES["cpu" if device is None else device.type]
+        self._room = threading.Condition()
+        self._error: MoeMergeError | None = None
+        self._jobs: list[Future[None]] = []
+        self._target = Path(os.path.realpath(out))
+        self._path = self._target.with_name(
+            f".{self._target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+        )
+        with writing(out):
+            _remove_stale(self._target)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._fd: int | None = os.open(self._path, flags, 0o666)
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="moemerge-stats")
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="moemerge-sync")
+        self._syncing: Future[None] | None = None
+        self._unsynced = 0
+
+    def add(
+        self,
+        name: str,
+        shape: Sequence[int],
+        value: Tensor | None,
+        *,
+        units: Mapping[str, Sequence[int]],
+        tokens: int,
+    ) -> None:
+        """Append a float32 tensor that serves `units` (key -> shape). None stands for zeros.
+
+        The value may be on any device and must not be changed any more; it is written later.
+        """
+        if name in self._entries or any(key in self._units for key in units):
+            raise CheckpointError(f"statistics of {name!r} come a second time for {self.out}")
+        if value is not None and (value.dtype != torch.float32 or list(value.shape) != [*shape]):
+            raise CheckpointError(
+                f"statistics {name!r} were announced as {list(shape)} float32, "
+                f"but {list(value.shape)} {value.dtype} came"
+            )
+        size = 4
+        for length in shape:
+            size *= int(length)
+        begin, self._end = self._end, self._end + size
+        self._entries[name] = {
+            "dtype": "F32",
+            "shape": [int(length) for length in shape],
+            "data_offsets": [begin, self._end],
+        }
+        self._tokens[name] = int(tokens)
+        self._units.update({key: (name, [*map(int, shape)]) for key, shape in units.items()})
+        if value is not None and size:
+            self._wait_for_room(size)
+            self._jobs.append(self._pool.submit(self._write, value, begin, size))
+
+    def _wait_for_room(self, size: int) -> None:
+        with self._room:
+            self._room.wait_for(
+                lambda: self._waiting == 0 or self._waiting + size <= self._most or self._error
+            )
+            if self._error is not None:
+                raise self._error
+            self._waiting += size
+
+    def _write(self, value: Tensor, begin: int, size: int) -> None:
+        problem: MoeMergeError | None = None
+        try:
+            if self._error is None:
+                self._put(as_bytes(_on_host(value)), LENGTH_BYTES + self._reserved + begin)
+        except OSError as error:
+            problem = output_error(error, self.out)
+        except RuntimeError as error:  # a device that failed shows when its result is copied
+            problem = CheckpointError(f"statistics cannot be copied from the device: {error}")
+        finally:
+            with self._room:
+                self._error = self._error or problem
+                self._waiting -= size
+                self._unsynced += size
+                self._push()
+                self._room.notify_all()
+
+    def _put(self, data: memoryview, at: int) -> None:
+        """All of it: a disk that fills up takes a part and says so at the next attempt."""
+        assert self._fd is not None
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], at + done)
+
+    def _push(self) -> None:
+        """Let what was written go to the disk in the background, one push at a time."""
+        idle = self._syncing is None or self._syncing.done()
+        if idle and self._unsynced >= SYNC_BYTES and self._error is None and self._fd is not None:
+            self._unsynced = 0
+            self._syncing = self._syncer.submit(_sync, self._fd)
+
+    def commit(self, *, sequences: int, notices: Sequence[str] = ()) -> None:
+        """Write the header, make all durable, and rename into place."""
+        for job in self._jobs:
+            job.result()
+        if self._syncing is not None:
+            with writing(self.out):
+                self._syncing.result()
+        if self._error is not None:
+            raise self._error
+        header = self._header(sequences, notices)
+        assert self._fd is not None
+        with writing(self.out):
+            os.ftruncate(self._fd, LENGTH_BYTES + self._reserved + self._end)
+            self._put(memoryview(struct.pack("<Q", self._reserved) + header), 0)
+            os.fsync(self._fd)
+            check_output_file(self.out, overwrite=self._overwrite)
+            os.rename(self._path, self._target)
+            sync_folder(self._target.parent)
+        self._close()
+
+    def _header(self, sequences: int, notices: Sequence[str]) -> bytes:
+        content = {
+            "kind": self._kind,
+            "provenance": self._provenance.to_json(),
+            "sequences": sequences,
+            "units": self._units,
+            "tokens": self._tokens,
+            "notices": _within(notices, _NOTICE_BYTES),
+        }
+        metadata = {
+            "format": "pt",
+            FORMAT: FORMAT_NUMBER,
+            "content": json.dumps(content, separators=(",", ":")),
+        }
+        text = json.dumps({METADATA: metadata, **self._entries}, separators=(",", ":")).encode()
+        if len(text) > self._reserved:
+            raise CheckpointError(
+                f"the header of {self.out} takes {len(text)} bytes, {self._reserved} were reserved"
+            )
+        return text + b" " * (self._reserved - len(text))
+
+    def abort(self) -> None:
+        """Leave nothing behind. Does nothing after a commit."""
+        if self._fd is None:
+            return
+        with self._room:
+            self._error = self._error or CheckpointError(f"writing {self.out} was given up")
+            self._room.notify_all()
+        self._close()
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._syncer.shutdown(wait=True, cancel_futures=True)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> StatisticsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+
+def _on_host(value: Tensor) -> Tensor:
+    value = value.detach().contiguous()
+    if value.device.type == "cpu":
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
+
+
+def _reserved_bytes(keys: Collection[str]) -> int:
+    size = sum(_KEYS_PER_UNIT * len(key.encode()) + _BYTES_PER_UNIT for key in keys)
+    size += _BYTES_OF_THE_REST
+    return size + -(LENGTH_BYTES + size) % HEADER_ALIGNMENT
+
+
+def _within(notices: Sequence[str], limit: int) -> list[str]:
+    kept: list[str] = []
+    for notice in notices:
+        limit -= 2 * len(notice.encode()) + 8
+        if limit < 0:
+            break
+        kept.append(notice)
+    return kept
+
+
+def _remove_stale(target: Path) -> None:
+    """What a killed run left behind, if its process is gone."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.partial-(\d+)-[0-9a-f]{{8}}")
+    for path in target.parent.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match is not None and not _is_alive(int(match[1])):
+            path.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,18 @@
+"""Names that the tests here share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from moemerge.collecting import CollectReport
+from moemerge.features.text import load_domain, load_tokenizer
+
+Collect = Callable[..., CollectReport]
+Folder = Callable[..., Path]
+
+
+def token_rows(model: Path, text: Path) -> tuple[Tensor, ...]:
+    return load_domain("text", text, load_tokenizer(model)).rows

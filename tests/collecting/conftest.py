@@ -1,0 +1,57 @@
+"""Tiny models with tokenizers, and text for them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zoo
+from collecting.cases import Collect
+from moemerge.collecting import CollectReport, CollectRequest, run_collect
+from moemerge.config.collecting import CollectingSettings
+from moemerge.runtime.progress import Silent
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of unequal length, so that batches are padded; one row is too short to predict."""
+    chance = random.Random(0)
+    words = zoo._WORDS.split()
+    lengths = (7, 31, 12, 12, 25, 3, 18, 0, 40)
+    rows = [{"text": " ".join(chance.choices(words, k=n))} for n in lengths]
+    path = tmp_path_factory.mktemp("text") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`model_folder("olmoe", fused=True)`: a tiny checkpoint with a tokenizer; read it only."""
+    built: dict[tuple[Any, ...], Path] = {}
+
+    def folder(family: str, **options: Any) -> Path:
+        if not zoo.installed(family):
+            pytest.skip(f"the installed transformers has no {family}")
+        key = (family, *sorted((name, repr(value)) for name, value in options.items()))
+        if key not in built:
+            path = zoo.build(family, tmp_path_factory.mktemp(family), **options)
+            built[key] = zoo.tiny_tokenizer(path)
+        return built[key]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def collect(text: Path) -> Collect:
+    """`collect(model, out, kind="gram", ...)` on the text above."""
+
+    def run(model: Path, out: Path, *, overwrite: bool = False, **settings: Any) -> CollectReport:
+        chosen = CollectingSettings(**{"device": "cpu", "dtype": "float32", **settings})
+        return run_collect(CollectRequest(model, out, [text], chosen, overwrite), Silent())
+
+    return run

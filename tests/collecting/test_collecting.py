@@ -1,0 +1,113 @@
+"""Statistics are those of the whole model in plain transformers, on the rows one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from collecting import direct
+from collecting.cases import Collect, token_rows
+from moemerge.collecting.units import UnitMap
+from moemerge.features.loading import map_names
+from moemerge.features.routers import anatomy
+from moemerge.features.taps import LinearTap, Tap, find_taps, projections
+from moemerge.features.text import TextOptions, load_domain, load_tokenizer
+from moemerge.lockstep.models import open_model
+from moemerge.statistics import Statistics
+
+FAMILIES = ("olmoe", "qwen3_moe", "mixtral")
+TOLERANCE = 1e-5  # of the largest value in a matrix
+Folder = Callable[..., Path]
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_grams_are_those_of_the_whole_model(
+    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
+) -> None:
+    folder = model_folder(family)
+    collect(folder, tmp_path / "a.stats", kind="gram")
+    wanted = direct.grams(folder, token_rows(folder, text))
+    with Statistics.open(tmp_path / "a.stats") as found:
+        assert set(found.units) == set(wanted)
+        for key, (matrix, tokens) in wanted.items():
+            gram = found.gram(key)
+            assert gram is not None
+            assert gram.tokens == tokens == found.tokens(key), key
+            assert gram.matrix.dtype == torch.float32
+            assert difference(gram.matrix, matrix) < TOLERANCE, key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fisher_values_are_those_of_the_whole_model(
+    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
+) -> None:
+    folder = model_folder(family)
+    collect(folder, tmp_path / "a.stats", kind="fisher")
+    rows = token_rows(folder, text)
+    wanted = direct.fishers(folder, rows)
+    passed = direct.grams(folder, rows)
+    with Statistics.open(tmp_path / "a.stats") as found:
+        assert found.sequences == sum(len(row) > 1 for row in rows)
+        assert set(found.units) == set(passed)
+        for key, (_, tokens) in passed.items():
+            fisher = found.fisher(key)
+            assert fisher is not None
+            assert fisher.tokens == tokens, key
+            assert fisher.sequences == found.sequences
+            assert difference(fisher.values, wanted[key]) < TOLERANCE, key
+
+
+# Transposed and interleaved experts with biases; latent attention and shared experts; experts
+# without a gate; a router inside a router; attention by an indexer.
+OTHERS = ("gpt_oss", "deepseek_v3", "nemotron_h", "hunyuan_v1_moe", "glm_moe_dsa")
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_fisher_values_of_other_kinds_of_experts(
+    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
+) -> None:
+    """By the parameters in memory, which only `UnitMap` can tell from the units on disk."""
+    folder = model_folder(family)
+    report = collect(folder, tmp_path / "a.stats", kind="fisher", limit=4)
+    rows = load_domain("text", text, load_tokenizer(folder), TextOptions(limit=4)).rows
+    total = direct.squared_gradients(folder, rows)
+    model = direct.whole_model(folder)
+    taps = find_taps(model, anatomy(model))
+    opened = open_model("model", folder)
+    names = map_names(model, opened.checkpoint)
+    units = UnitMap(opened.checkpoint, opened.architecture, names)
+    compared = 0
+    with Statistics.open(tmp_path / "a.stats") as found:
+        for tap in (tap for layer in taps.layers for tap in layer):
+            for key, wanted in expected(tap, model, units, total).items():
+                fisher = found.fisher(key)
+                assert fisher is not None
+                assert difference(fisher.values, wanted) < TOLERANCE, key
+                compared += 1
+    assert compared in (report.units, report.units - 1)  # the head is no tap of a layer
+
+
+def expected(
+    tap: Tap, model: Any, units: UnitMap, total: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Unit key -> squared gradients."""
+    if isinstance(tap, LinearTap):
+        return {p.unit.key: p.take(total[tap.weight]) for p in units.linear(tap)}
+    module = model.get_submodule(tap.path)
+    found: dict[str, torch.Tensor] = {}
+    for (expert, projection), unit in units.experts(tap).items():
+        up, down = total[tap.up][expert], total[tap.down][expert]
+        if module.is_transposed:
+            up, down = up.T, down.T
+        parts = {**projections(module, up), "down": down}
+        assert projection is not None
+        found[unit.key] = parts[projection]
+    return found

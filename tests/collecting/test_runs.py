@@ -1,0 +1,234 @@
+"""Runs as a whole: layouts, repetition, interruption, refusals."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zoo
+from collecting.cases import Collect, Folder
+from moemerge.architectures.architecture import Architecture
+from moemerge.checkpoint import Checkpoint
+from moemerge.collecting import CollectRequest, run_collect
+from moemerge.collecting.store import Store
+from moemerge.config.collecting import CollectingSettings
+from moemerge.errors import ArchitectureError, CheckpointError, DataError, NumericalError
+from moemerge.runtime.progress import Silent
+from moemerge.statistics import Statistics
+
+KINDS = ("gram", "fisher")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_runs_give_the_same_bytes(
+    kind: str, model_folder: Folder, collect: Collect, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        collect(model_folder("olmoe"), tmp_path / name, kind=kind, max_tokens=60)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    report = collect(model_folder("olmoe"), tmp_path / "c", kind=kind, max_tokens=60, seed=1)
+    assert report.provenance.tokens == 60
+    with Statistics.open(tmp_path / "a") as one, Statistics.open(tmp_path / "c") as other:
+        assert one.provenance.data_fingerprint != other.provenance.data_fingerprint
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_layouts_share_their_statistics(
+    kind: str, family: str, model_folder: Folder, collect: Collect, tmp_path: Path
+) -> None:
+    """Stacked, transposed, interleaved on disk: the same units, the same values."""
+    plain, fused = (model_folder(family, fused=fused) for fused in (False, True))
+    collect(plain, tmp_path / "plain", kind=kind)
+    collect(fused, tmp_path / "fused", kind=kind)
+    with Statistics.open(tmp_path / "plain") as one, Statistics.open(tmp_path / "fused") as other:
+        assert set(one.units) == set(other.units)
+        for key in one.units:
+            assert one.tokens(key) == other.tokens(key)
+            if kind == "gram":
+                ours, theirs = one.gram(key), other.gram(key)
+                assert ours is not None
+                assert theirs is not None
+                assert torch.equal(ours.matrix, theirs.matrix), key
+            else:
+                values, others = one.fisher(key), other.fisher(key)
+                assert values is not None
+                assert others is not None
+                assert torch.equal(values.values, others.values), key
+        checkpoint = Checkpoint.open(fused)
+        architecture = Architecture.of(checkpoint.config, checkpoint.tensors)
+        one.check_fits("math", checkpoint, architecture)
+
+
+def test_an_input_is_kept_once(model_folder: Folder, collect: Collect, tmp_path: Path) -> None:
+    collect(model_folder("olmoe"), tmp_path / "a")
+    with Statistics.open(tmp_path / "a") as found:
+        layer = "model.layers.1."
+        where = {key: unit.tensor for key, unit in found.units.items()}
+        attention = [where[f"{layer}self_attn.{name}_proj.weight"] for name in "qkvo"]
+        assert len(set(attention[:3])) == 1
+        assert attention[3] != attention[0]
+        expert = f"{layer}mlp.experts.5."
+        assert where[f"{expert}gate_proj.weight"] == where[f"{expert}up_proj.weight"]
+        assert where[f"{expert}down_proj.weight"] != where[f"{expert}up_proj.weight"]
+
+
+def test_every_choice_of_an_expert_is_counted(
+    model_folder: Folder, collect: Collect, tmp_path: Path
+) -> None:
+    report = collect(model_folder("olmoe"), tmp_path / "a")
+    with Statistics.open(tmp_path / "a") as found:
+        for layer in range(3):
+            keys = [f"model.layers.{layer}.mlp.experts.{e}.up_proj.weight" for e in range(8)]
+            counts = [found.tokens(key) or 0 for key in keys]
+            assert sum(counts) == zoo.TOP_K * report.provenance.tokens
+
+
+def test_an_expert_without_a_token_is_named(
+    model_folder: Folder, text: Path, tmp_path: Path
+) -> None:
+    """One token goes to two of the eight experts of a layer."""
+    for kind in KINDS:
+        settings = CollectingSettings(kind=kind, device="cpu", limit=1, max_length=2)
+        request = CollectRequest(model_folder("olmoe"), tmp_path / kind, [text], settings)
+        report = run_collect(request, Silent())
+        with Statistics.open(tmp_path / kind) as found:
+            for key in report.unvisited_experts:
+                assert found.tokens(key) == 0
+                value = found.gram(key) if kind == "gram" else found.fisher(key)
+                assert value is not None
+        assert len(report.unvisited_experts) >= 3 * 3 * (8 - 2 * zoo.TOP_K)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_on_disk_give_the_same_bytes(
+    kind: str, model_folder: Folder, collect: Collect, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    collect(model_folder("qwen3_moe"), folder / "a", kind=kind)
+    collect(model_folder("qwen3_moe"), folder / "b", kind=kind, offload="disk")
+    assert (folder / "a").read_bytes() == (folder / "b").read_bytes()
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
+
+
+def test_a_full_disk_is_told_and_left_clean(tmp_path: Path) -> None:
+    store = Store("disk", torch.device("cpu"), tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        store.put((0, 0), torch.ones(1000))
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            store.put((0, 1), torch.ones(2**20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        store.close()
+    assert not list(tmp_path.iterdir())
+
+
+class Interrupting(Silent):
+    """Ctrl-C while the second layer is at work."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+        self._now = ""
+
+    def start(self, what: str, total: int, *, unit: str) -> None:
+        self._now = what
+
+    def advance(self, amount: int) -> None:
+        if self._now == self._part:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [("gram", "streaming"), ("fisher", "streaming"), ("fisher", "squared gradients")],
+)
+def test_an_interrupted_run_leaves_nothing(
+    kind: str, part: str, model_folder: Folder, text: Path, tmp_path: Path
+) -> None:
+    settings = CollectingSettings(kind=kind, device="cpu", offload="disk")
+    request = CollectRequest(model_folder("olmoe"), tmp_path / "a.stats", [text], settings)
+    with pytest.raises(KeyboardInterrupt):
+        run_collect(request, Interrupting(part))
+    assert not list(tmp_path.iterdir())
+    assert not [t for t in threading.enumerate() if t.name.startswith("moemerge")]
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_what_is_refused_before_the_model_is_read(
+    model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
+) -> None:
+    olmoe = model_folder("olmoe")
+    (tmp_path / "there").write_bytes(b"mine")
+    with pytest.raises(CheckpointError, match="exists"):
+        collect(olmoe, tmp_path / "there")
+    assert (tmp_path / "there").read_bytes() == b"mine"
+
+    def request(*data: str | Path) -> CollectRequest:
+        return CollectRequest(olmoe, tmp_path / "a", data, CollectingSettings(device="cpu"))
+
+    with pytest.raises(DataError, match="no text"):
+        run_collect(request(), Silent())
+    with pytest.raises(DataError, match="unknown kind"):
+        run_collect(request("words.txt"), Silent())
+    with pytest.raises(DataError, match="no such file"):
+        run_collect(request("words.jsonl"), Silent())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_not_finite_are_named(
+    kind: str, model_folder: Folder, tmp_path: Path
+) -> None:
+    """Without padding, fused attention gives finite values for queries that are NaN."""
+    name = "model.layers.1.self_attn.q_proj.weight"
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder("olmoe"), broken)
+    (shard,) = broken.glob("*.safetensors")
+    tensors = load_file(shard)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, shard, metadata={"format": "pt"})
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "one plus two is three"}\n' * 3)
+    settings = CollectingSettings(kind=kind, device="cpu")
+    with pytest.raises(NumericalError, match=f"{name} holds NaN"):
+        run_collect(CollectRequest(broken, tmp_path / "a.stats", [text], settings), Silent())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "text.jsonl"]
+
+
+def test_rows_that_predict_nothing_are_refused(model_folder: Folder, tmp_path: Path) -> None:
+    text = tmp_path / "single.jsonl"
+    text.write_text(json.dumps({"text": ""}) + "\n")  # one token: the tokenizer's own <s>
+    settings = CollectingSettings(kind="fisher", device="cpu")
+    request = CollectRequest(model_folder("olmoe"), tmp_path / "a", [text], settings)
+    with pytest.raises(DataError, match="nothing to predict"):
+        run_collect(request, Silent())
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "dbrx"])
+def test_experts_that_cannot_be_told_apart_are_refused(
+    family: str, model_folder: Folder, collect: Collect, tmp_path: Path
+) -> None:
+    for kind in KINDS:
+        with pytest.raises(ArchitectureError, match="expert by expert"):
+            collect(model_folder(family), tmp_path / "a", kind=kind)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_hands_on_more_than_hidden_states_has_no_fisher_values(
+    model_folder: Folder, collect: Collect, tmp_path: Path
+) -> None:
+    folder = model_folder("gemma4_text")
+    with pytest.raises(ArchitectureError, match="gradients cannot be sent back"):
+        collect(folder, tmp_path / "a", kind="fisher")
+    collect(folder, tmp_path / "a", kind="gram")

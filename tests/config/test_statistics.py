@@ -1,0 +1,144 @@
+"""Statistics of data-driven methods: files or text for every model, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from moemerge.config.dump import dump_config
+from moemerge.config.load import LoadedConfig
+from moemerge.config.statistics import StatisticsRun
+
+Load = Callable[..., LoadedConfig]
+Problems = Callable[..., list[str]]
+
+HEAD = """merge_method: regmean
+models:
+  - {model: ./math, name: math}
+  - {model: ./code, name: code}
+"""
+
+
+def needs(load: Load, text: str) -> StatisticsRun:
+    found = load(text).statistics
+    assert found is not None
+    return found
+
+
+def test_saved_ones(load: Load) -> None:
+    text = HEAD + "statistics: {math: math.stats, code: [code.stats]}\n"
+    found = needs(load, text)
+    assert found.needs == {"math": ("gram",), "code": ("gram",)}
+    assert found.files == {"math": ("math.stats",), "code": ("code.stats",)}
+    assert found.complete
+    config = load(text).config
+    assert load(dump_config(config)).config == config
+
+
+def test_text_stands_in_for_the_missing_ones(load: Load) -> None:
+    data = "data: {math: math.jsonl, code: [a.jsonl, b.jsonl]}\n"
+    found = needs(load, HEAD + data)
+    assert found.files == {}
+    assert found.data == {"math": ("math.jsonl",), "code": ("a.jsonl", "b.jsonl")}
+    found = needs(load, HEAD + data + "statistics: {math: math.stats}\n")
+    assert found.files == {"math": ("math.stats",)}
+    assert found.data == {"code": ("a.jsonl", "b.jsonl")}
+    assert not found.complete
+
+
+def test_a_base_needs_none_and_other_methods_need_none(load: Load) -> None:
+    text = HEAD + "base_model: ./base\nstatistics: {math: a, code: b}\n"
+    assert set(needs(load, text).needs) == {"math", "code"}
+    text = HEAD.replace("regmean", "linear") + "parameters: {weight: 1}\n"
+    assert load(text).statistics is None
+
+
+def test_routers_may_need_their_own(load: Load) -> None:
+    both = "statistics: {math: [a, b], code: [c, d]}\n"
+    text = HEAD + "router: {merge_method: fisher}\n" + both
+    assert needs(load, text).needs["math"] == ("gram", "fisher")
+    text = HEAD.replace("regmean", "linear") + "parameters: {weight: 1}\n" + both
+    assert needs(load, text + "router: {merge_method: fisher}\n").needs["code"] == ("fisher",)
+
+
+def test_slices(load: Load) -> None:
+    text = """merge_method: fisher
+slices:
+  - sources:
+      - {model: ./math, name: math, layer_range: [0, 2]}
+      - {model: ./code, name: code, layer_range: [0, 2]}
+  - sources: [{model: ./chat, layer_range: [2, 4]}]
+statistics: {math: m, code: c, chat: d}
+"""
+    assert set(needs(load, text).needs) == {"math", "code", "chat"}
+
+
+WRONG = [
+    (
+        "",
+        [
+            "line 1: merge_method: 'regmean' needs the second moments of each model's inputs: give "
+            "`statistics` (files made by `moemerge stats`) or `data` (text) for math, code"
+        ],
+    ),
+    (
+        "statistics: {math: m.stats}\n",
+        [
+            "line 5: statistics: no statistics for code, and no `data` to compute them from; "
+            "every merged model needs one of them under its own name"
+        ],
+    ),
+    ("data: {math: m.jsonl}\n", ["line 5: data: no statistics for code, and no `data`"]),
+    (
+        "statistics: {math: m.stats, codes: c.stats}\n",
+        ["line 5: statistics.codes: no model is called 'codes', did you mean 'code'?"],
+    ),
+    (
+        "statistics: {math: m, code: c, chat: d}\n",
+        ["line 5: statistics.chat: no model is called 'chat'; known: math, code"],
+    ),
+    (
+        "base_model: ./base\nstatistics: {math: m, code: c, base: d}\n",
+        ["line 6: statistics.base: 'base' is not merged by 'regmean' and needs none: remove it"],
+    ),
+    ("statistics: {}\n", ["line 5: statistics: must not be empty"]),
+    (
+        "statistics: {math: 3, code: []}\n",
+        [
+            "line 5: statistics.math: expected a list, not 3",
+            "line 5: statistics.code: must not be empty",
+        ],
+    ),
+    ("statistic: {math: m}\n", ["line 5: statistic: unknown key, did you mean 'statistics'?"]),
+    (
+        "calibration: {data: {math: m.jsonl, code: c.jsonl}}\n",
+        ["line 1: merge_method: 'regmean' needs the second moments"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), WRONG)
+def test_every_problem_is_said(problems: Problems, text: str, expected: list[str]) -> None:
+    found = problems(HEAD + text)
+    for start in expected:
+        assert any(line.startswith(start) for line in found), (start, found)
+    if "unknown key" not in expected[0]:
+        assert len(found) == len(expected), found
+
+
+def test_calibration_data_at_the_top_serves_both(problems: Problems, load: Load) -> None:
+    (found,) = problems(HEAD + "calibration: {data: {math: m.jsonl, code: c.jsonl}}\n")
+    assert "the data of `calibration` serves both when it stands at the top" in found
+    loaded = load(HEAD + "calibration: {}\ndata: {math: m.jsonl, code: c.jsonl}\n")
+    assert loaded.calibration is not None
+    assert loaded.statistics is not None
+    assert loaded.calibration.data == loaded.statistics.data
+
+
+def test_statistics_nobody_uses(problems: Problems, load: Load) -> None:
+    text = HEAD.replace("regmean", "linear") + "parameters: {weight: 1}\nstatistics: {math: m}\n"
+    assert problems(text) == ["line 6: statistics: 'linear' uses no statistics: remove them"]
+    loaded = load(text, lenient=True)
+    assert loaded.config.statistics is None
+    assert len(loaded.warnings) == 1

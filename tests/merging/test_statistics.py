@@ -1,0 +1,437 @@
+"""Merges that know their models' inputs: every unit against a direct float64 computation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import moemerge
+import zoo
+from merging.gathered import SEQUENCES, Gathered, gather, is_linear, open_model, unit_tensors
+from moemerge.errors import CheckpointError, ConfigError, NumericalError
+from moemerge.statistics.provenance import all_units
+
+FAMILIES = ["olmoe", "qwen3_moe", "mixtral"]
+TOKENS = {"math": 120, "code": 300}
+FEW = {"math": {"layers.1.mlp.experts.3.": 0}, "code": {"layers.2.mlp.experts.5.": 4}}
+MIN_TOKENS = 16
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def few_in(family, name):
+    part = "block_sparse_moe" if family == "mixtral" else "mlp"
+    return {key.replace("mlp", part): count for key, count in FEW[name].items()}
+
+
+@pytest.fixture(scope="module")
+def pair(zoo_folder, tmp_path_factory):
+    """pair("olmoe", "gram"): two fine-tunes and their statistics; read only."""
+    made = {}
+
+    def build(family, kind="gram", *, fused=False):
+        key = (family, kind, fused)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            base = zoo_folder(family, fused=fused)
+            found = {}
+            for seed, name in enumerate(TOKENS, 1):
+                model = zoo.perturb(base, folder / name, seed, scale=0.3)
+                visits = few_in(family, name)
+                found[name] = (
+                    model,
+                    gather(
+                        model,
+                        folder / f"{name}.stats",
+                        kind,
+                        seed=seed,
+                        tokens=TOKENS[name],
+                        visits=visits,
+                    ),
+                )
+            made[key] = found
+        return made[key]
+
+    return build
+
+
+def config(method, pair, **more):
+    return {
+        "merge_method": method,
+        "models": [{"model": str(model), "name": name} for name, (model, _) in pair.items()],
+        "statistics": {name: str(stats.file) for name, (_, stats) in pair.items()},
+        **more,
+    }
+
+
+def solved(weights, xs, lengths, factor, weigh=(1.0, 1.0)):
+    """RegMean term by term: G̃ and, for an expert with few tokens, as much of all models' inputs
+    as the model with the fewest lacks."""
+    counts = [len(x) for x in xs]
+    few = max(0, MIN_TOKENS - min(counts)) if min(counts) < min(lengths) else 0
+    pooled = sum(x.T @ x for x in xs) / max(1, sum(counts))
+    mean_length = sum(lengths) / len(lengths)
+    left, right = 0, 0
+    for weight, share, x, length in zip(weights, weigh, xs, lengths, strict=True):
+        gram = share * (x.T @ x / length + few / mean_length * pooled)
+        gram = factor * gram + (1 - factor) * torch.diag(gram.diagonal())
+        left, right = left + gram, right + gram @ weight.T
+    if not left.any():
+        return sum(s * w for s, w in zip(weigh, weights, strict=True)) / sum(weigh)
+    return torch.linalg.solve(left, right).T
+
+
+def units_of(folder):
+    return all_units(*open_model(folder))
+
+
+def direct(key, pair, factor=0.9):
+    weights = [unit_tensors(model)[key] for model, _ in pair.values()]
+    stats: list[Gathered] = [s for _, s in pair.values()]
+    if key not in stats[0].inputs:
+        return sum(weights) / len(weights)
+    return solved(weights, [s.inputs[key] for s in stats], [s.tokens for s in stats], factor)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_regmean_is_the_direct_computation_for_every_unit(pair, tmp_path, family, fused):
+    models = pair(family, fused=fused)
+    report = moemerge.merge(config("regmean", models), tmp_path / "out").to_json()
+    merged = unit_tensors(tmp_path / "out")
+    weights = [unit_tensors(model) for model, _ in models.values()]
+    stats = [s for _, s in models.values()]
+    assert len(merged) == len(weights[0]) >= 80
+    for key, value in merged.items():
+        both = [w[key] for w in weights]
+        if key not in stats[0].inputs:
+            expected = sum(both) / 2
+        else:
+            xs = [s.inputs[key] for s in stats]
+            expected = solved(both, xs, [s.tokens for s in stats], 0.9)
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=key)
+    few = report["remarks"]["few_tokens"]
+    parts = {part for name in TOKENS for part in few_in(family, name)}
+    assert few["count"] == 6  # three projections of each expert
+    assert all(any(part in key for part in parts) for key in few["units"])
+    assert {"math": 0, "code": 100} in few["units"].values()
+    assert {"math": 40, "code": 4} in few["units"].values()
+    assert any("6 units were drawn towards the average" in n for n in report["notices"])
+    told = report["statistics"]["math"]["gram"]
+    assert told["tokens"] == 120
+    assert told["file"] == str(stats[0].file)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fisher_is_the_direct_computation_for_every_unit(pair, tmp_path, family, fused):
+    models = pair(family, "fisher", fused=fused)
+    settings = config("fisher", models)
+    settings["models"][0]["parameters"] = {"weight": 0.7}
+    settings["models"][1]["parameters"] = {"weight": 0.3}
+    report = moemerge.merge(settings, tmp_path / "out").to_json()
+    merged = unit_tensors(tmp_path / "out")
+    weights = [unit_tensors(model) for model, _ in models.values()]
+    for key, value in merged.items():
+        values = [s.fisher[key].double() / s.tokens for _, s in models.values()]
+        floor = 1e-6 * (0.7 * values[0].mean() + 0.3 * values[1].mean())
+        shares = [w * f.clamp(min=floor) for w, f in zip((0.7, 0.3), values, strict=True)]
+        expected = sum(f * w[key] for f, w in zip(shares, weights, strict=True)) / sum(shares)
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=key)
+    assert report["remarks"]["unvisited"]["count"] == 3
+
+
+def test_rows_of_one_token_are_no_sequences(pair, tmp_path):
+    """The text may have more rows than the mean of squared gradients is over."""
+    models = pair("olmoe", "fisher")
+    model, stats = models["math"]
+    rows = {"sequences": SEQUENCES + 20, "visits": few_in("olmoe", "math")}
+    more = gather(model, tmp_path / "more.stats", "fisher", seed=1, tokens=TOKENS["math"], **rows)
+    assert torch.equal(more.fisher[Q], stats.fisher[Q])
+    moemerge.merge(config("fisher", models), tmp_path / "a")
+    moemerge.merge(config("fisher", {**models, "math": (model, more)}), tmp_path / "b")
+    assert torch.equal(unit_tensors(tmp_path / "a")[Q], unit_tensors(tmp_path / "b")[Q])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_linear_layer_is_worse_than_averaged_on_its_own_inputs(pair, tmp_path, family):
+    models = pair(family)
+    moemerge.merge(config("regmean", models, parameters={"factor": 1}), tmp_path / "out")
+    merged = unit_tensors(tmp_path / "out")
+    weights = [unit_tensors(model) for model, _ in models.values()]
+    stats = [s for _, s in models.values()]
+    linear = [u.key for u in units_of(tmp_path / "out").values() if is_linear(u)]
+    assert len(linear) > 60
+    for key in linear:
+
+        def error(w, key=key):
+            return sum(
+                ((w - own[key]) @ s.inputs[key].T).square().sum() / s.tokens
+                for own, s in zip(weights, stats, strict=True)
+            )
+
+        average = sum(w[key] for w in weights) / 2
+        assert error(merged[key]) <= error(average) * (1 + 1e-6), key
+
+
+def test_statistics_of_one_layout_serve_the_other(zoo_folder, tmp_path):
+    folders = [zoo_folder("olmoe", seed=s, fused=f) for s in (1, 2) for f in (False, True)]
+    stats = [gather(folders[i], tmp_path / f"{i}.stats", seed=i) for i in (0, 2)]
+    results = []
+    for chosen in ((0, 2), (1, 3)):
+        models = {name: (folders[i], s) for name, i, s in zip(TOKENS, chosen, stats, strict=True)}
+        out = tmp_path / f"out{chosen[0]}"
+        moemerge.merge(config("regmean", models), out)
+        results.append(unit_tensors(out))
+    assert results[0].keys() == results[1].keys()
+    for key, value in results[0].items():
+        assert torch.equal(value, results[1][key]), key
+
+
+def test_what_the_statistics_lack_is_told(pair, tmp_path):
+    models = pair("olmoe")
+    model, _ = models["math"]
+    noted = gather(model, tmp_path / "noted.stats", notices=["no Gram of what the head reads"])
+    report = moemerge.validate(config("regmean", {**models, "math": (model, noted)}))
+    assert "statistics of math: no Gram of what the head reads" in report.notices
+
+
+def test_a_head_of_another_vocabulary_is_averaged_and_told(pair, zoo_folder, tmp_path):
+    models = pair("olmoe", "fisher")
+    found = {}
+    for number, (name, (model, _)) in enumerate(models.items()):
+        copy = shutil.copytree(model, tmp_path / name)
+        zoo.tiny_tokenizer(copy, extra_words=("another",) * number)
+        found[name] = (copy, gather(copy, tmp_path / f"{name}.stats", "fisher"))
+    settings = config("fisher", found, tokenizer={"source": "union"})
+    report = moemerge.merge(settings, tmp_path / "out").to_json()
+    averaged = report["remarks"]["averaged"]["units"]
+    assert averaged["lm_head.weight"] == {"why": "its rows were brought to another vocabulary"}
+
+
+def test_layers_of_a_slice_are_each_sources_own(pair, tmp_path):
+    models = pair("olmoe")
+    (math, own), (code, others) = models.values()
+    settings = config("regmean", models)
+    del settings["models"]
+    settings["slices"] = [
+        {
+            "sources": [
+                {"model": str(math), "name": "math", "layer_range": [0, 2]},
+                {"model": str(code), "name": "code", "layer_range": [1, 3]},
+            ]
+        }
+    ]
+    moemerge.merge(settings, tmp_path / "out")
+    merged = unit_tensors(tmp_path / "out")
+    tail = "mlp.experts.2.up_proj.weight"
+    keys = [f"model.layers.{n}.{tail}" for n in (0, 1)]
+    weights = [unit_tensors(math)[keys[0]], unit_tensors(code)[keys[1]]]
+    xs = [own.inputs[keys[0]], others.inputs[keys[1]]]
+    expected = solved(weights, xs, [own.tokens, others.tokens], 0.9)
+    torch.testing.assert_close(merged[keys[0]], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_filters_choose_weights_and_the_factor(pair, tmp_path):
+    models = pair("olmoe")
+    settings = config(
+        "regmean",
+        models,
+        parameters={"factor": [{"filter": "self_attn", "value": 0.5}, {"value": 0.9}]},
+    )
+    weight = [{"filter": "role:router", "value": 3.0}, {"value": 1.0}]
+    settings["models"][0]["parameters"] = {"weight": weight}
+    moemerge.merge(settings, tmp_path / "out")
+    merged = unit_tensors(tmp_path / "out")
+    stats = [s for _, s in models.values()]
+    lengths = [s.tokens for s in stats]
+    for key, factor, weigh in (
+        ("model.layers.1.self_attn.q_proj.weight", 0.5, (1.0, 1.0)),
+        ("model.layers.1.mlp.gate.weight", 0.9, (3.0, 1.0)),
+    ):
+        weights = [unit_tensors(model)[key] for model, _ in models.values()]
+        expected = solved(weights, [s.inputs[key] for s in stats], lengths, factor, weigh)
+        torch.testing.assert_close(merged[key], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_routers_by_another_method_and_only_routers_by_this_one(pair, tmp_path):
+    models = pair("olmoe")
+    router = "model.layers.1.mlp.gate.weight"
+    other = "model.layers.1.self_attn.q_proj.weight"
+    weights = [unit_tensors(model) for model, _ in models.values()]
+    linear = {"merge_method": "linear", "parameters": {"weight": 1.0}}
+    report = moemerge.merge(config("regmean", models, router=linear), tmp_path / "a")
+    merged = unit_tensors(tmp_path / "a")
+    torch.testing.assert_close(
+        merged[router], (weights[0][router] + weights[1][router]) / 2, rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(merged[other], direct(other, models), rtol=1e-5, atol=1e-5)
+    assert report.router == "merged with linear"
+    settings = config("linear", models, parameters={"weight": 1.0})
+    moemerge.merge({**settings, "router": {"merge_method": "regmean"}}, tmp_path / "b")
+    merged = unit_tensors(tmp_path / "b")
+    torch.testing.assert_close(merged[router], direct(router, models), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        merged[other], (weights[0][other] + weights[1][other]) / 2, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_both_kinds_in_one_merge(pair, tmp_path):
+    grams = pair("olmoe")
+    models = {}
+    for seed, (name, (model, _)) in enumerate(grams.items()):
+        models[name] = model, gather(model, tmp_path / f"{name}.f", "fisher", seed=seed)
+    settings = config("regmean", grams, router={"merge_method": "fisher"})
+    settings["statistics"] = {
+        name: [str(grams[name][1].file), str(models[name][1].file)] for name in models
+    }
+    report = moemerge.merge(settings, tmp_path / "out")
+    assert set(report.statistics["math"]) == {"gram", "fisher"}
+    merged = unit_tensors(tmp_path / "out")
+    key = "model.layers.0.mlp.gate.weight"
+    values = [s.fisher[key].double() for _, s in models.values()]
+    weights = [unit_tensors(model)[key] for model, _ in models.values()]
+    expected = sum(f * w for f, w in zip(values, weights, strict=True)) / sum(values)
+    torch.testing.assert_close(merged[key], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_base_only_lends_its_config(pair, zoo_folder, tmp_path):
+    models = pair("olmoe")
+    base = zoo_folder("olmoe")
+    plain = config("regmean", models)
+    moemerge.merge(plain, tmp_path / "a")
+    report = moemerge.merge({**plain, "base_model": str(base)}, tmp_path / "b")
+    a, b = zoo.tensors(tmp_path / "a"), zoo.tensors(tmp_path / "b")
+    assert all(torch.equal(value, b[name]) for name, value in a.items())
+    told = {m.name: m for m in report.models}[base.name]
+    assert told.merged == 0
+    assert list(told.dropped) == ["'regmean' merges the other models alone"]
+    # a router's method may want it all the same
+    router = {"merge_method": "task_arithmetic", "parameters": {"weight": 0.5}}
+    report = moemerge.merge({**plain, "base_model": str(base), "router": router}, tmp_path / "c")
+    assert {m.name: m for m in report.models}[base.name].merged == 3
+
+
+def test_out_dtype_and_workers(pair, tmp_path):
+    models = pair("olmoe")
+    moemerge.merge(config("regmean", models), tmp_path / "wide")
+    moemerge.merge(config("regmean", models, out_dtype="bfloat16"), tmp_path / "narrow")
+    wide, narrow = zoo.tensors(tmp_path / "wide"), zoo.tensors(tmp_path / "narrow")
+    for name, value in wide.items():
+        assert torch.equal(value.bfloat16(), narrow[name])
+    moemerge.merge(config("regmean", models), tmp_path / "again")
+    again = zoo.tensors(tmp_path / "again")
+    assert all(torch.equal(value, again[name]) for name, value in wide.items())
+
+
+def test_statistics_count_in_the_estimates(pair):
+    models = pair("olmoe")
+    plain = config("linear", models, parameters={"weight": 1.0})
+    del plain["statistics"]
+    without = moemerge.validate(plain)
+    with_ = moemerge.validate(config("regmean", models))
+    files = sum(s.file.stat().st_size for _, s in models.values())
+    assert with_.bytes_read == without.bytes_read + files
+    assert with_.peak_block_bytes > without.peak_block_bytes
+
+
+def test_validate_knows_statistics_that_are_still_to_be_made(pair):
+    models = pair("olmoe")
+    settings = config("regmean", models, data={"math": "m.jsonl", "code": "c.jsonl"})
+    del settings["statistics"]
+    report = moemerge.validate(settings)
+    assert report.statistics["math"]["gram"]["computed_from"] == ["m.jsonl"]
+
+
+def test_models_with_adapters_have_statistics_of_their_own(zoo_folder, tmp_path):
+    base = zoo_folder("olmoe")
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (lora / "adapter_config.json").write_text(json.dumps(settings))
+    g = torch.Generator().manual_seed(0)
+    parts = {
+        f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_{side}.weight": torch.randn(
+            shape, generator=g
+        )
+        for n in range(3)
+        for side, shape in (("A", (2, 32)), ("B", (32, 2)))
+    }
+    save_file(parts, lora / "adapter_model.safetensors")
+    adapted = f"{base}+{lora}"
+    models = {
+        "math": (adapted, gather(adapted, tmp_path / "math.stats", seed=1)),
+        "code": (base, gather(base, tmp_path / "code.stats", seed=2)),
+    }
+    moemerge.merge(config("regmean", models), tmp_path / "out")
+    merged = unit_tensors(tmp_path / "out")
+    key = "model.layers.1.self_attn.q_proj.weight"
+    torch.testing.assert_close(merged[key], direct(key, models), rtol=1e-4, atol=1e-4)
+    swapped = config("regmean", models)
+    swapped["statistics"]["math"] = swapped["statistics"]["code"]
+    with pytest.raises(CheckpointError, match="same shapes but other weights"):
+        moemerge.validate(swapped)
+
+
+# --- refusals ---------------------------------------------------------------------------------
+def test_neither_statistics_nor_data(pair):
+    settings = config("regmean", pair("olmoe"))
+    del settings["statistics"]
+    with pytest.raises(ConfigError, match=r"'regmean' needs the second moments .* math, code"):
+        moemerge.validate(settings)
+
+
+def test_the_wrong_kind_is_refused(pair, tmp_path):
+    models = pair("olmoe")
+    with pytest.raises(CheckpointError, match="cannot be used") as refused:
+        moemerge.merge(config("fisher", models), tmp_path / "out")
+    for name in TOKENS:
+        assert f"the statistics of '{name}'" in str(refused.value)
+    assert "are of kind gram, but the merge needs fisher" in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_statistics_of_another_model_are_refused(pair, zoo_folder, tmp_path):
+    models = dict(pair("olmoe"))
+    settings = config("regmean", models)
+    files = settings["statistics"]
+    with pytest.raises(CheckpointError, match="same shapes but other weights"):
+        moemerge.validate({**settings, "statistics": {**files, "math": files["code"]}})
+    qwen = gather(zoo_folder("qwen3_moe"), tmp_path / "qwen.stats")
+    with pytest.raises(CheckpointError, match="of the family qwen3_moe"):
+        moemerge.validate({**settings, "statistics": {**files, "math": str(qwen.file)}})
+
+
+def test_damaged_files_are_refused(pair, tmp_path):
+    settings = config("regmean", pair("olmoe"))
+    whole = Path(settings["statistics"]["math"]).read_bytes()
+    (tmp_path / "math.stats").write_bytes(whole[:-1000])
+    for file in (tmp_path / "math.stats", tmp_path / "no.stats", tmp_path):
+        wrong = {**settings["statistics"], "math": str(file)}
+        with pytest.raises(CheckpointError):
+            moemerge.validate({**settings, "statistics": wrong})
+    twice = {**settings["statistics"], "math": [settings["statistics"]["math"]] * 2}
+    with pytest.raises(CheckpointError, match="two files of gram statistics"):
+        moemerge.validate({**settings, "statistics": twice})
+
+
+def test_statistics_that_are_not_finite_are_named(pair, tmp_path):
+    models = pair("olmoe")
+    file = tmp_path / "math.stats"
+    shutil.copy(models["math"][1].file, file)
+    size = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + size])
+    key = "model.layers.0.self_attn.o_proj.weight"
+    start, _ = header[key]["data_offsets"]
+    with open(file, "r+b") as opened:
+        opened.seek(8 + size + start)
+        opened.write(torch.full((1,), float("nan")).numpy().tobytes())
+    settings = config("regmean", models)
+    settings["statistics"]["math"] = str(file)
+    with pytest.raises(NumericalError, match=rf"statistics of 'math' hold non-finite .* {key}"):
+        moemerge.merge(settings, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

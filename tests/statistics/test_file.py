@@ -1,0 +1,268 @@
+"""The file of statistics: what is written comes back; what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import zoo
+from moemerge.architectures.architecture import Architecture
+from moemerge.checkpoint import Checkpoint
+from moemerge.errors import CheckpointError, TokenizerError
+from moemerge.statistics import Provenance, Statistics, StatisticsWriter
+from moemerge.statistics.packing import pack, packed_size, unpack
+from moemerge.statistics.provenance import (
+    all_units,
+    model_fingerprint,
+    tokenizer_fingerprint,
+)
+
+Folder = Callable[..., Path]
+WIDTH = 32  # of the tiny models
+Q, K, OUT = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qko")
+
+
+def opened(folder: Path) -> tuple[Checkpoint, Architecture]:
+    checkpoint = Checkpoint.open(folder)
+    return checkpoint, Architecture.of(checkpoint.config, checkpoint.tensors)
+
+
+def provenance(folder: Path) -> Provenance:
+    checkpoint, architecture = opened(folder)
+    return Provenance(
+        model=str(folder),
+        family="olmoe",
+        model_fingerprint=model_fingerprint(checkpoint, architecture),
+        tokenizer_fingerprint=tokenizer_fingerprint(folder),
+        data_fingerprint="d" * 64,
+        tokens=100,
+        sequences=7,
+        seed=3,
+        version="0",
+        dtype="float32",
+        device="cpu",
+    )
+
+
+def symmetric(width: int, seed: int) -> torch.Tensor:
+    x = torch.randn(width, width, generator=torch.Generator().manual_seed(seed))
+    return x @ x.T
+
+
+def write(folder: Path, out: Path, *, overwrite: bool = False) -> Path:
+    """Grams of three units in two tensors; nothing came to the last."""
+    keys = [Q, K, OUT]
+    with StatisticsWriter(
+        out, kind="gram", provenance=provenance(folder), keys=keys, overwrite=overwrite
+    ) as writer:
+        size = [packed_size(WIDTH)]
+        shapes = {Q: (32, WIDTH), K: (16, WIDTH)}
+        writer.add(Q, size, pack(symmetric(WIDTH, 0)), units=shapes, tokens=11)
+        writer.add(OUT, size, None, units={OUT: (32, WIDTH)}, tokens=0)
+        writer.commit(sequences=6, notices=["a word"])
+    return out
+
+
+@pytest.fixture(scope="module")
+def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = zoo.build("olmoe", tmp_path_factory.mktemp("olmoe"))
+    return zoo.tiny_tokenizer(folder)
+
+
+@pytest.mark.parametrize("width", [1, 5, 128, 129, 300])
+def test_a_packed_matrix_comes_back(width: int) -> None:
+    matrix = symmetric(width, width)
+    packed = pack(matrix)
+    assert packed.shape == (packed_size(width),)
+    assert torch.equal(unpack(packed, width), matrix)
+
+
+def test_packing_takes_little_more_than_half() -> None:
+    assert packed_size(2048) < 0.54 * 2048**2
+
+
+def test_what_is_written_comes_back(olmoe: Path, tmp_path: Path) -> None:
+    with Statistics.open(write(olmoe, tmp_path / "a.stats")) as found:
+        assert found.kind == "gram"
+        assert found.provenance == provenance(olmoe)
+        assert found.notices == ("a word",)
+        for key in (Q, K):
+            gram = found.gram(key)
+            assert gram is not None
+            assert torch.equal(gram.matrix, symmetric(WIDTH, 0))
+            assert gram.tokens == found.tokens(key) == 11
+        empty = found.gram(OUT)
+        assert empty is not None
+        assert empty.tokens == 0
+        assert not empty.matrix.any()
+        assert found.gram("model.norm.weight") is None
+        assert found.tokens("model.norm.weight") is None
+        with pytest.raises(CheckpointError, match=r"holds gram statistics, but fisher"):
+            found.fisher(Q)
+        checkpoint, architecture = opened(olmoe)
+        found.check_fits("math", checkpoint, architecture)
+
+
+def test_it_is_a_safetensors_file(olmoe: Path, tmp_path: Path) -> None:
+    path = write(olmoe, tmp_path / "a.stats")
+    assert set(load_file(path)) == {Q, OUT}
+    with safe_open(path, framework="pt") as file:
+        assert json.loads(file.metadata()["content"])["provenance"]["seed"] == 3
+
+
+def test_two_files_of_one_content_have_the_same_bytes(olmoe: Path, tmp_path: Path) -> None:
+    one = write(olmoe, tmp_path / "a.stats").read_bytes()
+    assert write(olmoe, tmp_path / "b.stats").read_bytes() == one
+
+
+def test_a_file_is_not_overwritten_unasked(olmoe: Path, tmp_path: Path) -> None:
+    out = write(olmoe, tmp_path / "a.stats")
+    with pytest.raises(CheckpointError, match="exists"):
+        write(olmoe, out)
+    write(olmoe, out, overwrite=True)
+    with pytest.raises(CheckpointError, match="is a folder"):
+        write(olmoe, tmp_path)
+    with pytest.raises(CheckpointError, match="no folder"):
+        write(olmoe, tmp_path / "none" / "a.stats")
+
+
+def test_without_a_commit_nothing_is_left(olmoe: Path, tmp_path: Path) -> None:
+    with StatisticsWriter(
+        tmp_path / "a.stats", kind="gram", provenance=provenance(olmoe), keys=[Q]
+    ) as writer:
+        writer.add(Q, [3], torch.ones(3), units={Q: (3,)}, tokens=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_run_left_is_removed(olmoe: Path, tmp_path: Path) -> None:
+    dead = tmp_path / ".a.stats.partial-999999999-0123abcd"
+    mine = tmp_path / f".a.stats.partial-{os.getpid()}-0123abcd"
+    for path in (dead, mine):
+        path.write_bytes(b"")
+    write(olmoe, tmp_path / "a.stats")
+    assert not dead.exists()
+    assert mine.exists()  # of a process that still runs
+
+
+def test_a_disk_that_takes_a_part_of_the_header_gets_the_rest(
+    olmoe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = write(olmoe, tmp_path / "whole").read_bytes()
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:1000], at))
+    assert write(olmoe, tmp_path / "parts").read_bytes() == whole
+
+
+def test_a_value_of_another_shape_is_refused(olmoe: Path, tmp_path: Path) -> None:
+    with StatisticsWriter(
+        tmp_path / "a.stats", kind="fisher", provenance=provenance(olmoe), keys=[Q]
+    ) as writer:
+        with pytest.raises(CheckpointError, match="announced"):
+            writer.add(Q, [3], torch.ones(4), units={Q: (3,)}, tokens=1)
+        writer.add(Q, [3], torch.ones(3), units={Q: (3,)}, tokens=1)
+        with pytest.raises(CheckpointError, match="second time"):
+            writer.add(Q, [3], torch.ones(3), units={Q: (3,)}, tokens=1)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 1000, -8])
+def test_a_truncated_file_is_refused(olmoe: Path, tmp_path: Path, keep: int) -> None:
+    path = write(olmoe, tmp_path / "a.stats")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError):
+        Statistics.open(path)
+
+
+def test_a_foreign_file_is_refused(olmoe: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no statistics"):
+        Statistics.open(olmoe / "model.safetensors")
+    with pytest.raises(CheckpointError, match="folder"):
+        Statistics.open(olmoe)
+    later = tmp_path / "later.stats"
+    save_file({"x": torch.ones(1)}, later, metadata={"moemerge_statistics": "2", "content": "{}"})
+    with pytest.raises(CheckpointError, match="format 2"):
+        Statistics.open(later)
+    damaged = tmp_path / "damaged.stats"
+    metadata = {"moemerge_statistics": "1", "content": '{"kind": "gram"}'}
+    save_file({"x": torch.ones(1)}, damaged, metadata=metadata)
+    with pytest.raises(CheckpointError, match="damaged"):
+        Statistics.open(damaged)
+
+
+def test_values_of_another_dtype_are_refused(olmoe: Path, tmp_path: Path) -> None:
+    path = write(olmoe, tmp_path / "a.stats")
+    with safe_open(path, framework="pt") as found:
+        metadata = found.metadata()
+    wide = {name: value.double() for name, value in load_file(path).items()}
+    save_file(wide, path, metadata=metadata)
+    with pytest.raises(CheckpointError, match="damaged"):
+        Statistics.open(path)
+
+
+# --- fitting ------------------------------------------------------------------------------------
+
+
+def refused(path: Path, folder: Path) -> str:
+    checkpoint, architecture = opened(folder)
+    with Statistics.open(path) as found, pytest.raises(CheckpointError) as error:
+        found.check_fits("math", checkpoint, architecture)
+    return str(error.value)
+
+
+def test_statistics_of_another_model_are_refused(olmoe: Path, tmp_path: Path) -> None:
+    path = write(olmoe, tmp_path / "a.stats")
+    other = zoo.perturb(olmoe, tmp_path / "other", seed=1)
+    assert "same shapes but other weights" in refused(path, other)
+    wide = zoo.build("olmoe", tmp_path / "wide", hidden_size=64)
+    assert "in 'math'" in refused(path, wide)
+    family = zoo.build("mixtral", tmp_path / "family")
+    assert "of the family olmoe" in refused(path, family)
+
+
+def test_statistics_of_another_tokenizer_are_refused(olmoe: Path, tmp_path: Path) -> None:
+    path = write(olmoe, tmp_path / "a.stats")
+    moved = tmp_path / "moved"
+    shutil.copytree(olmoe, moved)
+    zoo.tiny_tokenizer(moved)  # the same once more
+    checkpoint, architecture = opened(moved)
+    with Statistics.open(path) as found:
+        found.check_fits("math", checkpoint, architecture)
+        zoo.tiny_tokenizer(moved, extra_words=("another",))
+        with pytest.raises(TokenizerError, match="another tokenizer"):
+            found.check_fits("math", checkpoint, architecture)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "gpt_oss", "qwen3_moe"])
+def test_a_model_has_one_fingerprint_in_every_layout(family: str, zoo_folder: Folder) -> None:
+    plain, fused = (zoo_folder(family, fused=fused) for fused in (False, True))
+    other = zoo_folder(family, seed=1)
+    assert model_fingerprint(*opened(plain)) == model_fingerprint(*opened(fused))
+    assert model_fingerprint(*opened(plain)) != model_fingerprint(*opened(other))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_one_expert_makes_another_model(
+    family: str, fused: bool, zoo_folder: Folder, tmp_path: Path
+) -> None:
+    folder = zoo_folder(family, fused=fused)
+    before = model_fingerprint(*opened(folder))
+    checkpoint, architecture = opened(folder)
+    for unit in all_units(checkpoint, architecture).values():
+        if unit.layer != 1 or unit.expert not in (0, 5) or len(unit.shape) != 2:
+            continue
+        moved = tmp_path / unit.key
+        shutil.copytree(folder, moved)
+        (shard,) = moved.glob("*.safetensors")
+        tensors = load_file(shard)
+        first, stop = unit.slot.rows or (0, len(tensors[unit.tensor]))
+        unit.slot.take(tensors[unit.tensor][first:stop]).mul_(1.5)
+        save_file(tensors, shard, metadata={"format": "pt"})
+        assert model_fingerprint(*opened(moved)) != before, unit.key
