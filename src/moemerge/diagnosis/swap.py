@@ -1,0 +1,151 @@
+"""A checkpoint with the routers of another: the paper's cross-evaluation, as a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from moemerge.architectures.roles import ROUTING_ROLES
+from moemerge.checkpoint import CheckpointPatch, check_output, require_space
+from moemerge.config.layers import LayerSelection
+from moemerge.config.models import ModelRef
+from moemerge.errors import ArchitectureError
+from moemerge.lockstep.models import OpenModel, layers_among, open_model, require_same_family
+from moemerge.lockstep.swapped import pair_routing
+from moemerge.report.document import (
+    CARD_NAME,
+    CONFIG_NAME,
+    REPORT_NAME,
+    report_bytes,
+    report_document,
+)
+from moemerge.runtime.progress import Progress
+from moemerge.version import __version__
+
+Reference = str | Path | ModelRef
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """What was taken from where."""
+
+    model: str
+    routers_of: str
+    output: str
+    layers: tuple[int, ...]
+    tensors: tuple[str, ...]  # names on disk, in the output
+    notices: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "routers_of": self.routers_of,
+            "output": self.output,
+            "layers": list(self.layers),
+            "tensors": list(self.tensors),
+            "notices": list(self.notices),
+        }
+
+
+def swap_routers(
+    model: Reference,
+    donor: Reference,
+    out: Path,
+    *,
+    layers: LayerSelection,
+    link: bool,
+    overwrite: bool,
+    progress: Progress,
+) -> SwapReport:
+    """Write `model` with the routers of `donor` to `out`, which appears whole or not at all."""
+    ours, theirs = open_model(str(model), model), open_model(str(donor), donor)
+    _require_routers(ours)
+    require_same_family(ours, theirs, hint="routers fit a model of their own family alone")
+    inputs = [folder for m in (ours, theirs) for folder in m.checkpoint.folders]
+    check_output(out, overwrite=overwrite, inputs=inputs)
+    with_routers, count = _layers_with_routers(ours), ours.architecture.num_layers
+    chosen = layers_among(with_routers, count, layers, "swap")
+    names = pair_routing(ours, theirs, chosen)
+    require_space(out, ours.checkpoint.total_bytes)
+    with CheckpointPatch(
+        ours.checkpoint, out, overwrite=overwrite, link=link, inputs=inputs
+    ) as patch:
+        notices: list[str] = []
+        progress.start("swapping", len(names), unit="tensors")
+        for name, other in names.items():
+            tensor, rounding = _fitted(ours, name, theirs.checkpoint.read(other))
+            notices += rounding
+            patch.write(name, tensor)
+            progress.advance(1)
+        progress.finish()
+        report = SwapReport(
+            model=ours.label,
+            routers_of=theirs.label,
+            output=str(out),
+            layers=chosen,
+            tensors=tuple(names),
+            notices=tuple(notices),
+        )
+        for file, content in _provenance(ours.checkpoint.path, report).items():
+            patch.add_bytes(file, content)
+        patch.commit()
+    for notice in notices:
+        progress.note(notice)
+    return report
+
+
+def _provenance(folder: Path, report: SwapReport) -> dict[str, bytes]:
+    """The model's report tells of routers that are gone: ours instead, and a note elsewhere."""
+    layers = ", ".join(map(str, report.layers))
+    words = f"The routers of layers {layers} are those of `{report.routers_of}`"
+    document = report_document(__version__, swap=report.to_json())
+    files = {REPORT_NAME: report_bytes(document)}
+    if (folder / CARD_NAME).is_file():
+        made = f"put there by `moemerge swap-routers` {__version__}; what else is said here is true"
+        section = f"{words}, {made} of `{report.model}`, from which all other tensors come."
+        files[CARD_NAME] = (
+            _text(folder / CARD_NAME) + f"\n## Swapped routers\n\n{section}\n".encode()
+        )
+    if (folder / CONFIG_NAME).is_file():
+        files[CONFIG_NAME] = f"# {words} (moemerge swap-routers).\n".encode() + _text(
+            folder / CONFIG_NAME
+        )
+    return files
+
+
+def _text(path: Path) -> bytes:
+    return path.read_bytes().rstrip(b"\n") + b"\n"
+
+
+def _require_routers(model: OpenModel) -> None:
+    if model.architecture.family is None or not _layers_with_routers(model):
+        what = model.architecture.notice or (
+            f"{model.architecture.model_type or 'an unknown type'} has no experts, so there is no "
+            "router to swap"
+        )
+        raise ArchitectureError(
+            f"{model.label}: {what}", hint="`moemerge ls architectures` lists what can be"
+        )
+
+
+def _layers_with_routers(model: OpenModel) -> Sequence[int]:
+    """Layers that the model runs and that hold a tensor of a router, ascending."""
+    found = {
+        model.architecture.layer_of(name)
+        for name in model.checkpoint.tensors
+        if model.architecture.role(name) in ROUTING_ROLES
+    }
+    return sorted(n for n in found if n is not None and n < model.architecture.num_layers)
+
+
+def _fitted(model: OpenModel, name: str, tensor: Tensor) -> tuple[Tensor, list[str]]:
+    """The donor's tensor as the model stores it; a notice where that rounds."""
+    info = model.checkpoint.tensors[name]
+    fitted = tensor.to(info.dtype).reshape(info.shape)
+    if bool((fitted.to(tensor.dtype).reshape(tensor.shape) == tensor).all()):
+        return fitted, []
+    return fitted, [f"{name}: rounded from {tensor.dtype} to {info.dtype}, which the model stores"]

@@ -1,0 +1,57 @@
+"""The page: a diagnosis as one HTML file that opens from disk and asks no network for anything.
+
+    reading     the document: which models, domains and layers, and their figures
+    plots       plotly, and what every figure has in common: axes, colours, hover
+    charts_*    what is drawn: layers, loads, flows, checks, swaps, the solver
+    tables      what is written: totals, the table of all rows, how to repeat it
+    assemble    sections in their order, through page.html, style.css and page.js, into one text
+
+plotly is an extra: nothing here imports it before `require_page` has found it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from moemerge.errors import CheckpointError, UsageError
+
+# By the names they are imported by; all of them are in the extra.
+NEEDED = ("plotly", "jinja2")
+
+
+def require_page() -> None:
+    """Refuse, before any long work, where the libraries that draw the page are missing."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"a report page needs {' and '.join(missing)}, which is not installed",
+            hint='pip install "moemerge[report]"',
+        )
+
+
+def render_page(document: Mapping[str, Any]) -> str:
+    """The whole page of a diagnosis document as text."""
+    require_page()
+    from moemerge.report.page.assemble import render
+
+    return render(document)
+
+
+def write_page(document: Mapping[str, Any], path: Path) -> Path:
+    """Write the page to `path`, whole or not at all."""
+    text = render_page(document)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        try:
+            # A label may hold what no text encoding can (a file name's odd bytes).
+            partial.write_text(text, encoding="utf-8", errors="replace")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: the page cannot be written: {error.strerror}") from error
+    return path

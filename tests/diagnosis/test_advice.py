@@ -1,0 +1,255 @@
+"""The words follow from the figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moemerge.diagnosis.advice import Measurements, advise, concentrated
+from moemerge.diagnosis.results import DomainTotal, LayerDiagnosis, Swap
+from moemerge.diagnosis.verdict import judge, percent
+
+
+def row(layer: int, mismatch: float, **values: Any) -> LayerDiagnosis:
+    load = tuple(0.125 for _ in range(8))
+    figures: dict[str, Any] = {
+        "model": "model",
+        "domain": "math",
+        "layer": layer,
+        "router": f"model.layers.{layer}.mlp.gate.weight",
+        "tokens": 10_000,
+        "mismatch": mismatch,
+        "any_mismatch": mismatch,
+        "top1_agreement": 1 - mismatch,
+        "weighted_overlap": 1 - mismatch,
+        "kl": mismatch,
+        "kl_on_features": mismatch,
+        "mismatch_on_features": mismatch,
+        "quadratic": mismatch,
+        "logit_shift": 0.05,
+        "shift_small": 0.95,
+        "shift_moderate": 1.0,
+        "load_source": load,
+        "load": load,
+        "entropy_source": 1.0,
+        "entropy": 1.0,
+        "dead": (),
+        "overloaded": (),
+        "drift": 0.1,
+    }
+    return LayerDiagnosis(**{**figures, **values})
+
+
+def total(rows: list[LayerDiagnosis], **values: Any) -> DomainTotal:
+    first = rows[0]
+
+    def mean(name: str) -> float:
+        return float(sum(getattr(r, name) for r in rows) / len(rows))
+
+    names = ("mismatch", "top1_agreement", "weighted_overlap", "kl", "kl_on_features")
+    names += ("mismatch_on_features", "quadratic", "logit_shift", "shift_small", "shift_moderate")
+    figures: dict[str, Any] = {name: mean(name) for name in (*names, "drift")}
+    figures |= {
+        "model": first.model,
+        "domain": first.domain,
+        "tokens": first.tokens,
+        "any_mismatch": mean("any_mismatch"),
+        "mismatched_per_token": 2 * sum(r.mismatch for r in rows),
+        "choices_per_token": 2 * len(rows),
+        "mismatched_layers_per_token": sum(r.any_mismatch for r in rows),
+        "loss": 2.0,
+        "loss_source": 1.8,
+    }
+    return DomainTotal(**{**figures, **values})
+
+
+def advice(rows: list[LayerDiagnosis], **values: Any) -> str:
+    swaps, routed = values.pop("swaps", ()), values.pop("routed", ())
+    calibration = values.pop("calibration", None)
+    calibrations = {} if calibration is None else {"model": calibration}
+    found = Measurements(rows, [total(rows, **values)], swaps, calibrations, routed=routed)
+    return "\n".join(advise(found))
+
+
+def test_a_run_of_layers_is_found_where_the_sum_is() -> None:
+    assert concentrated([0.0, 0.0, 0.0, 1.0]) == (3, 3)
+    assert concentrated([0.1] * 12 + [0.5] * 4) == (12, 15)
+    assert concentrated([0.5, 0.5, 0.1, 0.1, 0.1, 0.1]) == (0, 1)
+    assert concentrated([0.2] * 8) is None
+    assert concentrated([0.2, 0.25, 0.3, 0.35]) is None
+    assert concentrated([0.3]) is None
+    assert concentrated([0.0, 0.0]) is None
+
+
+def test_layers_to_calibrate_are_named() -> None:
+    late = [row(n, 0.05 if n < 12 else 0.5) for n in range(16)]
+    assert "concentrated in layers 12-15: calibrate with --layers last:4" in advice(late)
+    early = [row(n, 0.5 if n < 2 else 0.05) for n in range(8)]
+    assert "concentrated in layers 0-1: calibrate with --layers 0-1" in advice(early)
+    spread = [row(n, 0.3) for n in range(8)]
+    assert "spread over the layers: calibrate all" in advice(spread)
+
+
+def test_what_is_calibrated_already_is_not_advised_again() -> None:
+    late = [row(n, 0.05 if n < 12 else 0.5) for n in range(16)]
+    done = {"layers": [{"layer": n} for n in range(16)], "settings": {}}
+    assert "which are calibrated already" in advice(late, calibration=done)
+    spread = [row(n, 0.3) for n in range(8)]
+    text = advice(spread, calibration=done)
+    assert "The routers themselves still disagree" in text
+    assert (
+        "calibrated already; more or other calibration text, --targets source-features or" in text
+    )
+    done["settings"] = {"targets": "source-features", "objective": "exact"}
+    assert "--" not in advice(spread, calibration=done)
+
+
+def test_layers_that_were_not_measured_are_not_meant() -> None:
+    routed = range(16)
+    early = [row(n, 0.1 if n < 2 else 0.5) for n in range(4)]
+    assert "concentrated in layers 2-3: calibrate with --layers 2-3." in advice(
+        early, routed=routed
+    )
+    spread = [row(n, 0.3) for n in range(14, 16)]
+    assert "layers measured: calibrate them all (--layers last:2)" in advice(spread, routed=routed)
+    apart = [row(n, 0.05 if n < 9 else 0.5) for n in (0, 4, 9, 15)]
+    assert "layers 9,15: calibrate with --layers 9,15." in advice(apart, routed=routed)
+    # A range may pass over layers without a router.
+    assert "layers 9-12: calibrate with --layers 9-12." in advice(
+        [row(n, 0.5 if 4 < n < 14 else 0.05) for n in (0, 3, 9, 12, 15)], routed=(0, 3, 9, 12, 15)
+    )
+
+
+def test_routers_and_features_are_told_apart() -> None:
+    routers = [row(n, 0.3, mismatch_on_features=0.28) for n in range(4)]
+    assert "The routers themselves disagree (28.0% mismatch on the same features" in advice(routers)
+    features = [row(n, 0.3, mismatch_on_features=0.01, drift=0.4) for n in range(4)]
+    text = advice(features)
+    assert "agree on the same features, but the features drifted by 40.0%" in text
+    assert "--targets source-features" in text
+    done = {"layers": [], "settings": {"targets": "source-features"}}
+    assert "try another merge method" in advice(features, calibration=done)
+    both = [row(n, 0.3, mismatch_on_features=0.15) for n in range(4)]
+    assert "share the blame" in advice(both)
+
+
+def test_experts_without_tokens_and_with_too_many() -> None:
+    load = (0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.0)
+    rows = [row(0, 0.2), row(1, 0.2, load=load, dead=(3, 7), overloaded=(0,)), row(2, 0.2)]
+    text = advice(rows)
+    assert "Layer 1 on math: experts 3, 7 receive hardly any token" in text
+    assert "expert 0 takes 40.0% of the choices, with its source 12.5%" in text
+
+
+def test_swaps_say_how_much_is_routing() -> None:
+    swaps = [
+        Swap("math", "model", "model", 0.3, 2.0),
+        Swap("math", "model", "math", 0.1, 1.9),
+        Swap("math", "math", "math", 0.0, 1.8),
+    ]
+    rows = [row(0, 0.3)]
+    assert "win back 50.0% of what the merge lost there (0.200 nats)" in advice(rows, swaps=swaps)
+    swaps[1] = replace(swaps[1], loss=2.1)
+    assert "do not help" in advice(rows, swaps=swaps)
+    swaps[0] = replace(swaps[0], loss=1.801)
+    assert "nats" not in advice(rows, swaps=swaps)
+
+
+def test_the_quadratic_model_is_doubted_only_where_it_is_wrong() -> None:
+    far = [row(0, 0.3, shift_small=0.1, kl_on_features=0.2, quadratic=0.2)]
+    assert "Lemma 1" not in advice(far)
+    rough = [row(0, 0.3, shift_small=0.1, kl_on_features=0.2, quadratic=0.4)]
+    assert "gives 2 times the true KL): --objective exact" in advice(rough)
+
+
+def test_few_tokens_are_told() -> None:
+    assert "Few tokens (math)" in advice([row(0, 0.3, tokens=40)])
+    assert "Few tokens" not in advice([row(0, 0.3)])
+
+
+@pytest.mark.parametrize(
+    ("mismatch", "words"),
+    [
+        (0.0, "routes exactly as its sources do"),
+        (0.01, "is intact: 1.0%"),
+        (0.05, "shifted a little"),
+        (0.2, "is damaged"),
+        (0.5, "has broken down: 50.0% of the sources' expert choices are not made"),
+    ],
+)
+def test_the_verdict(mismatch: float, words: str) -> None:
+    verdict = judge([total([row(0, mismatch)])])
+    assert words in verdict.words
+    assert [f.text for f in verdict.numbers] == [
+        percent(mismatch),
+        percent(mismatch),
+        "+0.200 nats",
+    ]
+    assert verdict.numbers[0].value == mismatch
+
+
+def test_the_verdict_compares() -> None:
+    mine = total([row(0, 0.3)])
+    worse = total([row(0, 0.4, domain="code")])
+    assert "worst on code (40.0%)" in judge([mine, worse]).words
+    other = replace(mine, model="calibrated", mismatch=0.1)
+    assert "calibrated does better: 10.0%." in judge([mine, other]).words
+    names = {"calibrated": "short"}
+    assert "short does better: 10.0%." in judge([mine, other], names).words
+    same = replace(other, mismatch=0.30001)
+    assert "calibrated does no better: 30.0%." in judge([mine, same]).words
+    other = replace(other, mismatch=0.35)
+    assert "calibrated does worse: 35.0%." in judge([mine, other]).words
+    third = replace(mine, model="ties", mismatch=0.4)
+    assert (
+        "The others do worse; the best of them is calibrated: 35.0%."
+        in judge([mine, third, other]).words
+    )
+    silent = judge([replace(mine, loss=None, loss_source=None)])
+    assert silent.numbers[2].label == "KL of the routing"
+
+
+def test_advice_is_about_the_best_of_the_models() -> None:
+    mine = [row(n, 0.3) for n in range(8)]
+    theirs = [row(n, 0.1, model="out/calibrated") for n in range(8)]
+    done = {"layers": [{"layer": n} for n in range(8)], "settings": {}}
+    swaps = (
+        Swap("math", "model", "model", 0.3, 2.0),
+        Swap("math", "model", "math", 0.1, 1.9),
+        Swap("math", "math", "math", 0.0, 1.8),
+    )
+    found = Measurements(
+        [*mine, *theirs],
+        [total(mine), total(theirs, loss=1.85)],
+        swaps,
+        {"out/calibrated": done},
+        {"out/calibrated": "calibrated"},
+    )
+    first, cause, where, swapped = advise(found)
+    assert first == (
+        "Go on with calibrated: 10.0% mismatch instead of 30.0%, loss above the sources' "
+        "+0.050 nats instead of +0.200."
+    )
+    assert cause.startswith("There, the routers themselves still disagree (10.0%")
+    assert where.startswith("There, the routers are calibrated already;")
+    assert swapped.startswith("With the routers of math the merged weights win back")
+    unknown = [replace(t, loss=None) for t in found.totals]
+    assert advise(replace(found, totals=unknown))[0].endswith("instead of 30.0%.")
+    predicts_worse = [total(mine), total(theirs, loss=2.5)]
+    text = "\n".join(advise(replace(found, totals=predicts_worse)))
+    assert "keeps more of the routing" in text
+    assert "There" not in text
+    assert "calibrate all of them" in text
+    worse = [total(mine), total(theirs, mismatch=0.4)]
+    assert "calibrated:" not in "\n".join(advise(replace(found, totals=worse)))
+
+
+def test_nothing_to_repair() -> None:
+    assert advice([row(0, 0.0)]).startswith("Nothing to repair")
+    assert advice([row(0, 0.01)]).startswith("Little to repair")
+
+
+def test_percents() -> None:
+    assert [percent(x) for x in (0, 0.1234, 0.001, 0.00004)] == ["0.0%", "12.3%", "0.1%", "0.004%"]

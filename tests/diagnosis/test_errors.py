@@ -1,0 +1,138 @@
+"""What cannot be diagnosed is refused before a layer is read, with what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moemerge
+import zoo
+from calibration import cases
+from moemerge.config.diagnosis import DiagnosisSettings
+from moemerge.errors import (
+    ArchitectureError,
+    ConfigError,
+    DataError,
+    MoeMergeError,
+    NumericalError,
+    ResourceError,
+    TokenizerError,
+    UsageError,
+)
+
+CaseOf = Callable[..., cases.Case]
+
+
+@pytest.fixture(scope="module")
+def case(case_of: CaseOf) -> cases.Case:
+    return case_of("olmoe")
+
+
+def refused(case: cases.Case, error: type[MoeMergeError], words: str, **given: Any) -> None:
+    values: dict[str, Any] = {"sources": case.sources, "data": case.data, **given}
+    with pytest.raises(error, match=words):
+        moemerge.diagnose(values.pop("model", case.merged), **values)
+
+
+def test_names(case: cases.Case) -> None:
+    data = {"math": case.data["math"], "cod": case.data["code"]}
+    refused(case, UsageError, "data 'cod' has no source of that name.*did you mean", data=data)
+    refused(case, UsageError, "no source given", sources={}, data={})
+    named = {"model": case.merged}
+    refused(case, UsageError, "cannot be named 'model'", sources=named, data={"model": "x.jsonl"})
+    refused(case, UsageError, "that name is taken", against=[case.merged])
+    twice = [case.sources["math"], case.sources["math"]]
+    refused(case, UsageError, "that name is taken", against=twice)
+
+
+def test_settings(case: cases.Case) -> None:
+    refused(case, ConfigError, "unknown key.*max_tokens", max_token=3)
+    refused(case, ConfigError, "max_length", max_length=0)
+    refused(case, UsageError, "the model has 3 layers", layers="9")
+    settings = DiagnosisSettings.model_validate({})
+    refused(case, UsageError, "as a whole and also one by one", settings=settings, limit=3)
+    refused(case, ConfigError, "device", device="gpu")
+
+
+def test_text(case: cases.Case, tmp_path: Path) -> None:
+    missing = {**case.data, "math": tmp_path / "none.jsonl"}
+    refused(case, DataError, "no such file", data=missing)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    refused(case, DataError, "the file is empty", data={**case.data, "math": empty})
+    odd = tmp_path / "text.txt"
+    odd.write_text("hello")
+    refused(case, DataError, "unknown kind", data={**case.data, "math": odd})
+
+
+def test_families_and_shapes(case: cases.Case, zoo_folder: Callable[..., Path]) -> None:
+    other = zoo_folder("mixtral")
+    sources = {**case.sources, "math": other}
+    refused(case, ArchitectureError, "source 'math' .* is 'mixtral', but", sources=sources)
+    refused(case, ArchitectureError, f"{other} is 'mixtral', but", against=[other])
+    shallow = zoo_folder("olmoe", num_hidden_layers=2)
+    sources = {**case.sources, "math": shallow}
+    refused(case, ArchitectureError, "has 2 layers, .* has 3", sources=sources)
+    few = zoo_folder("olmoe", num_experts=4)
+    sources = {**case.sources, "math": few}
+    refused(case, ArchitectureError, "with 4 experts, that of .* with 8", sources=sources)
+
+
+def test_vocabularies(case: cases.Case, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(case.sources["math"], other)
+    zoo.tiny_tokenizer(other, words=("loop", "model", *reversed(zoo._WORDS.split())))
+    sources = {**case.sources, "math": other}
+    refused(case, TokenizerError, "do not read the same text", sources=sources)
+    refused(case, TokenizerError, f"token .* in {other}", against=[other])
+
+
+def test_a_source_without_a_tokenizer_is_told(case: cases.Case) -> None:
+    found = moemerge.diagnose(case.merged, sources=case.sources, data=case.data, limit=2)
+    assert sum("has no tokenizer" in notice for notice in found.notices) == 2
+
+
+def test_tokens_that_a_source_does_not_know(case: cases.Case, zoo_folder: Any) -> None:
+    small = zoo_folder("olmoe", vocab_size=16)
+    refused(case, DataError, "knows 16 tokens", sources={**case.sources, "math": small})
+
+
+def test_quantised_models(case: cases.Case, tmp_path: Path) -> None:
+    folder = tmp_path / "quantised"
+    shutil.copytree(case.merged, folder)
+    config = zoo.read_config(folder)
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(case, ArchitectureError, "is quantised.*\n.*diagnose that", model=folder)
+    refused(case, ArchitectureError, "cannot be run", sources={**case.sources, "math": folder})
+
+
+def test_broken_weights(case: cases.Case, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "broken"
+    shutil.copytree(case.merged, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(case, NumericalError, "non-finite hidden states in layer 1", model=folder)
+
+
+def test_memory(case: cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("moemerge.lockstep.memory", "moemerge.features.memory"):
+        monkeypatch.setattr(f"{module}.available_memory", lambda device: 1000)
+    refused(case, ResourceError, "3 models side by side needs about", offload="device")
+    refused(case, ResourceError, "7 models.*\n.*--no-swaps", offload="device", swaps=True)
+
+
+def test_the_page_is_refused_before_the_work(case: cases.Case, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    nowhere = tmp_path / "none" / "page.html"
+    refused(case, UsageError, "there is no folder", report=nowhere)
+    refused(case, UsageError, "it is a folder", report=tmp_path)

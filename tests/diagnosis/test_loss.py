@@ -1,0 +1,43 @@
+"""Next-token loss over batches, against one row at a time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from moemerge.diagnosis import loss
+from moemerge.features.batches import PaddingSide, make_batches
+from moemerge.features.text import Domain
+
+VOCABULARY = 11
+
+
+def logits_of(ids: torch.Tensor) -> torch.Tensor:
+    """A "model": logits that depend on the token alone, (..., vocabulary)."""
+    table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    return table[ids]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_padding_and_chunks_change_nothing(
+    side: PaddingSide, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "LOSS_TOKENS", chunk)
+    generator = torch.Generator().manual_seed(0)
+    lengths = (5, 9, 1, 2, 7)
+    rows = tuple(torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths)
+    found = loss.NextTokenLoss()
+    for batch in make_batches([Domain("math", rows)], batch_tokens=20, side=side):
+        found.add(batch, logits_of(batch.input_ids))
+    terms = [-torch.log_softmax(logits_of(a), -1)[b] for r in rows for a, b in pairwise(r)]
+    assert found.mean("math") == pytest.approx(float(torch.stack(terms).mean()), rel=1e-6)
+
+
+def test_text_without_a_next_token_has_no_loss() -> None:
+    found = loss.NextTokenLoss()
+    for batch in make_batches([Domain("math", (torch.tensor([3]), torch.tensor([4])))]):
+        found.add(batch, logits_of(batch.input_ids))
+    assert found.mean("math") is None

@@ -1,0 +1,138 @@
+"""The document, the table, the data frame."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moemerge
+import zoo
+from calibration import cases
+from moemerge.diagnosis import Diagnosis
+from moemerge.errors import UsageError
+
+CaseOf = Callable[..., cases.Case]
+DOCUMENT = {
+    "kind", "version", "command", "created", "model", "models", "sources", "domains", "layers",
+    "totals", "swaps", "calibration", "calibration_of", "verdict", "advice", "settings", "device",
+    "dtype", "notices", "seconds",
+}  # fmt: skip
+ROW = {
+    "model", "domain", "layer", "router", "tokens", "mismatch", "any_mismatch", "top1_agreement",
+    "weighted_overlap", "kl", "kl_on_features", "mismatch_on_features", "quadratic", "logit_shift",
+    "shift_small", "shift_moderate", "load_source", "load", "entropy_source", "entropy", "dead",
+    "overloaded", "drift", "flow",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(case_of: CaseOf) -> Diagnosis:
+    case = case_of("olmoe")
+    return moemerge.diagnose(
+        case.merged,
+        sources=case.sources,
+        data=case.data,
+        against=[case.sources["math"]],
+        swaps=True,
+    )
+
+
+def test_the_document_is_json_with_the_names_that_pages_read(found: Diagnosis) -> None:
+    document = found.to_json()
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert document.keys() == DOCUMENT
+    assert document["kind"] == "diagnosis"
+    assert document["models"][0]["name"] == "model"
+    other = document["models"][1]["name"]
+    assert document["sources"].keys() == document["domains"].keys() == {"math", "code"}
+    assert {(r["model"], r["domain"], r["layer"]) for r in document["layers"]} == {
+        (m, d, n) for m in ("model", other) for d in ("math", "code") for n in range(3)
+    }
+    for row in document["layers"]:
+        assert row.keys() == ROW
+        assert len(row["load"]) == len(row["load_source"]) == zoo.EXPERTS
+        assert row["flow"] == sorted(row["flow"], key=lambda entry: -entry[2])
+        assert sum(share for *_, share in row["flow"]) <= row["mismatch"] * (1 + 1e-6)
+    assert {"loss", "loss_source", "mismatched_per_token"} <= document["totals"][0].keys()
+    assert document["model"] == {
+        "label": found.model.label,
+        "architecture": "olmoe",
+        "layers": 3,
+        "experts": zoo.EXPERTS,
+        "top_k": zoo.TOP_K,
+        "gate": "softmax over all experts, top 2",
+        "routers": 3,
+    }
+    assert len(document["verdict"]["numbers"]) == 3
+    assert document["calibration"] is None
+
+
+def test_a_source_against_itself_is_at_zero_in_its_domain(found: Diagnosis) -> None:
+    name = found.models[1].name
+    assert found.total("math", name).mismatch == 0
+    assert found.total("code", name).mismatch > 0
+    with pytest.raises(UsageError, match="no figures of 'model' on 'chat'"):
+        found.total("chat")
+
+
+def test_rows_are_flat(found: Diagnosis) -> None:
+    rows = found.rows()
+    assert len(rows) == len(found.layers)
+    assert all(isinstance(v, int | float | str) for row in rows for v in row.values())
+    assert rows[0]["kl"] == found.layers[0].kl
+
+
+def test_a_data_frame_needs_pandas(found: Diagnosis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+    assert found.to_dataframe() == found.rows()
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "pandas":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UsageError, match="needs pandas"):
+        found.to_dataframe()
+
+
+def test_the_report_of_a_calibrated_folder_is_part_of_it(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    case.calibrate(tmp_path / "out", layers="last:2")
+    given = {"sources": case.sources, "data": case.data}
+    own = moemerge.diagnose(tmp_path / "out", **given)
+    assert own.calibration_of == "model"
+    assert [row["layer"] for row in (own.calibration or {})["layers"]] == [1, 2]
+    beside = moemerge.diagnose(case.merged, against=tmp_path / "out", **given)
+    assert beside.calibration_of == str(tmp_path / "out")
+    after = beside.total("math", beside.models[1].name)
+    assert after.kl_on_features < beside.total("math").kl_on_features
+
+
+def test_bfloat16_shards_and_padding(case_of: CaseOf) -> None:
+    """In the model's own dtype; figures are near those of the same weights in float32."""
+    case = case_of("olmoe", dtype=torch.bfloat16, shard_size="20KB")
+    given = {"sources": case.sources, "data": case.data}
+    half, full = (moemerge.diagnose(case.merged, **given, dtype=d) for d in ("auto", "float32"))
+    assert (half.dtype, full.dtype) == ("bfloat16", "float32")
+    for domain in case.sources:
+        assert half.total(domain).kl == pytest.approx(full.total(domain).kl, rel=0.1)
+        assert half.total(domain).loss == pytest.approx(full.total(domain).loss, rel=0.02)
+
+
+def test_parked_activations_change_nothing(case_of: CaseOf) -> None:
+    case = case_of("olmoe")
+    given = {"sources": case.sources, "data": case.data}
+    near, far = (moemerge.diagnose(case.merged, **given, offload=o) for o in ("device", "disk"))
+    assert near.layers == far.layers
+    assert near.totals == far.totals

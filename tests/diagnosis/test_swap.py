@@ -1,0 +1,140 @@
+"""Routers of one model in another: as a folder, and while it is diagnosed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import moemerge
+import zoo
+from calibration import cases
+from moemerge.architectures.roles import ROUTING_ROLES
+from moemerge.errors import ArchitectureError, CheckpointError, UsageError
+from moemerge.lockstep.models import open_model
+
+CaseOf = Callable[..., cases.Case]
+# A plain one, one with a bias on the logits, one with selection biases, one with scales and tables.
+FAMILIES = ("olmoe", "gpt_oss", "deepseek_v3", "gemma4_text", "deepseek_v4", "zaya")
+
+
+def routing(folder: Path) -> set[str]:
+    model = open_model("m", folder)
+    names = model.checkpoint.tensors
+    return {n for n in names if model.architecture.role(n) in ROUTING_ROLES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_output_has_exactly_the_others_routers(
+    family: str, zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = zoo_folder(family)
+    other = zoo.perturb(model, tmp_path / "other", seed=1, scale=0.3)
+    report = moemerge.swap_routers(model, other, tmp_path / "out")
+    mine, theirs, out = (zoo.tensors(f) for f in (model, other, tmp_path / "out"))
+    assert out.keys() == mine.keys()
+    names = routing(model)
+    assert names
+    assert set(report.tensors) == names
+    for name, tensor in out.items():
+        assert torch.equal(tensor, (theirs if name in names else mine)[name]), name
+    loads(tmp_path / "out")
+
+
+def loads(folder: Path) -> None:
+    name = zoo.read_config(folder)["architectures"][0]
+    with zoo._quiet():
+        model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(3, 12).unsqueeze(0), use_cache=False).logits
+    assert torch.isfinite(logits).all()
+
+
+def test_some_layers_and_links(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(zoo_folder("olmoe", shard_size="20KB"), model)
+    (model / "README.md").write_text("# A merge\n\nMade by somebody.")
+    (model / "moemerge_config.yml").write_text("merge_method: ties\n")
+    other = zoo.perturb(model, tmp_path / "other", seed=1)
+    report = moemerge.swap_routers(model, other, tmp_path / "out", layers="last:1", link=True)
+    assert report.layers == (2,)
+    changed = cases.changed_tensors(model, tmp_path / "out")
+    assert changed == {"model.layers.2.mlp.gate.weight"} == set(report.tensors)
+    shards = sorted(model.glob("*.safetensors"))
+    linked = [s for s in shards if s.samefile(tmp_path / "out" / s.name)]
+    assert len(linked) == len(shards) - 1
+    told = json.loads((tmp_path / "out" / "moemerge_report.json").read_text())["swap"]
+    assert told == report.to_json()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("# A merge\n\nMade by somebody.\n\n## Swapped routers\n\n")
+    assert f"The routers of layers 2 are those of `{other}`" in card
+    config = (tmp_path / "out" / "moemerge_config.yml").read_text().splitlines()
+    assert config[0].startswith("# The routers of layers 2")
+    assert config[1] == "merge_method: ties"
+    with pytest.raises(CheckpointError, match="exists"):
+        moemerge.swap_routers(model, other, tmp_path / "out")
+    moemerge.swap_routers(model, other, tmp_path / "out", overwrite=True)
+    assert len(cases.changed_tensors(model, tmp_path / "out")) == 3
+
+
+def test_layouts_and_dtypes_may_differ(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+    model = zoo.build("mixtral", tmp_path / "model", fused=True, dtype=torch.bfloat16)
+    other = zoo_folder("mixtral", seed=4)
+    report = moemerge.swap_routers(model, other, tmp_path / "out")
+    out, theirs = zoo.tensors(tmp_path / "out"), zoo.tensors(other)
+    for name, donor in zip(sorted(report.tensors), sorted(routing(other)), strict=True):
+        assert name != donor
+        assert torch.equal(out[name], theirs[donor].bfloat16())
+    assert "rounded from torch.float32 to torch.bfloat16" in report.notices[0]
+
+
+def test_what_does_not_fit_is_refused(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+    olmoe, out = zoo_folder("olmoe"), tmp_path / "out"
+    for other, words in (
+        (zoo_folder("mixtral"), "is 'mixtral', but"),
+        (zoo_folder("olmoe", num_experts=4), r"is \[8, 32\] in .* and \[4, 32\] in"),
+        (zoo_folder("olmoe", num_hidden_layers=2), "their routers differ in kind"),
+    ):
+        with pytest.raises(ArchitectureError, match=words):
+            moemerge.swap_routers(olmoe, other, out)
+    dense = zoo.dense_llama(tmp_path / "dense")
+    with pytest.raises(ArchitectureError, match="no experts, so there is no router to swap"):
+        moemerge.swap_routers(dense, dense, out)
+    with pytest.raises(UsageError, match="the model has 3 layers"):
+        moemerge.swap_routers(olmoe, zoo_folder("olmoe", seed=1), out, layers="7")
+    with pytest.raises(CheckpointError, match="input"):
+        moemerge.swap_routers(olmoe, olmoe, olmoe, overwrite=True)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_swaps_in_a_diagnosis_are_those_of_swapped_folders(
+    family: str, case_of: CaseOf, tmp_path: Path
+) -> None:
+    case = case_of(family)
+    found = moemerge.diagnose(case.merged, sources=case.sources, data=case.data, swaps=True)
+    assert [(s.domain, s.weights_of, s.routers_of) for s in found.swaps] == [
+        (domain, *pair)
+        for domain in case.sources
+        for pair in (("model", "model"), ("model", domain), (domain, "model"), (domain, domain))
+    ]
+    folders = {"model": case.merged, **case.sources}
+    for swap in (s for s in found.swaps if s.domain == "math"):
+        total = found.total("math")
+        if swap.weights_of != swap.routers_of:
+            folder = tmp_path / swap.weights_of
+            moemerge.swap_routers(folders[swap.weights_of], folders[swap.routers_of], folder)
+            total = moemerge.diagnose(
+                zoo.tiny_tokenizer(folder),
+                sources={"math": case.sources["math"]},
+                data={"math": case.data["math"]},
+            ).total("math")
+        own = swap.weights_of == swap.routers_of == "math"
+        assert swap.mismatch == pytest.approx(0 if own else total.mismatch, abs=1e-12)
+        assert swap.loss == pytest.approx(total.loss_source if own else total.loss, rel=1e-12)

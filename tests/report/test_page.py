@@ -1,0 +1,251 @@
+"""The page as text: what is in it, what cannot get into it, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemerge.errors import CheckpointError, DataError, UsageError
+from moemerge.report.labels import short
+from moemerge.report.page import render_page, require_page, write_page
+from moemerge.report.page.reading import percent, plain, span
+from report.sample import HOSTILE, grown, hostile, renamed, sample_document
+
+pytest.importorskip("plotly")
+LIMIT = 6_000_000
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes, and the text of the page without its scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._inside: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._inside.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self._inside and self._inside[-1] not in ("script", "style"):
+            self.text += data
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def figures_of(page: str) -> dict[str, Any]:
+    """The packed figures by their keys."""
+    found = re.search(r'<script type="text/plain" id="figures">([A-Za-z0-9+/=]+)</script>', page)
+    assert found is not None
+    charts = json.loads(gzip.decompress(base64.b64decode(found[1])))
+    return {chart["key"]: chart for chart in charts}
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    """One layer, two experts, one domain: figures that can be worked out by hand."""
+    row = {
+        "model": "model",
+        "domain": "math",
+        "layer": 3,
+        "router": "r",
+        "tokens": 10,
+        "mismatch": 0.25,
+        "any_mismatch": 0.5,
+        "kl": 0.2,
+        "kl_on_features": 0.1,
+        "quadratic": 0.08,
+        "logit_shift": 0.15,
+        "shift_small": 0.3,
+        "shift_moderate": 0.7,
+        "load_source": [0.5, 0.25, 0.25, 0.0],
+        "load": [0.25, 0.25, 0.25, 0.25],
+        "dead": [],
+        "overloaded": [3],
+        "drift": 0.1,
+        "flow": [[0, 3, 0.2], [1, 3, 0.05]],
+    }
+    return {
+        "kind": "diagnosis",
+        "models": [{"name": "model", "label": "merged"}],
+        "layers": [row],
+        "totals": [{"model": "model", "domain": "math", "loss": 1.5, "loss_source": 1.0}],
+        **changes,
+    }
+
+
+def test_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
+    path = write_page(sample_document(layers=4, experts=8), tmp_path / "page.html")
+    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+    page = path.read_text("utf-8")
+    elements = Elements(page)
+    addresses = [a[k] for _, a in elements.found for k in ("href", "src", "srcset") if k in a]
+    assert all(address and address.startswith(("#", "data:")) for address in addresses)
+    assert "@import" not in page
+    assert "url(" not in page
+    policy = next(a["content"] for a in elements.named("meta") if "http-equiv" in a)
+    assert policy is not None
+    assert "default-src 'none'" in policy
+
+
+def test_same_document_same_page() -> None:
+    document = sample_document(layers=3, experts=8)
+    assert render_page(document) == render_page(json.loads(json.dumps(document)))
+
+
+def test_verdict_numbers_advice_and_command_are_in_the_text() -> None:
+    document = sample_document(layers=4, experts=8)
+    text = Elements(render_page(document)).text
+    assert document["verdict"]["words"] in text
+    for number in document["verdict"]["numbers"]:
+        assert number["text"] in text
+        assert number["label"] in text
+    for advice in document["advice"]:
+        assert advice in text
+    assert document["command"] in text
+
+
+@pytest.mark.parametrize(("layers", "experts", "domains"), [(48, 128, 3), (64, 512, 6)])
+def test_big_models_stay_below_six_megabytes(
+    layers: int, experts: int, domains: int, tmp_path: Path
+) -> None:
+    small = sample_document(layers=1, experts=experts, domains=domains, tokens=64, flows=200)
+    path = write_page(grown(small, layers), tmp_path / "big.html")
+    assert path.stat().st_size < LIMIT
+
+
+def test_labels_cannot_leave_their_place() -> None:
+    plain = sample_document(layers=2, experts=8)
+    expected = Elements(render_page(plain))
+    page = render_page(renamed(hostile(plain)))
+    elements = Elements(page)
+    assert len(elements.named("script")) == len(expected.named("script")) == 4
+    assert not elements.named("img")
+    assert not any(key.startswith("on") for _, attributes in elements.found for key in attributes)
+    assert HOSTILE in elements.text
+    assert "49" not in re.findall(r"hacked=1>%{x}(\d+)", elements.text)
+    # What goes into a figure is escaped for plotly, which reads tags and %{…}.
+    for chart in figures_of(page).values():
+        drawn = json.dumps([chart["data"], chart["layout"]], ensure_ascii=False)
+        assert "<script" not in drawn
+        assert "<img" not in drawn
+        for name in re.findall(r"hacked=1[^\"]*", drawn):
+            assert "%{x}" not in name
+
+
+def test_hand_computed_figures() -> None:
+    swap = {"domain": "math", "weights_of": "model", "routers_of": "math", "mismatch": 0.1}
+    figures = figures_of(render_page(tiny(swaps=[{**swap, "loss": 1.2}])))
+    # Loads in multiples of an equal share, a quarter.
+    loads = {"source0": [[2.0, 1.0, 1.0, 0.0]], "model0,0": [[1.0, 1.0, 1.0, 1.0]]}
+    assert figures["load-source"]["arrays"] == loads
+    assert figures["load-change"]["views"][""]["data"][0]["z"] == "@model0,0-@source0"
+    assert "overloaded ones in layer 3" in figures["load-change"]["views"][""]["note"]
+    flow = figures["flow"]["views"]["0"]
+    assert flow["data"][0]["link"] == {"source": [0, 1], "target": [2, 2], "value": [0.2, 0.05]}
+    assert flow["data"][0]["node"]["label"] == ["expert 0", "expert 1", "expert 3"]
+    assert "100.0% of what moved" in flow["note"]
+    bands = [band["y"][0] for band in figures["shift"]["views"][""]["data"]]
+    assert bands == pytest.approx([0.3, 0.4, 0.3])
+    losses = {trace["name"]: trace["y"] for trace in figures["swap-loss"]["data"]}
+    assert losses["model as it is"] == [0.5]
+    assert losses["model with the source's routers"] == [0.2]
+    [_, dots] = figures["quadratic"]["data"]
+    assert (dots["x"], dots["y"]) == ([0.1], [0.08])
+
+
+def test_missing_parts_leave_no_hole() -> None:
+    figures = figures_of(render_page(tiny()))
+    assert not any(key.startswith(("swap", "residuals", "steps", "gain")) for key in figures)
+    bare = tiny()["layers"][0]
+    for key in ("load", "load_source", "flow", "dead", "overloaded"):
+        bare = {k: v for k, v in bare.items() if k != key}
+    bare |= {"kl": None, "quadratic": None, "drift": None}
+    figures = figures_of(render_page(tiny(layers=[bare], totals=[])))
+    assert {"mismatch-0", "kl-0", "drift-0", "shift", "quadratic"} == set(figures)
+    assert figures["kl-0"]["data"][-1]["y"] == [None]
+
+
+def test_zero_mismatch_is_a_page_too() -> None:
+    row = {**tiny()["layers"][0], "mismatch": 0.0, "kl": 0.0, "kl_on_features": 0.0}
+    row |= {"quadratic": 0.0, "drift": 0.0, "flow": [], "load": [0.5, 0.25, 0.25, 0.0]}
+    figures = figures_of(
+        render_page(tiny(layers=[row, {**row, "layer": 4, "flow": [[0, 1, 0.1]]}]))
+    )
+    assert figures["flow"]["views"]["0"]["data"] == []
+    assert figures["mismatch-0"]["layout"]["yaxis"]["range"][1] > 0
+    assert figures["quadratic"]["data"][1]["x"] == []
+
+
+def test_the_solver_is_shown_with_or_without_its_history() -> None:
+    document = sample_document(layers=3, experts=8, domains=1)
+    rows = document["calibration"]["layers"]
+    rows[1]["status"] = "max_steps"
+    document["calibration_of"] = "ties-merge"
+    assert "ties-merge carries the report" in render_page(document)
+    figures = figures_of(render_page(document))
+    curves = {trace["name"]: trace["y"] for trace in figures["residuals"]["data"]}
+    assert curves["layer 2"] == pytest.approx(rows[2]["residuals"], rel=1e-3)
+    assert figures["steps"]["data"][0]["marker"]["color"][1] == "var(--lost)"
+    assert "not converged: layer 1" in render_page(document)
+    for row in rows:
+        del row["residuals"]
+    ends = figures_of(render_page(document))["residuals"]["data"]
+    steps = {f"layer {row['layer']}": [row["iterations"]] for row in rows}
+    assert {trace["name"]: trace["x"] for trace in ends} == steps
+
+
+def test_numbers_and_labels_for_people() -> None:
+    assert [percent(v) for v in (0.1234, 0.00123, 0.0, 1.0, None)] == [
+        "12.3%", "0.12%", "0.0%", "100.0%", "–",
+    ]  # fmt: skip
+    assert [plain(v) for v in (12.345, 0.01234, 1234.5, 0.0, 1.2e-6, -0.5)] == [
+        "12.3", "0.0123", "1234", "0", "1.20e-6", "-0.500",
+    ]  # fmt: skip
+    assert short("a/very/long/path/to/a/model", 12) == "a/ve…a/model"
+    assert span([3]) == "layer 3"
+    assert span([0, 1, 2, 5]) == "layers 0–2, 5"
+    assert span([0, 2, 4, 6, 8]) == "5 layers"
+
+
+def test_paths_are_short_where_people_read_and_whole_where_they_look() -> None:
+    document = tiny(models=[{"name": "model", "label": "some/where/merged"}])
+    text = render_page(document)
+    assert '<strong title="some/where/merged">merged</strong>' in text
+    assert '<span class="clip" title="some/where/merged">merged</span>' in text
+    assert "<dd>some/where/merged</dd>" in text
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [({"kind": "calibration"}, "kind 'calibration'"), (tiny(layers=[]), "no layers")],
+)
+def test_other_documents_are_refused(document: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        render_page(document)
+
+
+def test_without_plotly_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(UsageError, match=r'pip install "moemerge\[report\]"'):
+        require_page()
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_page(tiny(), tmp_path / "absent" / "page.html")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_page(tiny(), tmp_path / "folder")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
