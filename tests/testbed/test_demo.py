@@ -1,62 +1,124 @@
-"""The demo tells the truth: routing breaks by merging and heals by calibration."""
+"""The demo computes what it shows, on any trained set, and clears away only what is its own."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-import torch
+from typer.testing import CliRunner
 
-import zoo
-from moemerge.testbed.agreement import compare_routing
-from moemerge.testbed.tiny import make_specialists
+from moemerge import api
+from moemerge.cli.app import app
+from moemerge.testbed.agreement import (
+    RoutingAgreement,
+    compare_recorded,
+    compare_routing,
+    record_routing,
+)
+from moemerge.testbed.bundled import bundled_set
+from moemerge.testbed.demo import AS_MERGED, AVERAGED, HARC, SOURCE, SPECIALIST, DemoRow, findings
+from moemerge.testbed.experiments.methods import merge_config
+from moemerge.testbed.experiments.texts import held_out_text
+from moemerge.testbed.training import run as running
+from moemerge.testbed.training import train
+
+BUNDLE_BYTES = 12e6
 
 
 @pytest.fixture(scope="module")
-def specialists(tmp_path_factory):
-    return make_specialists(tmp_path_factory.mktemp("specialists"))
-
-
-def test_specialists_are_the_same_for_the_same_seed(specialists, tmp_path):
-    again = make_specialists(tmp_path)
-    first, second = zoo.tensors(specialists.models["math"]), zoo.tensors(again.models["math"])
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert specialists.data["code"].read_text() == again.data["code"].read_text()
-
-
-def test_a_model_agrees_with_itself(specialists):
-    math, text = specialists.models["math"], specialists.held_out["math"]
-    same = compare_routing(math, math, text)
-    assert (same.mismatch, same.any_mismatch, same.kl) == (0.0, 0.0, 0.0)
-    other = compare_routing(specialists.models["code"], math, text)
-    assert other.mismatch > 0.3
-    assert other.kl > 0.1
+def trained(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "TEST_PROBLEMS", 4)
+        return train(
+            tmp_path_factory.mktemp("sets") / "set",
+            preset="tiny",
+            regime="soft",
+            arch="olmoe",
+            seed=0,
+            device="cpu",
+            steps_scale=0.002,
+        )
 
 
 @pytest.mark.slow
-def test_calibration_heals_what_merging_broke(tmp_path):
+def test_every_row_is_a_model_that_was_made_and_measured(trained, tmp_path):
     folder = tmp_path / "demo"
-    result = subprocess.run(
-        [sys.executable, "-m", "moemerge", "demo", str(folder), "--json"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    command = ["demo", str(folder), "--set", str(trained.folder), "--problems", "8"]
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    rows = {(row["model"], row["routers"]): row for row in found["rows"]}
+    assert list(rows)[:3] == [("base", ""), ("math", SPECIALIST), ("code", SPECIALIST)]
+    for method in ("WUDI", "TIES"):
+        made = [routers for name, routers in rows if name == method]
+        assert made == [AS_MERGED, AVERAGED, HARC, SOURCE]
+    # What is shown is what the folder's model does.
+    again = compare_routing(
+        folder / "wudi-merged", trained.models["math"], folder / "math-held-out.jsonl"
     )
-    assert result.returncode == 0, result.stderr
-    rows = json.loads(result.stdout)
-    for method in ("TIES", "WUDI"):
-        by = {r["routers"]: r["agreement"] for r in rows if r["method"] == method}
-        for domain in ("math", "code"):
-            merged, averaged, harc, source = (
-                by[name][domain]["mismatch"]
-                for name in ("as merged", "averaged", "HARC", "HARC, source targets")
-            )
-            assert source < harc < averaged < merged
-    again = subprocess.run(
-        [sys.executable, "-m", "moemerge", "demo", str(tmp_path)], capture_output=True, text=True
+    shown = rows["WUDI", AS_MERGED]["agreement"]["math"]["mismatch"]
+    assert again.mismatch == pytest.approx(shown)
+    assert (folder / "report.html").exists() == (found["page"] is not None)
+
+
+def test_a_folder_that_is_no_demo_is_left_alone(trained, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    result = CliRunner().invoke(app, ["demo", str(tmp_path), "--set", str(trained.folder)])
+    assert result.exit_code == 2
+    assert "is no demo" in result.stderr
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_calibration_heals_what_merging_broke(tmp_path):
+    """The bundled specialists, with fewer rows than the demo takes."""
+    trained = bundled_set()
+    models = {domain: trained.models[domain] for domain in ("math", "code")}
+    data = {domain: trained.data[domain] for domain in models}
+    merged, harc = tmp_path / "merged", tmp_path / "harc"
+    api.merge(merge_config("ties", trained.base, models, data), merged)
+    api.calibrate(merged, harc, sources=models, data=data, limit=64, device="cpu")
+    for domain, own in models.items():
+        rows = held_out_text(domain, 20)
+        wanted = record_routing(own, rows, device="cpu")
+        broken, healed = (
+            compare_recorded(record_routing(model, rows, device="cpu"), wanted)
+            for model in (merged, harc)
+        )
+        assert broken.mismatch > 0.25
+        assert healed.mismatch < broken.mismatch - 0.05
+        assert healed.kl < broken.kl / 2
+
+
+def row(model, routers, solved, mismatch):
+    agreement = RoutingAgreement(mismatch, 1.0, 0.1, (), (), 10)
+    domains = ("math", "code")
+    return DemoRow(
+        model,
+        routers,
+        "folder",
+        dict.fromkeys(domains, solved),
+        dict.fromkeys(domains, agreement),
+        1.0,
     )
-    assert again.returncode == 2
-    assert "is no demo" in again.stderr
+
+
+def test_findings_say_what_the_numbers_say_whichever_way_they_went():
+    rows = [row("base", "", 0.1, 0.5)]
+    rows += [row(domain, SPECIALIST, 0.7, 0.0) for domain in ("math", "code")]
+    for method in ("WUDI", "TIES"):
+        rows += [row(method, AS_MERGED, 0.5, 0.4), row(method, AVERAGED, 0.55, 0.3)]
+        rows += [row(method, HARC, 0.48, 0.2), row(method, SOURCE, 0.62, 0.15)]
+    wudi, ties = findings(rows)
+    assert wudi.startswith("WUDI: merging changed 40% of the specialists' expert choices")
+    assert "cost 20.0 of the 70.0 points they score" in wudi
+    assert "HARC wins -2.0 of them back, with source targets 12.0" in wudi
+    assert "routers merely averaged, the control, 5.0." in ties
+
+
+def test_the_specialists_that_come_along_are_whole_and_small():
+    found = bundled_set()
+    assert set(found.models) == {"math", "code", "chat"}
+    assert found.manifest["regime"] == "soft"
+    assert "moemerge testbed train" in found.manifest["command"]
+    size = sum(path.stat().st_size for path in found.folder.rglob("*") if path.is_file())
+    assert size <= BUNDLE_BYTES

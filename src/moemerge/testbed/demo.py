@@ -1,80 +1,207 @@
-"""The demo: merge specialists, see the routing break, calibrate, see it heal."""
+"""The demo: merge specialists, see routing break, calibrate, see it heal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from transformers import logging
+import torch
 
 from moemerge import api
-from moemerge.runtime.progress import Progress
-from moemerge.testbed.agreement import RoutingAgreement, compare_routing
-from moemerge.testbed.tiny import Specialists, make_specialists
+from moemerge.config.options import MergeOptions
+from moemerge.testbed.accuracy import accuracy
+from moemerge.testbed.agreement import (
+    RecordedRouting,
+    RoutingAgreement,
+    compare_recorded,
+    record_routing,
+)
+from moemerge.testbed.experiments.methods import AVERAGE, METHODS, graft_config, merge_config
+from moemerge.testbed.experiments.texts import asked_problems, held_out_text
+from moemerge.testbed.training import TrainedSet
 
-METHODS: dict[str, dict[str, Any]] = {
-    "TIES": {"merge_method": "ties", "parameters": {"density": 0.6}},
-    "WUDI": {"merge_method": "wudi", "parameters": {"steps": 300}},
-}
-TARGETS = {
-    "merged-features": "HARC",
-    "source-features": "HARC, source targets",
-}
-WEIGHTED = frozenset({"ties"})
+DOMAINS = ("math", "code")
+SHOWN = ("wudi", "ties")
+PROBLEMS = 500  # of each domain
+HELD_OUT = 100  # of them, whose tokens show the routing
+ROWS = 256  # of calibration text of each domain
+
+SPECIALIST = "specialist"
+AS_MERGED = "as merged"
+AVERAGED = "averaged"
+HARC = "HARC"
+SOURCE = "HARC, source targets"
+TARGETS = {HARC: "merged-features", SOURCE: "source-features"}
 
 
 @dataclass(frozen=True)
 class DemoRow:
     """One model of the table."""
 
-    method: str
-    routers: str
-    agreement: dict[str, RoutingAgreement]  # with each specialist, on its held-out text
+    model: str  # base, a specialist's domain, or a merge's title
+    routers: str  # how its routers came about; empty for trained models
+    folder: str
+    accuracy: Mapping[str, float]  # by domain
+    agreement: Mapping[str, RoutingAgreement]  # with each domain's specialist, on held-out text
+    seconds: float  # to make and to measure it
+
+    @property
+    def mean(self) -> float:
+        return sum(self.accuracy.values()) / len(self.accuracy)
+
+    @property
+    def mismatch(self) -> float:
+        return sum(a.mismatch for a in self.agreement.values()) / len(self.agreement)
 
 
-def run_demo(folder: Path, progress: Progress, *, seed: int = 0) -> Iterator[DemoRow]:
-    """Make everything in `folder` and measure it, row by row."""
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    specialists = make_specialists(folder / "models", seed=seed)
-    for name, settings in METHODS.items():
-        config = merge_config(settings, specialists)
-        merged = folder / f"{name.lower()}-merged"
-        averaged = folder / f"{name.lower()}-averaged-routers"
-        api.merge(config, merged, progress=progress)
-        yield DemoRow(name, "as merged", _measure(merged, specialists))
-        router = {"merge_method": "linear", "parameters": {"weight": 1.0}}
-        api.merge({**config, "router": router}, averaged, progress=progress)
-        yield DemoRow(name, "averaged", _measure(averaged, specialists))
-        for targets, words in TARGETS.items():
-            calibrated = folder / f"{name.lower()}-calibrated-{targets}"
-            api.calibrate(
-                merged,
-                calibrated,
-                sources=specialists.models,
-                data=specialists.data,
-                targets=targets,
-                progress=progress,
-            )
-            yield DemoRow(name, words, _measure(calibrated, specialists))
+class Demo:
+    """Everything the demo makes lies in `folder`; the trained models stay where they are."""
+
+    def __init__(
+        self, trained: TrainedSet, folder: Path, *, device: str = "auto", problems: int = PROBLEMS
+    ) -> None:
+        self.folder = folder
+        self._base = trained.base
+        self._models = {domain: trained.models[domain] for domain in DOMAINS}
+        self._data = {domain: trained.data[domain] for domain in DOMAINS}
+        self._device = device
+        self._problems = {domain: asked_problems(domain, problems) for domain in DOMAINS}
+        held_out = min(HELD_OUT, problems)
+        self._held_out = {domain: held_out_text(domain, held_out) for domain in DOMAINS}
+        self._own: dict[str, RecordedRouting] = {}  # each specialist's routing
+
+    def rows(self) -> Iterator[DemoRow]:
+        """Make and measure every model, one by one."""
+        for name, path in {"base": self._base, **self._models}.items():
+            yield self._measured(name, "" if name == "base" else SPECIALIST, path, _Clock())
+        averages = self._merge(AVERAGE, "average")
+        for method in SHOWN:
+            clock = _Clock()
+            merged = self._merge(method, f"{method}-merged")
+            yield self._measured(METHODS[method].title, AS_MERGED, merged, clock)
+            clock = _Clock()
+            control = self.folder / f"{method}-averaged-routers"
+            api.merge(graft_config(merged, averages), control, self._options)
+            yield self._measured(METHODS[method].title, AVERAGED, control, clock)
+            for label, targets in TARGETS.items():
+                clock = _Clock()
+                out = self.folder / f"{method}-calibrated-{targets}"
+                self._calibrate(merged, out, targets)
+                yield self._measured(METHODS[method].title, label, out, clock)
+
+    def write_page(self, method: str = SHOWN[0]) -> Path:
+        """Diagnose one merge beside its repaired versions, and write what was found as a page."""
+        texts = {domain: self._write_held_out(domain) for domain in DOMAINS}
+        page = self.folder / "report.html"
+        api.diagnose(
+            self.folder / f"{method}-merged",
+            sources=self._models,
+            data=texts,
+            against=[
+                self.folder / f"{method}-averaged-routers",
+                *(self.folder / f"{method}-calibrated-{t}" for t in TARGETS.values()),
+            ],
+            report=page,
+            device=self._device,
+        )
+        return page
+
+    @property
+    def _options(self) -> MergeOptions:
+        return MergeOptions(device="cpu")
+
+    def _merge(self, method: str, name: str) -> Path:
+        out = self.folder / name
+        api.merge(merge_config(method, self._base, self._models, self._data), out, self._options)
+        return out
+
+    def _calibrate(self, merged: Path, out: Path, targets: str) -> None:
+        api.calibrate(
+            merged,
+            out,
+            sources=self._models,
+            data=self._data,
+            targets=targets,
+            limit=ROWS,
+            device=self._device,
+        )
+
+    def _measured(self, model: str, routers: str, path: Path, clock: _Clock) -> DemoRow:
+        solved = {
+            domain: accuracy(path, asked, device=self._device)
+            for domain, asked in self._problems.items()
+        }
+        return DemoRow(
+            model=model,
+            routers=routers,
+            folder=str(path),
+            accuracy={domain: sum(own) / len(own) for domain, own in solved.items()},
+            agreement={domain: self._agreement(path, domain) for domain in DOMAINS},
+            seconds=clock.seconds,
+        )
+
+    def _agreement(self, path: Path, domain: str) -> RoutingAgreement:
+        rows = self._held_out[domain]
+        if domain not in self._own:
+            self._own[domain] = record_routing(self._models[domain], rows, device=self._device)
+        ours = record_routing(path, rows, device=self._device)
+        return compare_recorded(ours, self._own[domain])
+
+    def _write_held_out(self, domain: str) -> Path:
+        path = self.folder / f"{domain}-held-out.jsonl"
+        rows = [json.dumps({"text": text}) + "\n" for text in self._held_out[domain]]
+        path.write_text("".join(rows))
+        return path
 
 
-def merge_config(settings: dict[str, Any], specialists: Specialists) -> dict[str, Any]:
-    """The config of a merge of all specialists, equally weighted where the method has weights."""
-    weights = {"weight": 0.5} if settings["merge_method"] in WEIGHTED else {}
-    return {
-        **settings,
-        "base_model": str(specialists.base),
-        "models": [
-            {"model": str(path), "name": name, "parameters": weights}
-            for name, path in specialists.models.items()
-        ],
-    }
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Models as small as these only lose time when a second thread has to be woken and waited for,
+    and much of it where the cores are busy with something else."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def _measure(model: Path, specialists: Specialists) -> dict[str, RoutingAgreement]:
-    return {
-        name: compare_routing(model, path, specialists.held_out[name])
-        for name, path in specialists.models.items()
-    }
+class _Clock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return round(time.perf_counter() - self._start, 2)
+
+
+# --- in words -----------------------------------------------------------------------------------
+
+
+def findings(rows: list[DemoRow]) -> list[str]:
+    """What the numbers say, whichever way they went."""
+    found = []
+    own = [row.accuracy[row.model] for row in rows if row.routers == SPECIALIST]
+    specialists = sum(own) / len(own)
+    for method in SHOWN:
+        title = METHODS[method].title
+        by = {row.routers: row for row in rows if row.model == title}
+        merged, averaged, harc, source = (by[n] for n in (AS_MERGED, AVERAGED, HARC, SOURCE))
+        found.append(
+            f"{title}: merging changed {merged.mismatch:.0%} of the specialists' expert choices "
+            f"and cost {_points(specialists - merged.mean)} of the {_points(specialists)} points "
+            f"they score. HARC wins {_points(harc.mean - merged.mean)} of them back, with source "
+            f"targets {_points(source.mean - merged.mean)}; routers merely averaged, the control, "
+            f"{_points(averaged.mean - merged.mean)}."
+        )
+    return found
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:.1f}"

@@ -1,0 +1,352 @@
+"""The paper's experiments in miniature: which cells each has, and what is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moemerge.errors import UsageError
+from moemerge.registry import did_you_mean
+from moemerge.testbed.experiments.methods import AVERAGE, METHODS
+from moemerge.testbed.experiments.recipes import (
+    BASE,
+    Cell,
+    Grafted,
+    Merged,
+    Model,
+    Trained,
+    Tuned,
+    calibrated,
+    forced_routing,
+    individual,
+    measured,
+    sources_with_merged_routers,
+    with_source_routers,
+)
+
+TWO = ("math", "code")
+THREE = ("chat", "math", "code")
+
+REFERENCE = "reference"
+AS_MERGED = "as merged"
+AVERAGED = "routers averaged"
+HARC = "HARC"
+SOURCE = "source targets"
+EXACT = "source targets, exact"
+SOURCE_ROUTERS = "source routers"
+FORCED = "source routing forced"
+
+ALPHAS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+GAMMAS = (0.01, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0)
+SHARES = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+TEXTS = {
+    "correct": "the source's correct answers",
+    "answers": "the source's answers, unfiltered",
+    "truth": "ground truth",
+    "prompts": "prompts only",
+    "unrelated": "unrelated text",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table. Rows of a group are compared with each other; its first is the start."""
+
+    group: str
+    label: str
+    cell: Cell
+    x: float | None = None  # its place on a sweep's axis
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What the rows of an experiment depend on."""
+
+    methods: tuple[str, ...]
+    layers: int
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table, and how it is drawn."""
+
+    name: str
+    title: str
+    about: str
+    domains: tuple[str, ...]
+    rows: Callable[[Scope], list[Row]]
+    figure: str  # bars, groups, lines, swap or layers
+    axis: str = ""
+    compare: tuple[tuple[str, str], ...] = ()  # pairs of labels, first against second
+    arch: str | None = None  # instead of the one asked for
+
+
+def _merged(method: str, domains: tuple[str, ...]) -> Merged:
+    return Merged(method, domains)
+
+
+def variants(method: str, domains: tuple[str, ...], *, bounds: bool) -> list[Row]:
+    """One method's rows of a main table: plain, control, HARC, source targets, and the bounds."""
+    merged, title = _merged(method, domains), METHODS[method].title
+    average = Merged(AVERAGE, domains)
+    models: dict[str, Model] = {AS_MERGED: merged}
+    if method != AVERAGE:
+        models[AVERAGED] = Grafted(merged, average)
+    models[HARC] = calibrated(merged)
+    models[SOURCE] = calibrated(merged, targets="source-features")
+    models[EXACT] = calibrated(merged, targets="source-features", objective="exact")
+    rows = [Row(title, label, measured(model, domains)) for label, model in models.items()]
+    if bounds:
+        rows.append(Row(title, SOURCE_ROUTERS, with_source_routers(merged)))
+        rows.append(Row(title, FORCED, forced_routing(merged)))
+    return rows
+
+
+def _main(domains: tuple[str, ...], *, bounds: bool) -> Callable[[Scope], list[Row]]:
+    def rows(scope: Scope) -> list[Row]:
+        found = [
+            Row(REFERENCE, "base", measured(Trained(BASE), domains)),
+            Row(REFERENCE, "specialists", individual(domains)),
+        ]
+        for method in scope.methods:
+            found += variants(method, domains, bounds=bounds)
+        return found
+
+    return rows
+
+
+def _hessian(scope: Scope) -> list[Row]:
+    rows = []
+    for method in _leading(scope, 1):
+        merged = _merged(method, TWO)
+        models = {
+            "none": merged,
+            "identity": calibrated(merged, curvature="identity"),
+            "diagonal": calibrated(merged, curvature="diagonal"),
+            "full": calibrated(merged),
+        }
+        rows += _rows_of(method, models)
+    return rows
+
+
+def _regularisation(scope: Scope) -> list[Row]:
+    rows = []
+    for method in _leading(scope, 1):
+        merged, title = _merged(method, TWO), METHODS[method].title
+        rows.append(Row(title, AS_MERGED, measured(merged, TWO)))
+        for alpha in ALPHAS:
+            model = calibrated(merged) if alpha == 0.9 else calibrated(merged, alpha=alpha)
+            rows.append(Row(title, f"α = {alpha:g}", measured(model, TWO), x=alpha))
+        for gamma in GAMMAS:
+            model = calibrated(merged, gamma=gamma)
+            rows.append(Row(title, f"γ = {gamma:g}", measured(model, TWO), x=1 / (1 + gamma)))
+    return rows
+
+
+def _composition(scope: Scope) -> list[Row]:
+    rows = []
+    for method in _leading(scope, 1):
+        merged = _merged(method, TWO)
+        models: dict[str, Model] = {AS_MERGED: merged}
+        models |= {words: calibrated(merged, text=text) for text, words in TEXTS.items()}
+        rows += _rows_of(method, models)
+    return rows
+
+
+def _fraction(scope: Scope) -> list[Row]:
+    rows = []
+    for method in _leading(scope, 2):
+        merged, title = _merged(method, TWO), METHODS[method].title
+        rows.append(Row(title, AS_MERGED, measured(merged, TWO), x=0.0))
+        for share in SHARES:
+            model = calibrated(merged, share=share)
+            rows.append(Row(title, f"{share:.0%}", measured(model, TWO), x=share))
+    return rows
+
+
+def _last_layers(scope: Scope) -> list[Row]:
+    rows = []
+    for method in _leading(scope, 1):
+        merged, title = _merged(method, TWO), METHODS[method].title
+        rows.append(Row(title, "0 (as merged)", measured(merged, TWO), x=0.0))
+        for count in range(1, scope.layers):
+            model = calibrated(merged, layers=f"last:{count}")
+            rows.append(Row(title, f"last {count}", measured(model, TWO), x=count))
+        whole = measured(calibrated(merged), TWO)
+        rows.append(Row(title, f"all {scope.layers}", whole, x=scope.layers))
+    return rows
+
+
+def _router_swap(scope: Scope) -> list[Row]:
+    rows = []
+    for method in _leading(scope, 1):
+        merged, title = _merged(method, TWO), METHODS[method].title
+        rows += [
+            Row(title, "specialists", individual(TWO)),
+            Row(title, "specialists, merged routers", sources_with_merged_routers(merged)),
+            Row(title, AS_MERGED, measured(merged, TWO)),
+            Row(title, "merged, source routers", with_source_routers(merged)),
+            Row(title, "merged, source routing forced", forced_routing(merged)),
+        ]
+    return rows
+
+
+def _layers(scope: Scope) -> list[Row]:
+    wanted = (AS_MERGED, AVERAGED, HARC, SOURCE)
+    found = [row for m in _leading(scope, 1) for row in variants(m, TWO, bounds=False)]
+    return [row for row in found if row.label in wanted]
+
+
+def _fine_tuning(scope: Scope) -> list[Row]:
+    rows = []
+    for method in _leading(scope, 2):
+        merged = _merged(method, TWO)
+        harc, source = calibrated(merged), calibrated(merged, targets="source-features")
+        models: dict[str, Model] = {
+            AS_MERGED: merged,
+            HARC: harc,
+            SOURCE: source,
+            "fine-tuned": Tuned(merged, TWO),
+            "HARC, fine-tuned": Tuned(harc, TWO),
+            "source targets, fine-tuned": Tuned(source, TWO),
+        }
+        rows += _rows_of(method, models)
+    return rows
+
+
+def _rows_of(method: str, models: dict[str, Model]) -> list[Row]:
+    title = METHODS[method].title
+    return [Row(title, label, measured(model, TWO)) for label, model in models.items()]
+
+
+def _leading(scope: Scope, count: int) -> Sequence[str]:
+    """The methods of an ablation: the paper's WUDI and RegMean where they are in scope."""
+    order = [m for m in ("wudi", "regmean") if m in scope.methods]
+    return (order + [m for m in scope.methods if m not in order])[:count]
+
+
+_MAIN = (
+    (AS_MERGED, HARC),
+    (AS_MERGED, AVERAGED),
+    (AVERAGED, HARC),
+    (HARC, SOURCE),
+    (HARC, EXACT),
+)
+
+EXPERIMENTS: dict[str, Experiment] = {
+    e.name: e
+    for e in (
+        Experiment(
+            "two-model",
+            "Two models merged (Table 1)",
+            "Math and code specialists merged by every method, with the routers as merged, "
+            "plainly averaged, and calibrated.",
+            TWO,
+            _main(TWO, bounds=True),
+            figure="groups",
+            compare=_MAIN,
+        ),
+        Experiment(
+            "three-model",
+            "Three models merged",
+            "Chat, math and code specialists merged.",
+            THREE,
+            _main(THREE, bounds=False),
+            figure="groups",
+            compare=_MAIN,
+        ),
+        Experiment(
+            "qwen3",
+            "Two models merged, Qwen3-MoE",
+            "The first table with specialists of the Qwen3-MoE architecture.",
+            TWO,
+            _main(TWO, bounds=False),
+            figure="groups",
+            compare=_MAIN,
+            arch="qwen3_moe",
+        ),
+        Experiment(
+            "hessian",
+            "How much curvature is needed (Figure 2a)",
+            "The whole Hessian of the gate, its diagonal, the identity, or no calibration.",
+            TWO,
+            _hessian,
+            figure="bars",
+        ),
+        Experiment(
+            "alpha-gamma",
+            "Regularisation: α against γ (Figure 2b)",
+            "α Σ + (1 − α) diag Σ against Σ + γ diag Σ. The two are the same problem up to a "
+            "factor when γ = (1 − α)/α; γ is drawn at its α.",
+            TWO,
+            _regularisation,
+            figure="lines",
+            axis="α, or 1/(1 + γ)",
+        ),
+        Experiment(
+            "data",
+            "What the calibration text is made of (Figure 2c)",
+            "The same prompts with the source's correct answers, all its answers, the ground "
+            "truth, or nothing; and text of another domain.",
+            TWO,
+            _composition,
+            figure="bars",
+        ),
+        Experiment(
+            "fraction",
+            "How much calibration text is needed (Figure 3b)",
+            "A tenth of the rows to all of them.",
+            TWO,
+            _fraction,
+            figure="lines",
+            axis="share of the calibration text",
+        ),
+        Experiment(
+            "last-layers",
+            "Calibrating the last layers only",
+            "The last L layers of all.",
+            TWO,
+            _last_layers,
+            figure="lines",
+            axis="calibrated layers, from the last",
+        ),
+        Experiment(
+            "router-swap",
+            "Swapped routers (Figure 1)",
+            "Specialists with the merged routers, and the merged model with the specialists'.",
+            TWO,
+            _router_swap,
+            figure="swap",
+        ),
+        Experiment(
+            "layers",
+            "Divergence of the routing, layer by layer (Figure 3a)",
+            "KL between each specialist's own routing and the model's, on the same tokens.",
+            TWO,
+            _layers,
+            figure="layers",
+        ),
+        Experiment(
+            "fine-tuning",
+            "Fine-tuning after the merge",
+            "The merge, calibrated or not, fine-tuned on the calibration text of both domains.",
+            TWO,
+            _fine_tuning,
+            figure="bars",
+            compare=(
+                ("fine-tuned", "HARC, fine-tuned"),
+                ("fine-tuned", "source targets, fine-tuned"),
+            ),
+        ),
+    )
+}
+
+
+def experiment(name: str) -> Experiment:
+    """By name, with help for a misspelt one."""
+    if name not in EXPERIMENTS:
+        raise UsageError(
+            f"unknown experiment {name!r}{did_you_mean(name, EXPERIMENTS)}",
+            hint=f"known: {', '.join(EXPERIMENTS)}, or all",
+        )
+    return EXPERIMENTS[name]

@@ -1,0 +1,198 @@
+"""From finished cells to a table's numbers: means over seeds, and paired comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moemerge.testbed.experiments.bench import unpack
+from moemerge.testbed.experiments.catalogue import Experiment, Row
+from moemerge.testbed.experiments.journal import Journal
+from moemerge.testbed.experiments.recipes import SetKey
+from moemerge.testbed.experiments.statistics import (
+    McNemar,
+    Mean,
+    PairedTest,
+    mcnemar,
+    mean,
+    paired_t,
+)
+
+Entries = Mapping[SetKey, Mapping[str, Any]]  # what was measured of one row, by set
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One row against another: over seeds, and over the test problems of all of them."""
+
+    group: str
+    first: str
+    second: str
+    accuracy: PairedTest
+    problems: McNemar
+    mismatch: PairedTest | None
+
+
+@dataclass(frozen=True)
+class RowSummary:
+    """The numbers of a row; accuracies and mismatches are shares, not percents."""
+
+    group: str
+    label: str
+    x: float | None
+    accuracy: Mapping[str, Mean]  # by domain
+    overall: Mean  # mean over domains
+    mismatch: Mean | None  # None where the routing is the source's own by construction
+    any_mismatch: Mean | None
+    kl: Mean | None
+    kl_layers: Mapping[str, Sequence[float]]  # by domain, mean over seeds
+    by_seed: Mapping[int, float]  # overall accuracy
+    against_first: Comparison | None  # None for the first row of a group
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A whole table."""
+
+    experiment: Experiment
+    arch: str
+    preset: str
+    regime: str
+    seeds: tuple[int, ...]
+    problems: int  # of each domain
+    rows: tuple[RowSummary, ...]
+    comparisons: tuple[Comparison, ...]
+    missing: tuple[str, ...]  # rows without any result
+
+    @property
+    def name(self) -> str:
+        return f"{self.experiment.name}-{self.regime}"
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        del found["experiment"]
+        about = {"experiment": self.experiment.name, "title": self.experiment.title}
+        return {**about, "about": self.experiment.about, **found}
+
+    def row(self, group: str, label: str) -> RowSummary | None:
+        return next((r for r in self.rows if (r.group, r.label) == (group, label)), None)
+
+    @property
+    def groups(self) -> dict[str, list[RowSummary]]:
+        found: dict[str, list[RowSummary]] = {}
+        for row in self.rows:
+            found.setdefault(row.group, []).append(row)
+        return found
+
+
+def summarise(
+    experiment: Experiment,
+    rows: Sequence[Row],
+    keys: Sequence[SetKey],
+    journal: Journal,
+) -> Summary:
+    """A table of what the journal has; rows that it lacks are named."""
+    found = {row: _entries(row, keys, journal) for row in rows}
+    firsts: dict[str, Row] = {}
+    for row in rows:
+        firsts.setdefault(row.group, row)
+    shown = [row for row in rows if found[row]]
+    some = next((found[row] for row in shown), {})
+    return Summary(
+        experiment=experiment,
+        arch=keys[0].arch,
+        preset=keys[0].preset,
+        regime=keys[0].regime,
+        seeds=tuple(sorted({key.seed for row in shown for key in found[row]})),
+        problems=next((d["problems"] for e in some.values() for d in e["domains"].values()), 0),
+        rows=tuple(_row(row, found[row], firsts[row.group], found) for row in shown),
+        comparisons=tuple(_comparisons(experiment, shown, found)),
+        missing=tuple(f"{row.group}, {row.label}" for row in rows if not found[row]),
+    )
+
+
+def _entries(row: Row, keys: Sequence[SetKey], journal: Journal) -> dict[SetKey, Any]:
+    found = {key: journal.get(key, row.cell) for key in keys}
+    return {key: entry for key, entry in found.items() if entry is not None}
+
+
+def _row(row: Row, entries: Entries, first: Row, found: Mapping[Row, Entries]) -> RowSummary:
+    domains = row.cell.domains
+    against = None
+    if row is not first and found[first]:
+        against = compare((first, found[first]), (row, entries))
+    return RowSummary(
+        group=row.group,
+        label=row.label,
+        x=row.x,
+        accuracy={
+            d: mean([e["domains"][d]["accuracy"] for e in entries.values()]) for d in domains
+        },
+        overall=mean([_overall(e, "accuracy") for e in entries.values()]),
+        mismatch=_mean_of(entries, "mismatch"),
+        any_mismatch=_mean_of(entries, "any_mismatch"),
+        kl=_mean_of(entries, "kl"),
+        kl_layers={d: _layers(entries, d) for d in domains},
+        by_seed={key.seed: _overall(entry, "accuracy") for key, entry in entries.items()},
+        against_first=against,
+    )
+
+
+def compare(first: tuple[Row, Entries], second: tuple[Row, Entries]) -> Comparison | None:
+    """Second minus first on the sets that both were measured on; None without any."""
+    keys = [key for key in first[1] if key in second[1]]
+    if not keys:
+        return None
+    pairs = [(first[1][key], second[1][key]) for key in keys]
+    solved: tuple[list[bool], list[bool]] = ([], [])
+    for pair in pairs:
+        for side, entry in zip(solved, pair, strict=True):
+            for domain in first[0].cell.domains:
+                side += unpack(entry["domains"][domain]["solved"])
+    return Comparison(
+        group=second[0].group,
+        first=first[0].label,
+        second=second[0].label,
+        accuracy=_paired(pairs, "accuracy"),
+        problems=mcnemar(*solved),
+        mismatch=_paired(pairs, "mismatch") if _has(pairs, "mismatch") else None,
+    )
+
+
+def _comparisons(
+    experiment: Experiment, rows: Sequence[Row], found: Mapping[Row, Entries]
+) -> Iterator[Comparison]:
+    by_name = {(row.group, row.label): row for row in rows}
+    for group in dict.fromkeys(row.group for row in rows):
+        for labels in experiment.compare:
+            pair = [by_name.get((group, label)) for label in labels]
+            if pair[0] is not None and pair[1] is not None:
+                made = compare((pair[0], found[pair[0]]), (pair[1], found[pair[1]]))
+                if made is not None:
+                    yield made
+
+
+def _overall(entry: Mapping[str, Any], what: str) -> float:
+    values = [domain[what] for domain in entry["domains"].values()]
+    return float(sum(values) / len(values))
+
+
+def _mean_of(entries: Entries, what: str) -> Mean | None:
+    if not all(what in d for e in entries.values() for d in e["domains"].values()):
+        return None
+    return mean([_overall(entry, what) for entry in entries.values()])
+
+
+def _has(pairs: Sequence[tuple[Any, Any]], what: str) -> bool:
+    return all(what in d for pair in pairs for e in pair for d in e["domains"].values())
+
+
+def _paired(pairs: Sequence[tuple[Any, Any]], what: str) -> PairedTest:
+    first, second = ([_overall(pair[side], what) for pair in pairs] for side in (0, 1))
+    return paired_t(first, second)
+
+
+def _layers(entries: Entries, domain: str) -> list[float]:
+    found = [e["domains"][domain].get("kl_layers", []) for e in entries.values()]
+    return [sum(layer) / len(found) for layer in zip(*found, strict=True)]

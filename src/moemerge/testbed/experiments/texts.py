@@ -1,0 +1,83 @@
+"""The kinds of calibration text that the experiments compare, made from a trained set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from moemerge.testbed.accuracy import generate
+from moemerge.testbed.tasks import DOMAINS, Problem, check_all, problems
+
+# Problems of calibration text, and of tests: any fixed numbers that no training seed uses.
+TEXT_SEED = 20_001
+TEST_SEED = 20_002
+# A model that answers hardly anything right would leave nothing to calibrate with.
+FEWEST_CORRECT = 32
+# Drawn for each row of text, so that enough are left when wrong answers are dropped.
+DRAWN_PER_ROW = 2
+
+
+@lru_cache(maxsize=8)
+def asked_problems(domain: str, count: int) -> tuple[Problem, ...]:
+    """The problems that every model of every table is measured on."""
+    return tuple(problems(domain, split="test", count=count, seed=TEST_SEED))
+
+
+def held_out_text(domain: str, count: int) -> list[str]:
+    """Test problems with their answers: the tokens on which routing is compared."""
+    return [p.prompt + p.answer for p in asked_problems(domain, count)]
+
+
+def write_texts(folder: Path, models: Mapping[str, Path], *, rows: int, device: str) -> None:
+    """Write every kind of text of every domain: `folder/KIND-DOMAIN.jsonl`, `rows` rows each.
+
+    `correct` may have fewer rows (the specialist's right answers among twice as many prompts); if
+    there are next to none it is topped up with the true answers.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for domain, model in models.items():
+        asked = problems(domain, split="train", count=DRAWN_PER_ROW * rows, seed=TEXT_SEED)
+        written = generate(model, [p.prompt for p in asked], device=device)
+        right = check_all(asked, written)
+        answered = [replace(p, answer=text) for p, text in zip(asked, written, strict=True)]
+        correct = [p for p, ok in zip(answered, right, strict=True) if ok][:rows]
+        kinds: dict[str, Sequence[Problem]] = {
+            "correct": correct + asked[: max(0, min(FEWEST_CORRECT, rows) - len(correct))],
+            "answers": answered[:rows],
+            "truth": asked[:rows],
+            "prompts": [replace(p, answer="") for p in asked[:rows]],
+            "unrelated": _unrelated(domain, rows),
+        }
+        for kind, texts in kinds.items():
+            _write(text_file(folder, kind, domain), texts)
+
+
+def text_file(folder: Path, kind: str, domain: str) -> Path:
+    """Where `write_texts` puts it."""
+    return folder / f"{kind}-{domain}.jsonl"
+
+
+def read_texts(path: Path, domain: str) -> list[Problem]:
+    """A file of text as the problems it was made of."""
+    found = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        text, cut = row["text"], row["prompt_length"]
+        found.append(Problem(domain, "", hard=True, prompt=text[:cut], answer=text[cut:]))
+    return found
+
+
+def _unrelated(domain: str, rows: int) -> list[Problem]:
+    """Easy problems of the last other domain: seen in pretraining, no part of what is merged."""
+    other = [name for name in DOMAINS if name != domain][-1]
+    return problems(other, split="train", count=rows, seed=TEXT_SEED, hard=False)
+
+
+def _write(path: Path, texts: Sequence[Problem]) -> None:
+    rows = [{"text": p.prompt + p.answer, "prompt_length": len(p.prompt)} for p in texts]
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    part.replace(path)

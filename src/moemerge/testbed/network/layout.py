@@ -1,0 +1,228 @@
+"""Where every weight of a model lies in one flat vector, and under which name in a checkpoint.
+
+Training keeps S models of one shape as a tensor (S, parameters), so that an optimizer step is a
+few operations and every product is one batched product. Routers come last: they have a rate of
+their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import OlmoeConfig, PretrainedConfig, Qwen3MoeConfig
+
+from moemerge.errors import ArchitectureError
+from moemerge.testbed.tokenizer import EOS, IDS, PAD, VOCABULARY
+
+ARCHITECTURES = ("olmoe", "qwen3_moe")
+POSITIONS = 256
+INIT_SPREAD = 0.02  # of every matrix at the start; norms begin at one
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All that the forward pass must know of a model."""
+
+    arch: str
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    layers: int
+    heads: int
+    kv_heads: int
+    eps: float
+    theta: float
+    normalised: bool  # whether the chosen experts' weights sum to one
+    vocabulary: int = VOCABULARY
+
+    @property
+    def head(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.pieces().values())
+
+    @property
+    def router_parameters(self) -> int:
+        return self.layers * self.experts * self.hidden
+
+    def pieces(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every piece of the flat vector, in its order."""
+        d, key = self.hidden, self.kv_heads * self.head
+        # OLMoE normalises all heads together, Qwen3 each head by the same vector.
+        norms = (d, key) if self.arch == "olmoe" else (self.head, self.head)
+        one_layer = {
+            "attention_norm": (d,),
+            "mlp_norm": (d,),
+            "qkv": (d + 2 * key, d),
+            "q_norm": (norms[0],),
+            "k_norm": (norms[1],),
+            "out": (d, d),
+            "gate_up": (2 * self.experts * self.width, d),  # all gates, then all ups
+            "down": (self.experts * self.width, d),  # each expert's matrix transposed
+        }
+        found = {"embedding": (self.vocabulary, d), "head": (self.vocabulary, d), "norm": (d,)}
+        for layer in range(self.layers):
+            found.update({f"{layer}.{name}": shape for name, shape in one_layer.items()})
+        found.update({f"{layer}.router": (self.experts, d) for layer in range(self.layers)})
+        return found
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """(S, parameters) -> every piece as (S, *shape), without a copy."""
+        pieces = self.pieces()
+        # One split: its backward is one concatenation, where slices would each fill a whole vector.
+        parts = torch.split(flat, [math.prod(shape) for shape in pieces.values()], dim=1)
+        return {
+            name: part.view(-1, *shape)
+            for (name, shape), part in zip(pieces.items(), parts, strict=True)
+        }
+
+
+def initial(shape: Shape, seed: int) -> Tensor:
+    """Random weights, (parameters,)."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [
+        torch.ones(size) if len(size) == 1 else
+        torch.randn(size, generator=generator).mul_(INIT_SPREAD).flatten()
+        for size in shape.pieces().values()
+    ]  # fmt: skip
+    return torch.cat(parts)
+
+
+def router_mask(shape: Shape) -> slice:
+    """Where the routers lie in the flat vector."""
+    return slice(shape.parameters - shape.router_parameters, shape.parameters)
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def config_of(shape: Shape) -> PretrainedConfig:
+    """The config that transformers loads the model with."""
+    common: dict[str, Any] = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "norm_topk_prob": shape.normalised,
+        "rms_norm_eps": shape.eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},
+        "max_position_embeddings": POSITIONS,
+        "pad_token_id": IDS[PAD],
+        "eos_token_id": IDS[EOS],
+        "tie_word_embeddings": False,
+    }
+    if shape.arch == "olmoe":
+        olmoe: Callable[..., PretrainedConfig] = OlmoeConfig
+        return olmoe(**common, intermediate_size=shape.width)
+    qwen: Callable[..., PretrainedConfig] = Qwen3MoeConfig
+    return qwen(
+        **common,
+        moe_intermediate_size=shape.width,
+        intermediate_size=shape.width * shape.top_k,
+        head_dim=shape.head,
+    )
+
+
+def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
+    """The shape that a checkpoint's config.json tells."""
+    arch = config.get("model_type")
+    if arch not in ARCHITECTURES:
+        raise ArchitectureError(
+            f"{where}: model_type is {arch!r}, the testbed runs {' and '.join(ARCHITECTURES)}"
+        )
+    olmoe = arch == "olmoe"
+    rope = config.get("rope_parameters") or {}
+    # Qwen3-MoE's count has had two names.
+    experts: Any = config.get("num_experts", config.get("num_local_experts"))
+    try:
+        shape = Shape(
+            arch=arch,
+            hidden=config["hidden_size"],
+            width=config["intermediate_size" if olmoe else "moe_intermediate_size"],
+            experts=int(experts),
+            top_k=config["num_experts_per_tok"],
+            layers=config["num_hidden_layers"],
+            heads=config["num_attention_heads"],
+            kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            eps=config["rms_norm_eps"],
+            theta=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
+            normalised=bool(config.get("norm_topk_prob", False)),
+            vocabulary=config["vocab_size"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ArchitectureError(f"{where}: config.json lacks or misstates {error}") from error
+    if config.get("head_dim") not in {None, shape.head} or config.get("tie_word_embeddings"):
+        raise ArchitectureError(
+            f"{where}: the testbed runs its own models only (untied, heads x head_dim = hidden)",
+            hint="make them with `moemerge testbed train`",
+        )
+    return shape
+
+
+def to_tensors(flat: Tensor, shape: Shape) -> dict[str, Tensor]:
+    """(parameters,) -> tensors under the names that checkpoints of the family have on disk."""
+    pieces = {name: piece[0] for name, piece in shape.views(flat[None]).items()}
+    return {name: part for name, part in _named(pieces, shape)}
+
+
+def from_tensors(tensors: Mapping[str, Tensor], shape: Shape, where: str) -> Tensor:
+    """The flat vector (parameters,) in float32 of a checkpoint's tensors."""
+    flat = torch.empty(1, shape.parameters)
+    pieces = {name: piece[0] for name, piece in shape.views(flat).items()}
+    for name, part in _named(pieces, shape):
+        if name not in tensors:
+            raise ArchitectureError(
+                f"{where}: tensor {name!r} is missing",
+                hint="the testbed reads one tensor per expert, as the family is published",
+            )
+        value = tensors[name]
+        if value.shape != part.shape:
+            raise ArchitectureError(
+                f"{where}: {name!r} is {list(value.shape)}, config.json says {list(part.shape)}"
+            )
+        part.copy_(value)
+    return flat[0]
+
+
+def _named(pieces: Mapping[str, Tensor], shape: Shape) -> Iterator[tuple[str, Tensor]]:
+    """Names on disk and views of the pieces, each (out, in)."""
+    yield "model.embed_tokens.weight", pieces["embedding"]
+    yield "model.norm.weight", pieces["norm"]
+    yield "lm_head.weight", pieces["head"]
+    key = shape.kv_heads * shape.head
+    for layer in range(shape.layers):
+        own = {name: pieces[f"{layer}.{name}"] for name in (*_PLAIN, "qkv", "gate_up", "down")}
+        prefix = f"model.layers.{layer}."
+        for name, stored in _PLAIN.items():
+            yield f"{prefix}{stored}.weight", own[name]
+        q, k, v = torch.split(own["qkv"], [shape.hidden, key, key])
+        for name, part in (("q", q), ("k", k), ("v", v)):
+            yield f"{prefix}self_attn.{name}_proj.weight", part
+        gates, ups = own["gate_up"].view(2, shape.experts, shape.width, shape.hidden)
+        downs = own["down"].view(shape.experts, shape.width, shape.hidden).transpose(1, 2)
+        for expert in range(shape.experts):
+            into = f"{prefix}mlp.experts.{expert}."
+            yield f"{into}gate_proj.weight", gates[expert]
+            yield f"{into}up_proj.weight", ups[expert]
+            yield f"{into}down_proj.weight", downs[expert]
+
+
+_PLAIN = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "out": "self_attn.o_proj",
+    "router": "mlp.gate",
+}

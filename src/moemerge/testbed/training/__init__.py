@@ -1,0 +1,22 @@
+"""Training of small OLMoE and Qwen3-MoE models: a base and its specialists."""
+
+from moemerge.testbed.network.layout import ARCHITECTURES
+from moemerge.testbed.training.finetuning import finetune, finetune_many
+from moemerge.testbed.training.presets import PRESETS, REGIMES, Preset
+from moemerge.testbed.training.run import train, train_many
+from moemerge.testbed.training.sets import TrainedSet, open_set
+from moemerge.testbed.training.stacks import Job
+
+__all__ = [
+    "ARCHITECTURES",
+    "PRESETS",
+    "REGIMES",
+    "Job",
+    "Preset",
+    "TrainedSet",
+    "finetune",
+    "finetune_many",
+    "open_set",
+    "train",
+    "train_many",
+]

@@ -1,0 +1,96 @@
+"""A trained set on disk: base, specialists, their text, and what they were made with."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemerge.checkpoint import CheckpointWriter, TensorInfo
+from moemerge.errors import CheckpointError
+from moemerge.runtime.devices import dtype_name
+from moemerge.testbed.network.layout import Shape, config_of, to_tensors
+from moemerge.testbed.tasks import problems
+from moemerge.testbed.tokenizer import EOS, character_tokenizer
+
+MANIFEST = "testbed.json"
+BASE = "base"
+DATA = "data"
+CALIBRATION_ROWS = 1000  # of each domain
+_CLASSES = {"olmoe": "OlmoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+_ONE_SHARD = 2**62
+
+
+@dataclass(frozen=True)
+class TrainedSet:
+    """Folders of a base and its specialists, and each domain's calibration text by name."""
+
+    folder: Path
+    base: Path
+    models: dict[str, Path]
+    data: dict[str, Path]
+    manifest: dict[str, Any]
+
+
+def open_set(folder: str | Path) -> TrainedSet:
+    """A set that `train` wrote."""
+    folder = Path(folder)
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+        domains = list(manifest["domains"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder} is no trained set: {MANIFEST} cannot be read ({error})",
+            hint="make one with `moemerge testbed train`",
+        ) from error
+    found = TrainedSet(
+        folder=folder,
+        base=folder / BASE,
+        models={domain: folder / domain for domain in domains},
+        data={domain: folder / DATA / f"{domain}.jsonl" for domain in domains},
+        manifest=manifest,
+    )
+    for path in (found.base, *found.models.values(), *found.data.values()):
+        if not path.exists():
+            raise CheckpointError(f"the trained set {folder} is incomplete: {path} is missing")
+    return found
+
+
+def write_model(folder: Path, flat: Tensor, shape: Shape, dtype: torch.dtype) -> None:
+    """A checkpoint with its tokenizer, as transformers reads it."""
+    tensors = {
+        name: tensor.to(dtype).contiguous()
+        for name, tensor in to_tensors(flat.detach().cpu(), shape).items()
+    }
+    infos = [TensorInfo.of(name, t.dtype, t.shape) for name, t in tensors.items()]
+    config = config_of(shape)
+    config.architectures = [_CLASSES[shape.arch]]
+    config.dtype = dtype_name(dtype)
+    with CheckpointWriter(folder, infos, shard_bytes=_ONE_SHARD, overwrite=False) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.add_bytes("config.json", config.to_json_string(use_diff=False).encode())
+        with tempfile.TemporaryDirectory() as made:
+            character_tokenizer().save_pretrained(made)
+            for file in sorted(Path(made).iterdir()):
+                writer.add_file(file)
+        writer.commit()
+
+
+def write_data(folder: Path, domains: tuple[str, ...], seed: int) -> None:
+    """Each domain's rows to calibrate with: training problems, exactly as they were trained on."""
+    (folder / DATA).mkdir()
+    for domain in domains:
+        rows = problems(domain, split="train", count=CALIBRATION_ROWS, seed=seed)
+        lines = [json.dumps({"text": p.prompt + p.answer + EOS}) + "\n" for p in rows]
+        (folder / DATA / f"{domain}.jsonl").write_text("".join(lines))
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")

@@ -1,0 +1,204 @@
+"""Tables from end to end on a set that has hardly been trained: small, but everything real."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+import zoo
+from moemerge.errors import UsageError
+from moemerge.runtime.progress import Silent
+from moemerge.testbed import agreement
+from moemerge.testbed.accuracy import LONGEST_ANSWER, generate
+from moemerge.testbed.agreement import compare_recorded, record_routing
+from moemerge.testbed.experiments import Scale, TableRequest, figures, run_tables
+from moemerge.testbed.experiments.bench import Bench
+from moemerge.testbed.experiments.forced import generate_forced
+from moemerge.testbed.experiments.journal import Journal
+from moemerge.testbed.experiments.recipes import Grafted, Merged, Trained, Tuned, calibrated
+from moemerge.testbed.experiments.run import left_to_measure, make_plan
+from moemerge.testbed.experiments.texts import asked_problems, held_out_text, read_texts
+from moemerge.testbed.network.layout import ARCHITECTURES
+from moemerge.testbed.training import PRESETS, train
+from moemerge.testbed.training import run as running
+from moemerge.testbed.training.sets import write_model
+
+SCALE = Scale(problems=8, held_out=4, rows=12, tuning_steps=1)
+DOMAINS = ("math", "code")
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sets")
+    settings = {"preset": "tiny", "regime": "soft", "steps_scale": 0.002, "device": "cpu"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "TEST_PROBLEMS", 4)
+        train(folder / "olmoe-tiny-soft-0", arch="olmoe", seed=0, **settings)
+    return folder
+
+
+@pytest.fixture
+def bench(sets, tmp_path):
+    found = Bench(sets / "olmoe-tiny-soft-0", tmp_path, DOMAINS, SCALE, "cpu", "cpu")
+    found.write_texts()
+    return found
+
+
+def request_for(sets, out, *experiments, **values):
+    return TableRequest(
+        experiments or ("hessian",),
+        out,
+        preset="tiny",
+        seeds=(0,),
+        sets=sets,
+        device="cpu",
+        **{"methods": ("average", "ties"), "jobs": 1, "scale": SCALE, **values},
+    )
+
+
+def test_routing_in_batches_is_routing_row_by_row(sets, monkeypatch):
+    model = sets / "olmoe-tiny-soft-0" / "math"
+    rows = sorted(held_out_text("math", 5), key=len)
+    whole = record_routing(model, rows, device="cpu")
+    monkeypatch.setitem(agreement.BATCH_TOKENS, "cpu", 1)  # a row at a time, without padding
+    single = record_routing(model, rows, device="cpu")
+    for together, alone in zip(whole.logits, single.logits, strict=True):
+        torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
+    assert compare_recorded(whole, whole).mismatch == 0.0
+    assert compare_recorded(whole, single).tokens == sum(map(len, rows))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_model_under_its_own_routing_writes_what_it_writes(arch, tmp_path):
+    shape = PRESETS["tiny"].shape(arch)
+    one, other = tmp_path / "one", tmp_path / "other"
+    for seed, folder in enumerate((one, other)):
+        generator = torch.Generator().manual_seed(seed)
+        flat = 0.3 * torch.randn(shape.parameters, generator=generator)  # wild enough to babble
+        write_model(folder, flat, shape, torch.float32)
+    prompts = [p.prompt for p in asked_problems("code", 6)]
+    settings = {"max_new_tokens": LONGEST_ANSWER, "device": "cpu"}
+    plain = generate(one, prompts, **settings)
+    assert any(plain)
+    assert generate_forced(one, one, prompts, **settings) == plain
+    forced = generate_forced(one, other, prompts, **settings)
+    assert forced not in (plain, generate(other, prompts, **settings))
+
+
+def test_a_graft_has_one_models_weights_and_the_others_routers(bench):
+    grafted = zoo.tensors(bench.make(Grafted(Trained("math"), Trained("code"))))
+    math, code = (zoo.tensors(bench.path(Trained(name))) for name in DOMAINS)
+    for name, tensor in grafted.items():
+        wanted = code if name.endswith("mlp.gate.weight") else math
+        assert torch.equal(tensor, wanted[name]), name
+
+
+def test_models_are_made_once_with_all_they_need(bench):
+    merged = Merged("ties", DOMAINS)
+    tuned = Tuned(calibrated(merged, share=0.5), DOMAINS)
+    folder = bench.make(tuned)
+    assert bench.path(merged).exists()
+    before = (folder / "config.json").stat().st_mtime_ns
+    assert bench.make(tuned) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == before
+    report = json.loads((bench.path(tuned.model) / "moemerge_report.json").read_text())
+    rows = min(len(read_texts(bench.text("correct", d), d)) for d in DOMAINS)
+    assert f'"limit": {round(rows / 2)}' in json.dumps(report)
+    bench.remove(merged)
+    assert not bench.path(merged).exists()
+    bench.remove(Trained("math"))  # trained models are never ours to remove
+    assert bench.path(Trained("math")).exists()
+
+
+def test_kinds_of_text(bench):
+    for domain in DOMAINS:
+        kinds = {
+            kind: read_texts(bench.text(kind, domain), domain)
+            for kind in ("correct", "answers", "truth", "prompts", "unrelated")
+        }
+        assert {len(rows) for rows in kinds.values()} == {SCALE.rows}
+        assert [p.prompt for p in kinds["truth"]] == [p.prompt for p in kinds["answers"]]
+        assert {p.answer for p in kinds["prompts"]} == {""}
+        tested = {p.prompt for p in asked_problems(domain, 50)}
+        assert not tested & {p.prompt for rows in kinds.values() for p in rows}
+
+
+def test_a_table_is_measured_once_and_written_the_same_again(sets, tmp_path):
+    request = request_for(sets, tmp_path, "hessian", "layers", "router-swap")
+    result = run_tables(request, Silent(), figures=False)
+    assert not result.failures
+    hessian, layers, swap = result.summaries
+    assert [row.label for row in hessian.rows] == ["none", "identity", "diagonal", "full"]
+    assert layers.rows[0].label == "as merged"
+    by = {row.label: row for row in swap.rows}
+    assert by["specialists"].mismatch.value == 0.0
+    assert by["merged, source routing forced"].mismatch is None
+    full = hessian.row("Weight averaging", "full")
+    assert full.kl.value < hessian.row("Weight averaging", "none").kl.value
+    assert not (tmp_path / "work").exists()
+    files = {path: path.read_bytes() for path in result.written}
+    cells = (tmp_path / "cells.jsonl").read_bytes()
+    assert run_tables(request, Silent(), figures=False).summaries == result.summaries
+    assert (tmp_path / "cells.jsonl").read_bytes() == cells
+    assert files == {path: path.read_bytes() for path in result.written}
+
+
+@pytest.fixture(scope="module")
+def hessian(sets, tmp_path_factory):
+    """A small table, and what it was asked with."""
+    request = request_for(sets, tmp_path_factory.mktemp("hessian"), methods=("average",))
+    return request, run_tables(request, Silent(), figures=False)
+
+
+def test_a_set_trained_anew_is_measured_anew_and_an_absent_one_is_not_missed(hessian, tmp_path):
+    request, first = hessian
+    shutil.copytree(request.sets, tmp_path / "sets")
+    request = replace(request, sets=tmp_path / "sets")
+    plan, journal = make_plan(request), Journal(request.out, SCALE)
+    assert left_to_measure(plan, journal) == {}
+    manifest = request.sets / "olmoe-tiny-soft-0" / "testbed.json"
+    manifest.write_text(manifest.read_text() + " ")
+    (left,) = left_to_measure(plan, journal).values()
+    assert len(left) == 4
+    # All is measured: the tables can be written without the models.
+    shutil.rmtree(request.sets)
+    assert run_tables(request, Silent(), figures=False).summaries == first.summaries
+
+
+def test_two_workers_find_what_one_finds(hessian, tmp_path):
+    request, alone = hessian
+    elsewhere = replace(request, out=tmp_path / "out", work=tmp_path / "work", jobs=2)
+    pair = run_tables(elsewhere, Silent(), figures=False)
+    assert not pair.failures
+    assert list((tmp_path / "work").iterdir()) == []
+    tasks = [
+        json.loads(line) for line in (tmp_path / "out" / "tasks.jsonl").read_text().split("\n")[:-1]
+    ]
+    assert {"task", "seconds", "cpu_seconds"} == set(tasks[0])
+    assert pair.summaries == alone.summaries
+
+
+def test_what_fails_is_told_and_the_rest_is_kept(sets, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "moemerge.testbed.experiments.catalogue.ALPHAS", (0.9, 1.5)
+    )  # 1.5 is refused by the product
+    request = request_for(sets, tmp_path, "alpha-gamma", methods=("average",))
+    monkeypatch.setattr("moemerge.testbed.experiments.catalogue.GAMMAS", ())
+    result = run_tables(request, Silent(), figures=False)
+    assert [failure.what for failure in result.failures] == [
+        "olmoe-tiny-soft-0: make average(math,code) calibrated[alpha=1.5]"
+    ]
+    (table,) = result.summaries
+    assert table.missing == ("Weight averaging, α = 1.5",)
+    assert [row.label for row in table.rows] == ["as merged", "α = 0.9"]
+
+
+def test_figures_without_matplotlib_are_refused_before_any_work(sets, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="matplotlib"):
+        run_tables(request_for(sets, tmp_path / "x"), Silent())
+    assert not (tmp_path / "x").exists()
