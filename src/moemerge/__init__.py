@@ -12,10 +12,13 @@ from moemerge.version import __version__
 
 if TYPE_CHECKING:
     from moemerge.api import calibrate as calibrate
+    from moemerge.api import collect_statistics as collect_statistics
+    from moemerge.api import diagnose as diagnose
     from moemerge.api import inspect as inspect
     from moemerge.api import load_config as load_config
     from moemerge.api import merge as merge
     from moemerge.api import run as run
+    from moemerge.api import swap_routers as swap_routers
     from moemerge.api import validate as validate
     from moemerge.checkpoint import Checkpoint as Checkpoint
     from moemerge.merging.method import merge_method as merge_method
@@ -25,11 +28,14 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Checkpoint": "moemerge.checkpoint",
     "calibrate": "moemerge.api",
+    "collect_statistics": "moemerge.api",
+    "diagnose": "moemerge.api",
     "inspect": "moemerge.api",
     "load_config": "moemerge.api",
     "merge": "moemerge.api",
     "merge_method": "moemerge.merging.method",
     "run": "moemerge.api",
+    "swap_routers": "moemerge.api",
     "validate": "moemerge.api",
 }
 

@@ -69,7 +69,7 @@ def test_json_is_one_document_on_stdout(config, tmp_path):
     result = moemerge("validate", config, "--json", tmp_path / "plan.json")
     assert "ready to run" in result.stdout
     assert json.loads((tmp_path / "plan.json").read_text())["method"] == "ties"
-    refused(moemerge("validate", config, "--json", tmp_path), 3, "--json")
+    refused(moemerge("validate", config, "--json", tmp_path), 2, "--json")
 
 
 def test_dry_run_and_validate_write_nothing(config, tmp_path):

@@ -9,8 +9,9 @@ import sys
 def main() -> None:
     """Entry point of the `moemerge` command."""
     from moemerge.cli.app import app
-    from moemerge.runtime.allocator import keep_few_kernels
+    from moemerge.runtime.allocator import keep_few_kernels, own_process
 
+    own_process()
     keep_few_kernels()
     code: object = 0
     try:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moemerge.cli import calibrate, demo, inspect, ls, merge
+from moemerge.cli import calibrate, demo, diagnose, inspect, ls, merge, stats, swap_routers, testbed
 from moemerge.cli.console import show_error
 from moemerge.errors import MoeMergeError
 
@@ -58,6 +58,10 @@ def moemerge(
 
 merge.add_to(app)
 calibrate.add_to(app)
+diagnose.add_to(app)
+swap_routers.add_to(app)
+stats.add_to(app)
 inspect.add_to(app)
 ls.add_to(app)
 demo.add_to(app)
+testbed.add_to(app)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -10,7 +11,7 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from moemerge.cli import options
-from moemerge.cli.console import STDOUT, deliver_json, err, out, progress
+from moemerge.cli.console import STDOUT, deliver_json, err, out, progress, tell_page
 from moemerge.config.options import MergeOptions
 from moemerge.errors import UsageError
 
@@ -47,10 +48,14 @@ class SettingsCommand(TyperCommand):
     That declaration lives with torch and pydantic; no other command should wait for them.
     """
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
+    def fields(self) -> Mapping[str, Any]:
+        """The settings' declarations by name."""
         from moemerge.config.calibration import CalibrationSettings
 
-        fields = CalibrationSettings.model_fields
+        return CalibrationSettings.model_fields
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        fields = self.fields()
         for parameter in self.params:
             field = fields.get(parameter.name or "")
             if field is None or parameter.param_type_name != "option":
@@ -114,6 +119,7 @@ def calibrate(
     strict: Switch = False,
     resume: Resume = False,
     overwrite: options.Overwrite = False,
+    report: options.Page = None,
     json: options.JsonFile = None,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
@@ -140,22 +146,24 @@ def calibrate(
         "dtype": dtype,
         "strict": strict or None,
     }
-    sources = {name: models[0] for name, models in _named("--source", source, single=True).items()}
-    texts = _named("--data", data)
+    sources = {name: models[0] for name, models in named("--source", source, single=True).items()}
+    texts = named("--data", data)
     from moemerge import api
 
     with _resumable(out_folder), progress(quiet=quiet) as bar:
-        report = api.calibrate(
+        done = api.calibrate(
             merged,
             out_folder,
             sources=sources,
             data=texts,
             overwrite=overwrite,
             resume=resume,
+            report=report,
             progress=bar,
             **{name: value for name, value in values.items() if value is not None},
         )
-    _show(report.to_json(), report, json=json, verbose=verbose)
+    _show(done.to_json(), done, json=json, verbose=verbose)
+    tell_page(report, quiet=quiet)
 
 
 def run(
@@ -169,6 +177,7 @@ def run(
     allow_nonfinite: options.AllowNonfinite = DEFAULTS.allow_nonfinite,
     strict: Switch = False,
     resume: Resume = False,
+    report: options.Page = None,
     json: options.JsonFile = None,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
@@ -187,23 +196,25 @@ def run(
     )
     given = {"device": device, "seed": seed, "strict": strict or None}
     with _resumable(out_folder), progress(quiet=quiet) as bar:
-        report = api.run(
+        done = api.run(
             config,
             out_folder,
             settings,
             resume=resume,
             calibration={name: value for name, value in given.items() if value is not None},
+            report=report,
             progress=bar,
         )
     if not quiet:
-        for notice in report.merge.notices:
+        for notice in done.merge.notices:
             err.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
     if json != STDOUT:
-        out.print(merge_report(report.merge, verbose=verbose))
-    _show(report.to_json(), report.calibration, json=json, verbose=verbose)
+        out.print(merge_report(done.merge, verbose=verbose))
+    _show(done.to_json(), done.calibration, json=json, verbose=verbose)
+    tell_page(report, quiet=quiet)
 
 
-def _named(flag: str, given: list[str], *, single: bool = False) -> dict[str, list[str]]:
+def named(flag: str, given: list[str], *, single: bool = False) -> dict[str, list[str]]:
     """NAME=VALUE texts by name, in their order."""
     found: dict[str, list[str]] = {}
     for text in given:
@@ -217,10 +228,11 @@ def _named(flag: str, given: list[str], *, single: bool = False) -> dict[str, li
 
 
 class _resumable:  # noqa: N801  (a context manager, used as a verb)
-    """An interrupted calibration says how to go on."""
+    """An interrupted calibration says how to go on, or that only the page is missing."""
 
     def __init__(self, out_folder: Path) -> None:
         self._out = out_folder
+        self._before = _identity(out_folder)
 
     def __enter__(self) -> None: ...
 
@@ -232,6 +244,15 @@ class _resumable:  # noqa: N801  (a context manager, used as a verb)
         if journal_path(self._out).exists():
             err.print("[bold red]interrupted;[/] --resume goes on with the finished layers kept")
             raise typer.Exit(INTERRUPTED)
+        if _identity(self._out) not in (None, self._before):
+            whole = f"{escape(str(self._out))} is written and whole, only the page is missing"
+            err.print(f"[bold red]interrupted;[/] {whole}", soft_wrap=True)
+            raise typer.Exit(INTERRUPTED)
+
+
+def _identity(folder: Path) -> int | None:
+    """Tells a folder from another that took its place."""
+    return folder.stat().st_ino if folder.exists() else None
 
 
 def _show(

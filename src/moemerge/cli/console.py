@@ -18,11 +18,13 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     ProgressColumn,
+    Task,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 from rich.progress import Progress as RichProgress
+from rich.text import Text
 
 from moemerge.errors import CheckpointError
 
@@ -66,6 +68,12 @@ def deliver_json(value: Any, target: str) -> None:
         raise CheckpointError(f"--json {target}: cannot be written: {error.strerror}") from error
 
 
+def tell_page(path: Path | None, *, quiet: bool) -> None:
+    """Where the HTML page lies, if one was asked for."""
+    if path is not None and not quiet:
+        err.print(f"page: {path}", markup=False, soft_wrap=True)
+
+
 class Bar:
     """A progress bar on stderr with rate and time left; silent where stderr is no terminal."""
 
@@ -99,11 +107,18 @@ class Bar:
                 self._bar = None
 
 
+class _Rate(ProgressColumn):
+    """Units a second, once there is anything to tell."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:.3g}/s")
+
+
 def _columns(unit: str) -> list[ProgressColumn]:
     amount: list[ProgressColumn] = (
         [DownloadColumn(binary_units=True), TransferSpeedColumn()]
         if unit == "B"
-        else [MofNCompleteColumn(), TextColumn(unit)]
+        else [MofNCompleteColumn(), TextColumn(unit), _Rate()]
     )
     return [TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn()]
 

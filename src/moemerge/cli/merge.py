@@ -10,6 +10,7 @@ from rich.markup import escape
 from moemerge.cli import options
 from moemerge.cli.console import STDOUT, deliver_json, err, out, progress
 from moemerge.config.options import MergeOptions
+from moemerge.runtime.startup import lasting_objects
 
 if TYPE_CHECKING:
     from moemerge.merging.report import MergeReport
@@ -55,7 +56,8 @@ def merge(
     verbose: options.Verbose = False,
 ) -> None:
     """Merge models as CONFIG says (a mergekit YAML is a valid config) into the folder OUT."""
-    from moemerge import api
+    with lasting_objects():
+        from moemerge import api
 
     settings = MergeOptions(
         device=device,
@@ -81,7 +83,8 @@ def validate(
     verbose: options.Verbose = False,
 ) -> None:
     """Check all that can be refused without reading a tensor, and estimate memory and disk."""
-    from moemerge import api
+    with lasting_objects():
+        from moemerge import api
 
     report = api.validate(config, MergeOptions(lenient=lenient))
     _show(report, json=json, quiet=quiet, verbose=verbose)

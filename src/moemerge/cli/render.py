@@ -11,7 +11,6 @@ from rich.table import Table
 if TYPE_CHECKING:
     from moemerge.architectures.describe import Description
     from moemerge.merging.report import MergeReport
-    from moemerge.testbed.demo import DemoRow
 
 SHOWN_NAMES = 3  # of each reason, without --verbose
 
@@ -142,26 +141,6 @@ def _calibration(d: Description) -> str:
     return f"not possible: {d.reason}"
 
 
-def demo_table(rows: list[DemoRow]) -> Table:
-    """Mismatch, tokens touched and KL of each model, per domain."""
-    domains = list(rows[0].agreement)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("merge")
-    table.add_column("routers")
-    for name in domains:
-        table.add_column(f"{name}: mismatch", justify="right")
-        table.add_column("tokens", justify="right")
-        table.add_column("KL", justify="right")
-    for row in rows:
-        cells = []
-        for name in domains:
-            a = row.agreement[name]
-            cells += [f"{a.mismatch:.1%}", f"{a.any_mismatch:.0%}", f"{a.kl:.4f}"]
-        style = "bold" if row.routers.startswith("HARC") else None
-        table.add_row(row.method, row.routers, *cells, style=style)
-    return table
-
-
 def methods_table(methods: list[dict[str, Any]]) -> RenderableType:
     """A paragraph for each method: what it does, then its parameters with their defaults."""
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -171,6 +150,7 @@ def methods_table(methods: list[dict[str, Any]]) -> RenderableType:
         base = {"required": "needs base_model", "optional": "base_model optional"}
         words = [
             base.get(method["base_model"], ""),
+            f"needs {method['statistics']} statistics" if method["statistics"] else "",
             _parameter_words("per model", method["per_model"]),
             _parameter_words("options", method["options"]),
         ]

@@ -1,0 +1,230 @@
+"""`moemerge diagnose` and `moemerge swap-routers` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+import typer.main
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+import moemerge as package
+import zoo
+from calibration import cases
+from moemerge.cli.app import app
+from moemerge.cli.calibrate import _resumable
+from moemerge.cli.diagnosis_table import bar, diagnosis_report
+from moemerge.config.diagnosis import DiagnosisSettings
+
+
+@pytest.fixture(scope="session")
+def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return cases.make_case(zoo_folder("olmoe"), tmp_path_factory.mktemp("cli"), rows=6)
+
+
+def flags(case: cases.Case) -> list[str]:
+    found = [f"--source={name}={path}" for name, path in case.sources.items()]
+    return found + [f"--data={name}={path}" for name, path in case.data.items()]
+
+
+def moemerge(*args: str | Path, columns: int = 80) -> Result:
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [str(arg) for arg in args])
+
+
+def test_a_bar_for_each_layer_then_totals_and_advice(case: cases.Case) -> None:
+    result = moemerge("diagnose", case.merged, *flags(case))
+    assert result.exit_code == 0, result.output
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    assert all(len(line) <= 80 for line in lines)
+    assert "…" not in result.stdout
+    assert lines[0].startswith("The routing")
+    heads = next(at for at, line in enumerate(lines) if line.split() == ["math", "code"])
+    assert lines[heads + 1].split() == ["layer", "mismatch", "KL", "mismatch", "KL"]
+    assert [line.split()[0] for line in lines[heads + 2 : heads + 5]] == ["0", "1", "2"]
+    assert all(line.count("█") + line.count("▏") for line in lines[heads + 2 : heads + 5])
+    assert "• " in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_two_models_side_by_side_fit_a_terminal(case: cases.Case) -> None:
+    other = case.sources["math"]
+    result = moemerge("diagnose", case.merged, "--against", other, "--swaps", *flags(case), "-q")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert result.stdout.count("→") == 6
+    assert all(len(line.rstrip()) <= 80 for line in result.stdout.splitlines())
+    assert "weights of" in result.stdout
+    long = moemerge("diagnose", case.merged, "--against", other, *flags(case), "-v")
+    assert "same" in long.stdout
+    assert "overlap"[:4] in long.stdout
+    assert "repeat" in long.stdout
+
+
+def test_json_goes_to_a_file_or_to_stdout(case: cases.Case, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    first = moemerge("diagnose", case.merged, *flags(case), "--json", file, "-q")
+    second = moemerge("diagnose", case.merged, *flags(case), "--json", "-", "-q")
+    assert first.exit_code == second.exit_code == 0
+    documents = [json.loads(file.read_text()), json.loads(second.stdout)]
+    assert documents[0]["layers"] == documents[1]["layers"]
+    assert documents[0]["kind"] == "diagnosis"
+
+
+def test_the_command_in_the_document_repeats_it(case: cases.Case) -> None:
+    given = ["--layers", "last:2", "--max-length", "9", "--swaps", "--holdout", "0.5"]
+    first = moemerge("diagnose", case.merged, *flags(case), *given, "--json", "-")
+    document = json.loads(first.stdout)
+    program, *words = shlex.split(document["command"])
+    assert program == "moemerge"
+    again = json.loads(moemerge(*words, "--json", "-").stdout)
+    assert again["layers"] == document["layers"]
+    assert again["swaps"] == document["swaps"]
+
+
+def test_every_setting_is_a_flag_and_its_help_is_its_description() -> None:
+    command = typer.main.get_command(app).get_command(None, "diagnose")  # type: ignore[attr-defined, arg-type]
+    options = {option for p in command.params for option in p.opts}
+    text = " ".join(moemerge("diagnose", "--help", columns=200).stdout.replace("│", " ").split())
+    for name, field in DiagnosisSettings.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in options
+        assert (field.description or "?")[:20].lower() in text.lower()
+    assert "--no-swaps" in text
+    assert "moemerge diagnose merged/ --source" in text
+
+
+def test_what_is_refused_has_an_exit_code_and_one_message(case: cases.Case) -> None:
+    unpaired = [flag for flag in flags(case) if not flag.startswith("--data=code")]
+    for given, code, words in (
+        (unpaired, 2, "source 'code' has no data"),
+        ([*flags(case), "--layers", "40"], 2, "the model has 3 layers"),
+        ([*flags(case), "--against", "/nowhere"], 3, "/nowhere"),
+        ([*flags(case), "--limit", "0"], 2, "limit"),
+        ([*flags(case), "--json", "/nowhere/figures.json"], 2, "there is no folder /nowhere"),
+    ):
+        result = moemerge("diagnose", case.merged, *given)
+        assert result.exit_code == code, result.output
+        assert words in result.stderr
+        assert "Traceback" not in result.output
+        assert result.stdout == ""
+
+
+def test_colour_on_a_terminal_alone(case: cases.Case) -> None:
+    found = package.diagnose(case.merged, sources=case.sources, data=case.data)
+    coloured = Console(force_terminal=True, color_system="256", width=80)
+    with coloured.capture() as capture:
+        coloured.print(diagnosis_report(found, verbose=False))
+    assert "\x1b[" in capture.get()
+    plain = Console(force_terminal=False, width=80)
+    with plain.capture() as capture:
+        plain.print(diagnosis_report(found, verbose=False))
+    assert "\x1b" not in capture.get()
+
+
+def test_bars() -> None:
+    assert bar(0, 4) == "    "
+    assert bar(1, 4) == "████"
+    assert bar(0.5, 4) == "██  "
+    assert bar(1e-6, 4) == "▏   "
+    assert bar(0.53125, 4) == "██▏ "
+    assert bar(7.0, 2) == "██"
+
+
+def test_a_page(case: cases.Case, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "routing.html"
+    result = moemerge("diagnose", case.merged, *flags(case), "--report", page)
+    assert result.exit_code == 0, result.output
+    assert "<html" in page.read_text()[:500].lower()
+    assert "page: " in result.stderr
+
+
+def test_calibrate_writes_a_page_of_before_and_after(case: cases.Case, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page, out = tmp_path / "page.html", tmp_path / "out"
+    result = moemerge(
+        "calibrate", case.merged, out, *flags(case), "--holdout", "0.3", "--report", page
+    )
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert str(out) in text
+    assert str(case.merged) in text
+    assert f"page: {page}" in result.stderr
+    assert "held out  KL math" in result.stdout
+    assert "…" not in result.stdout
+    nowhere = tmp_path / "none" / "page.html"
+    result = moemerge("calibrate", case.merged, tmp_path / "b", *flags(case), "--report", nowhere)
+    assert result.exit_code == 2
+    assert "there is no folder" in result.stderr
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_page_that_fails_leaves_the_calibrated_model(case: cases.Case, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page, out = tmp_path / f"{'x' * 250}.html", tmp_path / "out"  # no room for a temporary name
+    result = moemerge("calibrate", case.merged, out, *flags(case), "--report", page)
+    assert result.exit_code == 3
+    told = f"{out} is written and whole, but not the page {page}"
+    assert told in result.stderr
+    assert "Traceback" not in result.output
+    assert (out / "config.json").is_file()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_interrupt_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    resumable = _resumable(out)
+    out.mkdir()
+    with pytest.raises(typer.Exit) as end, resumable:
+        raise KeyboardInterrupt
+    assert end.value.exit_code == 130
+    assert "only the page is missing" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt), _resumable(out):  # an earlier one, not yet replaced
+        raise KeyboardInterrupt
+
+
+def test_run_writes_a_page_too(case: cases.Case, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    config = tmp_path / "merge.yml"
+    base = zoo.tiny_tokenizer(zoo.perturb(case.merged, tmp_path / "base", seed=9))
+    lines = [f"merge_method: task_arithmetic\nbase_model: {base}\nmodels:"]
+    lines += [f"  - {{model: {path}, name: {name}, parameters: {{weight: 0.5}}}}"
+              for name, path in case.sources.items()]  # fmt: skip
+    lines += ["calibration:", "  sources:"]
+    lines += [f"    {name}: {path}" for name, path in case.sources.items()]
+    lines += ["  data:"] + [f"    {name}: {path}" for name, path in case.data.items()]
+    config.write_text("\n".join(lines) + "\n")
+    page = tmp_path / "page.html"
+    result = moemerge("run", config, tmp_path / "out", "--report", page)
+    assert result.exit_code == 0, result.output
+    assert "the merge before calibration" in page.read_text()
+    words = shlex.join(["moemerge", "run", str(config), str(tmp_path / "out")])
+    assert words in page.read_text().replace("<span>", "").replace("</span>", "")
+    assert f"page: {page}" in result.stderr
+    plain = tmp_path / "plain.yml"
+    plain.write_text("\n".join(lines[: 1 + len(case.sources)]) + "\n")
+    result = moemerge("run", plain, tmp_path / "other", "--report", page)
+    assert result.exit_code == 2
+    assert "no calibration: block" in result.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_swap_routers(case: cases.Case, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = moemerge("swap-routers", case.merged, "--from", case.sources["math"], out, "--link")
+    assert result.exit_code == 0, result.output
+    assert "3 tensors" in result.stdout
+    assert len(cases.changed_tensors(case.merged, out)) == 3
+    again = moemerge("swap-routers", case.merged, "--from", case.sources["math"], out)
+    assert again.exit_code == 3
+    assert "exists" in again.stderr
+    told = moemerge(
+        "swap-routers", case.merged, "--from", case.sources["math"], out, "--overwrite",
+        "--layers", "1", "--json", "-",
+    )  # fmt: skip
+    assert json.loads(told.stdout)["layers"] == [1]
+    assert "moemerge swap-routers merged/" in moemerge("swap-routers", "--help").stdout
