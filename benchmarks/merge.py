@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -167,7 +168,14 @@ def compare(args: argparse.Namespace) -> list[Measurement]:
     for size in args.sizes:
         folder = args.work / size
         for seed, name in enumerate(("base", "math", "code")):
-            make_checkpoint(folder / name, LAYERS[size], seed)
+            # Elsewhere: a child's peak memory is counted from that of the process that starts it.
+            maker = get_context("spawn").Process(
+                target=make_checkpoint, args=(folder / name, LAYERS[size], seed)
+            )
+            maker.start()
+            maker.join()
+            if maker.exitcode:
+                raise SystemExit(f"{folder / name} could not be made")
         for method in args.methods:
             config = folder / f"{method}.yml"
             text = CONFIGS[method]
