@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 import synthetic
+from moemerge.runtime.allocator import own_process, reuse_freed_memory
 from synthetic import SHAPES, Shape
 
 # OLMoE's experts and choices at an eighth of its width, where routing weighs most.
@@ -45,8 +46,13 @@ def main() -> None:
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--repeats", type=int, default=1, help="the best of so many")
     parser.add_argument("--swaps", action="store_true", help="the swapped models too")
+    parser.add_argument(
+        "--tuned", action="store_true", help="plain forwards too reuse freed memory (glibc)"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.tuned:
+        reuse_freed_memory()
     found = run(args)
     show(found)
     if args.json is not None:
@@ -122,6 +128,7 @@ def one(
     plain(model, everything * times, device, dtype, spent)
     for name, source in sources.items():
         plain(source, batches[name] * times, device, dtype, spent)
+    own_process()  # as the command says
     with timed(spent, "diagnosis", device):
         found = moemerge.diagnose(
             model, sources=sources, data=data, device=str(device), dtype=dtype, swaps=swaps
