@@ -83,7 +83,8 @@ class RouterStream:
         keep_few_kernels()
         self.checkpoint = checkpoint
         self.device = torch.device(device)
-        self._one_heap = self.device.type == "cpu" and share_one_heap()
+        if self.device.type == "cpu":
+            share_one_heap()
         self.model = build_skeleton(checkpoint, dtype, trust_remote_code=trust_remote_code)
         use_fused_experts(self.model, self.device, dtype)
         use_fused_norms(self.model, self.device, dtype)
@@ -286,8 +287,8 @@ class RouterStream:
             path = self.anatomy.layers[self._layer]
             self._weights.free(self._weights.names_under(path))
             self._layer = None
-            if self.device.type == "cpu" and not self._one_heap:
-                # The batches' threads have heaps of their own, which grow from layer to layer.
+            if self.device.type == "cpu":
+                # What a layer's batches freed would else lie beside the next layer's weights.
                 give_back_freed_memory()
 
     def _stop(self, router: RouterModule, features: list[tuple[Batch, Tensor]]) -> RouterStop:
