@@ -16,13 +16,14 @@ from moemerge.config.calibration import CalibrationSettings
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.features.batches import Batch, make_batches
-from moemerge.features.text import Domain, TextOptions, load_domains, load_tokenizer
+from moemerge.features.text import Domain
 from moemerge.lockstep.inputs import (
     batch_tokens,
     check_files,
     check_names,
     check_same_tokens,
     forward_dtype,
+    read_domains,
     require_streamable,
 )
 from moemerge.lockstep.models import (
@@ -150,17 +151,7 @@ def _text(
     request: CalibrationRequest, merged: OpenModel, sources: Mapping[str, OpenModel]
 ) -> tuple[tuple[Domain, ...], list[str]]:
     settings = request.settings
-    tokenizer = load_tokenizer(merged.checkpoint.path)
-    options = TextOptions(
-        max_length=settings.max_length,
-        max_tokens=settings.max_tokens,
-        limit=settings.limit,
-        holdout=settings.holdout,
-        seed=settings.seed,
-    )
-    # In the sources' order, so that the order of --data does not matter.
-    files = {name: list(request.data[name]) for name in sources}
-    domains = load_domains(files, tokenizer, options)
+    domains, tokenizer = read_domains(merged, sources, request.data, settings)
     notices: list[str] = []
     if settings.targets == "source-features":
         for domain in domains:

@@ -13,13 +13,14 @@ from moemerge.config.models import ModelRef
 from moemerge.diagnosis.results import MODEL
 from moemerge.errors import UsageError
 from moemerge.features.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
-from moemerge.features.text import Domain, TextOptions, load_domains, load_tokenizer
+from moemerge.features.text import Domain
 from moemerge.lockstep.inputs import (
     batch_tokens,
     check_files,
     check_names,
     check_same_tokens,
     forward_dtype,
+    read_domains,
     require_streamable,
 )
 from moemerge.lockstep.models import (
@@ -134,17 +135,7 @@ def _text(
     request: DiagnosisRequest, subjects: Sequence[OpenModel], sources: Mapping[str, OpenModel]
 ) -> tuple[tuple[Domain, ...], list[str]]:
     settings = request.settings
-    tokenizer = load_tokenizer(subjects[0].checkpoint.tokenizer_folder)
-    options = TextOptions(
-        max_length=settings.max_length,
-        max_tokens=settings.max_tokens,
-        limit=settings.limit,
-        holdout=settings.holdout,
-        seed=settings.seed,
-    )
-    # In the sources' order, so that the order of --data does not matter.
-    files = {name: list(request.data[name]) for name in sources}
-    domains = load_domains(files, tokenizer, options)
+    domains, tokenizer = read_domains(subjects[0], sources, request.data, settings)
     if settings.holdout:
         domains = tuple(Domain(domain.name, domain.holdout) for domain in domains)
     notices = []

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from moemerge.errors import ArchitectureError, DataError, TokenizerError, UsageError
 from moemerge.features.batches import DEFAULT_BATCH_TOKENS, gpu_batch_tokens
 from moemerge.features.loading import holds_scores
-from moemerge.features.text import SUFFIXES, Domain, load_tokenizer
+from moemerge.features.text import SUFFIXES, Domain, TextOptions, load_domains, load_tokenizer
 from moemerge.lockstep.models import OpenModel
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import gpu_memory, parse_dtype
@@ -55,6 +55,41 @@ def check_files(data: Mapping[str, Sequence[str | Path]]) -> None:
                 )
             if not file.is_file():
                 raise DataError(f"data {name!r}: no such file {file}")
+
+
+class TextSettings(Protocol):
+    """What settings of every job that reads text by domains have in common."""
+
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def max_tokens(self) -> int | None: ...
+    @property
+    def limit(self) -> int | None: ...
+    @property
+    def holdout(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def read_domains(
+    model: OpenModel,
+    sources: Collection[str],
+    data: Mapping[str, Sequence[str | Path]],
+    settings: TextSettings,
+) -> tuple[tuple[Domain, ...], Any]:
+    """Each source's text through the model's tokenizer, and the tokenizer."""
+    tokenizer = load_tokenizer(model.checkpoint.tokenizer_folder)
+    options = TextOptions(
+        max_length=settings.max_length,
+        max_tokens=settings.max_tokens,
+        limit=settings.limit,
+        holdout=settings.holdout,
+        seed=settings.seed,
+    )
+    # In the sources' order, so that the order of --data does not matter.
+    files = {name: list(data[name]) for name in sources}
+    return load_domains(files, tokenizer, options), tokenizer
 
 
 def forward_dtype(name: str, model: OpenModel) -> torch.dtype:
