@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.gates import Gate, Score
-from moemerge.kernels.splitting import ACCURATE, FAST
+from moemerge.linalg.cg import COARSE_STEPS
 from moemerge.routing import Domain, Preconditioner, SolveSettings, measure_routers
 from moemerge.routing.curvature import RouterCurvature
 from moemerge.routing.preconditioners import prepare
-from moemerge.routing.products import PlainFeatures
+from moemerge.routing.products import PlainFeatures, Precision
 from moemerge.routing.solve import build_operator, solve_system
 
 ALPHA = 0.9
@@ -88,9 +88,11 @@ def synthetic(args: argparse.Namespace) -> list[Domain]:
     base = randn(experts, width) / width**0.5
     dtype = torch.float32 if args.device.type == "cpu" else torch.bfloat16
     made = []
-    for index in range(args.domains):
+    share = args.tokens // args.domains
+    # One block of memory, so that all domains can also be seen as one.
+    whole = torch.empty(share * args.domains, width, dtype=dtype, device=args.device)
+    for index, features in enumerate(torch.split(whole, share)):
         own = spectrum * torch.exp(0.5 * randn(width))
-        features = torch.empty(args.tokens // args.domains, width, dtype=dtype, device=args.device)
         for block in torch.split(features, ROWS):
             x = (randn(block.shape[0], width) * own) @ basis.T
             block.copy_(x / x.square().mean(dim=1, keepdim=True).sqrt() * norm_scale)
@@ -198,9 +200,19 @@ def reference_row(
     return row, whole
 
 
-def operator_timings(operator: RouterCurvature, start: Tensor) -> list[Timing]:
+def as_one(domains: Sequence[Domain]) -> Domain:
+    """The features of all domains, which lie behind each other, under the first one's router."""
+    first = domains[0].features[0]
+    tokens = sum(domain.tokens for domain in domains)
+    whole = first.as_strided((tokens, first.shape[1]), first.stride())
+    return Domain("all", [whole], domains[0].router)
+
+
+def operator_timings(domains: Sequence[Domain], start: Tensor) -> list[Timing]:
     """The product against what the card can do; GPUs only."""
-    device = start.device
+    device, settings = start.device, SolveSettings(alpha=ALPHA)
+    operator = build_operator(gate_of(start), [as_one(domains)], settings)
+    apart = build_operator(gate_of(start), domains, settings)
     blocks = [x for s in operator.statistics for x, _ in s.parts]
     read = timed(lambda: [x.view(torch.int64).sum() for x in blocks], device)
     square = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
@@ -208,39 +220,41 @@ def operator_timings(operator: RouterCurvature, start: Tensor) -> list[Timing]:
     experts, width = operator.shape
     arithmetic = 4 * sum(len(x) for x in blocks) * experts * width / rate  # of one term
     v = torch.randn_like(start).double()
-    plain, exact = (PlainOperator(operator, accurate=accurate) for accurate in (False, True))
-    seen = operator.representable(v)  # CG's directions are such
+    plain, exact = (PlainOperator(operator, p) for p in (Precision.FAST, Precision.ACCURATE))
     rows = [
         Timing("one read of the features", read),
         Timing(f"one term's arithmetic at {rate / 1e9:.0f} TFLOP/s", arithmetic),
     ]
-    for name, call, vector, terms in (
-        ("product inside CG", operator.mv, seen, FAST),
-        ("product for true residuals", operator.accurate().mv, v, ACCURATE),
-        ("the first in plain torch, float32", plain.mv, v, None),
+    for name, used in (
+        ("product inside CG", operator.coarse()),
+        (f"the same, {len(domains)} domains apart", apart.coarse()),
+        (f"product inside CG after step {COARSE_STEPS}", operator),
+        ("product for true residuals", operator.accurate()),
     ):
-        truth = exact.mv(vector)
-        error = float((call(vector) - truth).norm() / truth.norm())
-        share = 0 if terms is None else (terms.vector + terms.weighted) / 2
-        floor = max(read, share * arithmetic) if share else None
-        ms = timed(lambda call=call, vector=vector: call(vector), device)  # type: ignore[misc]
+        seen = used.representable(v)  # CG's directions are such
+        terms = used.precision.terms
+        floor = max(read, (terms.vector + terms.weighted) / 2 * arithmetic)
+        ms = timed(lambda used=used, seen=seen: used.mv(seen), device)  # type: ignore[misc]
+        truth = None if used.statistics is apart.statistics else exact.mv(seen)
+        error = None if truth is None else float((used.mv(seen) - truth).norm() / truth.norm())
         rows.append(Timing(name, ms, floor, error))
+    rows.append(Timing("the same in plain torch, float32", timed(lambda: plain.mv(v), device)))
     return rows
 
 
 class PlainOperator:
     """The same operator with every product in plain torch."""
 
-    def __init__(self, operator: RouterCurvature, *, accurate: bool) -> None:
+    def __init__(self, operator: RouterCurvature, precision: Precision) -> None:
         self.operator = operator
-        self.accurate = accurate
+        self.precision = precision
 
     def mv(self, v: Tensor) -> Tensor:
         out = self.operator.damping * self.operator.sum_diagonal * v
         for statistics in self.operator.statistics:
             for features, weights in statistics.chunks():
                 plain = PlainFeatures(features.x, features.columns)
-                part = plain.curvature(weights, v, accurate=self.accurate)
+                part = plain.curvature(weights, v, self.precision)
                 out += self.operator.dense / statistics.tokens * part
         return out
 
@@ -313,7 +327,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         rows.append(row)
         print_row(row)
         if on_gpu and not timings:
-            timings = operator_timings(operator, start) + layer_timings(domains, start, operator)
+            timings = operator_timings(domains, start) + layer_timings(domains, start, operator)
     for timing in timings:
         print_timing(timing)
     row, whole_ms = reference_row(domains, start, args)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moemerge.kernels import fused
-from moemerge.kernels.splitting import ACCURATE, FAST, Terms, representable
+from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, Terms, representable
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -83,7 +83,7 @@ def bound(terms: int, width: int) -> float:
 
 @runs_kernels
 @pytest.mark.gpu
-@pytest.mark.parametrize("terms", [FAST, ACCURATE, Terms(1, 2)], ids=str)
+@pytest.mark.parametrize("terms", [COARSE, FAST, ACCURATE], ids=str)
 @each_kind
 @each_shape
 def test_product_equals_its_dense_twin(

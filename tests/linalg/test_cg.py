@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moemerge.errors import NumericalError
 from moemerge.linalg import Diagonal, LinearOperator, Status, cg
+from moemerge.linalg.cg import COARSE_STEPS
 
 SHAPE = (5, 8)
 SIZE = 40
@@ -194,3 +195,23 @@ def test_directions_that_the_operator_sees_whole_need_no_refinement() -> None:
     assert blind.refinements >= 2
     assert seeing.refinements == 0
     assert seeing.steps < blind.steps
+
+
+def test_an_easy_problem_is_left_to_the_coarse_operator() -> None:
+    matrix, b = spd(30.0), vector()
+    coarse, fine = Rounding(matrix, says_so=True), Dense(matrix)
+    result = cg(fine, b, coarse=coarse, accurate=Dense(matrix), rtol=1e-8)
+    assert result.converged
+    assert (coarse.uses, fine.uses) == (result.steps, 0)
+    assert result.steps <= COARSE_STEPS
+
+
+def test_a_hard_problem_is_not_left_to_the_coarse_operator() -> None:
+    matrix, b = spd(1e5), vector()
+    options = {"accurate": Dense(matrix), "rtol": 1e-8, "max_steps": 400}
+    alone = cg(Rounding(matrix, says_so=True), b, **options)
+    assert not alone.converged
+    coarse, fine = Rounding(matrix, says_so=True), Dense(matrix)
+    result = cg(fine, b, coarse=coarse, **options)
+    assert result.converged
+    assert (coarse.uses, fine.uses) == (COARSE_STEPS, result.steps - COARSE_STEPS)

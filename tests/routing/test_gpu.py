@@ -47,13 +47,14 @@ def test_operator_and_right_hand_side(gate, curvature, bias) -> None:  # type: i
     assert isinstance(features_of(gpu.statistics[0].parts[0][0], 64), FusedFeatures)
     v = torch.randn(cpu.shape, dtype=torch.float64)
     exact = cpu.accurate().mv(v)
-    seen = gpu.representable(v.cuda())
 
     def error(got: torch.Tensor, want: torch.Tensor) -> float:
         return float((got.cpu() - want).norm() / want.norm())
 
     assert error(gpu.accurate().mv(v.cuda()), exact) < 5e-7
-    assert error(gpu.mv(seen), cpu.accurate().mv(seen.cpu())) < 1e-5
+    for rough in (gpu, gpu.coarse()):
+        seen = rough.representable(v.cuda())
+        assert error(rough.mv(seen), cpu.accurate().mv(seen.cpu())) < 1e-5
     assert error(gpu.rhs(), cpu.rhs()) < 5e-7
     assert error(gpu.diagonal(), cpu.diagonal()) < 2e-5
 

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from moemerge.routing import products
-from moemerge.routing.products import PlainFeatures, coalesced, features_of
+from moemerge.routing.products import PlainFeatures, Precision, coalesced, features_of
 from moemerge.routing.weights import TokenWeights
 
+BOUNDS = {Precision.ACCURATE: 1e-14, Precision.FAST: 1e-6, Precision.COARSE: 1e-6}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -38,10 +39,10 @@ def test_plain_products_equal_their_dense_twins(dtype: torch.dtype, bias: int) -
     assert error(features.gram(t), (xx * t.double()[:, None]).T @ xx) < 1e-6
     p = torch.softmax(torch.randn(50, 6), dim=-1)
     u = p * (z - (p * z).sum(-1, keepdim=True))
-    for accurate, bound in ((True, 1e-14), (False, 1e-6)):
-        got = features.curvature(TokenWeights(p, p), v, accurate=accurate)
+    for precision, bound in BOUNDS.items():
+        got = features.curvature(TokenWeights(p, p), v, precision)
         assert error(got, u.T @ xx) < bound
-    assert features.representable(v) is v
+        assert features.representable(v, precision) is v
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moemerge.kernels.availability import triton_works
-from moemerge.kernels.splitting import ACCURATE, FAST, Terms
+from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, Terms
 
 # Up to this many experts one tile of logits holds all of a token's, and H is applied on the spot.
 FUSED_EXPERTS = 128
@@ -73,7 +73,7 @@ def product(
     terms: Terms,
     tiles: tuple[Tile | None, Tile | None] = (None, None),
 ) -> Tensor:
-    """Σ_t H_t (V x_t) x_tᵀ, (experts, columns of V) float64; FAST for `representable` V.
+    """Σ_t H_t (V x_t) x_tᵀ, (experts, columns of V) float64; COARSE, FAST: `representable` V.
 
     H v = diagonal ⊙ v − rank_one (rank_one · v), both (tokens, experts) float32; None: as in
     the identity, and nothing.
@@ -258,9 +258,9 @@ def _launch_outer(
 
 def logits_tile(experts: int, terms: int) -> Tile:
     """The measured best for a padded number of experts."""
-    if terms == 1:
-        return Tile(128, 64, 8 if experts > GROUP else 4, 4)
-    return Tile(128, 64, 8, 3) if terms == FAST.vector else Tile(128, 32, 8, 4)
+    if terms == COARSE.vector:
+        return Tile(128, 64, 8 if experts > GROUP else 4, 4, early=experts <= GROUP)
+    return Tile(128, 64, 8, 3 if terms == FAST.vector else 2)
 
 
 def outer_tile(experts: int, terms: int, *, square: bool) -> Tile:

@@ -21,9 +21,10 @@ class Terms:
     weighted: int
 
 
-# Inside a solver, whose directions are sums of two bf16 terms to begin with (`representable`): it
-# needs no step more for that, and has the very products of its directions. With one term a product
-# is cheaper, but ill-conditioned problems no longer come to 1e-6.
+# Inside a solver, whose directions are `representable` in that many terms to begin with: it has the
+# very products of its directions. Two terms cost it no step; with one, directions are conjugate to
+# eight bits only, which ends a well-conditioned problem as soon and a hard one hardly ever.
+COARSE = Terms(1, 2)
 FAST = Terms(2, 2)
 # Where the result must stand for any V: 24 bits, a float32 whole.
 ACCURATE = Terms(3, 3)

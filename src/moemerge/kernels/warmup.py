@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moemerge.kernels import agreement, fused
-from moemerge.kernels.splitting import ACCURATE, FAST
+from moemerge.kernels.splitting import ACCURATE, COARSE, FAST
 
 THREADS = 4
 TOKENS = 64
@@ -36,6 +36,7 @@ def warm_up(
     fused.logits(x, v, terms=ACCURATE.vector)  # alone: the first launch sets Triton up
     with ThreadPoolExecutor(THREADS) as pool:
         jobs: list[Future[Any]] = [
+            pool.submit(fused.product, x, p, p, v, terms=COARSE),
             pool.submit(fused.product, x, p, p, v, terms=FAST),
             pool.submit(fused.product, x, p, p, v, terms=ACCURATE),
             pool.submit(fused.outer, p, x, columns, terms=FAST.weighted, square=True),

@@ -4,6 +4,9 @@ The recurrence's own residual drifts away from b − Aw, the more so when the op
 low precision. It therefore only decides when to look: the stop test recomputes b − Aw with an
 accurate operator, and when that is not small enough yet, CG starts again from it (iterative
 refinement). A fast, coarse operator inside thus reaches the accuracy of the accurate one outside.
+
+How coarse depends on the problem. Few steps forgive directions that are conjugate to a few digits
+only; many do not. The first steps may therefore be left to an operator still coarser than the rest.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from moemerge.linalg.operator import Identity, LinearOperator
 
 # The recurrence stops a little below the tolerance: one more step is cheaper than a restart.
 RECURRENCE_MARGIN = 0.8
+# A problem that takes more steps than this is too ill-conditioned for the coarse operator.
+COARSE_STEPS = 32
 # A refinement that does not at least halve the true residual has reached the precision's end.
 REFINEMENT_GAIN = 0.5
 
@@ -82,6 +87,7 @@ def cg(
     start: Tensor | None = None,
     preconditioner: LinearOperator | None = None,
     accurate: LinearOperator | None = None,
+    coarse: LinearOperator | None = None,
     rtol: float = 1e-6,
     max_steps: int = 1000,
     check_every: int = 1,
@@ -89,9 +95,10 @@ def cg(
 ) -> CGResult:
     """Solve A w = b for a symmetric positive definite A.
 
-    `accurate` gives the true residual (default: `operator` itself). The host looks at the device
-    only every `check_every` steps. `inner_reduction` ends a cycle once its residual has fallen by
-    that factor: set it near a coarse operator's accuracy, beyond which its steps are wasted.
+    `accurate` gives the true residual, and `coarse` serves the first COARSE_STEPS (default:
+    `operator` itself). The host looks at the device only every `check_every` steps.
+    `inner_reduction` ends a cycle once its residual has fallen by that factor: set it near a coarse
+    operator's accuracy, beyond which its steps are wasted.
     """
     if tuple(rhs.shape) != operator.shape:
         raise NumericalError(f"right-hand side {tuple(rhs.shape)}, operator {operator.shape}")
@@ -111,8 +118,9 @@ def cg(
     status = _judge(true_residual, rtol, steps, max_steps)
     while status is None:
         target = max(RECURRENCE_MARGIN * rtol, inner_reduction * true_residual) * scale
+        ladder = _Ladder(coarse or operator, operator, switch=COARSE_STEPS - steps)
         cycle = _recurrence(
-            operator, precondition, w, r, target=target, budget=max_steps - steps, every=check_every
+            ladder, precondition, w, r, target=target, budget=max_steps - steps, every=check_every
         )
         steps, refinements = steps + cycle.steps, refinements + 1
         history += [value / scale for value in cycle.residuals]
@@ -127,6 +135,18 @@ def cg(
     return CGResult(w, status, steps, tuple(history), true_residual, max(refinements, 0))
 
 
+@dataclass(frozen=True)
+class _Ladder:
+    """The operators of one cycle: `coarse` up to step `switch`, then `fine`."""
+
+    coarse: LinearOperator
+    fine: LinearOperator
+    switch: int
+
+    def at(self, step: int) -> LinearOperator:
+        return self.coarse if step <= self.switch else self.fine
+
+
 def _judge(true_residual: float, rtol: float, steps: int, max_steps: int) -> Status | None:
     if true_residual <= rtol:
         return Status.CONVERGED
@@ -136,7 +156,7 @@ def _judge(true_residual: float, rtol: float, steps: int, max_steps: int) -> Sta
 
 
 def _recurrence(
-    operator: LinearOperator,
+    ladder: _Ladder,
     preconditioner: LinearOperator,
     w: Tensor,
     r: Tensor,
@@ -149,18 +169,18 @@ def _recurrence(
 
     All scalars stay on the device; `pending` gathers them until the host looks. A failure in the
     steps not yet looked at goes back to the iterate of the last look. Directions are rounded to
-    what the operator sees: w then moves by the very p that A p was computed for, and the residual
+    what their operator sees: w then moves by the very p that A p was computed for, and the residual
     drifts from the truth by the product's own error alone.
     """
     w, r = w.clone(), r.clone()
     y = preconditioner.mv(r)
-    p = operator.representable(y).clone()
+    p = ladder.at(1).representable(y).clone()
     rho = torch.sum(r * y)
     zero = torch.zeros_like(rho)
     cycle = _Cycle(solution=w.clone(), steps=0)
     pending: list[Tensor] = []
     for step in range(1, budget + 1):
-        q = operator.mv(p)
+        q = ladder.at(step).mv(p)
         eta = torch.sum(p * q)
         # A residual of exactly zero ends in 0/0: such a step must do nothing instead.
         alpha = torch.where(rho == 0, zero, rho / eta)
@@ -169,7 +189,7 @@ def _recurrence(
         y = preconditioner.mv(r)
         rho_next = torch.sum(r * y)
         pending.append(torch.stack([torch.linalg.vector_norm(r), eta, rho]))
-        p = operator.representable(y + p * torch.where(rho == 0, zero, rho_next / rho))
+        p = ladder.at(step + 1).representable(y + p * torch.where(rho == 0, zero, rho_next / rho))
         rho = rho_next
         if step % every == 0 or step == budget:
             seen = torch.stack(pending).tolist()  # the only host synchronisation

@@ -32,7 +32,7 @@ from moemerge.routing.domains import (
     working_dtype,
 )
 from moemerge.routing.gates import divergence, divergence_gradient
-from moemerge.routing.products import Features, coalesced, features_of
+from moemerge.routing.products import Features, Precision, coalesced, features_of
 from moemerge.routing.weights import Curvature, TokenWeights, token_weights
 
 __all__ = [
@@ -116,16 +116,17 @@ class DomainStatistics:
                 end = begin + rows
                 yield self._features(x[begin:end]), weights.rows(begin, end)
 
-    def product(self, vector: Tensor, *, accurate: bool = False) -> Tensor:
-        """Σ_i v, (K, d) float64; `accurate` for a true residual."""
-        total = torch.zeros_like(self.router)
+    def add_product(
+        self, out: Tensor, vector: Tensor, precision: Precision, *, factor: float = 1.0
+    ) -> None:
+        """Add `factor` Σ_i v to `out`, (K, d) float64."""
         for x, weights in self.parts:
-            total += self._features(x).curvature(weights, vector, accurate=accurate)
-        return total.div_(self.tokens)
+            part = self._features(x).curvature(weights, vector, precision)
+            out.add_(part, alpha=factor / self.tokens)
 
-    def representable(self, vector: Tensor) -> Tensor:
-        """The nearest to `vector` that `product` takes without rounding it."""
-        return self._features(self.parts[0][0]).representable(vector)
+    def representable(self, vector: Tensor, precision: Precision) -> Tensor:
+        """The nearest to `vector` that a product takes without rounding it."""
+        return self._features(self.parts[0][0]).representable(vector, precision)
 
     def mean_hessian(self) -> Tensor:
         """mean H_i over the tokens, (K, K) float64."""
@@ -151,9 +152,10 @@ class DomainStatistics:
 
 
 class RouterCurvature(LinearOperator):
-    """A = Σ_i (a Σ_i + c diag Σ_i); `exact` where it judges a solution rather than finds it.
+    """A = Σ_i (a Σ_i + c diag Σ_i), applied with some precision.
 
-    Not `exact`, it is meant for `representable` vectors: on a GPU it rounds others to such.
+    If that is not ACCURATE, it is meant for `representable` vectors: on a GPU it rounds others to
+    such.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class RouterCurvature(LinearOperator):
         *,
         dense: float,
         diagonal: float,
-        exact: bool = False,
+        precision: Precision = Precision.FAST,
     ) -> None:
         first = statistics[0].router
         super().__init__((first.shape[0], first.shape[1]), first.device)
@@ -170,7 +172,7 @@ class RouterCurvature(LinearOperator):
         self.dense = dense
         self.damping = diagonal
         self.dtype = statistics[0].working
-        self.exact = exact
+        self.precision = precision
         self.sum_diagonal = torch.stack([s.diagonal for s in statistics]).sum(dim=0)  # Σ diag Σ_i
 
     @property
@@ -180,18 +182,27 @@ class RouterCurvature(LinearOperator):
 
     def accurate(self) -> RouterCurvature:
         """The same operator at the highest accuracy its features are served with."""
-        return RouterCurvature(self.statistics, dense=self.dense, diagonal=self.damping, exact=True)
+        return self._with(Precision.ACCURATE)
+
+    def coarse(self) -> RouterCurvature:
+        """The same operator as cheap as its features allow."""
+        return self._with(Precision.COARSE)
+
+    def _with(self, precision: Precision) -> RouterCurvature:
+        return RouterCurvature(
+            self.statistics, dense=self.dense, diagonal=self.damping, precision=precision
+        )
 
     def mv(self, vector: Tensor) -> Tensor:
         out = self.damping * self.sum_diagonal * vector
         if self.dense == 0.0:
             return out
         for domain in self.statistics:
-            out.add_(domain.product(vector, accurate=self.exact), alpha=self.dense)
+            domain.add_product(out, vector, self.precision, factor=self.dense)
         return out
 
     def representable(self, vector: Tensor) -> Tensor:
-        return vector if self.exact else self.statistics[0].representable(vector)
+        return self.statistics[0].representable(vector, self.precision)
 
     def diagonal(self) -> Tensor:
         return (self.dense + self.damping) * self.sum_diagonal

@@ -10,18 +10,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from moemerge.kernels import fused
-from moemerge.kernels.splitting import ACCURATE, FAST, representable
+from moemerge.kernels import fused, splitting
+from moemerge.kernels.splitting import representable
 from moemerge.routing.domains import augmented, logits_of, working_dtype
 from moemerge.routing.weights import TokenWeights
 
 # Blocks of fewer tokens than this are not worth a launch of their own.
 WORTH_A_LAUNCH = 1 << 17
+
+
+class Precision(Enum):
+    """Of a product with the curvature; plain torch has float32 for the first two, then float64."""
+
+    COARSE = splitting.COARSE  # a solver's first steps
+    FAST = splitting.FAST  # its later ones
+    ACCURATE = splitting.ACCURATE  # what its result is judged by
+
+    @property
+    def terms(self) -> splitting.Terms:
+        return self.value
 
 
 class Features(ABC):
@@ -48,15 +61,15 @@ class Features(ABC):
         """Σ h_t (x_t²)ᵀ, about float32, (K, columns) float64; h is not negative."""
 
     @abstractmethod
-    def curvature(self, weights: TokenWeights, v: Tensor, *, accurate: bool) -> Tensor:
-        """Σ H_t (V x_t) x_tᵀ, (K, columns) float64; not `accurate`: for a `representable` V."""
+    def curvature(self, weights: TokenWeights, v: Tensor, precision: Precision) -> Tensor:
+        """Σ H_t (V x_t) x_tᵀ, (K, columns) float64; if not ACCURATE, of a `representable` V."""
 
     @abstractmethod
     def gram(self, weight: Tensor | None) -> Tensor:
         """Σ t_t x_t x_tᵀ, (columns, columns) in the working dtype: for preconditioners."""
 
-    def representable(self, v: Tensor) -> Tensor:
-        """The nearest to v that the fast `curvature` takes without rounding it."""
+    def representable(self, v: Tensor, precision: Precision) -> Tensor:
+        """The nearest to v that `curvature` takes without rounding it."""
         return v
 
 
@@ -86,7 +99,8 @@ class PlainFeatures(Features):
         narrow = self.x.to(working_dtype(self.x))
         return self._outer(h.to(narrow.dtype), narrow * narrow)
 
-    def curvature(self, weights: TokenWeights, v: Tensor, *, accurate: bool) -> Tensor:
+    def curvature(self, weights: TokenWeights, v: Tensor, precision: Precision) -> Tensor:
+        accurate = precision is Precision.ACCURATE
         x = self.x.to(torch.float64 if accurate else working_dtype(self.x))
         return self._outer(weights.apply(logits_of(x, v)), x)
 
@@ -112,17 +126,16 @@ class FusedFeatures(Features):
         return self.working_logits(router).double()
 
     def working_logits(self, router: Tensor) -> Tensor:
-        return fused.logits(self.x, router, terms=ACCURATE.vector)
+        return fused.logits(self.x, router, terms=splitting.ACCURATE.vector)
 
     def outer(self, u: Tensor) -> Tensor:
-        return fused.outer(u, self.x, self.columns, terms=ACCURATE.weighted)
+        return fused.outer(u, self.x, self.columns, terms=splitting.ACCURATE.weighted)
 
     def squares(self, h: Tensor) -> Tensor:
-        return fused.outer(h, self.x, self.columns, terms=FAST.weighted, square=True)
+        return fused.outer(h, self.x, self.columns, terms=splitting.FAST.weighted, square=True)
 
-    def curvature(self, weights: TokenWeights, v: Tensor, *, accurate: bool) -> Tensor:
-        terms = ACCURATE if accurate else FAST
-        return fused.product(self.x, weights.diagonal, weights.rank_one, v, terms=terms)
+    def curvature(self, weights: TokenWeights, v: Tensor, precision: Precision) -> Tensor:
+        return fused.product(self.x, weights.diagonal, weights.rank_one, v, terms=precision.terms)
 
     def gram(self, weight: Tensor | None) -> Tensor:
         x = self.x
@@ -137,8 +150,8 @@ class FusedFeatures(Features):
         corner = root.float().square().sum().reshape(1, 1)
         return torch.cat([torch.cat([gram, last], dim=1), torch.cat([last.T, corner], dim=1)])
 
-    def representable(self, v: Tensor) -> Tensor:
-        return representable(v, FAST.vector)
+    def representable(self, v: Tensor, precision: Precision) -> Tensor:
+        return v if precision is Precision.ACCURATE else representable(v, precision.terms.vector)
 
 
 def features_of(x: Tensor, columns: int) -> Features:

@@ -99,6 +99,7 @@ def solve_system(
         operator.rhs(),
         start=start,
         preconditioner=prepared.operator,
+        coarse=operator.coarse(),
         accurate=operator.accurate(),
         rtol=settings.rtol,
         max_steps=settings.max_steps,
