@@ -6,11 +6,14 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from rich import filesize
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -74,20 +77,26 @@ def tell_page(path: Path | None, *, quiet: bool) -> None:
         err.print(f"page: {path}", markup=False, soft_wrap=True)
 
 
+# Seconds between two lines of progress where no bar can be drawn: a log stays short.
+LOG_EVERY = 30.0
+
+
 class Bar:
-    """A progress bar on stderr with rate and time left; silent where stderr is no terminal."""
+    """Progress on stderr with rate and time left: a bar, or lines where stderr is no terminal."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
-        self._visible = err.is_terminal and not quiet
         self._lock = threading.Lock()
-        self._bar: RichProgress | None = None
+        self._bar: RichProgress | _Log | None = None
         self._task: Any = None
 
     def start(self, what: str, total: int, *, unit: str) -> None:
-        if not self._visible:
+        if self._quiet:
             return
-        self._bar = RichProgress(*_columns(unit), console=err, transient=True)
+        if err.is_terminal:
+            self._bar = RichProgress(*_columns(unit), console=err, transient=True)
+        else:
+            self._bar = _Log(unit)
         self._task = self._bar.add_task(what, total=total)
         self._bar.start()
 
@@ -105,6 +114,38 @@ class Bar:
             if self._bar is not None:
                 self._bar.stop()
                 self._bar = None
+
+
+class _Log:
+    """What a bar would show, as a line every LOG_EVERY seconds; short jobs leave none."""
+
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+        self._total = self._done = 0
+        self._begun = self._told = time.monotonic()
+
+    def add_task(self, what: str, total: int) -> str:
+        self._total = total
+        return what
+
+    def start(self) -> None:
+        self._begun = self._told = time.monotonic()
+
+    def advance(self, task: str, amount: int) -> None:
+        self._done = min(self._done + amount, self._total)
+        now = time.monotonic()
+        if self._done == 0 or now - self._told < LOG_EVERY:
+            return
+        self._told = now
+        left = timedelta(seconds=round((now - self._begun) * (self._total / self._done - 1)))
+        if self._unit == "B":
+            amount = f"{filesize.decimal(self._done)} of {filesize.decimal(self._total)}"
+        else:
+            amount = f"{self._done} of {self._total} {self._unit}"
+        err.print(f"{task}: {amount}, {left} left", markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        pass
 
 
 class _Rate(ProgressColumn):
