@@ -139,10 +139,10 @@ class _Log:
         self._told = now
         left = timedelta(seconds=round((now - self._begun) * (self._total / self._done - 1)))
         if self._unit == "B":
-            amount = f"{filesize.decimal(self._done)} of {filesize.decimal(self._total)}"
+            so_far = f"{filesize.decimal(self._done)} of {filesize.decimal(self._total)}"
         else:
-            amount = f"{self._done} of {self._total} {self._unit}"
-        err.print(f"{task}: {amount}, {left} left", markup=False, soft_wrap=True)
+            so_far = f"{self._done} of {self._total} {self._unit}"
+        err.print(f"{task}: {so_far}, {left} left", markup=False, soft_wrap=True)
 
     def stop(self) -> None:
         pass
