@@ -34,8 +34,9 @@ def test_the_device_does_not_matter(
     family: str, settings: dict[str, Any], case_of: CaseOf, tmp_path: Path
 ) -> None:
     case = case_of(family)
-    cpu = case.calibrate(tmp_path / "cpu", device="cpu", **settings)
-    gpu = case.calibrate(tmp_path / "gpu", device="cuda", **settings)
+    near, tight = (2e-2, {}) if "objective" in settings else (1e-4, {"rtol": 1e-9})
+    cpu = case.calibrate(tmp_path / "cpu", device="cpu", **settings, **tight)
+    gpu = case.calibrate(tmp_path / "gpu", device="cuda", **settings, **tight)
     before, one, two = (zoo.tensors(p) for p in (case.merged, tmp_path / "cpu", tmp_path / "gpu"))
     assert cases.changed_tensors(case.merged, tmp_path / "gpu")
     for a, b in zip(cpu.layers, gpu.layers, strict=True):
@@ -43,7 +44,7 @@ def test_the_device_does_not_matter(
         for name in case.sources:
             assert b["kl_after"][name] == pytest.approx(a["kl_after"][name], rel=2e-2)
         move = (one[a["router"]] - before[a["router"]]).norm()
-        assert (one[a["router"]] - two[a["router"]]).norm() <= 2e-2 * move
+        assert (one[a["router"]] - two[a["router"]]).norm() <= near * move
 
 
 def test_a_bfloat16_checkpoint_runs_in_bfloat16(case_of: CaseOf, tmp_path: Path) -> None:

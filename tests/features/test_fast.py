@@ -146,4 +146,6 @@ def test_bfloat16_features_are_as_near_as_the_whole_models(family: str, zoo_fold
     assert list(found) == list(plain)
     for path in plain:
         want, ours, theirs = (torch.cat(side[path]).float() for side in (exact, found, plain))
-        assert (ours - want).norm() <= 1.5 * (theirs - want).norm(), path
+        # By the median: a token at a near tie may meet other experts, and then it is far off.
+        off, usual = ((side - want).norm(dim=1).median() for side in (ours, theirs))
+        assert off <= 1.5 * usual, path

@@ -44,4 +44,8 @@ def test_features_are_those_of_the_whole_model(
     expected, _ = reference.run_whole(model, tuple(found), batches)
     assert list(found) == list(expected)
     for path, tensors in expected.items():
-        assert all(map(torch.equal, found[path], tensors)), path
+        if offload == "device":
+            # Padding waits as zeros there: it meets other experts, whose products are cut anew.
+            torch.testing.assert_close(found[path], tensors, rtol=1e-5, atol=1e-5)
+        else:
+            assert all(map(torch.equal, found[path], tensors)), path

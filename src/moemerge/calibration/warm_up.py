@@ -104,12 +104,15 @@ def random_problem(
         )
         for name in DOMAINS
     ]
+    selection = None
+    if gate.selection_bias is not None:
+        selection = torch.zeros(experts, dtype=torch.float64, device=device)
     return LayerProblem(
         gate=gate,
         merged=merged,
         domains=domains,
         holdout=[],
         dtypes=(dtype, dtype if bias else None),
-        selection_bias=None,
-        source_biases=dict.fromkeys(DOMAINS),
+        selection_bias=selection,
+        source_biases=dict.fromkeys(DOMAINS, selection),
     )

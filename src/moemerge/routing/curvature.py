@@ -174,6 +174,7 @@ class RouterCurvature(LinearOperator):
         self.dtype = statistics[0].working
         self.precision = precision
         self.sum_diagonal = torch.stack([s.diagonal for s in statistics]).sum(dim=0)  # Σ diag Σ_i
+        self._damped = diagonal * self.sum_diagonal
 
     @property
     def check_every(self) -> int:
@@ -194,7 +195,7 @@ class RouterCurvature(LinearOperator):
         )
 
     def mv(self, vector: Tensor) -> Tensor:
-        out = self.damping * self.sum_diagonal * vector
+        out = self._damped * vector
         if self.dense == 0.0:
             return out
         for domain in self.statistics:
