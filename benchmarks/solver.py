@@ -226,8 +226,8 @@ def operator_timings(domains: Sequence[Domain], start: Tensor) -> list[Timing]:
         Timing(f"one term's arithmetic at {rate / 1e9:.0f} TFLOP/s", arithmetic),
     ]
     for name, used in (
-        ("product inside CG", operator.coarse()),
-        (f"the same, {len(domains)} domains apart", apart.coarse()),
+        ("product inside CG", operator.coarse() or operator),
+        (f"the same, {len(domains)} domains apart", apart.coarse() or apart),
         (f"product inside CG after step {COARSE_STEPS}", operator),
         ("product for true residuals", operator.accurate()),
     ):

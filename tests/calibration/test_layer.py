@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calibration import dense
 from moemerge.architectures.gates import Gate, Score
-from moemerge.calibration.layer import LayerProblem, calibrate_layer, exact_settings
+from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.report import layer_row, totals
 from moemerge.errors import NumericalError
 from moemerge.linalg.cg import Status
@@ -128,21 +128,6 @@ def test_a_rise_of_the_divergence_says_where_it_comes_from() -> None:
     )
     assert left.rise is not None
     assert "quadratic model" in left.rise
-
-
-@pytest.mark.parametrize(
-    ("settings", "damping"),
-    [
-        (SolveSettings(), 1 / 9),
-        (SolveSettings(gamma=0.5), 0.5),
-        (SolveSettings(alpha=1.0), 1 / 9),  # no damping to take over: the default
-        (SolveSettings(alpha=0.0), 1 / 9),
-    ],
-)
-def test_newton_starts_with_the_damping_of_the_solve(
-    settings: SolveSettings, damping: float
-) -> None:
-    assert exact_settings(settings).damping == pytest.approx(damping)
 
 
 def test_a_row_holds_no_number_that_json_lacks() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,10 +13,12 @@ from moemerge.routing import (
     Domain,
     ExactSettings,
     Preconditioner,
+    exact,
     measure,
     minimise_divergence,
     solve_router,
 )
+from moemerge.routing.preconditioners import Prepared, prepare
 from routing.problems import GATES, make_domains, naive_divergence, tokens_of
 
 SOFTMAX = GATES["softmax"]
@@ -112,6 +116,80 @@ def test_a_far_start_needs_the_line_search_and_still_descends() -> None:
     assert list(result.kl) == sorted(result.kl, reverse=True)
     near = minimise_divergence(SOFTMAX, domains, domains[0].router)
     assert result.kl[-1] == pytest.approx(near.kl[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("factor", [-20.0, 0.0, 40.0])
+def test_a_start_where_newton_steps_mislead_is_damped_until_they_do_not(factor: float) -> None:
+    """Saturated routing has next to no curvature: whole steps are far too long, or cut to none."""
+    domains = correlated_domains()
+    result = minimise_divergence(
+        SOFTMAX, domains, factor * domains[0].router, ExactSettings(max_steps=100)
+    )
+    assert result.converged, result.kl
+    assert list(result.kl) == sorted(result.kl, reverse=True)
+    near = minimise_divergence(SOFTMAX, domains, domains[0].router)
+    assert result.kl[-1] == pytest.approx(near.kl[-1], rel=2e-3)
+
+
+def correlated_domains() -> list[Domain]:
+    """Features with condition number 10⁴, and targets that no router meets."""
+    generator = torch.Generator().manual_seed(3)
+    basis = torch.linalg.qr(torch.randn(32, 32, generator=generator))[0]
+    spectrum = torch.logspace(0, -2, 32)
+    base = torch.randn(12, 32, generator=generator)
+    domains = []
+    for name in ("a", "b"):
+        x = torch.randn(3000, 32, generator=generator)
+        x[:, :16] *= 1.0 + x[:, :1].abs()  # not Gaussian: experts differ in what they see
+        router = base + 0.5 * torch.randn(12, 32, generator=generator)
+        features = (x * spectrum) @ basis.T
+        targets = features @ router.T + torch.randn(3000, 12, generator=generator)
+        domains.append(Domain(name, [features], router, [targets]))
+    return domains
+
+
+def test_ill_conditioned_features_take_few_steps_to_the_minimum() -> None:
+    domains = correlated_domains()
+    start = solve_router(SOFTMAX, domains, domains[0].router).weight
+    result = minimise_divergence(SOFTMAX, domains, start)
+    assert result.converged
+    assert result.steps <= 4
+    assert result.inner_steps <= 40
+    tight = ExactSettings(decrease_rtol=1e-8, max_steps=60, max_inner_steps=1000)
+    minimum = minimise_divergence(SOFTMAX, domains, result.weight, tight).kl[-1]
+    assert minimum <= result.kl[-1] <= (1 + 1e-4) * minimum
+    assert result.kl[0] > 1.01 * minimum  # there was something to do
+
+
+def test_the_preconditioner_is_built_once_while_whole_steps_succeed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = []
+
+    def counting(*args: Any) -> Prepared:
+        built.append(prepare(*args))
+        return built[-1]
+
+    monkeypatch.setattr(exact, "prepare", counting)
+    domains = correlated_domains()
+    start = solve_router(SOFTMAX, domains, domains[0].router).weight
+    result = minimise_divergence(SOFTMAX, domains, start)
+    assert result.steps > 1
+    assert len(built) == 1
+    built.clear()
+    assert minimise_divergence(SOFTMAX, domains, -5.0 * start).steps > 1
+    assert len(built) > 1  # on the way from there it changes
+
+
+def test_a_promise_of_an_unfinished_system_is_no_convergence() -> None:
+    domains = correlated_domains()
+    start = solve_router(SOFTMAX, domains, domains[0].router).weight
+    settings = ExactSettings(
+        preconditioner=Preconditioner.JACOBI, decrease_rtol=0.5, max_inner_steps=1, max_steps=3
+    )
+    result = minimise_divergence(SOFTMAX, domains, start, settings)
+    assert result.status is Status.MAX_STEPS
+    assert list(result.kl) == sorted(result.kl, reverse=True)
 
 
 @pytest.mark.parametrize("kind", list(Preconditioner))

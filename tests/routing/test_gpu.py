@@ -52,7 +52,9 @@ def test_operator_and_right_hand_side(gate, curvature, bias) -> None:  # type: i
         return float((got.cpu() - want).norm() / want.norm())
 
     assert error(gpu.accurate().mv(v.cuda()), exact) < 5e-7
-    for rough in (gpu, gpu.coarse()):
+    coarse = gpu.coarse()
+    assert coarse is not None
+    for rough in (gpu, coarse):
         seen = rough.representable(v.cuda())
         assert error(rough.mv(seen), cpu.accurate().mv(seen.cpu())) < 1e-5
     assert error(gpu.rhs(), cpu.rhs()) < 5e-7

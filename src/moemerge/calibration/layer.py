@@ -115,9 +115,8 @@ def calibrate_layer(
         del operator  # the probabilities of all tokens
         found, newton = solution.weight, None
         if exact:
-            newton = minimise_divergence(
-                problem.gate, problem.domains, found, exact_settings(settings)
-            )
+            how = ExactSettings(preconditioner=settings.preconditioner)
+            newton = minimise_divergence(problem.gate, problem.domains, found, how)
             found = newton.weight
     weight, bias = _rounded(found, problem)
     with stopwatch.span("measure"):
@@ -132,14 +131,6 @@ def calibrate_layer(
             holdout=_agreement(problem, problem.holdout, new) if problem.holdout else None,
             router_on_features=_agreement(problem, on_features, new) if on_features else None,
         )
-
-
-def exact_settings(settings: SolveSettings) -> ExactSettings:
-    """The damping that a regularised solve had, as the first Newton system's."""
-    dense, diagonal = settings.regulariser
-    if dense > 0 and diagonal > 0:
-        return ExactSettings(damping=diagonal / dense, preconditioner=settings.preconditioner)
-    return ExactSettings(preconditioner=settings.preconditioner)
 
 
 def _rounded(found: Tensor, problem: LayerProblem) -> tuple[Tensor, Tensor | None]:

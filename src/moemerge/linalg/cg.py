@@ -6,7 +6,8 @@ accurate operator, and when that is not small enough yet, CG starts again from i
 refinement). A fast, coarse operator inside thus reaches the accuracy of the accurate one outside.
 
 How coarse depends on the problem. Few steps forgive directions that are conjugate to a few digits
-only; many do not. The first steps may therefore be left to an operator still coarser than the rest.
+only; many do not, and go astray. The first steps may therefore be left to an operator still coarser
+than the rest, which starts anew where that one has not come to an end.
 """
 
 from __future__ import annotations
@@ -112,15 +113,16 @@ def cg(
         return CGResult(w if kept else torch.zeros_like(b), Status.CONVERGED, 0, (0.0,), 0.0)
     precondition = preconditioner or Identity(operator.shape, operator.device)
 
-    r = b - truth.mv(w)
+    r = b.clone() if start is None else b - truth.mv(w)  # A·0 needs no product
     true_residual = float(torch.linalg.vector_norm(r)) / scale
     history, steps, refinements = [true_residual], 0, -1
     status = _judge(true_residual, rtol, steps, max_steps)
     while status is None:
         target = max(RECURRENCE_MARGIN * rtol, inner_reduction * true_residual) * scale
-        ladder = _Ladder(coarse or operator, operator, switch=COARSE_STEPS - steps)
+        budget = (max_steps if coarse is None else min(COARSE_STEPS, max_steps)) - steps
+        inside = coarse or operator
         cycle = _recurrence(
-            ladder, precondition, w, r, target=target, budget=max_steps - steps, every=check_every
+            inside, precondition, w, r, target=target, budget=budget, every=check_every
         )
         steps, refinements = steps + cycle.steps, refinements + 1
         history += [value / scale for value in cycle.residuals]
@@ -129,22 +131,15 @@ def cg(
         reached = float(torch.linalg.vector_norm(candidate)) / scale
         if reached < before:  # never hand back something worse than what we had
             w, r, true_residual = cycle.solution, candidate, reached
-        status = _judge(true_residual, rtol, steps, max_steps) or cycle.failure
-        if status is None and not reached <= REFINEMENT_GAIN * before:
+        gained = reached <= REFINEMENT_GAIN * before
+        status = _judge(true_residual, rtol, steps, max_steps)
+        if coarse is not None:  # whatever went wrong, the fine operator has its turn
+            coarse = coarse if gained and steps < COARSE_STEPS else None
+            continue
+        status = status or cycle.failure
+        if status is None and not gained:
             status = Status.STAGNATED
     return CGResult(w, status, steps, tuple(history), true_residual, max(refinements, 0))
-
-
-@dataclass(frozen=True)
-class _Ladder:
-    """The operators of one cycle: `coarse` up to step `switch`, then `fine`."""
-
-    coarse: LinearOperator
-    fine: LinearOperator
-    switch: int
-
-    def at(self, step: int) -> LinearOperator:
-        return self.coarse if step <= self.switch else self.fine
 
 
 def _judge(true_residual: float, rtol: float, steps: int, max_steps: int) -> Status | None:
@@ -156,7 +151,7 @@ def _judge(true_residual: float, rtol: float, steps: int, max_steps: int) -> Sta
 
 
 def _recurrence(
-    ladder: _Ladder,
+    operator: LinearOperator,
     preconditioner: LinearOperator,
     w: Tensor,
     r: Tensor,
@@ -169,18 +164,18 @@ def _recurrence(
 
     All scalars stay on the device; `pending` gathers them until the host looks. A failure in the
     steps not yet looked at goes back to the iterate of the last look. Directions are rounded to
-    what their operator sees: w then moves by the very p that A p was computed for, and the residual
+    what the operator sees: w then moves by the very p that A p was computed for, and the residual
     drifts from the truth by the product's own error alone.
     """
     w, r = w.clone(), r.clone()
     y = preconditioner.mv(r)
-    p = ladder.at(1).representable(y).clone()
+    p = operator.representable(y).clone()
     rho = torch.sum(r * y)
     zero = torch.zeros_like(rho)
     cycle = _Cycle(solution=w.clone(), steps=0)
     pending: list[Tensor] = []
     for step in range(1, budget + 1):
-        q = ladder.at(step).mv(p)
+        q = operator.mv(p)
         eta = torch.sum(p * q)
         # A residual of exactly zero ends in 0/0: such a step must do nothing instead.
         alpha = torch.where(rho == 0, zero, rho / eta)
@@ -189,7 +184,7 @@ def _recurrence(
         y = preconditioner.mv(r)
         rho_next = torch.sum(r * y)
         pending.append(torch.stack([torch.linalg.vector_norm(r), eta, rho]))
-        p = ladder.at(step + 1).representable(y + p * torch.where(rho == 0, zero, rho_next / rho))
+        p = operator.representable(y + p * torch.where(rho == 0, zero, rho_next / rho))
         rho = rho_next
         if step % every == 0 or step == budget:
             seen = torch.stack(pending).tolist()  # the only host synchronisation

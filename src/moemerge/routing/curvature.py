@@ -124,6 +124,10 @@ class DomainStatistics:
             part = self._features(x).curvature(weights, vector, precision)
             out.add_(part, alpha=factor / self.tokens)
 
+    @property
+    def coarse_is_cheaper(self) -> bool:
+        return self._features(self.parts[0][0]).coarse_is_cheaper
+
     def representable(self, vector: Tensor, precision: Precision) -> Tensor:
         """The nearest to `vector` that a product takes without rounding it."""
         return self._features(self.parts[0][0]).representable(vector, precision)
@@ -185,9 +189,10 @@ class RouterCurvature(LinearOperator):
         """The same operator at the highest accuracy its features are served with."""
         return self._with(Precision.ACCURATE)
 
-    def coarse(self) -> RouterCurvature:
-        """The same operator as cheap as its features allow."""
-        return self._with(Precision.COARSE)
+    def coarse(self) -> RouterCurvature | None:
+        """The same operator at a coarser precision, where that is cheaper."""
+        cheaper = self.statistics[0].coarse_is_cheaper
+        return self._with(Precision.COARSE) if cheaper else None
 
     def _with(self, precision: Precision) -> RouterCurvature:
         return RouterCurvature(

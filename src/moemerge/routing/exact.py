@@ -2,7 +2,10 @@
 
 The objective is the pure divergence: no regulariser. What α or γ add to the quadratic problem
 appears here only as a Levenberg term λ diag(H) inside each Newton system, which shortens steps in
-directions the tokens hardly see and moves no minimum; λ starts at c/a and shrinks as steps succeed.
+directions the tokens hardly see and moves no minimum. From the quadratic solution whole steps
+succeed with next to none of it, and 2 or 3 do; where they do not, λ grows. Such systems are as
+ill-conditioned as the features, so that the preconditioner decides their cost. It is built once,
+as curvature hardly changes on the way, and kept until its age costs more than a new one.
 
 For a softmax the objective is convex (multinomial logistic regression with soft targets) and H is
 its Hessian. It does not change when one row is added to all experts' rows; steps are projected so
@@ -26,16 +29,26 @@ from moemerge.linalg.cg import Status, cg
 from moemerge.routing.curvature import DomainStatistics, RouterCurvature
 from moemerge.routing.domains import Domain, chunks_of, rows_at_once
 from moemerge.routing.gates import divergence
-from moemerge.routing.preconditioners import Preconditioner, prepare
+from moemerge.routing.preconditioners import (
+    NEWTON_STEPS,
+    Preconditioner,
+    Prepared,
+    prepare,
+    steps_to_build,
+)
 from moemerge.routing.products import features_of
 
 ARMIJO = 1e-4
 HALVINGS = 12
-DAMPING_SHRINK = 0.1
-DAMPING_GROWTH = 10.0
-DAMPING_FLOOR = 1e-4
+# λ after a whole step, after one cut below a half, and after one cut to (next to) nothing.
+DAMPING_SHRINK, DAMPING_GROWTH, DAMPING_LEAP = 0.1, 10.0, 1000.0
+SHORT, NOTHING = 0.5, 0.05
+# More than this much damping shortens steps so far that a small promise tells nothing.
+TELLING_DAMPING = 0.1
+# With this much, a step is a scaled gradient's, and tiny: if it does not descend, none will.
+MOST_DAMPING = 1e5
 # Newton systems need no more accuracy than their model of the objective has.
-FORCING = 0.05
+FORCING = 0.1
 # With fewer tokens than features every target can be met, and each step divides the divergence
 # again without end. Below this share of the start's, it is the start's that progress counts by.
 VANISHING = 0.01
@@ -43,11 +56,14 @@ VANISHING = 0.01
 
 @dataclass(frozen=True)
 class ExactSettings:
-    """`decrease_rtol`: stop once a step promises less than this share of the divergence."""
+    """`decrease_rtol`: stop after a step that promised less than this share of the divergence.
 
-    damping: float = 1.0 / 9.0  # c / a at α = 0.9
+    What is left then is what that step missed: some per cent of its promise.
+    """
+
+    damping: float = 1e-5  # λ at first, and the least that it becomes
     preconditioner: Preconditioner = Preconditioner.AUTO
-    decrease_rtol: float = 1e-5
+    decrease_rtol: float = 1e-3
     max_steps: int = 30
     max_inner_steps: int = 200
 
@@ -81,30 +97,32 @@ def minimise_divergence(
     settings = settings or ExactSettings()
     domains = [_with_targets(domain) for domain in domains]
     w = start.to(domains[0].features[0].device, torch.float64)
-    damping = settings.damping
     here = _Point.at(gate, domains, w)
-    kl, gradient, inner = [here.kl], [here.gradient_norm], 0
+    newton = _Newton(gate, settings)
+    kl, gradient = [here.kl], [here.gradient_norm]
     status = Status.MAX_STEPS
     for _ in range(settings.max_steps):
         if here.kl == 0.0 or here.gradient_norm == 0.0:
             status = Status.CONVERGED
             break
-        step, used = _newton_step(gate, here, damping, settings)
-        inner += used
+        step, telling = newton.step(here)
         promise = float(torch.sum(here.descent * step))  # = −gᵀs
-        if 0.5 * promise <= settings.decrease_rtol * max(here.kl, VANISHING * kl[0]):
+        enough = settings.decrease_rtol * max(here.kl, VANISHING * kl[0])
+        length = _line_search(gate, domains, w, step, here.kl, promise)
+        there = _Point.at(gate, domains, w + length * step) if length > 0.0 else here
+        descended = there.kl < here.kl
+        newton.went(length if descended else 0.0)
+        if descended:
+            w, here = w + length * step, there
+            kl.append(here.kl)
+            gradient.append(here.gradient_norm)
+        if telling and 0.5 * promise <= enough:
             status = Status.CONVERGED
             break
-        length = _line_search(gate, domains, w, step, here.kl, promise)
-        damping = _next_damping(damping, length)
-        there = None if length == 0.0 else _Point.at(gate, domains, w + length * step)
-        if there is None or not there.kl < here.kl:
+        if not descended and newton.damping > MOST_DAMPING:
             status = Status.STAGNATED
             break
-        w, here = w + length * step, there
-        kl.append(here.kl)
-        gradient.append(here.gradient_norm)
-    return ExactResult(w, status, len(kl) - 1, inner, tuple(kl), tuple(gradient))
+    return ExactResult(w, status, len(kl) - 1, newton.inner_steps, tuple(kl), tuple(gradient))
 
 
 @dataclass(frozen=True)
@@ -128,33 +146,52 @@ class _Point:
         )
 
 
-def _newton_step(
-    gate: Gate, here: _Point, damping: float, settings: ExactSettings
-) -> tuple[Tensor, int]:
-    """(Σ + λ diag Σ) s = −gradient, roughly; and the CG steps it took."""
-    operator = RouterCurvature(here.statistics, dense=1.0, diagonal=damping)
-    prepared = prepare(operator, settings.preconditioner)
-    result = cg(
-        operator,
-        here.descent,
-        preconditioner=prepared.operator,
-        accurate=operator.accurate(),
-        rtol=FORCING,
-        max_steps=settings.max_inner_steps,
-        check_every=operator.check_every,
-    )
-    step = result.solution
-    if not float(torch.sum(here.descent * step)) > 0.0:  # CG got nowhere: scaled descent instead
-        step = prepared.operator.mv(here.descent)
-    if gate.score is Score.SOFTMAX and gate.soft_cap is None:
-        step = step - step.mean(dim=0, keepdim=True)
-    return step, result.steps
+class _Newton:
+    """Newton systems one after the other: their damping, and the preconditioner they share."""
 
+    def __init__(self, gate: Gate, settings: ExactSettings) -> None:
+        self.settings = settings
+        self.has_null_direction = gate.score is Score.SOFTMAX and gate.soft_cap is None
+        self.damping = settings.damping
+        self.inner_steps = 0
+        self.prepared: Prepared | None = None
+        self.patience = 0.0  # CG steps after which a new preconditioner would have been cheaper
 
-def _next_damping(damping: float, length: float) -> float:
-    if length == 1.0:
-        return max(damping * DAMPING_SHRINK, DAMPING_FLOOR)
-    return damping if length >= 0.5 else damping * DAMPING_GROWTH
+    def step(self, here: _Point) -> tuple[Tensor, bool]:
+        """(Σ + λ diag Σ) s = −gradient, roughly; and whether s tells how far the minimum is."""
+        operator = RouterCurvature(here.statistics, dense=1.0, diagonal=self.damping)
+        fresh = self.prepared is None
+        prepared = self.prepared or prepare(operator, self.settings.preconditioner, NEWTON_STEPS)
+        result = cg(
+            operator,
+            here.descent,
+            preconditioner=prepared.operator,
+            coarse=operator.coarse(),
+            rtol=FORCING,
+            max_steps=self.settings.max_inner_steps,
+            check_every=operator.check_every,
+        )
+        self.inner_steps += result.steps
+        if fresh:
+            self.patience = result.steps + steps_to_build(operator, prepared.kind)
+        kept = result.converged and result.steps <= self.patience
+        self.prepared = prepared if kept else None
+        step = result.solution
+        if not float(torch.sum(here.descent * step)) > 0.0:  # CG got nowhere: scaled descent
+            step = prepared.operator.mv(here.descent)
+        if self.has_null_direction:
+            step = step - step.mean(dim=0, keepdim=True)
+        telling = result.status is not Status.MAX_STEPS and self.damping <= TELLING_DAMPING
+        return step, telling
+
+    def went(self, length: float) -> None:
+        """Learn from the share of the step that the line search allowed."""
+        if length == 1.0:
+            self.damping = max(self.damping * DAMPING_SHRINK, self.settings.damping)
+            return
+        self.prepared = None  # curvature that misled here is none to go on with
+        if length < SHORT:
+            self.damping *= DAMPING_GROWTH if length > NOTHING else DAMPING_LEAP
 
 
 def _line_search(

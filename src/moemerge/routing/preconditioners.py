@@ -7,10 +7,14 @@
   scaled to unit diagonal, A ≈ S^½ (a C_H ⊗ C_X + c I) S^½. The eigenvectors of the two small
   matrices diagonalise the bracket whole, damping included; blending each factor with its own
   diagonal instead would put the damping in the wrong place, and takes twice the steps.
+
+Blocks see how each expert's own tokens are correlated, which one Gram matrix for all cannot. With
+little damping and trained features it is what counts: Newton's systems take 3 steps with blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,8 +24,9 @@ from torch import Tensor
 from moemerge.linalg.operator import Diagonal, Identity, LinearOperator
 from moemerge.routing.curvature import RouterCurvature
 
-# Eigenvalues of a unit-diagonal matrix below this are rounding, not curvature.
-EIGENVALUE_FLOOR = 1e-6
+# Least damping of the Kronecker form, as a share of a. Its small eigenvalues are far from A's: with
+# A's own damping of 1e-4 in place of this, CG takes four times the steps.
+KRONECKER_DAMPING = 0.02
 # Jitter tried first where a Cholesky factorisation fails, relative to the mean diagonal.
 FIRST_JITTER = 1e-7
 JITTER_GROWTH = 10.0
@@ -41,7 +46,7 @@ class Preconditioner(StrEnum):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A preconditioner ready for use; `jitter` was added to keep it positive definite (0: none)."""
+    """A preconditioner ready for use; `jitter` is the damping added for its own sake (0: none)."""
 
     kind: Preconditioner
     operator: LinearOperator
@@ -83,11 +88,29 @@ class KroneckerInverse(LinearOperator):
         return self.scale * self.scale * spread
 
 
-def prepare(operator: RouterCurvature, kind: Preconditioner) -> Prepared:
-    """Build the preconditioner asked for."""
+Steps = Mapping[Preconditioner, int]
+# Steps to a residual of 1e-6 at α = 0.9, measured: on small models with real features (K 16-32,
+# d 64-128) and on d = 2048, K = 64 synthetic ones. Only their ratios matter.
+SOLVE_STEPS: Steps = {
+    Preconditioner.JACOBI: 200,
+    Preconditioner.KRONECKER: 40,
+    Preconditioner.BLOCK: 55,
+}
+# Steps of all Newton systems of a router together (`exact`), the preconditioner built once;
+# measured on trained features (K 24, d 96), where the slowest of five layers weighs most.
+NEWTON_STEPS: Steps = {
+    Preconditioner.JACOBI: 500,
+    Preconditioner.KRONECKER: 140,
+    Preconditioner.BLOCK: 12,
+}
+
+
+def prepare(
+    operator: RouterCurvature, kind: Preconditioner, steps: Steps = SOLVE_STEPS
+) -> Prepared:
+    """Build the preconditioner asked for; AUTO chooses for as many `steps` as each would take."""
     if kind is Preconditioner.AUTO:
-        tokens = sum(s.tokens for s in operator.statistics)
-        kind = choose(operator.shape, tokens, operator.dtype)
+        kind = choose(operator.shape, tokens_of(operator), operator.dtype, steps)
     if kind is Preconditioner.JACOBI:
         return Prepared(kind, Diagonal(operator.diagonal()).inverse())
     if kind is Preconditioner.BLOCK:
@@ -97,46 +120,66 @@ def prepare(operator: RouterCurvature, kind: Preconditioner) -> Prepared:
     return Prepared(Preconditioner.NONE, Identity(operator.shape, operator.device))
 
 
-# Steps to a residual of 1e-6 at α = 0.9, measured: on small models with real features (K 16-32,
-# d 64-128) and on d = 2048, K = 64 synthetic ones. Only their ratios matter.
-EXPECTED_STEPS = {
-    Preconditioner.JACOBI: 200,
-    Preconditioner.KRONECKER: 40,
-    Preconditioner.BLOCK: 55,
-}
-# An eigendecomposition costs about 9 n³ multiplications, but runs far below a product's rate.
-EIGEN_COST = 30.0
-# Cholesky and inverse: n³, at a rate between the two.
+# An eigendecomposition's time in n³ multiply-adds of a product: 6 (n = 2048) to 13 (n = 256).
+EIGEN_COST = 10.0
+# Cholesky and inverse: 1.3 to 4.
 INVERSE_COST = 4.0
 # Work (multiply-adds) below which calls, not arithmetic, cost the time.
 NEGLIGIBLE_WORK = 2e8
 
 
-def costs(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> dict[Preconditioner, float]:
-    """Expected work of a whole solve in multiply-adds, build included; what memory allows."""
+@dataclass(frozen=True)
+class Work:
+    """Multiply-adds of a preconditioner: to build it, and of one CG step with it."""
+
+    build: float
+    step: float
+
+
+def works(shape: tuple[int, int], tokens: int) -> dict[Preconditioner, Work]:
+    """The work of every kind that AUTO knows."""
     experts, width = shape
     product = 2.0 * tokens * experts * width
-    build = {
-        Preconditioner.JACOBI: 0.0,
-        Preconditioner.KRONECKER: tokens * width**2 + EIGEN_COST * (width**3 + experts**3),
-        Preconditioner.BLOCK: experts * (tokens * width**2 + INVERSE_COST * width**3),
+    eigen = EIGEN_COST * (width**3 + experts**3)
+    blocks = experts * (tokens * width**2 + INVERSE_COST * width**3)
+    return {
+        Preconditioner.JACOBI: Work(0.0, product),
+        Preconditioner.KRONECKER: Work(
+            tokens * width**2 + eigen, product + 2.0 * experts * width * (width + experts)
+        ),
+        Preconditioner.BLOCK: Work(blocks, product + 1.0 * experts * width**2),
     }
-    apply = {
-        Preconditioner.JACOBI: 0.0,
-        Preconditioner.KRONECKER: 2.0 * experts * width * (width + experts),
-        Preconditioner.BLOCK: 1.0 * experts * width**2,
-    }
+
+
+def costs(
+    shape: tuple[int, int], tokens: int, dtype: torch.dtype, steps: Steps = SOLVE_STEPS
+) -> dict[Preconditioner, float]:
+    """Expected work of a whole solve in multiply-adds, build included; what memory allows."""
+    experts, width = shape
+    known = works(shape, tokens)
     if experts * width**2 * dtype.itemsize > BLOCK_BYTES:
-        del build[Preconditioner.BLOCK]
-    return {kind: build[kind] + EXPECTED_STEPS[kind] * (product + apply[kind]) for kind in build}
+        del known[Preconditioner.BLOCK]
+    return {kind: work.build + steps[kind] * work.step for kind, work in known.items()}
 
 
-def choose(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Preconditioner:
+def choose(
+    shape: tuple[int, int], tokens: int, dtype: torch.dtype, steps: Steps = SOLVE_STEPS
+) -> Preconditioner:
     """The kind with the least expected work; the sturdiest where all are negligible."""
-    expected = costs(shape, tokens, dtype)
+    expected = costs(shape, tokens, dtype, steps)
     if expected.get(Preconditioner.BLOCK, float("inf")) < NEGLIGIBLE_WORK:
         return Preconditioner.BLOCK
     return min(expected, key=lambda kind: expected[kind])
+
+
+def tokens_of(operator: RouterCurvature) -> int:
+    return sum(domain.tokens for domain in operator.statistics)
+
+
+def steps_to_build(operator: RouterCurvature, kind: Preconditioner) -> float:
+    """How many CG steps cost as much as building a preconditioner (not AUTO) for the operator."""
+    work = works(operator.shape, tokens_of(operator)).get(kind)
+    return 0.0 if work is None else work.build / work.step
 
 
 # Gram matrix, eigenvectors and an eigendecomposition's workspace; a block, its factor, its inverse
@@ -147,15 +190,19 @@ KRONECKER_MATRICES, BLOCK_MATRICES = 8, 4
 def matrix_bytes(
     kind: Preconditioner, shape: tuple[int, int], tokens: int, dtype: torch.dtype
 ) -> int:
-    """The most memory that building a preconditioner takes, vectors left out."""
+    """The most memory that building a preconditioner takes, vectors left out.
+
+    For AUTO, whichever of its two choices (for one system, for Newton's) takes more.
+    """
     experts, width = shape
+    kinds = {kind}
     if kind is Preconditioner.AUTO:
-        kind = choose(shape, tokens, dtype)
+        kinds = {choose(shape, tokens, dtype, steps) for steps in (SOLVE_STEPS, NEWTON_STEPS)}
     count = {
         Preconditioner.KRONECKER: KRONECKER_MATRICES,
         Preconditioner.BLOCK: BLOCK_MATRICES * experts,
     }
-    return count.get(kind, 0) * width**2 * dtype.itemsize
+    return max(count.get(one, 0) for one in kinds) * width**2 * dtype.itemsize
 
 
 def _block(operator: RouterCurvature) -> Prepared:
@@ -197,14 +244,13 @@ def _kronecker(operator: RouterCurvature) -> Prepared:
         gram += domain.gram(_trace)
     lambda_h, vectors_h = torch.linalg.eigh(_unit_diagonal(mean_h))
     lambda_x, vectors_x = torch.linalg.eigh(_unit_diagonal(gram))
-    values = operator.dense * torch.outer(lambda_h.to(lambda_x.dtype), lambda_x) + operator.damping
-    floor = EIGENVALUE_FLOOR * values.max()
-    jitter = EIGENVALUE_FLOOR if bool(values.min() < floor) else 0.0
+    damping = max(operator.damping, KRONECKER_DAMPING * operator.dense)
+    # Rounding makes zero eigenvalues a little negative.
+    products = torch.outer(lambda_h.to(lambda_x.dtype), lambda_x).clamp_min(0.0)
+    values = operator.dense * products + damping
     scale = Diagonal(operator.sum_diagonal).inverse().values.sqrt()
-    inverse = KroneckerInverse(
-        scale, vectors_h.to(lambda_x.dtype), vectors_x, 1.0 / values.clamp_min(floor)
-    )
-    return Prepared(Preconditioner.KRONECKER, inverse, jitter)
+    inverse = KroneckerInverse(scale, vectors_h.to(lambda_x.dtype), vectors_x, 1.0 / values)
+    return Prepared(Preconditioner.KRONECKER, inverse, damping - operator.damping)
 
 
 def _trace(h: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ class Precision(Enum):
 class Features(ABC):
     """A block of features x, (tokens, d); `columns` is d, or d + 1 with a column of ones."""
 
+    coarse_is_cheaper = False  # than FAST; where not, it is the same
+
     def __init__(self, x: Tensor, columns: int) -> None:
         self.x = x
         self.columns = columns
@@ -121,6 +123,8 @@ class PlainFeatures(Features):
 
 class FusedFeatures(Features):
     """bf16 features on a GPU, by the kernels."""
+
+    coarse_is_cheaper = True
 
     def logits(self, router: Tensor) -> Tensor:
         return self.working_logits(router).double()
