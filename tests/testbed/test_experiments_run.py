@@ -202,3 +202,19 @@ def test_figures_without_matplotlib_are_refused_before_any_work(sets, tmp_path, 
     with pytest.raises(UsageError, match="matplotlib"):
         run_tables(request_for(sets, tmp_path / "x"), Silent())
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"steps_scale": 0.0}, "--steps-scale is 0"),
+        ({"seeds": (-1,)}, "--seeds has -1"),
+        ({"jobs": 0}, "--jobs is 0"),
+        ({"regimes": ("hard",)}, "soft, plain"),
+    ],
+)
+def test_wrong_requests_leave_nothing(wrong, words, sets, tmp_path):
+    request = replace(request_for(sets, tmp_path / "x"), **wrong)
+    with pytest.raises(UsageError, match=words):
+        run_tables(request, Silent(), figures=False)
+    assert not (tmp_path / "x").exists()

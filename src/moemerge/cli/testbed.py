@@ -50,7 +50,7 @@ def train(
             metavar="soft|plain",
             help="soft: routers move much and weights little; plain: ordinary fine-tuning.",
         ),
-    ],
+    ] = "soft",
     arch: Annotated[
         str, typer.Option("--arch", metavar="olmoe|qwen3_moe", help="Family of the models.")
     ] = "olmoe",

@@ -30,7 +30,15 @@ from moemerge.testbed.experiments.recipes import (
 from moemerge.testbed.experiments.report import write_report
 from moemerge.testbed.experiments.summary import Summary, summarise
 from moemerge.testbed.tasks import DOMAINS
-from moemerge.testbed.training import ARCHITECTURES, PRESETS, REGIMES, Job, open_set, train_many
+from moemerge.testbed.training import (
+    ARCHITECTURES,
+    PRESETS,
+    REGIMES,
+    Job,
+    check_steps_scale,
+    open_set,
+    train_many,
+)
 
 ALL = "all"
 WORK = "work"
@@ -133,6 +141,9 @@ def _check(request: TableRequest) -> None:
         raise UsageError("name at least one experiment and one seed")
     if request.jobs is not None and request.jobs < 1:
         raise UsageError(f"--jobs is {request.jobs}, expected at least 1")
+    if min(request.seeds) < 0:
+        raise UsageError(f"--seeds has {min(request.seeds)}, expected at least 0")
+    check_steps_scale(request.steps_scale)
     resolve_device(request.device)
     resolve_device(request.calibrate_on)
 
@@ -199,7 +210,8 @@ def train_missing(plan: Plan, journal: Journal, progress: Progress) -> None:
         for key in missing
     ]
     if jobs:
-        progress.note(f"training {len(jobs)} sets: {', '.join(key.name for key in missing)}")
+        sets = "1 set" if len(jobs) == 1 else f"{len(jobs)} sets"
+        progress.note(f"training {sets}: {', '.join(key.name for key in missing)}")
         try:
             train_many(jobs, device=request.device, progress=progress, resume=True)
         except UsageError:  # a killed training of other sets has left its state here

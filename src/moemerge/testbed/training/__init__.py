@@ -3,7 +3,7 @@
 from moemerge.testbed.network.layout import ARCHITECTURES
 from moemerge.testbed.training.finetuning import finetune, finetune_many
 from moemerge.testbed.training.presets import PRESETS, REGIMES, Preset
-from moemerge.testbed.training.run import train, train_many
+from moemerge.testbed.training.run import check_steps_scale, train, train_many
 from moemerge.testbed.training.sets import TrainedSet, open_set
 from moemerge.testbed.training.stacks import Job
 
@@ -14,6 +14,7 @@ __all__ = [
     "Job",
     "Preset",
     "TrainedSet",
+    "check_steps_scale",
     "finetune",
     "finetune_many",
     "open_set",

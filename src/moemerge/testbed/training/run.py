@@ -118,13 +118,16 @@ def _check(job: Job, *, finished: bool) -> None:
             )
     if not job.domains or len(set(job.domains)) != len(job.domains):
         raise UsageError(f"domains are {list(job.domains)}, expected at least one, each once")
-    if job.seed < 0 or job.steps_scale <= 0:
-        raise UsageError(
-            f"seed is {job.seed} and steps_scale {job.steps_scale}; expected a seed of at least 0 "
-            "and a scale above 0"
-        )
+    if job.seed < 0:
+        raise UsageError(f"seed is {job.seed}, expected at least 0")
+    check_steps_scale(job.steps_scale)
     if not finished:
         check_output(job.out, overwrite=False)
+
+
+def check_steps_scale(scale: float) -> None:
+    if not 0.0 < scale < float("inf"):
+        raise UsageError(f"--steps-scale is {scale:g}, expected a number above 0")
 
 
 def _key(jobs: Sequence[Job], device: torch.device) -> dict[str, Any]:
