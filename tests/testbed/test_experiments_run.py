@@ -43,7 +43,7 @@ def sets(tmp_path_factory):
 
 @pytest.fixture
 def bench(sets, tmp_path):
-    found = Bench(sets / "olmoe-tiny-soft-0", tmp_path, DOMAINS, SCALE, "cpu", "cpu")
+    found = Bench(sets / "olmoe-tiny-soft-0", tmp_path, DOMAINS, SCALE, "cpu")
     found.write_texts()
     return found
 

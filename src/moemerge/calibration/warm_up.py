@@ -15,7 +15,7 @@ from moemerge.runtime.devices import gpu_memory, prepare_for_threads
 
 DOMAINS = ("one", "two")
 # Long enough that the same kernels serve as later, short enough to be no work.
-VALUES = 2**28
+VALUES, TOKENS = 2**28, 2**17
 MEMORY_PER_VALUE = 256  # bytes of a GPU's: a twentieth of it at the most
 NEEDS_NONE = ("cpu",)
 
@@ -90,7 +90,7 @@ def random_problem(
     values = VALUES
     if device.type == "cuda":
         values = min(values, gpu_memory(device) // MEMORY_PER_VALUE)
-    tokens = values // width
+    tokens = min(TOKENS, values // width)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, device=device, generator=generator)

@@ -65,9 +65,6 @@ def table(
         str, typer.Option(help="Merge methods, comma-separated (default: all).")
     ] = "",
     device: options.Device = "auto",
-    calibrate_on: Annotated[
-        str, typer.Option(help="Device of the calibrations; for models this small, the CPU.")
-    ] = "cpu",
     jobs: Annotated[
         int | None, typer.Option(help="Worker processes (default: one for each core).")
     ] = None,
@@ -113,7 +110,6 @@ def table(
         work=work,
         methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
         device=device,
-        calibrate_on=calibrate_on,
         jobs=jobs,
         scale=scale,
         steps_scale=steps_scale,

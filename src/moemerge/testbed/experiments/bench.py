@@ -59,7 +59,6 @@ class Bench:
     domains: tuple[str, ...]
     scale: Scale
     device: str
-    calibrate_on: str
 
     # --- models ---
 
@@ -101,6 +100,7 @@ class Bench:
         return out
 
     def _merge(self, config: Mapping[str, Any], out: Path) -> None:
+        # On a CPU in any case: models this small keep no GPU busy, and WUDI's steps the least.
         api.merge(config, out, MergeOptions(device="cpu"))
 
     def _calibrate(self, model: Calibrated, out: Path) -> None:
@@ -114,7 +114,7 @@ class Bench:
             out,
             sources={domain: self.path(Trained(domain)) for domain in model.domains},
             data=texts,
-            device=self.calibrate_on,
+            device=self.device,
             **bound,
             **dict(model.settings),
         )

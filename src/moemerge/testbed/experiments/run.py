@@ -59,7 +59,6 @@ class TableRequest:
     work: Path | None = None  # where models are made that only serve to be measured
     methods: tuple[str, ...] = ()
     device: str = "auto"
-    calibrate_on: str = "cpu"
     jobs: int | None = None
     scale: Scale = field(default_factory=Scale)
     steps_scale: float = 1.0
@@ -145,7 +144,6 @@ def _check(request: TableRequest) -> None:
         raise UsageError(f"--seeds has {min(request.seeds)}, expected at least 0")
     check_steps_scale(request.steps_scale)
     resolve_device(request.device)
-    resolve_device(request.calibrate_on)
 
 
 @dataclass(frozen=True)
@@ -268,7 +266,6 @@ def bench_of(request: TableRequest, key: SetKey) -> Bench:
         domains=tuple(open_set(trained).models),
         scale=request.scale,
         device=request.device,
-        calibrate_on=request.calibrate_on,
     )
 
 
