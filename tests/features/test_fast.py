@@ -146,6 +146,7 @@ def test_bfloat16_features_are_as_near_as_the_whole_models(family: str, zoo_fold
     assert list(found) == list(plain)
     for path in plain:
         want, ours, theirs = (torch.cat(side[path]).float() for side in (exact, found, plain))
-        # By the median: a token at a near tie may meet other experts, and then it is far off.
-        off, usual = ((side - want).norm(dim=1).median() for side in (ours, theirs))
-        assert off <= 1.5 * usual, path
+        # Most tokens, not all: one at a near tie may meet other experts, and then it is far off.
+        off, usual = ((side - want).norm(dim=1) for side in (ours, theirs))
+        for share in (0.5, 0.8):
+            assert off.quantile(share) <= 1.5 * usual.quantile(share), path

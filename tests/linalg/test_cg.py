@@ -223,3 +223,18 @@ def test_a_coarse_operator_that_fails_is_given_up() -> None:
     result = cg(Dense(matrix), b, coarse=broken, rtol=1e-8)
     assert result.converged
     assert true_residual(matrix, result.solution, b) <= 1e-8
+
+
+def test_an_unfinished_solve_is_kept_by_its_energy() -> None:
+    matrix, b = spd(1e6), vector()
+
+    def energy(w: Tensor) -> float:
+        flat = w.reshape(-1)
+        return float(0.5 * flat @ matrix @ flat - b.reshape(-1) @ flat)
+
+    kept = cg(Dense(matrix), b, max_steps=12, by_energy=True)
+    left = cg(Dense(matrix), b, max_steps=12)
+    assert kept.status is left.status is Status.MAX_STEPS
+    assert kept.true_residual == pytest.approx(true_residual(matrix, kept.solution, b))
+    assert left.true_residual <= 1.0 < kept.true_residual
+    assert energy(kept.solution) < energy(left.solution) <= 0.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import Gate
+from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import UsageError
 from moemerge.linalg import Status
 from moemerge.routing import (
@@ -216,6 +216,56 @@ def test_targets_that_can_all_be_met_end_the_descent() -> None:
     result = minimise_divergence(SOFTMAX, domains, start)
     assert result.converged, result.kl
     assert result.kl[-1] < 1e-4 * result.kl[0]
+
+
+def steep_domains() -> list[Domain]:
+    """Clusters, a steep spectrum and an offset, as in trained models; targets nobody meets."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, width, experts = 1000, 64, 8
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    basis = torch.linalg.qr(normal(width, width))[0]
+    spectrum = torch.arange(1, width + 1) ** -1.5
+    base = 3 * normal(experts, width) / width**0.5
+    domains = []
+    for name in "ab":
+        centres = normal(8, width)[torch.randint(0, 8, (tokens,), generator=generator)]
+        x = ((normal(tokens, width) + centres) * spectrum) @ basis.T
+        x[:, :2] += 5.0
+        x = x / x.square().mean(dim=1, keepdim=True).sqrt()
+        router = base + 1.5 * normal(experts, width) / width**0.5
+        targets = x @ router.T + 0.7 * normal(tokens, experts)
+        domains.append(Domain(name, [x], router, [targets]))
+    return domains
+
+
+def test_a_quadratic_solution_worse_than_the_merged_router_is_no_start() -> None:
+    domains, gate = steep_domains(), Gate(Score.SIGMOID, 2)
+    merged = torch.stack([domain.router for domain in domains]).mean(dim=0)
+    quadratic = solve_router(gate, domains, merged).weight
+    result = minimise_divergence(gate, domains, quadratic, fallback=merged)
+    assert result.converged
+    far, near = (float(objective(gate, domains, w.double())) for w in (quadratic, merged))
+    assert far > 2 * near  # saturated sigmoids: the quadratic model is of no use
+    assert result.kl[:2] == pytest.approx((far, near))
+    assert result.kl[-1] < 0.6 * near
+    assert result.steps == len(result.kl) - 2
+    assert list(result.kl) == sorted(result.kl, reverse=True)
+
+
+@pytest.mark.parametrize("kind", list(Preconditioner))
+def test_convergence_is_not_claimed_far_from_the_minimum(kind: Preconditioner) -> None:
+    domains = steep_domains()
+    start = solve_router(SOFTMAX, domains, domains[0].router).weight
+    tight = ExactSettings(decrease_rtol=1e-8, max_steps=100, max_inner_steps=2000)
+    minimum = minimise_divergence(SOFTMAX, domains, start, tight).kl[-1]
+    result = minimise_divergence(SOFTMAX, domains, start, ExactSettings(preconditioner=kind))
+    assert result.kl[-1] < 1.05 * minimum
+    assert not result.converged or result.kl[-1] < 1.005 * minimum
+    if kind is Preconditioner.AUTO:
+        assert result.converged
 
 
 def test_running_out_of_steps_is_said() -> None:

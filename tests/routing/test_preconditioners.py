@@ -121,12 +121,11 @@ def test_kronecker_is_exact_for_identity_curvature_of_one_domain() -> None:
 
 
 @pytest.mark.parametrize("kind", [Preconditioner.BLOCK, Preconditioner.KRONECKER])
-def test_fewer_tokens_than_features_without_damping_needs_jitter_and_says_so(
-    kind: Preconditioner,
-) -> None:
+def test_fewer_tokens_than_features_without_damping_stay_definite(kind: Preconditioner) -> None:
     operator = operator_of(make_domains(1, width=40, tokens=9), dense=1.0, diagonal=0.0)
     prepared = prepare(operator, kind)
-    assert prepared.jitter > 0
+    # Kronecker's own damping is at work anyway; a factorisation says what it needed.
+    assert (prepared.jitter > 0) == (kind is Preconditioner.BLOCK)
     assert float(torch.linalg.eigvalsh(prepared.operator.as_matrix()).min()) > 0
 
 
@@ -181,7 +180,6 @@ def test_kronecker_keeps_more_damping_than_a_hardly_damped_system_has(damping: f
     prepared = prepare(operator_of(domains, 1.0, damping), Preconditioner.KRONECKER)
     expected = torch.linalg.inv(dense_kronecker(domains, 1.0, KRONECKER_DAMPING))
     torch.testing.assert_close(prepared.operator.as_matrix(), expected, rtol=1e-8, atol=1e-8)
-    assert prepared.jitter == pytest.approx(KRONECKER_DAMPING - damping)
 
 
 def test_cholesky_reports_the_jitter_it_needed() -> None:

@@ -25,9 +25,6 @@ from moemerge.routing import (
 from moemerge.routing.solve import build_operator, solve_system
 from moemerge.runtime.timing import Stopwatch
 
-# What ends a Newton iteration at the precision's end is as near to the minimum as can be.
-EXACT_DONE = (Status.CONVERGED, Status.STAGNATED)
-
 
 @dataclass(frozen=True)
 class LayerProblem:
@@ -65,14 +62,14 @@ class LayerResult:
     @property
     def status(self) -> Status:
         """The first thing that went wrong, or `converged`."""
-        if self.exact is not None and self.exact.status not in EXACT_DONE:
+        if self.exact is not None and not self.exact.converged:
             return self.exact.status
         return self.solution.cg.status
 
     @property
     def message(self) -> str:
         """What `status` is about, in words."""
-        if self.exact is not None and self.exact.status not in EXACT_DONE:
+        if self.exact is not None and not self.exact.converged:
             return (
                 f"{self.exact.status}: Newton's method ended after {self.exact.steps} steps, "
                 f"divergence {self.exact.kl[0]:.3g} → {self.exact.kl[-1]:.3g}"
@@ -86,7 +83,9 @@ class LayerResult:
         kl = sum(m.kl for m in before), sum(m.kl for m in after)
         if kl[1] <= kl[0]:
             return None
-        if sum(m.quadratic for m in after) > sum(m.quadratic for m in before):
+        if self.exact is not None:  # which began no higher than the merged router
+            why = "rounding to the stored dtype took more than there was to gain"
+        elif sum(m.quadratic for m in after) > sum(m.quadratic for m in before):
             # What is solved for has a diagonal part beside it, which fell at its expense.
             why = "damping outweighs these tokens; give more text, or take --alpha nearer to 1"
         else:
@@ -116,7 +115,9 @@ def calibrate_layer(
         found, newton = solution.weight, None
         if exact:
             how = ExactSettings(preconditioner=settings.preconditioner)
-            newton = minimise_divergence(problem.gate, problem.domains, found, how)
+            newton = minimise_divergence(
+                problem.gate, problem.domains, found, how, fallback=problem.merged
+            )
             found = newton.weight
     weight, bias = _rounded(found, problem)
     with stopwatch.span("measure"):

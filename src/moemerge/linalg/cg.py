@@ -93,13 +93,16 @@ def cg(
     max_steps: int = 1000,
     check_every: int = 1,
     inner_reduction: float = 0.0,
+    by_energy: bool = False,
 ) -> CGResult:
     """Solve A w = b for a symmetric positive definite A.
 
     `accurate` gives the true residual, and `coarse` serves the first COARSE_STEPS (default:
     `operator` itself). The host looks at the device only every `check_every` steps.
     `inner_reduction` ends a cycle once its residual has fallen by that factor: set it near a coarse
-    operator's accuracy, beyond which its steps are wasted.
+    operator's accuracy, beyond which its steps are wasted. `by_energy` keeps what an unfinished
+    solve has come to even where its residual is larger than at the start: the energy
+    ½ wᵀAw − bᵀw has fallen with every step, and a step of Newton's asks for no more.
     """
     if tuple(rhs.shape) != operator.shape:
         raise NumericalError(f"right-hand side {tuple(rhs.shape)}, operator {operator.shape}")
@@ -129,7 +132,8 @@ def cg(
         before = true_residual
         candidate = b - truth.mv(cycle.solution)
         reached = float(torch.linalg.vector_norm(candidate)) / scale
-        if reached < before:  # never hand back something worse than what we had
+        # Never hand back something worse than what we had.
+        if reached < before or (by_energy and reached < float("inf")):
             w, r, true_residual = cycle.solution, candidate, reached
         gained = reached <= REFINEMENT_GAIN * before
         status = _judge(true_residual, rtol, steps, max_steps)

@@ -159,7 +159,8 @@ class RouterCurvature(LinearOperator):
     """A = Σ_i (a Σ_i + c diag Σ_i), applied with some precision.
 
     If that is not ACCURATE, it is meant for `representable` vectors: on a GPU it rounds others to
-    such.
+    such. Damping takes diag Σ to be at least `floor` of its mean over the experts: an expert that
+    no token's curvature shows is damped all the same.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class RouterCurvature(LinearOperator):
         dense: float,
         diagonal: float,
         precision: Precision = Precision.FAST,
+        floor: float = 0.0,
     ) -> None:
         first = statistics[0].router
         super().__init__((first.shape[0], first.shape[1]), first.device)
@@ -177,7 +179,9 @@ class RouterCurvature(LinearOperator):
         self.damping = diagonal
         self.dtype = statistics[0].working
         self.precision = precision
-        self.sum_diagonal = torch.stack([s.diagonal for s in statistics]).sum(dim=0)  # Σ diag Σ_i
+        self.floor = floor
+        total = torch.stack([s.diagonal for s in statistics]).sum(dim=0)  # Σ diag Σ_i
+        self.sum_diagonal = torch.maximum(total, floor * total.mean(dim=0)) if floor else total
         self._damped = diagonal * self.sum_diagonal
 
     @property
@@ -196,7 +200,11 @@ class RouterCurvature(LinearOperator):
 
     def _with(self, precision: Precision) -> RouterCurvature:
         return RouterCurvature(
-            self.statistics, dense=self.dense, diagonal=self.damping, precision=precision
+            self.statistics,
+            dense=self.dense,
+            diagonal=self.damping,
+            precision=precision,
+            floor=self.floor,
         )
 
     def mv(self, vector: Tensor) -> Tensor:

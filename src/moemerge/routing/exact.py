@@ -44,11 +44,16 @@ HALVINGS = 12
 DAMPING_SHRINK, DAMPING_GROWTH, DAMPING_LEAP = 0.1, 10.0, 1000.0
 SHORT, NOTHING = 0.5, 0.05
 # More than this much damping shortens steps so far that a small promise tells nothing.
-TELLING_DAMPING = 0.1
-# With this much, a step is a scaled gradient's, and tiny: if it does not descend, none will.
+TELLING_DAMPING = 1e-4
+# A step under this much that does not descend is the last to be tried.
 MOST_DAMPING = 1e5
-# Newton systems need no more accuracy than their model of the objective has.
-FORCING = 0.1
+# Saturated gates have gradients without curvature: an expert's diagonal counts at least this share
+# of the mean over experts, or damping would let its rows go anywhere.
+DIAGONAL_FLOOR = 1e-2
+# Newton systems need no more accuracy than their model of the objective has. Where the
+# preconditioner is a weak one, a residual as small hides a step that is far from its end.
+FORCING, WEAK_FORCING = 0.1, 0.01
+STRONG = (Preconditioner.KRONECKER, Preconditioner.BLOCK)
 # With fewer tokens than features every target can be met, and each step divides the divergence
 # again without end. Below this share of the start's, it is the start's that progress counts by.
 VANISHING = 0.01
@@ -68,15 +73,15 @@ class ExactSettings:
     max_inner_steps: int = 200
 
     def __post_init__(self) -> None:
-        if not self.damping > 0.0:
-            raise UsageError(f"damping must be positive, got {self.damping}")
+        if not 0.0 < self.damping <= TELLING_DAMPING:
+            raise UsageError(f"damping must be in (0, {TELLING_DAMPING:g}], got {self.damping:g}")
         if self.max_steps < 0 or self.max_inner_steps < 1:
             raise UsageError("max_steps must be >= 0 and max_inner_steps >= 1")
 
 
 @dataclass(frozen=True)
 class ExactResult:
-    """The minimiser and its history; `kl` sums the domains' mean divergences, start included."""
+    """The minimiser and its history; `kl` sums the domains' mean divergences, the start's first."""
 
     weight: Tensor  # (K, d), float64
     status: Status
@@ -91,15 +96,27 @@ class ExactResult:
 
 
 def minimise_divergence(
-    gate: Gate, domains: Sequence[Domain], start: Tensor, settings: ExactSettings | None = None
+    gate: Gate,
+    domains: Sequence[Domain],
+    start: Tensor,
+    settings: ExactSettings | None = None,
+    *,
+    fallback: Tensor | None = None,
 ) -> ExactResult:
-    """Newton-CG with an Armijo line search from `start`."""
+    """Newton-CG with an Armijo line search from `start`, or from `fallback` if that is better."""
     settings = settings or ExactSettings()
     domains = [_with_targets(domain) for domain in domains]
     w = start.to(domains[0].features[0].device, torch.float64)
     here = _Point.at(gate, domains, w)
+    kl, gradient, steps = [here.kl], [here.gradient_norm], 0
+    if fallback is not None:
+        other = fallback.to(w.device, torch.float64)
+        there = _Point.at(gate, domains, other)
+        if there.kl < here.kl:
+            w, here = other, there
+            kl.append(here.kl)
+            gradient.append(here.gradient_norm)
     newton = _Newton(gate, settings)
-    kl, gradient = [here.kl], [here.gradient_norm]
     status = Status.MAX_STEPS
     for _ in range(settings.max_steps):
         if here.kl == 0.0 or here.gradient_norm == 0.0:
@@ -110,19 +127,19 @@ def minimise_divergence(
         enough = settings.decrease_rtol * max(here.kl, VANISHING * kl[0])
         length = _line_search(gate, domains, w, step, here.kl, promise)
         there = _Point.at(gate, domains, w + length * step) if length > 0.0 else here
-        descended = there.kl < here.kl
+        descended, tried = there.kl < here.kl, newton.damping
         newton.went(length if descended else 0.0)
         if descended:
-            w, here = w + length * step, there
+            w, here, steps = w + length * step, there, steps + 1
             kl.append(here.kl)
             gradient.append(here.gradient_norm)
         if telling and 0.5 * promise <= enough:
             status = Status.CONVERGED
             break
-        if not descended and newton.damping > MOST_DAMPING:
+        if not descended and tried >= MOST_DAMPING:
             status = Status.STAGNATED
             break
-    return ExactResult(w, status, len(kl) - 1, newton.inner_steps, tuple(kl), tuple(gradient))
+    return ExactResult(w, status, steps, newton.inner_steps, tuple(kl), tuple(gradient))
 
 
 @dataclass(frozen=True)
@@ -159,7 +176,9 @@ class _Newton:
 
     def step(self, here: _Point) -> tuple[Tensor, bool]:
         """(Σ + λ diag Σ) s = −gradient, roughly; and whether s tells how far the minimum is."""
-        operator = RouterCurvature(here.statistics, dense=1.0, diagonal=self.damping)
+        operator = RouterCurvature(
+            here.statistics, dense=1.0, diagonal=self.damping, floor=DIAGONAL_FLOOR
+        )
         fresh = self.prepared is None
         prepared = self.prepared or prepare(operator, self.settings.preconditioner, NEWTON_STEPS)
         result = cg(
@@ -167,9 +186,10 @@ class _Newton:
             here.descent,
             preconditioner=prepared.operator,
             coarse=operator.coarse(),
-            rtol=FORCING,
+            rtol=FORCING if prepared.kind in STRONG else WEAK_FORCING,
             max_steps=self.settings.max_inner_steps,
             check_every=operator.check_every,
+            by_energy=True,
         )
         self.inner_steps += result.steps
         if fresh:
@@ -181,8 +201,7 @@ class _Newton:
             step = prepared.operator.mv(here.descent)
         if self.has_null_direction:
             step = step - step.mean(dim=0, keepdim=True)
-        telling = result.status is not Status.MAX_STEPS and self.damping <= TELLING_DAMPING
-        return step, telling
+        return step, result.converged and self.damping <= TELLING_DAMPING
 
     def went(self, length: float) -> None:
         """Learn from the share of the step that the line search allowed."""

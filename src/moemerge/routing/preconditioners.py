@@ -9,7 +9,8 @@
   diagonal instead would put the damping in the wrong place, and takes twice the steps.
 
 Blocks see how each expert's own tokens are correlated, which one Gram matrix for all cannot. With
-little damping and trained features it is what counts: Newton's systems take 3 steps with blocks.
+little damping and trained features it is what counts: a Newton system of a small model (K 24, d 96)
+takes 3 steps with blocks, and a hundred without.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Preconditioner(StrEnum):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A preconditioner ready for use; `jitter` is the damping added for its own sake (0: none)."""
+    """A preconditioner ready for use; `jitter` is what made it definite (0: nothing was needed)."""
 
     kind: Preconditioner
     operator: LinearOperator
@@ -250,7 +251,7 @@ def _kronecker(operator: RouterCurvature) -> Prepared:
     values = operator.dense * products + damping
     scale = Diagonal(operator.sum_diagonal).inverse().values.sqrt()
     inverse = KroneckerInverse(scale, vectors_h.to(lambda_x.dtype), vectors_x, 1.0 / values)
-    return Prepared(Preconditioner.KRONECKER, inverse, damping - operator.damping)
+    return Prepared(Preconditioner.KRONECKER, inverse)
 
 
 def _trace(h: Tensor) -> Tensor:
