@@ -146,11 +146,12 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 def _show(result: TablesResult) -> None:
     from moemerge.testbed.experiments.report import LEGEND, title
-    from moemerge.testbed.experiments.tables import main_table, verdicts
+    from moemerge.testbed.experiments.tables import SPARED, main_table, verdicts
 
     for summary in result.summaries:
         out.print(f"[bold]{escape(title(summary))}[/]")
-        out.print(_drawn(main_table(summary)))
+        spared = (*SPARED, *summary.experiment.domains)
+        out.print(_drawn(main_table(summary).within(out.width, spared)))
         for line in verdicts(summary):
             out.print(line, markup=False)
         out.print()
