@@ -147,13 +147,14 @@ def _against(summary: Summary, first: str, second: str) -> list[Comparison]:
 def _raises(comparisons: Sequence[Comparison]) -> str:
     up = [c for c in comparisons if _value(c.accuracy) > 0]
     down = [c for c in comparisons if _value(c.accuracy) < 0]
-    surely_up = sum(_sure(c.accuracy) for c in up)
-    surely_down = sum(_sure(c.accuracy) for c in down)
     gain = 100 * sum(_value(c.accuracy) for c in comparisons) / max(1, len(comparisons))
+    sure_up = sure_down = ""
+    if any(c.accuracy.p is not None for c in comparisons):  # one seed has no test over seeds
+        sure_up = f" ({sum(_sure(c.accuracy) for c in up)} with p < {SIGNIFICANT:g} over seeds)"
+        sure_down = f" ({sum(_sure(c.accuracy) for c in down)})"
     return (
-        f"higher accuracy for {len(up)} of {len(comparisons)} methods ({surely_up} with "
-        f"p < {SIGNIFICANT:g} over seeds), lower for {len(down)} ({surely_down}); "
-        f"{gain:+.1f} points on average."
+        f"higher accuracy for {len(up)} of {len(comparisons)} methods{sure_up}, lower for "
+        f"{len(down)}{sure_down}; {gain:+.1f} points on average."
     )
 
 
