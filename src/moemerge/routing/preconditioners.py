@@ -121,6 +121,9 @@ def prepare(
     return Prepared(Preconditioner.NONE, Identity(operator.shape, operator.device))
 
 
+# Tokens for each feature below which one Gram matrix misleads: with two, Kronecker took up to 1000
+# steps and more where Jacobi took 411 at the most.
+LEAST_TOKENS = 4
 # An eigendecomposition's time in n³ multiply-adds of a product: 6 (n = 2048) to 13 (n = 256).
 EIGEN_COST = 10.0
 # Cholesky and inverse: 1.3 to 4.
@@ -160,6 +163,8 @@ def costs(
     known = works(shape, tokens)
     if experts * width**2 * dtype.itemsize > BLOCK_BYTES:
         del known[Preconditioner.BLOCK]
+    if tokens < LEAST_TOKENS * width:
+        del known[Preconditioner.KRONECKER]
     return {kind: work.build + steps[kind] * work.step for kind, work in known.items()}
 
 
