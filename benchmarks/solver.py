@@ -255,8 +255,8 @@ class PlainOperator:
         for statistics in self.operator.statistics:
             for features, weights in statistics.chunks():
                 plain = PlainFeatures(features.x, features.columns)
-                part = plain.curvature(weights, v, self.precision)
-                out += self.operator.dense / statistics.tokens * part
+                factor = self.operator.dense / statistics.tokens
+                plain.add_curvature(out, weights, v, self.precision, factor)
         return out
 
 

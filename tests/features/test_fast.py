@@ -144,9 +144,14 @@ def test_bfloat16_features_are_as_near_as_the_whole_models(family: str, zoo_fold
         for dtype in (torch.float32, BF16)
     )
     assert list(found) == list(plain)
+    lengths = [int(n) for batch in batches for n in batch.mask.sum(dim=1)]
     for path in plain:
         want, ours, theirs = (torch.cat(side[path]).float() for side in (exact, found, plain))
-        # Most tokens, not all: one at a near tie may meet other experts, and then it is far off.
         off, usual = ((side - want).norm(dim=1) for side in (ours, theirs))
-        for share in (0.5, 0.8):
-            assert off.quantile(share) <= 1.5 * usual.quantile(share), path
+        assert off.median() <= 1.5 * usual.median(), path
+        # A token at a near tie may meet other experts; all that attends to it is then far off.
+        far = 3 * usual.median()
+        rerouted, as_usual = (
+            sum(bool((row > far).any()) for row in side.split(lengths)) for side in (off, usual)
+        )
+        assert rerouted <= as_usual + 1, path

@@ -72,6 +72,14 @@ def weighted(diagonal: Tensor | None, rank_one: Tensor | None, z: Tensor) -> Ten
     return u - a * (a * z).sum(dim=-1, keepdim=True)
 
 
+def product(
+    x: Tensor, diagonal: Tensor | None, rank_one: Tensor | None, v: Tensor, terms: Terms
+) -> Tensor:
+    out = torch.zeros_like(v)
+    fused.add_product(out, x, diagonal, rank_one, v, terms=terms)
+    return out
+
+
 def error(got: Tensor, want: Tensor) -> float:
     assert got.shape == want.shape
     return float((got.double() - want).norm() / want.norm())
@@ -97,8 +105,7 @@ def test_product_equals_its_dense_twin(
         v = representable(v, terms.vector)
     xx = wide(x, bias)
     want = weighted(diagonal, rank_one, xx @ v.T).T @ xx
-    got = fused.product(x, diagonal, rank_one, v, terms=terms)
-    assert got.dtype is torch.float64
+    got = product(x, diagonal, rank_one, v, terms)
     assert error(got, want) <= bound(terms.weighted, width)
 
 
@@ -129,7 +136,34 @@ def test_a_view_of_a_wider_matrix_is_read_in_place() -> None:
     x = whole[10:80, :128]
     v = torch.randn(16, 128, device=DEVICE, dtype=torch.float64)
     want = (x.double() @ v.T).T @ x.double()
-    assert error(fused.product(x, None, None, v, terms=ACCURATE), want) <= TOLERANCE[3]
+    assert error(product(x, None, None, v, ACCURATE), want) <= TOLERANCE[3]
+
+
+@runs_kernels
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_added_to_what_is_there(bias: bool) -> None:
+    torch.manual_seed(0)
+    x, factor = features(70, 64), 1 / 3  # which float32 does not hold
+    v = torch.randn(12, 64 + bias, device=DEVICE, dtype=torch.float64)
+    start = 1e3 * torch.randn_like(v)
+    out = start.clone()
+    fused.add_product(out, x, None, None, v, terms=ACCURATE, factor=factor)
+    alone = product(x, None, None, v, ACCURATE)
+    torch.testing.assert_close(out, start + factor * alone, rtol=1e-15, atol=1e-12)
+
+
+@runs_kernels
+@pytest.mark.gpu
+@pytest.mark.parametrize("stretch", [0, 1, 2, 3])
+def test_a_stretch_of_any_length_adds_up_everything(stretch: int) -> None:
+    """Blocks that do not fill a last stretch are not lost."""
+    torch.manual_seed(0)
+    x, v = features(200, 136), torch.randn(16, 136, device=DEVICE, dtype=torch.float64)
+    tile = fused.Tile(16, 32, 4, 2, stretch=stretch)
+    assert error(fused.logits(x, v, terms=3, tile=tile), x.double() @ v.T) <= 1e-6
+    u = torch.randn(200, 16, device=DEVICE, dtype=torch.float64)
+    assert error(fused.outer(u, x, 136, terms=3, tile=tile), u.T @ x.double()) <= 1e-6
 
 
 @runs_kernels
@@ -142,7 +176,7 @@ def test_many_tokens_add_up_in_float64() -> None:
     x = features(1 << 20, 64).abs()
     v = torch.rand(8, 64, device=DEVICE, dtype=torch.float64)
     want = (x.double() @ v.T).T @ x.double()
-    assert error(fused.product(x, None, None, v, terms=ACCURATE), want) <= TOLERANCE[3]
+    assert error(product(x, None, None, v, ACCURATE), want) <= TOLERANCE[3]
 
 
 def test_only_what_the_kernels_can_read_is_theirs() -> None:

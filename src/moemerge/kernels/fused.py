@@ -23,9 +23,8 @@ FUSED_EXPERTS = 128
 GROUP = 64
 # Tokens added up in float32 before float64 takes over, by the number of terms.
 ROWS_PER_SPLIT = {FAST.weighted: 1 << 17, ACCURATE.weighted: 1 << 14}
-# Blocks of tokens that the fast second product leaves to the tensor cores to add up.
-STRETCH = 8
 SPLIT_BLOCK = 1024
+SUM_BLOCK = 256
 ALIGNMENT = 16  # bytes, of an address and of a row
 HOPPER = 9  # the compute capability whose tiles these are; others are served by plain torch
 WEIGHED = 8192  # entries of a tile of `weigh`
@@ -41,6 +40,7 @@ class Tile:
     stages: int
     stacked: bool = False  # two terms as one product of twice the size
     early: bool = False  # H is asked for before the logits are computed
+    stretch: int = 1  # blocks that the tensor cores add up on their own; 0: all
 
 
 def usable(x: Tensor) -> bool:
@@ -64,19 +64,21 @@ def logits(x: Tensor, v: Tensor, *, terms: int, tile: Tile | None = None) -> Ten
     return out
 
 
-def product(
+def add_product(
+    out: Tensor,
     x: Tensor,
     diagonal: Tensor | None,
     rank_one: Tensor | None,
     v: Tensor,
     *,
     terms: Terms,
+    factor: float = 1.0,
     tiles: tuple[Tile | None, Tile | None] = (None, None),
-) -> Tensor:
-    """Σ_t H_t (V x_t) x_tᵀ, (experts, columns of V) float64; COARSE, FAST: `representable` V.
+) -> None:
+    """Add `factor` Σ_t H_t (V x_t) x_tᵀ to `out`; COARSE, FAST: of a `representable` V.
 
-    H v = diagonal ⊙ v − rank_one (rank_one · v), both (tokens, experts) float32; None: as in
-    the identity, and nothing.
+    `out` is float64 and of V's shape. H v = diagonal ⊙ v − rank_one (rank_one · v), both
+    (tokens, experts) float32; None: as in the identity, and nothing.
     """
     experts = v.shape[0]
     weights = _kind(diagonal, rank_one)
@@ -86,8 +88,7 @@ def product(
     else:
         z = logits(x, v, terms=terms.vector, tile=tiles[0])
         u, sums = weigh(z, diagonal, rank_one, terms=terms.weighted, like=x)
-    shape = (experts, v.shape[1])
-    return _launch_outer(u, x, sums, shape, terms=terms.weighted, tile=tiles[1])
+    _add_outer(out, u, x, sums, terms=terms.weighted, factor=factor, tile=tiles[1])
 
 
 def outer(
@@ -101,8 +102,9 @@ def outer(
 ) -> Tensor:
     """Σ_t u_t [x_t 1]ᵀ (the 1 where `columns` has room for it), or with x_t² entry by entry."""
     parts, sums = weigh(u.float(), None, None, terms=terms, like=x)
-    shape = (u.shape[1], columns)
-    return _launch_outer(parts, x, sums, shape, terms=terms, square=square, tile=tile)
+    out = torch.zeros(u.shape[1], columns, dtype=torch.float64, device=x.device)
+    _add_outer(out, parts, x, sums, terms=terms, square=square, tile=tile)
+    return out
 
 
 def weigh(
@@ -176,6 +178,7 @@ def _launch_logits(
         V_TERMS=terms.vector,
         TERMS=terms.weighted,
         PADDED=expert_tiles * block,
+        STRETCH=tile.stretch,
         WEIGHTS=weights,
         EARLY=tile.early,
         HAS_BIAS=v.shape[1] > width,
@@ -206,19 +209,21 @@ def _stacked(v: Tensor, rows: int, terms: int, *, like: Tensor) -> tuple[Tensor,
     return stacked, bias
 
 
-def _launch_outer(
+def _add_outer(
+    out: Tensor,
     u: Tensor,
     x: Tensor,
     sums: Tensor,
-    shape: tuple[int, int],
     *,
     terms: int,
-    tile: Tile | None,
+    factor: float = 1.0,
     square: bool = False,
-) -> Tensor:
+    tile: Tile | None,
+) -> None:
+    """Add `factor` Σ_t u_t [x_t 1]ᵀ to `out`; `sums` are those of u over groups of tokens."""
     descriptor = _descriptor()
     tokens, width = x.shape
-    experts, columns = shape
+    experts, columns = out.shape
     padded = _padded(experts)
     group = min(padded, GROUP)
     tile = tile or outer_tile(group, terms, square=square)
@@ -244,29 +249,44 @@ def _launch_outer(
         BK=padded,
         TERMS=terms,
         STACKED=tile.stacked,
-        STRETCH=STRETCH,
+        STRETCH=tile.stretch,
         SQUARE=square,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    out = partial[:, :experts].sum(dim=0, dtype=torch.float64)
-    if columns == width:
-        return out
-    last = sums[:, :experts].sum(dim=0, dtype=torch.float64)
-    return torch.cat([out, last.unsqueeze(1)], dim=1)
+    _launch(
+        "add_up_kernel",
+        (experts, _ceil(width, SUM_BLOCK)),
+        partial,
+        out,
+        splits,
+        width,
+        columns,
+        factor,
+        BK=padded,
+        BLOCK=SUM_BLOCK,
+    )
+    if columns > width:
+        last = sums[:, :experts].sum(dim=0, dtype=torch.float64)
+        out[:, width].add_(last, alpha=factor)
 
 
 def logits_tile(experts: int, terms: int) -> Tile:
     """The measured best for a padded number of experts."""
+    few = experts <= GROUP
     if terms == COARSE.vector:
-        return Tile(128, 64, 8 if experts > GROUP else 4, 4, early=experts <= GROUP)
-    return Tile(128, 64, 8, 3 if terms == FAST.vector else 2)
+        return Tile(128, 64, 4 if few else 8, 4, early=few, stretch=0)
+    if terms == FAST.vector:
+        return Tile(128, 64, 8, 3)
+    return Tile(64, 64, 4, 3 if few else 2)
 
 
 def outer_tile(experts: int, terms: int, *, square: bool) -> Tile:
     """The measured best for a padded number of experts in a group."""
-    if terms == FAST.weighted and not square and experts == GROUP:
-        return Tile(64, 128, 8, 4, stacked=True)
+    if terms == ACCURATE.weighted and not square:
+        return Tile(32, 128, 4, 3)
+    if experts == GROUP and not square:
+        return Tile(64, 128, 8, 4, stacked=True, stretch=8)
     return Tile(64, 128, 4, 3)
 
 

@@ -36,9 +36,9 @@ def warm_up(
     fused.logits(x, v, terms=ACCURATE.vector)  # alone: the first launch sets Triton up
     with ThreadPoolExecutor(THREADS) as pool:
         jobs: list[Future[Any]] = [
-            pool.submit(fused.product, x, p, p, v, terms=COARSE),
-            pool.submit(fused.product, x, p, p, v, terms=FAST),
-            pool.submit(fused.product, x, p, p, v, terms=ACCURATE),
+            pool.submit(fused.add_product, v, x, p, p, v, terms=COARSE),
+            pool.submit(fused.add_product, v, x, p, p, v, terms=FAST),
+            pool.submit(fused.add_product, v, x, p, p, v, terms=ACCURATE),
             pool.submit(fused.outer, p, x, columns, terms=FAST.weighted, square=True),
             pool.submit(fused.weigh, p, None, None, terms=ACCURATE.weighted, like=x),
         ]

@@ -121,8 +121,8 @@ class DomainStatistics:
     ) -> None:
         """Add `factor` Σ_i v to `out`, (K, d) float64."""
         for x, weights in self.parts:
-            part = self._features(x).curvature(weights, vector, precision)
-            out.add_(part, alpha=factor / self.tokens)
+            features = self._features(x)
+            features.add_curvature(out, weights, vector, precision, factor / self.tokens)
 
     @property
     def coarse_is_cheaper(self) -> bool:

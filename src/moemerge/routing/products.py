@@ -63,15 +63,20 @@ class Features(ABC):
         """Σ h_t (x_t²)ᵀ, about float32, (K, columns) float64; h is not negative."""
 
     @abstractmethod
-    def curvature(self, weights: TokenWeights, v: Tensor, precision: Precision) -> Tensor:
-        """Σ H_t (V x_t) x_tᵀ, (K, columns) float64; if not ACCURATE, of a `representable` V."""
+    def add_curvature(
+        self, out: Tensor, weights: TokenWeights, v: Tensor, precision: Precision, factor: float
+    ) -> None:
+        """Add `factor` Σ H_t (V x_t) x_tᵀ to `out`, (K, columns) float64.
+
+        If not ACCURATE, V is `representable`.
+        """
 
     @abstractmethod
     def gram(self, weight: Tensor | None) -> Tensor:
         """Σ t_t x_t x_tᵀ, (columns, columns) in the working dtype: for preconditioners."""
 
     def representable(self, v: Tensor, precision: Precision) -> Tensor:
-        """The nearest to v that `curvature` takes without rounding it."""
+        """The nearest to v that `add_curvature` takes without rounding it."""
         return v
 
 
@@ -101,10 +106,12 @@ class PlainFeatures(Features):
         narrow = self.x.to(working_dtype(self.x))
         return self._outer(h.to(narrow.dtype), narrow * narrow)
 
-    def curvature(self, weights: TokenWeights, v: Tensor, precision: Precision) -> Tensor:
+    def add_curvature(
+        self, out: Tensor, weights: TokenWeights, v: Tensor, precision: Precision, factor: float
+    ) -> None:
         accurate = precision is Precision.ACCURATE
         x = self.x.to(torch.float64 if accurate else working_dtype(self.x))
-        return self._outer(weights.apply(logits_of(x, v)), x)
+        out.add_(self._outer(weights.apply(logits_of(x, v)), x), alpha=factor)
 
     def gram(self, weight: Tensor | None) -> Tensor:
         x = augmented(self.x.to(working_dtype(self.x)), self.columns)
@@ -138,8 +145,11 @@ class FusedFeatures(Features):
     def squares(self, h: Tensor) -> Tensor:
         return fused.outer(h, self.x, self.columns, terms=splitting.FAST.weighted, square=True)
 
-    def curvature(self, weights: TokenWeights, v: Tensor, precision: Precision) -> Tensor:
-        return fused.product(self.x, weights.diagonal, weights.rank_one, v, terms=precision.terms)
+    def add_curvature(
+        self, out: Tensor, weights: TokenWeights, v: Tensor, precision: Precision, factor: float
+    ) -> None:
+        h = weights.diagonal, weights.rank_one
+        fused.add_product(out, self.x, *h, v, terms=precision.terms, factor=factor)
 
     def gram(self, weight: Tensor | None) -> Tensor:
         x = self.x
