@@ -155,19 +155,6 @@ def test_products_are_added_to_what_is_there(bias: bool) -> None:
 
 @runs_kernels
 @pytest.mark.gpu
-@pytest.mark.parametrize("stretch", [0, 1, 2, 3])
-def test_a_stretch_of_any_length_adds_up_everything(stretch: int) -> None:
-    """Blocks that do not fill a last stretch are not lost."""
-    torch.manual_seed(0)
-    x, v = features(200, 136), torch.randn(16, 136, device=DEVICE, dtype=torch.float64)
-    tile = fused.Tile(16, 32, 4, 2, stretch=stretch)
-    assert error(fused.logits(x, v, terms=3, tile=tile), x.double() @ v.T) <= 1e-6
-    u = torch.randn(200, 16, device=DEVICE, dtype=torch.float64)
-    assert error(fused.outer(u, x, 136, terms=3, tile=tile), u.T @ x.double()) <= 1e-6
-
-
-@runs_kernels
-@pytest.mark.gpu
 def test_many_tokens_add_up_in_float64() -> None:
     """All terms positive: a float32 sum over all tokens would lose their last digits."""
     if not ON_GPU:

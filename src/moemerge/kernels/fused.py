@@ -22,7 +22,9 @@ FUSED_EXPERTS = 128
 # Experts of one program of the second product; a group's terms lie side by side in u.
 GROUP = 64
 # Tokens added up in float32 before float64 takes over, by the number of terms.
-ROWS_PER_SPLIT = {FAST.weighted: 1 << 17, ACCURATE.weighted: 1 << 14}
+ROWS_PER_SPLIT = {FAST.weighted: 1 << 17, ACCURATE.weighted: 1 << 13}
+# Blocks of tokens that the stacked second product leaves to the tensor cores to add up.
+STRETCH = 8
 SPLIT_BLOCK = 1024
 SUM_BLOCK = 256
 ALIGNMENT = 16  # bytes, of an address and of a row
@@ -40,7 +42,6 @@ class Tile:
     stages: int
     stacked: bool = False  # two terms as one product of twice the size
     early: bool = False  # H is asked for before the logits are computed
-    stretch: int = 1  # blocks that the tensor cores add up on their own; 0: all
 
 
 def usable(x: Tensor) -> bool:
@@ -178,7 +179,6 @@ def _launch_logits(
         V_TERMS=terms.vector,
         TERMS=terms.weighted,
         PADDED=expert_tiles * block,
-        STRETCH=tile.stretch,
         WEIGHTS=weights,
         EARLY=tile.early,
         HAS_BIAS=v.shape[1] > width,
@@ -249,7 +249,7 @@ def _add_outer(
         BK=padded,
         TERMS=terms,
         STACKED=tile.stacked,
-        STRETCH=tile.stretch,
+        STRETCH=STRETCH,
         SQUARE=square,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -275,18 +275,16 @@ def logits_tile(experts: int, terms: int) -> Tile:
     """The measured best for a padded number of experts."""
     few = experts <= GROUP
     if terms == COARSE.vector:
-        return Tile(128, 64, 4 if few else 8, 4, early=few, stretch=0)
-    if terms == FAST.vector:
-        return Tile(128, 64, 8, 3)
-    return Tile(64, 64, 4, 3 if few else 2)
+        return Tile(128, 64, 4 if few else 8, 4, early=few)
+    return Tile(128, 64, 8, 3 if terms == FAST.vector else 2)
 
 
 def outer_tile(experts: int, terms: int, *, square: bool) -> Tile:
     """The measured best for a padded number of experts in a group."""
     if terms == ACCURATE.weighted and not square:
-        return Tile(32, 128, 4, 3)
+        return Tile(32, 128, 4, 4)
     if experts == GROUP and not square:
-        return Tile(64, 128, 8, 4, stacked=True, stretch=8)
+        return Tile(64, 128, 8, 4, stacked=True)
     return Tile(64, 128, 4, 3)
 
 

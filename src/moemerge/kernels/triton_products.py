@@ -1,8 +1,9 @@
 """Triton kernels for products with bf16 features; `fused` launches them.
 
 The tensor cores cut off what does not fit when they accumulate, which shrinks a long sum by some
-1e-8 with every step. Sums therefore run through them for STRETCH blocks at a time (0: all of them),
-and are added up in registers, rounded to nearest.
+1e-8 with every step. Sums therefore run through them for short stretches only, and are added up in
+registers, rounded to nearest. Not so the logits of one term, which may be off by more, and third
+terms, which are small.
 
 Tensors may also hold bf16 values in float32, since Triton's interpreter cannot multiply bf16.
 """
@@ -85,7 +86,7 @@ def split_kernel(
 
 
 @triton.jit
-def _logits(
+def _logits_by_blocks(
     x_desc,
     v_desc,
     row,
@@ -96,26 +97,33 @@ def _logits(
     BD: tl.constexpr,
     TERMS: tl.constexpr,
     PADDED: tl.constexpr,
-    STRETCH: tl.constexpr,
 ):
-    """X Vᵀ, (BT, BK)."""
+    """X Vᵀ, (BT, BK): each block of d starts from zero and is added rounded to nearest."""
     z = tl.zeros((BT, BK), dtype=tl.float32)
-    part = tl.zeros((BT, BK), dtype=tl.float32)
+    third = tl.zeros((BT, BK), dtype=tl.float32)
     for k in tl.range(0, d, BD):
-        if STRETCH == 1:
-            part = tl.zeros((BT, BK), dtype=tl.float32)
         x = x_desc.load([row, k])
-        for back in tl.static_range(TERMS):  # the smallest term first
-            v = v_desc.load([(TERMS - 1 - back) * PADDED + first, k])
+        part = tl.zeros((BT, BK), dtype=tl.float32)
+        for back in tl.static_range(2):  # the smaller term first
+            v = v_desc.load([(1 - back) * PADDED + first, k])
             part = tl.dot(x, v.T, part)
-        if STRETCH == 1:
-            z += part
-        elif STRETCH > 1:  # noqa: SIM102  (decided when it is compiled)
-            if (k // BD) % STRETCH == STRETCH - 1:
-                z += part
-                part = tl.zeros((BT, BK), dtype=tl.float32)
-    if STRETCH != 1:
+        if TERMS == 3:  # goes on while the others are added
+            v = v_desc.load([2 * PADDED + first, k])
+            third = tl.dot(x, v.T, third)
         z += part
+    return z + third
+
+
+@triton.jit
+def _logits_at_once(
+    x_desc, v_desc, row, first, d, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr
+):
+    """X Vᵀ of one term, all of d left to the tensor cores, (BT, BK)."""
+    z = tl.zeros((BT, BK), dtype=tl.float32)
+    for k in tl.range(0, d, BD):
+        x = x_desc.load([row, k])
+        v = v_desc.load([first, k])
+        z = tl.dot(x, v.T, z)
     return z
 
 
@@ -138,7 +146,6 @@ def logits_kernel(
     V_TERMS: tl.constexpr,
     TERMS: tl.constexpr,
     PADDED: tl.constexpr,
-    STRETCH: tl.constexpr,
     WEIGHTS: tl.constexpr,  # "logits" stores z itself; else H z is split and stored
     EARLY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -153,7 +160,10 @@ def logits_kernel(
         diagonal, rank_one = _token_weights(
             diagonal_ptr, rank_one_ptr, rows, experts, n, K, WEIGHTS
         )
-    z = _logits(x_desc, v_desc, row, first, d, BT, BK, BD, V_TERMS, PADDED, STRETCH)
+    if V_TERMS == 1:
+        z = _logits_at_once(x_desc, v_desc, row, first, d, BT, BK, BD)
+    else:
+        z = _logits_by_blocks(x_desc, v_desc, row, first, d, BT, BK, BD, V_TERMS, PADDED)
     if HAS_BIAS:
         z += tl.load(bias_ptr + experts)[None, :]
     if WEIGHTS == "logits":
@@ -211,16 +221,14 @@ def _outer_by_blocks(
     BM: tl.constexpr,
     BN: tl.constexpr,
     TERMS: tl.constexpr,
-    STRETCH: tl.constexpr,
     SQUARE: tl.constexpr,
 ):
     """Σ u xᵀ over rows begin...end, (BM, BN)."""
     total = tl.zeros((BM, BN), dtype=tl.float32)
-    part = tl.zeros((BM, BN), dtype=tl.float32)
+    third = tl.zeros((BM, BN), dtype=tl.float32)
     for row in tl.range(begin, end, BT):
-        if STRETCH == 1:
-            part = tl.zeros((BM, BN), dtype=tl.float32)
         x = x_desc.load([row, column])
+        part = tl.zeros((BM, BN), dtype=tl.float32)
         if SQUARE:  # x² has 16 significant bits: two terms hold it whole
             wide = x.to(tl.float32)
             square = wide * wide
@@ -228,18 +236,14 @@ def _outer_by_blocks(
             rest = (square - x.to(tl.float32)).to(tl.bfloat16).to(x_desc.dtype)
             u = u_desc.load([row, group * TERMS * BM])
             part = tl.dot(u.T, rest, part)
-        for back in tl.static_range(TERMS):
-            u = u_desc.load([row, (group * TERMS + TERMS - 1 - back) * BM])
+        for back in tl.static_range(2):
+            u = u_desc.load([row, (group * TERMS + 1 - back) * BM])
             part = tl.dot(u.T, x, part)
-        if STRETCH == 1:
-            total += part
-        elif STRETCH > 1:  # noqa: SIM102  (decided when it is compiled)
-            if (row // BT) % STRETCH == STRETCH - 1:
-                total += part
-                part = tl.zeros((BM, BN), dtype=tl.float32)
-    if STRETCH != 1:
+        if TERMS == 3:
+            u = u_desc.load([row, (group * TERMS + 2) * BM])
+            third = tl.dot(u.T, x, third)
         total += part
-    return total
+    return total + third
 
 
 @triton.jit
@@ -255,7 +259,7 @@ def _outer_stacked(
     BN: tl.constexpr,
     STRETCH: tl.constexpr,
 ):
-    """The same with two terms as one product twice as high."""
+    """The same with two terms as one product twice as high, STRETCH blocks at a time."""
     both = tl.zeros((2 * BM, BN), dtype=tl.float32)
     part = tl.zeros((2 * BM, BN), dtype=tl.float32)
     for row in tl.range(begin, end, BT):
@@ -298,7 +302,7 @@ def outer_kernel(
         total = _outer_stacked(u_desc, x_desc, begin, end, group, column, BT, BM, BN, STRETCH)
     else:
         total = _outer_by_blocks(
-            u_desc, x_desc, begin, end, group, column, BT, BM, BN, TERMS, STRETCH, SQUARE
+            u_desc, x_desc, begin, end, group, column, BT, BM, BN, TERMS, SQUARE
         )
     experts = group * BM + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
