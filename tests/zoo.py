@@ -95,7 +95,8 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_LINEAR_MIX, "mlp_only_layers": [0]},
     "qwen3_5_moe_text": {**_LINEAR_MIX},
     "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        # What the checkpoint says; each release has a name of its own for it.
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "hc_count": 2,
         "hc_lowrank": 8,
         "indexer_n_heads": 2,

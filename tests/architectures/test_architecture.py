@@ -194,6 +194,20 @@ def test_layer_key(zoo_folder: Folder) -> None:
         assert "moe_layers" not in key.lists
 
 
+def test_a_key_may_count_a_layer_twice(zoo_folder: Folder) -> None:
+    """LongCat-Flash has two attentions in a layer, and may count those besides."""
+    folder = zoo_folder("longcat_flash")
+    config, tensors = zoo.read_config(folder), zoo.tensors(folder)
+    layers = Architecture.of(config, tensors).num_layers
+    both = {**config, "num_layers": layers, "num_hidden_layers": 2 * layers}
+    alone = {k: v for k, v in both.items() if k != "num_layers"}
+    assert layers == len({p.layer for p in Architecture.of(both, tensors).routers()})
+    for told in (both, alone):
+        architecture = Architecture.of(told, tensors)
+        assert architecture.num_layers == layers
+        assert architecture.layer_key.count["num_hidden_layers"] == 2
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_numbers_of_the_config(zoo_folder: Folder, model_type: str) -> None:
     architecture, tensors = open_folder(zoo_folder(model_type))

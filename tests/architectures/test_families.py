@@ -16,18 +16,26 @@ from moemerge.architectures.gates import BiasPlace, Gate, Score
 
 INSTALLED = tuple(f for f in zoo.FAMILIES if zoo.installed(f))
 
+RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
 # Routers that give no expert numbers back: the block around them chooses.
 NO_INDICES = {"dbrx", "llama4_text", "jetmoe"}
 
 
 def recorded_routers(model: Any) -> dict[str, Any]:
     """The modules that transformers itself declares to be routers."""
-    classes = set()
-    for module in model.modules():
-        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
+    found = {}
+    for owner in model.modules():
+        recorded = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits", ())
         for entry in recorded if isinstance(recorded, (list, tuple)) else (recorded,):
-            classes.add(getattr(entry, "target_class", entry))
-    return {name: module for name, module in model.named_modules() if type(module) in classes}
+            kind = getattr(entry, "target_class", entry)
+            within = getattr(entry, "layer_name", None) or ""
+            for name, module in model.named_modules():
+                if type(module) is kind and within in name:
+                    found[name] = module
+    if not found and RELEASE < (5, 22):
+        pytest.skip("this release of transformers does not declare its routers")
+    return found
 
 
 def router_module(modules: dict[str, Any], place: RouterPlace) -> str:
@@ -112,7 +120,10 @@ def test_gate_chooses_the_experts_that_transformers_chooses(model_type: str) -> 
             logits = logits + state[place.bias]
         bias = state[place.selection_bias].flatten() if place.selection_bias else None
         assert place.gate is not None
-        chosen = next(o for o in out if isinstance(o, Tensor) and not o.is_floating_point())
+        indices = [o for o in out if isinstance(o, Tensor) and not o.is_floating_point()]
+        if not indices and RELEASE < (5, 22):
+            pytest.skip("in this release of transformers the block around the router chooses")
+        (chosen,) = indices
         assert torch.equal(chosen.sort(-1).values, choose(place.gate, logits, bias))
         check_normalisation(model_type, place, out)
 

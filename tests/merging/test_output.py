@@ -206,6 +206,21 @@ def test_layer_numbers_in_a_config_follow_the_slices(tmp_path):
     assert not info["unexpected_keys"]
 
 
+def test_a_count_of_half_layers_follows_the_slices(tmp_path):
+    """LongCat-Flash may count its attentions besides, two in a layer."""
+    model = zoo.build("longcat_flash", tmp_path / "m")
+    config = zoo.read_config(model)
+    layers = config["num_layers"]
+    both = config | {"num_hidden_layers": 2 * layers}
+    (model / "config.json").write_text(json.dumps(both))
+    moemerge.merge(stack(model, (0, layers), (layers - 1, layers)), tmp_path / "out")
+    result = zoo.read_config(tmp_path / "out")
+    assert (result["num_layers"], result["num_hidden_layers"]) == (layers + 1, 2 * layers + 2)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
 def test_leading_dense_layers_stay_in_front(tmp_path):
     model = zoo.build("deepseek_v2", tmp_path / "m", num_hidden_layers=3, first_k_dense_replace=1)
     moemerge.merge(stack(model, (0, 2), (1, 3)), tmp_path / "out")

@@ -184,6 +184,8 @@ def test_selection_equals_the_models_own(
         scores, z = outputs
         expected = scores > 0
     else:
+        if len(outputs) != 3:
+            pytest.skip("in this release of transformers this router keeps its logits to itself")
         z, _, indices = outputs
         expected = torch.zeros(400, E, dtype=torch.bool).scatter_(1, indices, value=True)
     raw = z

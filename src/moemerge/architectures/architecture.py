@@ -14,7 +14,7 @@ from moemerge.architectures.layout import ExpertLayout, Piece, equal_parts
 from moemerge.architectures.quantisation import find_quantised
 from moemerge.architectures.reading import Header, Named, NameReader
 from moemerge.architectures.roles import WHOLE, Role, Unit
-from moemerge.architectures.rules import Family, Router, look_up
+from moemerge.architectures.rules import DEPTH, Family, Router, look_up
 from moemerge.errors import ArchitectureError
 
 
@@ -37,7 +37,7 @@ class LayerKey:
     """What a config says layer by layer: re-ordered when a merge takes slices of models."""
 
     section: tuple[str, ...]  # where it stands: () or ("text_config",)
-    count: tuple[str, ...]  # keys of the number of layers
+    count: Mapping[str, int]  # keys of the number of layers, and how many each counts for one
     lists: tuple[str, ...]  # keys whose value has one entry for each layer
     numbers: tuple[str, ...] = ()  # keys whose value lists layers by number
     leading: tuple[str, ...] = ()  # keys that count leading layers of another kind
@@ -58,7 +58,6 @@ _TEXT_SECTIONS = (
     ("llm_config",),
     ("language_config",),
 )
-_LAYER_COUNTS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
 _EXPERT_COUNTS = (
     "num_experts",
     "num_local_experts",
@@ -128,11 +127,15 @@ class Architecture:
         return None
 
     @cached_property
+    def _depth(self) -> dict[str, int]:
+        keys = DEPTH if self.family is None else self.family.depth
+        return {name: each for name, each in keys if isinstance(self.text_config.get(name), int)}
+
+    @cached_property
     def num_layers(self) -> int:
         """Decoder layers, multi-token-prediction layers not counted."""
-        for name in _LAYER_COUNTS:
-            if isinstance(self.text_config.get(name), int):
-                return int(self.text_config[name])
+        for name, each in self._depth.items():
+            return int(self.text_config[name]) // each
         for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
             if self.text_config.get(name):
                 return len(self.text_config[name])
@@ -155,7 +158,6 @@ class Architecture:
     def layer_key(self) -> LayerKey:
         """Where the config speaks of layers."""
         text = self.text_config
-        count = tuple(name for name in _LAYER_COUNTS if isinstance(text.get(name), int))
         lists = tuple(
             name
             for name, value in text.items()
@@ -166,7 +168,7 @@ class Architecture:
         )
         return LayerKey(
             self._section,
-            count,
+            self._depth,
             lists,
             numbers=tuple(n for n in sorted(_INDEX_LISTS) if isinstance(text.get(n), list)),
             leading=tuple(name for name in _LEADING if isinstance(text.get(name), int)),

@@ -258,6 +258,7 @@ SOFTMAX_FAMILIES: tuple[Family, ...] = (
                 extra=("mlp.router.classifier.bias",),  # the forward never reads it
             ),
         ),
+        depth=(("num_layers", 1), ("num_hidden_layers", 2)),  # two attentions in a layer
     ),
     Family(
         ("gemma4_text", "gemma4"),

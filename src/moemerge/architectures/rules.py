@@ -141,6 +141,10 @@ class Router:
     real_rows: bool = False  # rows beyond the number of experts are no routed experts
 
 
+# Config keys of the number of layers, and how many each counts for one.
+DEPTH = (("num_hidden_layers", 1), ("n_layers", 1), ("num_layers", 1), ("n_layer", 1))
+
+
 @dataclass(frozen=True)
 class Family:
     """One row of the table. Names are relative to the decoder layer, in the original spelling."""
@@ -156,6 +160,7 @@ class Family:
     root_renames: tuple[tuple[str, str], ...] = ()
     concats: tuple[Concat, ...] = ()
     dense: str | None = None  # the config key that makes some layers dense
+    depth: tuple[tuple[str, int], ...] = DEPTH
     served: bool = True
     reason: str | None = None  # why routers of this family are not calibrated
     passed_over: tuple[str, str] | None = None  # (tensor that marks such a layer, reason)

@@ -107,7 +107,7 @@ def result_config(
     key = donor.architecture.layer_key
     if output.layer_origins != tuple((donor.name, n) for n in range(donor.architecture.num_layers)):
         origins = [(models[name], layer) for name, layer in output.layer_origins]
-        values: dict[str, Any] = dict.fromkeys(key.count, len(origins))
+        values: dict[str, Any] = {name: each * len(origins) for name, each in key.count.items()}
         values |= {name: _by_layer(name, origins) for name in key.lists}
         values |= {name: _renumbered(name, origins) for name in key.numbers}
         values |= {name: _leading(name, origins) for name in key.leading}
