@@ -33,7 +33,7 @@ def test_every_dtype_reads_as_it_was_saved(tmp_path: Path, name: str) -> None:
     assert read.dtype == dtype
     assert read.shape == (3, 2)
     assert as_bytes(read) == as_bytes(saved)
-    assert as_bytes(file.read("x", (1, 3))) == as_bytes(saved[1:].clone())
+    assert as_bytes(file.read("x", (1, 3))) == as_bytes(saved)[saved.nbytes // 3 :]
 
 
 @pytest.mark.parametrize("name", sorted(DTYPE_OF))
