@@ -153,6 +153,13 @@ def test_products_are_added_to_what_is_there(bias: bool) -> None:
     torch.testing.assert_close(out, start + factor * alone, rtol=1e-15, atol=1e-12)
 
 
+def test_sums_go_to_contiguous_float64_alone() -> None:
+    x, u = torch.zeros(8, 16), torch.zeros(8, 16)
+    for out in (torch.zeros(16, 16), torch.zeros(16, 32, dtype=torch.float64)[:, ::2]):
+        with pytest.raises(ValueError, match="not contiguous float64"):
+            fused._add_outer(out, u, x, u, terms=2, tile=None)
+
+
 @runs_kernels
 @pytest.mark.gpu
 def test_many_tokens_add_up_in_float64() -> None:

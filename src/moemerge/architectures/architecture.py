@@ -134,7 +134,8 @@ class Architecture:
     @cached_property
     def num_layers(self) -> int:
         """Decoder layers, multi-token-prediction layers not counted."""
-        for name, each in self._depth.items():
+        if self._depth:
+            name, each = next(iter(self._depth.items()))
             return int(self.text_config[name]) // each
         for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
             if self.text_config.get(name):

@@ -78,7 +78,7 @@ def add_product(
 ) -> None:
     """Add `factor` Σ_t H_t (V x_t) x_tᵀ to `out`; COARSE, FAST: of a `representable` V.
 
-    `out` is float64 and of V's shape. H v = diagonal ⊙ v − rank_one (rank_one · v), both
+    `out` is contiguous float64 of V's shape. H v = diagonal ⊙ v − rank_one (rank_one · v), both
     (tokens, experts) float32; None: as in the identity, and nothing.
     """
     experts = v.shape[0]
@@ -221,6 +221,8 @@ def _add_outer(
     tile: Tile | None,
 ) -> None:
     """Add `factor` Σ_t u_t [x_t 1]ᵀ to `out`; `sums` are those of u over groups of tokens."""
+    if out.dtype != torch.float64 or not out.is_contiguous():
+        raise ValueError(f"out is {out.dtype} with strides {out.stride()}, not contiguous float64")
     descriptor = _descriptor()
     tokens, width = x.shape
     experts, columns = out.shape

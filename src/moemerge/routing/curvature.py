@@ -208,7 +208,7 @@ class RouterCurvature(LinearOperator):
         )
 
     def mv(self, vector: Tensor) -> Tensor:
-        out = self._damped * vector
+        out = self._damped * vector.contiguous()
         if self.dense == 0.0:
             return out
         for domain in self.statistics:
