@@ -177,6 +177,7 @@ def _launch_logits(
         BM=min(block, GROUP),
         BD=tile.columns,
         V_TERMS=terms.vector,
+        CHAINED=min(terms.vector, 2) if block <= GROUP else terms.vector,
         TERMS=terms.weighted,
         PADDED=expert_tiles * block,
         WEIGHTS=weights,
@@ -274,15 +275,17 @@ def _add_outer(
 
 
 def logits_tile(experts: int, terms: int) -> Tile:
-    """The measured best for a padded number of experts."""
+    """The best of those measured with 64 and 128 experts."""
     few = experts <= GROUP
     if terms == COARSE.vector:
         return Tile(128, 64, 4 if few else 8, 4, early=few)
-    return Tile(128, 64, 8, 3 if terms == FAST.vector else 2)
+    if terms == FAST.vector:
+        return Tile(128, 64, 8, 3)
+    return Tile(128, 64, 8, 2) if few else Tile(64, 64, 4, 2)
 
 
 def outer_tile(experts: int, terms: int, *, square: bool) -> Tile:
-    """The measured best for a padded number of experts in a group."""
+    """The best of those measured with groups of 64 experts."""
     if terms == ACCURATE.weighted and not square:
         return Tile(32, 128, 4, 4)
     if experts == GROUP and not square:

@@ -96,6 +96,7 @@ def _logits_by_blocks(
     BK: tl.constexpr,
     BD: tl.constexpr,
     TERMS: tl.constexpr,
+    CHAINED: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     """X Vᵀ, (BT, BK): each block of d starts from zero and is added rounded to nearest."""
@@ -104,11 +105,11 @@ def _logits_by_blocks(
     for k in tl.range(0, d, BD):
         x = x_desc.load([row, k])
         part = tl.zeros((BT, BK), dtype=tl.float32)
-        for back in tl.static_range(2):  # the smaller term first
-            v = v_desc.load([(1 - back) * PADDED + first, k])
+        for back in tl.static_range(CHAINED):  # the smallest term first
+            v = v_desc.load([(CHAINED - 1 - back) * PADDED + first, k])
             part = tl.dot(x, v.T, part)
-        if TERMS == 3:  # goes on while the others are added
-            v = v_desc.load([2 * PADDED + first, k])
+        for term in tl.static_range(CHAINED, TERMS):
+            v = v_desc.load([term * PADDED + first, k])
             third = tl.dot(x, v.T, third)
         z += part
     return z + third
@@ -144,6 +145,7 @@ def logits_kernel(
     BM: tl.constexpr,
     BD: tl.constexpr,
     V_TERMS: tl.constexpr,
+    CHAINED: tl.constexpr,  # terms of V that go through the same sum
     TERMS: tl.constexpr,
     PADDED: tl.constexpr,
     WEIGHTS: tl.constexpr,  # "logits" stores z itself; else H z is split and stored
@@ -163,7 +165,7 @@ def logits_kernel(
     if V_TERMS == 1:
         z = _logits_at_once(x_desc, v_desc, row, first, d, BT, BK, BD)
     else:
-        z = _logits_by_blocks(x_desc, v_desc, row, first, d, BT, BK, BD, V_TERMS, PADDED)
+        z = _logits_by_blocks(x_desc, v_desc, row, first, d, BT, BK, BD, V_TERMS, CHAINED, PADDED)
     if HAS_BIAS:
         z += tl.load(bias_ptr + experts)[None, :]
     if WEIGHTS == "logits":
@@ -291,8 +293,8 @@ def outer_kernel(
     STRETCH: tl.constexpr,
     SQUARE: tl.constexpr,
 ):
-    """Σ_t u_tᵀ x_t over one split's rows (x_t² with SQUARE). The last split goes first: its rows
-    are those that the pass before has left in the cache."""
+    """Σ_t u_tᵀ x_t over one split's rows (x_t² with SQUARE). The last split goes first: where not
+    all run at once, its rows may still be in the cache from the pass before."""
     split = tl.num_programs(2) - 1 - tl.program_id(2)
     column = tl.program_id(0) * BN
     group = tl.program_id(1)

@@ -33,12 +33,13 @@ def warm_up(
         return
     p = torch.zeros(TOKENS, experts, device=device)
     v = torch.zeros(experts, columns, dtype=torch.float64, device=device)
+    out = torch.zeros_like(v)
     fused.logits(x, v, terms=ACCURATE.vector)  # alone: the first launch sets Triton up
     with ThreadPoolExecutor(THREADS) as pool:
         jobs: list[Future[Any]] = [
-            pool.submit(fused.add_product, v, x, p, p, v, terms=COARSE),
-            pool.submit(fused.add_product, v, x, p, p, v, terms=FAST),
-            pool.submit(fused.add_product, v, x, p, p, v, terms=ACCURATE),
+            pool.submit(fused.add_product, out, x, p, p, v, terms=COARSE),
+            pool.submit(fused.add_product, out, x, p, p, v, terms=FAST),
+            pool.submit(fused.add_product, out, x, p, p, v, terms=ACCURATE),
             pool.submit(fused.outer, p, x, columns, terms=FAST.weighted, square=True),
             pool.submit(fused.weigh, p, None, None, terms=ACCURATE.weighted, like=x),
         ]
