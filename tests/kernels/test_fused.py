@@ -154,10 +154,10 @@ def test_products_are_added_to_what_is_there(bias: bool) -> None:
 
 
 def test_sums_go_to_contiguous_float64_alone() -> None:
-    x, u = torch.zeros(8, 16), torch.zeros(8, 16)
+    x, v = torch.zeros(8, 16), torch.zeros(16, 16, dtype=torch.float64)
     for out in (torch.zeros(16, 16), torch.zeros(16, 32, dtype=torch.float64)[:, ::2]):
         with pytest.raises(ValueError, match="not contiguous float64"):
-            fused._add_outer(out, u, x, u, terms=2, tile=None)
+            fused.add_product(out, x, None, None, v, terms=FAST)
 
 
 @runs_kernels

@@ -1,7 +1,8 @@
 """Products with bf16 features on a GPU: which kernel in which shape, launched and summed up.
 
 One application of the curvature reads the features twice: once for u = H (X Vᵀ), and once for
-uᵀ X, summed over splits of the tokens in float32 and over the splits in float64.
+uᵀ X, summed over splits of the tokens in float32 and over the splits in float64. For the commonest
+shapes a solver's steps have a kernel that reads them once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moemerge.kernels import single_read
 from moemerge.kernels.availability import triton_works
 from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, Terms
 
@@ -81,8 +83,13 @@ def add_product(
     `out` is contiguous float64 of V's shape. H v = diagonal ⊙ v − rank_one (rank_one · v), both
     (tokens, experts) float32; None: as in the identity, and nothing.
     """
+    if out.dtype != torch.float64 or not out.is_contiguous():
+        raise ValueError(f"out is {out.dtype} with strides {out.stride()}, not contiguous float64")
     experts = v.shape[0]
     weights = _kind(diagonal, rank_one)
+    if single_read.serves(x, experts, terms, weights) and tiles == (None, None):
+        _add_single_read(out, x, diagonal, rank_one, v, terms=terms, factor=factor)
+        return
     if experts <= FUSED_EXPERTS:
         u = x.new_empty(x.shape[0], terms.weighted * _padded(experts))
         sums = _launch_logits(x, v, weights, diagonal, rank_one, u, terms=terms, tile=tiles[0])
@@ -136,6 +143,31 @@ def weigh(
         HAS_BIAS=True,
     )
     return u, sums
+
+
+def _add_single_read(
+    out: Tensor,
+    x: Tensor,
+    diagonal: Tensor | None,
+    rank_one: Tensor | None,
+    v: Tensor,
+    *,
+    terms: Terms,
+    factor: float,
+) -> None:
+    experts, columns = v.shape
+    stacked, bias = _stacked(v, single_read.EXPERTS, terms.vector, like=x)
+    partial, sums = single_read.partial_sums(
+        x,
+        stacked,
+        bias,
+        _or(diagonal, bias),
+        _or(rank_one, bias),
+        experts=experts,
+        kind=_kind(diagonal, rank_one),
+        has_bias=columns > x.shape[1],
+    )
+    _add_up(out, partial, sums, factor=factor)
 
 
 def _launch_logits(
@@ -222,12 +254,9 @@ def _add_outer(
     tile: Tile | None,
 ) -> None:
     """Add `factor` Σ_t u_t [x_t 1]ᵀ to `out`; `sums` are those of u over groups of tokens."""
-    if out.dtype != torch.float64 or not out.is_contiguous():
-        raise ValueError(f"out is {out.dtype} with strides {out.stride()}, not contiguous float64")
     descriptor = _descriptor()
     tokens, width = x.shape
-    experts, columns = out.shape
-    padded = _padded(experts)
+    padded = _padded(out.shape[0])
     group = min(padded, GROUP)
     tile = tile or outer_tile(group, terms, square=square)
     slices = _ceil(width, tile.columns)
@@ -257,6 +286,13 @@ def _add_outer(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    _add_up(out, partial, sums, factor=factor)
+
+
+def _add_up(out: Tensor, partial: Tensor, sums: Tensor, *, factor: float) -> None:
+    """Add `factor` times the splits' sums to `out`, and `sums` to the bias' column of it."""
+    splits, padded, width = partial.shape
+    experts, columns = out.shape
     _launch(
         "add_up_kernel",
         (experts, _ceil(width, SUM_BLOCK)),

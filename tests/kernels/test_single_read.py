@@ -1,0 +1,156 @@
+"""The kernel that reads features once, against a dense float64 twin and against itself."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from moemerge.kernels import fused, single_read
+from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, representable
+
+BINDINGS = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+runs_kernel = pytest.mark.skipif(
+    not (torch.cuda.is_available() and BINDINGS), reason="needs a CUDA device and cuda.bindings"
+)
+TOLERANCE = 1e-5  # u has two bf16 terms
+KINDS = ("softmax", "rank_one", "diagonal", "identity")
+SHAPES = [  # tokens, d, experts, bias
+    (1, 2048, 64, True),  # one tile, hardly filled
+    (33, 2048, 64, False),
+    (5000, 1536, 8, True),  # the narrowest, and the last rank has nothing
+    (40_001, 1984, 36, True),
+    (300_000, 2048, 64, False),  # every cluster works, and sums go to memory more than once
+]
+
+
+def features(tokens: int, width: int) -> Tensor:
+    return torch.randn(tokens, width, device="cuda").bfloat16()
+
+
+def weights(kind: str, tokens: int, experts: int) -> tuple[Tensor | None, Tensor | None]:
+    p = torch.softmax(2 * torch.randn(tokens, experts, device="cuda"), dim=-1)
+    if kind == "identity":
+        return None, None
+    if kind == "diagonal":
+        return p, None
+    return (p, p) if kind == "softmax" else (p, p * torch.rand_like(p))
+
+
+def product(x: Tensor, h: tuple[Tensor | None, Tensor | None], v: Tensor) -> Tensor:
+    assert single_read.serves(x, v.shape[0], COARSE, "softmax")
+    out = torch.zeros_like(v)
+    fused.add_product(out, x, *h, v, terms=COARSE)
+    return out
+
+
+def dense(x: Tensor, h: tuple[Tensor | None, Tensor | None], v: Tensor) -> Tensor:
+    diagonal, rank_one = h
+    xx = x.double()
+    if v.shape[1] > x.shape[1]:
+        xx = torch.cat([xx, xx.new_ones(len(xx), 1)], dim=1)
+    z = xx @ v.T
+    u = z if diagonal is None else diagonal.double() * z
+    if rank_one is not None:
+        u = u - rank_one.double() * (rank_one.double() * z).sum(dim=-1, keepdim=True)
+    return u.T @ xx
+
+
+def direction(experts: int, columns: int) -> Tensor:
+    v = torch.randn(experts, columns, device="cuda", dtype=torch.float64)
+    return representable(v, COARSE.vector)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@runs_kernel
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_product_equals_its_dense_twin(shape: tuple[int, int, int, bool], kind: str) -> None:
+    tokens, width, experts, bias = shape
+    torch.manual_seed(tokens)
+    x, h, v = (
+        features(tokens, width),
+        weights(kind, tokens, experts),
+        direction(experts, width + bias),
+    )
+    got, want = product(x, h, v), dense(x, h, v)
+    assert error(got, want) <= TOLERANCE
+    if bias:
+        assert error(got[:, width], want[:, width]) <= TOLERANCE
+
+
+@runs_kernel
+@pytest.mark.gpu
+def test_every_run_gives_the_same_bits() -> None:
+    torch.manual_seed(0)
+    x, h, v = features(100_000, 2048), weights("softmax", 100_000, 64), direction(64, 2048)
+    first = product(x, h, v)
+    for _ in range(5):
+        assert torch.equal(product(x, h, v), first)
+
+
+@runs_kernel
+@pytest.mark.gpu
+def test_more_tokens_than_float32_should_add_up_take_more_clusters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    x, h, v = features(70_000, 2048), weights("softmax", 70_000, 64), direction(64, 2048)
+    monkeypatch.setattr(single_read, "ROWS_PER_CLUSTER", 320)
+    assert error(product(x, h, v), dense(x, h, v)) <= TOLERANCE
+
+
+@runs_kernel
+@pytest.mark.gpu
+def test_a_view_of_a_wider_matrix_is_read_in_place() -> None:
+    torch.manual_seed(0)
+    x = features(900, 4096)[100:801, 1024:2816]
+    h, v = weights("softmax", len(x), 16), direction(16, x.shape[1])
+    assert error(product(x, h, v), dense(x, h, v)) <= TOLERANCE
+
+
+@runs_kernel
+@pytest.mark.gpu
+def test_other_shapes_are_left_to_the_kernels_that_read_twice() -> None:
+    def served(tokens: int, width: int, experts: int, terms: fused.Terms = COARSE) -> bool:
+        return single_read.serves(features(tokens, width), experts, terms, "softmax")
+
+    assert served(10, 2048, 64)
+    assert not served(0, 2048, 64)
+    assert not served(10, 2048, 128)
+    assert not served(10, 2048, 62)
+    assert not served(10, 1024, 64)
+    assert not served(10, 4096, 64)
+    assert not served(10, 2000, 64)
+    assert not served(10, 2048, 64, FAST)
+    assert not served(10, 2048, 64, ACCURATE)
+
+
+def test_features_on_a_cpu_are_not_its_business() -> None:
+    x = torch.zeros(10, 2048, dtype=torch.bfloat16)
+    assert not single_read.serves(x, 64, COARSE, "softmax")
+
+
+@pytest.mark.skipif(BINDINGS, reason="cuda.bindings are installed")
+def test_without_bindings_there_is_no_kernel_and_no_complaint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert single_read._kernel(torch.device("cuda", 0), "softmax", False) is None
+    assert not caplog.records
+
+
+def test_the_source_comes_with_the_package() -> None:
+    assert b'extern "C" __global__' in single_read.source()
+
+
+@pytest.mark.skipif(not BINDINGS, reason="needs cuda.bindings")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_compiles(kind: str, has_bias: bool) -> None:
+    assert len(single_read._binary(kind, has_bias)) > 0
