@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 from moemerge.kernels import fused, single_read
 from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, representable
 
-BINDINGS = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+BINDINGS = single_read.has_bindings()
 runs_kernel = pytest.mark.skipif(
     not (torch.cuda.is_available() and BINDINGS), reason="needs a CUDA device and cuda.bindings"
 )
@@ -40,7 +38,7 @@ def weights(kind: str, tokens: int, experts: int) -> tuple[Tensor | None, Tensor
 
 
 def product(x: Tensor, h: tuple[Tensor | None, Tensor | None], v: Tensor) -> Tensor:
-    assert single_read.serves(x, v.shape[0], COARSE, "softmax")
+    assert single_read.serves(x, v, COARSE, "softmax")
     out = torch.zeros_like(v)
     fused.add_product(out, x, *h, v, terms=COARSE)
     return out
@@ -119,7 +117,8 @@ def test_a_view_of_a_wider_matrix_is_read_in_place() -> None:
 @pytest.mark.gpu
 def test_other_shapes_are_left_to_the_kernels_that_read_twice() -> None:
     def served(tokens: int, width: int, experts: int, terms: fused.Terms = COARSE) -> bool:
-        return single_read.serves(features(tokens, width), experts, terms, "softmax")
+        v = torch.zeros(experts, width, device="cuda", dtype=torch.float64)
+        return single_read.serves(features(tokens, width), v, terms, "softmax")
 
     assert served(10, 2048, 64)
     assert not served(0, 2048, 64)
@@ -134,7 +133,7 @@ def test_other_shapes_are_left_to_the_kernels_that_read_twice() -> None:
 
 def test_features_on_a_cpu_are_not_its_business() -> None:
     x = torch.zeros(10, 2048, dtype=torch.bfloat16)
-    assert not single_read.serves(x, 64, COARSE, "softmax")
+    assert not single_read.serves(x, torch.zeros(64, 2048), COARSE, "softmax")
 
 
 @pytest.mark.skipif(BINDINGS, reason="cuda.bindings are installed")

@@ -87,7 +87,7 @@ def add_product(
         raise ValueError(f"out is {out.dtype} with strides {out.stride()}, not contiguous float64")
     experts = v.shape[0]
     weights = _kind(diagonal, rank_one)
-    if single_read.serves(x, experts, terms, weights) and tiles == (None, None):
+    if tiles == (None, None) and single_read.serves(x, v, terms, weights):
         _add_single_read(out, x, diagonal, rank_one, v, terms=terms, factor=factor)
         return
     if experts <= FUSED_EXPERTS:

@@ -70,17 +70,18 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
 }
 
 // Until what the barrier counts of this tile is there; a slot's barrier serves every SLOTS-th tile.
-__device__ __forceinline__ void wait(u32 barrier, int tile) {
-  u32 done = 0;
-  while (!done)
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(barrier), "r"(tile / SLOTS & 1)
-        : "memory");
-}
+#define WAIT(SCOPE)                                                                      \
+  u32 done = 0;                                                                          \
+  while (!done)                                                                          \
+  asm volatile("{\n.reg .pred p;\n"                                                      \
+               "mbarrier.try_wait.parity.acquire." SCOPE ".shared::cta.b64 p, [%1], %2;\n" \
+               "selp.u32 %0, 1, 0, p;\n}"                                                \
+               : "=r"(done)                                                              \
+               : "r"(barrier), "r"(tile / SLOTS & 1)                                     \
+               : "memory")
+
+__device__ __forceinline__ void wait(u32 barrier, int tile) { WAIT("cta"); }
+__device__ __forceinline__ void wait_for_peers(u32 barrier, int tile) { WAIT("cluster"); }
 
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
@@ -328,7 +329,7 @@ __device__ void weigh(u32 shared, const u32* v, const float* bias, const float* 
       token += TILE;
       if (i < tiles) ahead = load_weights(diagonal, rank_one, token, tokens, expert, experts);
       u32 full = shared + Z_FULL + 8 * slot_of(tile);
-      wait(full, tile);
+      wait_for_peers(full, tile);
       if (thread == 0) expect(full, Z_BYTES);
       float whole[4], u[4];
 #pragma unroll
@@ -421,7 +422,7 @@ __device__ void multiply(u32 shared, const TensorMap* map, float* partial, int f
       u32 x = shared + X + slot_of(i) * X_BYTES + half * (X_BYTES / 2);
       u32 full = shared + U_FULL + 8 * slot_of(i);
       wait(shared + X_FULL + 8 * slot_of(i), i);
-      wait(full, i);
+      wait_for_peers(full, i);
       if (threadIdx.x == 0) expect(full, U_BYTES);
       u32 u[4][4];
 #pragma unroll

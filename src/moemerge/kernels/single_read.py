@@ -49,9 +49,10 @@ class Kernel:
     clusters: int  # that the device runs at once
 
 
-def serves(x: Tensor, experts: int, terms: Terms, kind: str) -> bool:
-    """Whether the product of features that `fused` serves can be had from this kernel."""
+def serves(x: Tensor, v: Tensor, terms: Terms, kind: str) -> bool:
+    """Whether a product of features that `fused` serves can be had from this kernel."""
     tokens, width = x.shape
+    experts, columns = v.shape
     return (
         terms == COARSE
         and tokens > 0
@@ -60,7 +61,7 @@ def serves(x: Tensor, experts: int, terms: Terms, kind: str) -> bool:
         and NARROWEST <= width <= RANKS * SLICE
         and width % ATOM == 0
         and x.is_cuda
-        and _kernel(x.device, kind, False) is not None
+        and _kernel(x.device, kind, columns > width) is not None
     )
 
 
@@ -77,8 +78,8 @@ def partial_sums(
 ) -> tuple[Tensor, Tensor]:
     """Σ u_t x_tᵀ, (clusters, 64, d) float32, and Σ u_t, (parts, 64) float64, of u = H (V x + bias).
 
-    V is bf16. The weights, (tokens, experts) float32, are read as far as the kind of H has them;
-    Σ u_t is empty without a bias.
+    V is bf16; the weights are (tokens, experts) float32, of which those are read that the kind of H
+    has. Without a bias Σ u_t is empty.
     """
     kernel = _kernel(x.device, kind, has_bias)
     if kernel is None:
@@ -151,7 +152,7 @@ def _kernel(device: torch.device, kind: str, has_bias: bool) -> Kernel | None:
 
 @cache
 def _compiled(device: torch.device, kind: str, has_bias: bool) -> Kernel | None:
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+    if not has_bindings():
         return None
     try:
         with torch.cuda.device(device):
@@ -166,6 +167,13 @@ def _compiled(device: torch.device, kind: str, has_bias: bool) -> Kernel | None:
         )
         return None
     return kernel if kernel.clusters > 0 else None
+
+
+def has_bindings() -> bool:
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # of cuda itself
+        return False
 
 
 def options(kind: str, has_bias: bool) -> list[str]:
