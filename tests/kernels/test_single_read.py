@@ -131,6 +131,18 @@ def test_other_shapes_are_left_to_the_kernels_that_read_twice() -> None:
     assert not served(10, 2048, 64, ACCURATE)
 
 
+def test_weights_are_read_as_aligned_float32() -> None:
+    whole = torch.rand(9, 8)
+    assert single_read.readable(whole) is whole  # no copy of what needs none
+    ragged = whole.flatten()[1:65].view(8, 8)
+    for weights in (whole.double(), whole.T, ragged):
+        got = single_read.readable(weights)
+        assert got.dtype == torch.float32
+        assert got.is_contiguous()
+        assert got.data_ptr() % 16 == 0
+        assert torch.equal(got, weights.float())
+
+
 def test_features_on_a_cpu_are_not_its_business() -> None:
     x = torch.zeros(10, 2048, dtype=torch.bfloat16)
     assert not single_read.serves(x, torch.zeros(64, 2048), COARSE, "softmax")

@@ -34,6 +34,7 @@ THREADS = 384
 SHARED = 230_528  # bytes of a block
 ATOM = 64  # columns that are read as one row of 128 bytes
 VECTOR = 4  # experts that a thread reads at once
+ALIGNMENT = VECTOR * 4  # bytes
 # Of narrower features too many of a cluster's blocks would have too little.
 NARROWEST = RANKS * SLICE * 3 // 4
 # Tokens added up in float32 before float64 takes over.
@@ -78,8 +79,8 @@ def partial_sums(
 ) -> tuple[Tensor, Tensor]:
     """Σ u_t x_tᵀ, (clusters, 64, d) float32, and Σ u_t, (parts, 64) float64, of u = H (V x + bias).
 
-    V is bf16; the weights are (tokens, experts) float32, of which those are read that the kind of H
-    has. Without a bias Σ u_t is empty.
+    V is bf16. The weights are `readable`, (tokens, experts); those are read that H's kind has.
+    Without a bias Σ u_t is empty.
     """
     kernel = _kernel(x.device, kind, has_bias)
     if kernel is None:
@@ -101,6 +102,12 @@ def partial_sums(
     with torch.cuda.device(x.device):
         _launch(kernel, clusters, arguments)
     return partial, sums
+
+
+def readable(weights: Tensor) -> Tensor:
+    """The weights as the kernel reads them: float32, a row after the other, 16 bytes at once."""
+    weights = weights.float().contiguous()
+    return weights if weights.data_ptr() % ALIGNMENT == 0 else weights.clone()
 
 
 def _launch(kernel: Kernel, clusters: int, arguments: list[Any]) -> None:
