@@ -219,7 +219,8 @@ __device__ __forceinline__ int column_of(int thread) { return thread % 4 * 2; }
 
 // --- weighing ------------------------------------------------------------------------------------
 
-// Four of a token's experts.
+// Four of a token's experts. For SOFTMAX rank_one is the diagonal and left empty: to copy what is
+// still being loaded would be to wait for it.
 struct Four {
   float4 diagonal, rank_one;
 };
