@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import twins
+from kernels.twins import error, wide
 from moemerge.kernels import fused
 from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, Terms, representable
 
@@ -26,7 +28,6 @@ DEVICE = "cuda" if ON_GPU and not INTERPRETED else "cpu"
 TOLERANCE = {2: 1e-5 if ON_GPU else 4e-5, 3: 3e-7}
 # Sums over the longest rows round a little more often.
 WIDEST, SLACK = 8192, 1.5
-KINDS = ("softmax", "rank_one", "diagonal", "identity")
 SHAPES = [  # tokens, d, experts, bias
     (100, 136, 12, True),
     (1, 512, 8, False),
@@ -41,7 +42,7 @@ LARGE = [
     (70_000, 512, 160, False),
 ]
 each_shape = pytest.mark.parametrize("shape", SHAPES + (LARGE if ON_GPU else []))
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("kind", twins.KINDS)
 each_terms = pytest.mark.parametrize("terms", [2, 3])
 
 
@@ -50,39 +51,10 @@ def features(tokens: int, width: int) -> Tensor:
     return x if DEVICE == "cuda" else x.float()
 
 
-def weights(kind: str, tokens: int, experts: int) -> tuple[Tensor | None, Tensor | None]:
-    p = torch.softmax(2 * torch.randn(tokens, experts, device=DEVICE), dim=-1)
-    if kind == "identity":
-        return None, None
-    if kind == "diagonal":
-        return p, None
-    return (p, p) if kind == "softmax" else (p, p * torch.rand_like(p))
-
-
-def wide(x: Tensor, bias: bool) -> Tensor:
-    """[x 1] in float64."""
-    return torch.cat([x, x.new_ones(len(x), 1)], dim=1).double() if bias else x.double()
-
-
-def weighted(diagonal: Tensor | None, rank_one: Tensor | None, z: Tensor) -> Tensor:
-    u = z if diagonal is None else diagonal.double() * z
-    if rank_one is None:
-        return u
-    a = rank_one.double()
-    return u - a * (a * z).sum(dim=-1, keepdim=True)
-
-
-def product(
-    x: Tensor, diagonal: Tensor | None, rank_one: Tensor | None, v: Tensor, terms: Terms
-) -> Tensor:
+def product(x: Tensor, h: twins.Weights, v: Tensor, terms: Terms) -> Tensor:
     out = torch.zeros_like(v)
-    fused.add_product(out, x, diagonal, rank_one, v, terms=terms)
+    fused.add_product(out, x, *h, v, terms=terms)
     return out
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    assert got.shape == want.shape
-    return float((got.double() - want).norm() / want.norm())
 
 
 def bound(terms: int, width: int) -> float:
@@ -99,14 +71,12 @@ def test_product_equals_its_dense_twin(
 ) -> None:
     tokens, width, experts, bias = shape
     torch.manual_seed(tokens)
-    x, (diagonal, rank_one) = features(tokens, width), weights(kind, tokens, experts)
+    x, h = features(tokens, width), twins.weights(kind, tokens, experts, DEVICE)
     v = torch.randn(experts, width + bias, device=DEVICE, dtype=torch.float64)
     if terms is not ACCURATE:
         v = representable(v, terms.vector)
-    xx = wide(x, bias)
-    want = weighted(diagonal, rank_one, xx @ v.T).T @ xx
-    got = product(x, diagonal, rank_one, v, terms)
-    assert error(got, want) <= bound(terms.weighted, width)
+    got = product(x, h, v, terms)
+    assert error(got, twins.product(x, h, v)) <= bound(terms.weighted, width)
 
 
 @runs_kernels
@@ -136,7 +106,7 @@ def test_a_view_of_a_wider_matrix_is_read_in_place() -> None:
     x = whole[10:80, :128]
     v = torch.randn(16, 128, device=DEVICE, dtype=torch.float64)
     want = (x.double() @ v.T).T @ x.double()
-    assert error(product(x, None, None, v, ACCURATE), want) <= TOLERANCE[3]
+    assert error(product(x, (None, None), v, ACCURATE), want) <= TOLERANCE[3]
 
 
 @runs_kernels
@@ -149,7 +119,7 @@ def test_products_are_added_to_what_is_there(bias: bool) -> None:
     start = 1e3 * torch.randn_like(v)
     out = start.clone()
     fused.add_product(out, x, None, None, v, terms=ACCURATE, factor=factor)
-    alone = product(x, None, None, v, ACCURATE)
+    alone = product(x, (None, None), v, ACCURATE)
     torch.testing.assert_close(out, start + factor * alone, rtol=1e-15, atol=1e-12)
 
 
@@ -170,7 +140,7 @@ def test_many_tokens_add_up_in_float64() -> None:
     x = features(1 << 20, 64).abs()
     v = torch.rand(8, 64, device=DEVICE, dtype=torch.float64)
     want = (x.double() @ v.T).T @ x.double()
-    assert error(product(x, None, None, v, ACCURATE), want) <= TOLERANCE[3]
+    assert error(product(x, (None, None), v, ACCURATE), want) <= TOLERANCE[3]
 
 
 def test_only_what_the_kernels_can_read_is_theirs() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import twins
+from kernels.twins import KINDS, error
 from moemerge.kernels import fused, single_read
 from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, representable
 
@@ -14,7 +16,6 @@ runs_kernel = pytest.mark.skipif(
     not (torch.cuda.is_available() and BINDINGS), reason="needs a CUDA device and cuda.bindings"
 )
 TOLERANCE = 1e-5  # u has two bf16 terms
-KINDS = ("softmax", "rank_one", "diagonal", "identity")
 SHAPES = [  # tokens, d, experts, bias
     (1, 2048, 64, True),  # one tile, hardly filled
     (33, 2048, 64, False),
@@ -28,32 +29,11 @@ def features(tokens: int, width: int) -> Tensor:
     return torch.randn(tokens, width, device="cuda").bfloat16()
 
 
-def weights(kind: str, tokens: int, experts: int) -> tuple[Tensor | None, Tensor | None]:
-    p = torch.softmax(2 * torch.randn(tokens, experts, device="cuda"), dim=-1)
-    if kind == "identity":
-        return None, None
-    if kind == "diagonal":
-        return p, None
-    return (p, p) if kind == "softmax" else (p, p * torch.rand_like(p))
-
-
-def product(x: Tensor, h: tuple[Tensor | None, Tensor | None], v: Tensor) -> Tensor:
+def product(x: Tensor, h: twins.Weights, v: Tensor) -> Tensor:
     assert single_read.serves(x, v, COARSE, "softmax")
     out = torch.zeros_like(v)
     fused.add_product(out, x, *h, v, terms=COARSE)
     return out
-
-
-def dense(x: Tensor, h: tuple[Tensor | None, Tensor | None], v: Tensor) -> Tensor:
-    diagonal, rank_one = h
-    xx = x.double()
-    if v.shape[1] > x.shape[1]:
-        xx = torch.cat([xx, xx.new_ones(len(xx), 1)], dim=1)
-    z = xx @ v.T
-    u = z if diagonal is None else diagonal.double() * z
-    if rank_one is not None:
-        u = u - rank_one.double() * (rank_one.double() * z).sum(dim=-1, keepdim=True)
-    return u.T @ xx
 
 
 def direction(experts: int, columns: int) -> Tensor:
@@ -61,8 +41,10 @@ def direction(experts: int, columns: int) -> Tensor:
     return representable(v, COARSE.vector)
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got - want).norm() / want.norm())
+def problem(tokens: int) -> tuple[Tensor, twins.Weights, Tensor]:
+    torch.manual_seed(0)
+    h = twins.weights("softmax", tokens, 64, "cuda")
+    return features(tokens, 2048), h, direction(64, 2048)
 
 
 @runs_kernel
@@ -72,12 +54,9 @@ def error(got: Tensor, want: Tensor) -> float:
 def test_product_equals_its_dense_twin(shape: tuple[int, int, int, bool], kind: str) -> None:
     tokens, width, experts, bias = shape
     torch.manual_seed(tokens)
-    x, h, v = (
-        features(tokens, width),
-        weights(kind, tokens, experts),
-        direction(experts, width + bias),
-    )
-    got, want = product(x, h, v), dense(x, h, v)
+    x, h = features(tokens, width), twins.weights(kind, tokens, experts, "cuda")
+    v = direction(experts, width + bias)
+    got, want = product(x, h, v), twins.product(x, h, v)
     assert error(got, want) <= TOLERANCE
     if bias:
         assert error(got[:, width], want[:, width]) <= TOLERANCE
@@ -86,8 +65,7 @@ def test_product_equals_its_dense_twin(shape: tuple[int, int, int, bool], kind: 
 @runs_kernel
 @pytest.mark.gpu
 def test_every_run_gives_the_same_bits() -> None:
-    torch.manual_seed(0)
-    x, h, v = features(100_000, 2048), weights("softmax", 100_000, 64), direction(64, 2048)
+    x, h, v = problem(100_000)
     first = product(x, h, v)
     for _ in range(5):
         assert torch.equal(product(x, h, v), first)
@@ -98,10 +76,9 @@ def test_every_run_gives_the_same_bits() -> None:
 def test_more_tokens_than_float32_should_add_up_take_more_clusters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    torch.manual_seed(0)
-    x, h, v = features(70_000, 2048), weights("softmax", 70_000, 64), direction(64, 2048)
+    x, h, v = problem(70_000)
     monkeypatch.setattr(single_read, "ROWS_PER_CLUSTER", 320)
-    assert error(product(x, h, v), dense(x, h, v)) <= TOLERANCE
+    assert error(product(x, h, v), twins.product(x, h, v)) <= TOLERANCE
 
 
 @runs_kernel
@@ -109,8 +86,8 @@ def test_more_tokens_than_float32_should_add_up_take_more_clusters(
 def test_a_view_of_a_wider_matrix_is_read_in_place() -> None:
     torch.manual_seed(0)
     x = features(900, 4096)[100:801, 1024:2816]
-    h, v = weights("softmax", len(x), 16), direction(16, x.shape[1])
-    assert error(product(x, h, v), dense(x, h, v)) <= TOLERANCE
+    h, v = twins.weights("softmax", len(x), 16, "cuda"), direction(16, x.shape[1])
+    assert error(product(x, h, v), twins.product(x, h, v)) <= TOLERANCE
 
 
 @runs_kernel

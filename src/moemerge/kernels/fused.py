@@ -88,7 +88,11 @@ def add_product(
     experts = v.shape[0]
     weights = _kind(diagonal, rank_one)
     if tiles == (None, None) and single_read.serves(x, v, terms, weights):
-        _add_single_read(out, x, diagonal, rank_one, v, terms=terms, factor=factor)
+        stacked, bias = _stacked(v, single_read.EXPERTS, terms.vector, like=x)
+        partial, sums = single_read.partial_sums(
+            x, stacked, bias, diagonal, rank_one, kind=weights, shape=v.shape
+        )
+        _add_up(out, partial, sums, factor=factor)
         return
     if experts <= FUSED_EXPERTS:
         u = x.new_empty(x.shape[0], terms.weighted * _padded(experts))
@@ -143,31 +147,6 @@ def weigh(
         HAS_BIAS=True,
     )
     return u, sums
-
-
-def _add_single_read(
-    out: Tensor,
-    x: Tensor,
-    diagonal: Tensor | None,
-    rank_one: Tensor | None,
-    v: Tensor,
-    *,
-    terms: Terms,
-    factor: float,
-) -> None:
-    experts, columns = v.shape
-    stacked, bias = _stacked(v, single_read.EXPERTS, terms.vector, like=x)
-    partial, sums = single_read.partial_sums(
-        x,
-        stacked,
-        bias,
-        single_read.readable(_or(diagonal, bias)),
-        single_read.readable(_or(rank_one, bias)),
-        experts=experts,
-        kind=_kind(diagonal, rank_one),
-        has_bias=columns > x.shape[1],
-    )
-    _add_up(out, partial, sums, factor=factor)
 
 
 def _launch_logits(

@@ -70,18 +70,19 @@ def partial_sums(
     x: Tensor,
     v: Tensor,
     bias: Tensor,
-    diagonal: Tensor,
-    rank_one: Tensor,
+    diagonal: Tensor | None,
+    rank_one: Tensor | None,
     *,
-    experts: int,
     kind: str,
-    has_bias: bool,
+    shape: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
     """Σ u_t x_tᵀ, (clusters, 64, d) float32, and Σ u_t, (parts, 64) float64, of u = H (V x + bias).
 
-    V is bf16. The weights are `readable`, (tokens, experts); those are read that H's kind has.
-    Without a bias Σ u_t is empty.
+    V is bf16, and like the bias padded to 64 experts; `shape` is the one it had. Where it had no
+    bias, Σ u_t is empty.
     """
+    experts, columns = shape
+    has_bias = columns > x.shape[1]
     kernel = _kernel(x.device, kind, has_bias)
     if kernel is None:
         raise RuntimeError(f"no kernel for {kind} weights on {x.device}; ask `serves` first")
@@ -93,7 +94,9 @@ def partial_sums(
     partial = torch.empty(clusters, EXPERTS, width, dtype=torch.float32, device=x.device)
     parts = clusters * TILE if has_bias else 0
     sums = torch.empty(parts, EXPERTS, dtype=torch.float64, device=x.device)
-    tensors = v, bias, diagonal, rank_one, partial, sums
+    # A kernel wants a pointer even where it does not read.
+    h = [bias if part is None else readable(part) for part in (diagonal, rank_one)]
+    tensors = v, bias, *h, partial, sums
     arguments = [
         _tensor_map(x.data_ptr(), tokens, width, x.stride(0)),
         *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors),
@@ -170,7 +173,7 @@ def _compiled(device: torch.device, kind: str, has_bias: bool) -> Kernel | None:
         logging.getLogger(__name__).warning(
             "CUDA's runtime compiler is of no use here, so features are read twice (%s: %s)",
             type(error).__name__,
-            error,
+            (str(error).strip() or "no reason given").splitlines()[0],
         )
         return None
     return kernel if kernel.clusters > 0 else None
