@@ -91,7 +91,8 @@ def test_files_that_cannot_be_read(case: cases.Case, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n')[:-9])
     for name, match in (
         ("math.txt", "unknown kind '.txt'"),
-        ("none.jsonl", "no such file"),
+        ("none.jsonl", "data 'math': no such file"),
+        (".", "data 'math': .* is a folder"),
         ("bad.jsonl.gz", "damaged gzip"),
     ):
         refused(case, tmp_path, DataError, match, data={**case.data, "math": tmp_path / name})

@@ -122,8 +122,10 @@ def test_bad_files_are_named_with_their_row(
 def test_missing_and_unknown_files(tmp_path: Path, plain: Any) -> None:
     with pytest.raises(DataError, match="no such file"):
         load_domain("math", tmp_path / "a.jsonl", plain)
-    with pytest.raises(DataError, match=r"unknown kind of file '\.csv'"):
+    with pytest.raises(DataError, match=r"unknown kind '\.csv'"):
         load_domain("math", tmp_path / "a.csv", plain)
+    with pytest.raises(DataError, match="is a folder, expected a file"):
+        load_domain("math", tmp_path, plain)
     with pytest.raises(DataError, match="no calibration text"):
         load_domains({}, plain)
 

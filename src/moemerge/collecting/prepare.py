@@ -13,7 +13,7 @@ from moemerge.config.collecting import CollectingSettings
 from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError, DataError
 from moemerge.features.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
-from moemerge.features.text import SUFFIXES, Domain, TextOptions, load_domain, load_tokenizer
+from moemerge.features.text import Domain, TextOptions, check_file, load_domain, load_tokenizer
 from moemerge.lockstep.inputs import batch_tokens
 from moemerge.lockstep.models import OpenModel, open_model
 from moemerge.runtime.devices import dtype_name, parse_dtype, resolve_device
@@ -112,12 +112,7 @@ def _check_files(files: Sequence[str | Path]) -> None:
     if not files:
         raise DataError("no text given", hint="name at least one file: --data FILE.jsonl")
     for file in map(Path, files):
-        if not file.name.endswith(SUFFIXES):
-            raise DataError(
-                f"{file} is of an unknown kind {file.suffix!r}", hint=f"use {', '.join(SUFFIXES)}"
-            )
-        if not file.is_file():
-            raise DataError(f"no such file {file}")
+        check_file(file)
 
 
 def _forward_dtype(settings: CollectingSettings, model: OpenModel) -> torch.dtype:

@@ -149,13 +149,19 @@ def _held_out(count: int, name: str, options: TextOptions, chance: random.Random
 Row = tuple[str, Any]  # where it stands, as a person counts; bytes of a line, or a mapping
 
 
-def _rows_of(path: Path) -> list[Row]:
+def check_file(path: Path, where: str = "") -> None:
+    """It exists and is of a kind that can be read; errors begin with `where`."""
+    hint = f"use {', '.join(SUFFIXES)}"
+    if path.is_dir():
+        raise DataError(f"{where}{path} is a folder, expected a file of text", hint=hint)
     if not path.name.endswith(SUFFIXES):
-        raise DataError(
-            f"{path}: unknown kind of file {path.suffix!r}", hint=f"use {', '.join(SUFFIXES)}"
-        )
+        raise DataError(f"{where}{path} is of an unknown kind {path.suffix!r}", hint=hint)
     if not path.is_file():
-        raise DataError(f"{path}: no such file")
+        raise DataError(f"{where}no such file {path}")
+
+
+def _rows_of(path: Path) -> list[Row]:
+    check_file(path)
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path)
     if not rows:
         raise DataError(f"{path}: the file is empty, expected rows of text", hint=FORMS)

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from moemerge.errors import ArchitectureError, DataError, TokenizerError, UsageError
+from moemerge.errors import ArchitectureError, TokenizerError, UsageError
 from moemerge.features.batches import DEFAULT_BATCH_TOKENS, gpu_batch_tokens
 from moemerge.features.loading import holds_scores
-from moemerge.features.text import SUFFIXES, Domain, TextOptions, load_domains, load_tokenizer
+from moemerge.features.text import Domain, TextOptions, check_file, load_domains, load_tokenizer
 from moemerge.lockstep.models import OpenModel
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import gpu_memory, parse_dtype
@@ -48,13 +48,7 @@ def check_files(data: Mapping[str, Sequence[str | Path]]) -> None:
     """Every file exists and is of a kind that can be read."""
     for name, files in data.items():
         for file in map(Path, files):
-            if not file.name.endswith(SUFFIXES):
-                raise DataError(
-                    f"data {name!r}: {file} is of an unknown kind {file.suffix!r}",
-                    hint=f"use {', '.join(SUFFIXES)}",
-                )
-            if not file.is_file():
-                raise DataError(f"data {name!r}: no such file {file}")
+            check_file(file, f"data {name!r}: ")
 
 
 class TextSettings(Protocol):
