@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from calibration import cases
-from moemerge.calibration.journal import Entry, Journal, journal_path
+from moemerge.calibration.journal import Entry, Journal
 from moemerge.errors import CheckpointError, NumericalError, UsageError
+from moemerge.runtime.unfinished import journal_path
 
 CaseOf = Callable[..., cases.Case]
 

@@ -18,9 +18,9 @@ from typer.testing import CliRunner, Result
 
 import zoo
 from calibration import cases
-from moemerge.calibration.journal import journal_path
 from moemerge.cli.app import app
 from moemerge.config.calibration import CalibrationSettings
+from moemerge.runtime.unfinished import journal_path
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ import moemerge as package
 import zoo
 from calibration import cases
 from moemerge.cli.app import app
-from moemerge.cli.calibrate import _resumable
 from moemerge.cli.diagnosis_table import bar, diagnosis_report
 from moemerge.config.diagnosis import DiagnosisSettings
 
@@ -173,18 +172,6 @@ def test_a_page_that_fails_leaves_the_calibrated_model(case: cases.Case, tmp_pat
     assert "Traceback" not in result.output
     assert (out / "config.json").is_file()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-
-
-def test_an_interrupt_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    resumable = _resumable(out)
-    out.mkdir()
-    with pytest.raises(typer.Exit) as end, resumable:
-        raise KeyboardInterrupt
-    assert end.value.exit_code == 130
-    assert "only the page is missing" in capsys.readouterr().err
-    with pytest.raises(KeyboardInterrupt), _resumable(out):  # an earlier one, not yet replaced
-        raise KeyboardInterrupt
 
 
 def test_run_writes_a_page_too(case: cases.Case, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from moemerge.checkpoint.output import sync_folder, write_file, writing
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import CheckpointError, UsageError
 from moemerge.runtime.devices import dtype_name, parse_dtype
+from moemerge.runtime.unfinished import journal_path
 
 KEY_FILE = "key.json"
 FORMAT = 1  # of the files; raised when an older journal can no longer be read
@@ -38,11 +39,6 @@ class Entry:
     weight: Tensor  # (all rows, d)
     bias: Tensor | None
     row: dict[str, Any]
-
-
-def journal_path(out: Path) -> Path:
-    out = Path(os.path.realpath(out))
-    return out.with_name(f".{out.name}.journal")
 
 
 class Journal:

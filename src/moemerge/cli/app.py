@@ -7,11 +7,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moemerge.cli import calibrate, demo, diagnose, inspect, ls, merge, stats, swap_routers, testbed
+from moemerge.cli import (
+    INTERRUPTED,
+    NOTHING_LEFT,
+    calibrate,
+    demo,
+    diagnose,
+    inspect,
+    ls,
+    merge,
+    stats,
+    swap_routers,
+    testbed,
+)
 from moemerge.cli.console import show_error
 from moemerge.errors import MoeMergeError
-
-INTERRUPTED = 130
 
 
 class Verbs(TyperGroup):
@@ -24,7 +34,7 @@ class Verbs(TyperGroup):
             show_error(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            show_error("interrupted; nothing was left behind")
+            show_error(NOTHING_LEFT)
             raise typer.Exit(INTERRUPTED) from None
 
 

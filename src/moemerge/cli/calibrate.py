@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -12,8 +12,10 @@ from typer.core import TyperCommand
 
 from moemerge.cli import options
 from moemerge.cli.console import STDOUT, deliver_json, err, out, progress, tell_page
+from moemerge.cli.interrupts import interruptible
 from moemerge.config.options import MergeOptions
 from moemerge.errors import UsageError
+from moemerge.runtime.unfinished import journal_path
 
 if TYPE_CHECKING:
     from moemerge.calibration import CalibrationReport
@@ -39,7 +41,6 @@ Examples:
     moemerge run ties.yml model/ --resume
 """
 DEFAULTS = MergeOptions()
-INTERRUPTED = 130
 
 
 class SettingsCommand(TyperCommand):
@@ -150,7 +151,7 @@ def calibrate(
     texts = named("--data", data)
     from moemerge import api
 
-    with _resumable(out_folder), progress(quiet=quiet) as bar:
+    with interruptible(_what_is_left(out_folder)), progress(quiet=quiet) as bar:
         done = api.calibrate(
             merged,
             out_folder,
@@ -195,7 +196,7 @@ def run(
         allow_nonfinite=allow_nonfinite,
     )
     given = {"device": device, "seed": seed, "strict": strict or None}
-    with _resumable(out_folder), progress(quiet=quiet) as bar:
+    with interruptible(_what_is_left(out_folder)), progress(quiet=quiet) as bar:
         done = api.run(
             config,
             out_folder,
@@ -227,27 +228,18 @@ def named(flag: str, given: list[str], *, single: bool = False) -> dict[str, lis
     return found
 
 
-class _resumable:  # noqa: N801  (a context manager, used as a verb)
-    """An interrupted calibration says how to go on, or that only the page is missing."""
+def _what_is_left(out_folder: Path) -> Callable[[], str | None]:
+    """Tells how to go on with an interrupted calibration, or that only the page is missing."""
+    journal, before = journal_path(out_folder), _identity(out_folder)
 
-    def __init__(self, out_folder: Path) -> None:
-        self._out = out_folder
-        self._before = _identity(out_folder)
+    def left() -> str | None:
+        if journal.exists():
+            return "--resume goes on with the finished layers kept"
+        if _identity(out_folder) not in (None, before):
+            return f"{out_folder} is written and whole, only the page is missing"
+        return None
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or not issubclass(kind, KeyboardInterrupt):
-            return
-        from moemerge.calibration.journal import journal_path
-
-        if journal_path(self._out).exists():
-            err.print("[bold red]interrupted;[/] --resume goes on with the finished layers kept")
-            raise typer.Exit(INTERRUPTED)
-        if _identity(self._out) not in (None, self._before):
-            whole = f"{escape(str(self._out))} is written and whole, only the page is missing"
-            err.print(f"[bold red]interrupted;[/] {whole}", soft_wrap=True)
-            raise typer.Exit(INTERRUPTED)
+    return left
 
 
 def _identity(folder: Path) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moemerge.cli import options, testbed_table
-from moemerge.cli.console import deliver_json, err, out, progress
+from moemerge.cli.console import deliver_json, out, progress
+from moemerge.cli.interrupts import interruptible
+from moemerge.runtime.unfinished import saved_path
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +26,6 @@ Examples:
 
     moemerge testbed train --preset tiny --regime soft --arch olmoe --seed 0 --resume specialists/
 """
-INTERRUPTED = 130
 
 testbed = typer.Typer(
     no_args_is_help=True, help="Train small specialists, and repeat the experiments with them."
@@ -73,7 +73,12 @@ def train(
     from moemerge.testbed.tasks import DOMAINS
     from moemerge.testbed.training import train as run
 
-    with _resumable(out_folder), progress(quiet=quiet) as bar:
+    saved = saved_path(out_folder)
+
+    def left() -> str | None:
+        return "--resume goes on with what was trained" if saved.exists() else None
+
+    with interruptible(left), progress(quiet=quiet) as bar:
         trained = run(
             out_folder,
             preset=preset,
@@ -105,21 +110,3 @@ def _table(trained: TrainedSet) -> Table:
         shares = (f"{100 * accuracy[name]:.1f}" for name in domains)
         table.add_row(model, *shares, *distances)
     return table
-
-
-class _resumable:  # noqa: N801  (a context manager, used as a verb)
-    """An interrupted training says how to go on."""
-
-    def __init__(self, out_folder: Path) -> None:
-        self._out = out_folder
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or not issubclass(kind, KeyboardInterrupt):
-            return
-        from moemerge.testbed.training.saved import saved_path
-
-        if saved_path(self._out).exists():
-            err.print("[bold red]interrupted;[/] --resume goes on with what was trained")
-            raise typer.Exit(INTERRUPTED)

@@ -11,6 +11,7 @@ from rich.table import Table as RichTable
 
 from moemerge.cli import options
 from moemerge.cli.console import STDOUT, deliver_json, err, out, progress
+from moemerge.cli.interrupts import interruptible
 from moemerge.errors import NumericalError, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ Examples:
 
     moemerge testbed table all results/ --preset tiny --seeds 0,1 --steps-scale 0.2 --jobs 2
 """
-INTERRUPTED = 130
 EXPERIMENT_HELP = (
     "two-model, three-model, qwen3, hessian, alpha-gamma, data, fraction, last-layers, "
     "router-swap, layers, fine-tuning, or all."
@@ -114,12 +114,9 @@ def table(
         scale=scale,
         steps_scale=steps_scale,
     )
-    with progress(quiet=quiet) as bar:
-        try:
-            result = run_tables(request, bar, figures=figures)
-        except KeyboardInterrupt:
-            err.print("[bold red]interrupted;[/] what is finished is kept, repeat it to go on")
-            raise typer.Exit(INTERRUPTED) from None
+    left = "what is finished is kept, repeat it to go on"
+    with interruptible(lambda: left), progress(quiet=quiet) as bar:
+        result = run_tables(request, bar, figures=figures)
     if json is not None:
         deliver_json(result.to_json(), json)
     if json != STDOUT:

@@ -10,13 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moemerge.errors import CheckpointError, UsageError
 from moemerge.runtime.progress import Silent
+from moemerge.runtime.unfinished import saved_path
 from moemerge.testbed.accuracy import accuracy, load_flat
 from moemerge.testbed.network.layout import ARCHITECTURES, router_mask
 from moemerge.testbed.tasks import problems
 from moemerge.testbed.training import Job, finetune, open_set, train, train_many
 from moemerge.testbed.training import run as running
 from moemerge.testbed.training import saved as saving
-from moemerge.testbed.training.saved import Saved, saved_path
+from moemerge.testbed.training.saved import Saved
 
 SETTINGS = {
     "preset": "tiny",

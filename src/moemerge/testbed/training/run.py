@@ -18,11 +18,12 @@ from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress, Silent
+from moemerge.runtime.unfinished import saved_path
 from moemerge.testbed.accuracy import accuracy_many
 from moemerge.testbed.network.layout import ARCHITECTURES, Shape, router_mask
 from moemerge.testbed.tasks import DOMAINS, problems
 from moemerge.testbed.training.presets import PRESETS, REGIMES
-from moemerge.testbed.training.saved import Saved, saved_path
+from moemerge.testbed.training.saved import Saved
 from moemerge.testbed.training.sets import (
     BASE,
     MANIFEST,

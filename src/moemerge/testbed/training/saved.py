@@ -20,15 +20,11 @@ from torch import Tensor
 
 from moemerge.checkpoint.output import writing
 from moemerge.errors import CheckpointError, UsageError
+from moemerge.runtime.unfinished import saved_path
 
 KEY_FILE = "key.json"
 # Between two savings of a stack that is training: little is lost, and little time spent.
 SAVE_SECONDS = 30.0
-
-
-def saved_path(out: Path) -> Path:
-    out = Path(os.path.realpath(out))
-    return out.with_name(f".{out.name}.training")
 
 
 class Saved:

@@ -1,0 +1,24 @@
+"""Where unfinished work waits to be resumed: hidden, beside the folder that it is for.
+
+Apart from the work itself, so that somebody who interrupts it can be told without importing it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def journal_path(out: Path) -> Path:
+    """Of a calibration's finished routers."""
+    return _beside(out, "journal")
+
+
+def saved_path(out: Path) -> Path:
+    """Of a training's finished steps."""
+    return _beside(out, "training")
+
+
+def _beside(out: Path, what: str) -> Path:
+    out = Path(os.path.realpath(out))
+    return out.with_name(f".{out.name}.{what}")
