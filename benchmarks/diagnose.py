@@ -141,10 +141,10 @@ def batches_of(
     model: Path, data: dict[str, Path], device: torch.device
 ) -> dict[str, list[torch.Tensor]]:
     """The very batches that the diagnosis makes (rows are of one length: nothing is padded)."""
+    from moemerge.architectures.opened import open_model
     from moemerge.features.batches import DEFAULT_BATCH_TOKENS, make_batches
     from moemerge.features.text import load_domains, load_tokenizer
     from moemerge.lockstep.inputs import batch_tokens
-    from moemerge.lockstep.models import open_model
 
     domains = load_domains(dict(data), load_tokenizer(model))
     size = min(batch_tokens(open_model("model", model), device), DEFAULT_BATCH_TOKENS)

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 import zoo
-from moemerge.architectures.architecture import Architecture, RouterPlace
+from moemerge.architectures.architecture import Architecture, RouterInfo
 from moemerge.architectures.families import FAMILIES, family_of, family_of_class
 from moemerge.architectures.gates import BiasPlace, Gate, Score
 
@@ -38,7 +38,7 @@ def recorded_routers(model: Any) -> dict[str, Any]:
     return found
 
 
-def router_module(modules: dict[str, Any], place: RouterPlace) -> str:
+def router_module(modules: dict[str, Any], place: RouterInfo) -> str:
     """The innermost of them that holds a router's matrix."""
     return max((n for n in modules if place.weight.startswith(n + ".")), key=len)
 
@@ -128,7 +128,7 @@ def test_gate_chooses_the_experts_that_transformers_chooses(model_type: str) -> 
         check_normalisation(model_type, place, out)
 
 
-def check_normalisation(model_type: str, place: RouterPlace, out: tuple[Any, ...]) -> None:
+def check_normalisation(model_type: str, place: RouterInfo, out: tuple[Any, ...]) -> None:
     """Renormalised weights add up to the same number for every token; others do not."""
     gate = place.gate
     assert gate is not None

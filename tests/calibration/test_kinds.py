@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from calibration import cases, dense
+from moemerge.architectures.opened import open_model
 from moemerge.checkpoint import Checkpoint
 from moemerge.features.batches import make_batches
 from moemerge.features.stream import RouterStream
 from moemerge.features.text import Domain
-from moemerge.lockstep.models import open_model, read_router
+from moemerge.lockstep.models import read_router
 
 CaseOf = Callable[..., cases.Case]
 

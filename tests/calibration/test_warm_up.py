@@ -9,12 +9,12 @@ import torch
 
 from calibration import cases
 from moemerge.architectures.gates import BiasPlace, Gate, Score
+from moemerge.architectures.opened import open_model
 from moemerge.calibration import warm_up
 from moemerge.calibration.layer import calibrate_layer
 from moemerge.calibration.warm_up import WarmUp, random_problem
 from moemerge.errors import DataError
 from moemerge.linalg.cg import Status
-from moemerge.lockstep.models import open_model
 from moemerge.routing import SolveSettings
 
 CPU = torch.device("cpu")

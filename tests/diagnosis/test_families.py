@@ -12,8 +12,8 @@ import transformers
 import moemerge
 import zoo
 from calibration import cases
+from moemerge.architectures.opened import open_model
 from moemerge.errors import ArchitectureError
-from moemerge.lockstep.models import open_model
 
 REFUSED = ("zaya", "doge")
 SERVED = tuple(name for name in zoo.FAMILIES if name not in REFUSED)

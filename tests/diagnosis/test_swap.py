@@ -14,9 +14,9 @@ import transformers
 import moemerge
 import zoo
 from calibration import cases
+from moemerge.architectures.opened import open_model
 from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.errors import ArchitectureError, CheckpointError, UsageError
-from moemerge.lockstep.models import open_model
 
 CaseOf = Callable[..., cases.Case]
 # A plain one, one with a bias on the logits, one with selection biases, one with scales and tables.

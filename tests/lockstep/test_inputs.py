@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import zoo
+from moemerge.architectures.opened import open_model
 from moemerge.lockstep import inputs
 from moemerge.lockstep.inputs import batch_tokens
-from moemerge.lockstep.models import open_model
 
 CPU = torch.device("cpu")
 

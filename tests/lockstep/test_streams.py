@@ -11,10 +11,10 @@ import torch
 
 import zoo
 from features import reference
+from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.errors import ArchitectureError
 from moemerge.features.batches import Batch
 from moemerge.features.stream import RouterStream
-from moemerge.lockstep.models import OpenModel, open_model
 from moemerge.lockstep.streams import Lockstep
 
 Folder = Callable[..., Path]

@@ -19,7 +19,7 @@ from moemerge.errors import ArchitectureError
 
 
 @dataclass(frozen=True)
-class RouterPlace:
+class RouterInfo:
     """One router of a checkpoint, by its names on disk."""
 
     layer: int
@@ -280,12 +280,12 @@ class Architecture:
                 return place.gate
         return None
 
-    def routers(self) -> tuple[RouterPlace, ...]:
+    def routers(self) -> tuple[RouterInfo, ...]:
         """Every router in the order the model runs them."""
         return self._routers
 
     @cached_property
-    def _routers(self) -> tuple[RouterPlace, ...]:
+    def _routers(self) -> tuple[RouterInfo, ...]:
         if self.family is None:
             return ()
         by_rest = {
@@ -305,7 +305,7 @@ class Architecture:
         router: Router,
         layer: int,
         by_rest: Mapping[tuple[int, str], str],
-    ) -> RouterPlace:
+    ) -> RouterInfo:
         def beside(rest: str | None) -> str | None:
             return by_rest.get((layer, "." + rest)) if rest else None
 
@@ -319,7 +319,7 @@ class Architecture:
             reason = _BEYOND
         elif family.passed_over and beside(family.passed_over[0]):
             reason = family.passed_over[1]
-        return RouterPlace(
+        return RouterInfo(
             layer=layer,
             weight=weight,
             bias=beside(router.bias),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from moemerge.architectures.opened import open_model
 from moemerge.config.pairing import CalibrationRun
 from moemerge.lockstep.inputs import check_files
-from moemerge.lockstep.models import open_model, require_calibratable, require_same_family
+from moemerge.lockstep.models import require_calibratable, require_same_family
 
 
 def check_calibration(wanted: CalibrationRun) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint import check_output, require_space
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.config.layers import LayerSelection
@@ -28,13 +29,11 @@ from moemerge.lockstep.inputs import (
 )
 from moemerge.lockstep.models import (
     MERGED,
-    OpenModel,
     PairedRouter,
     SkippedRouter,
     chosen_layers,
     digest_routers,
     gate_notices,
-    open_model,
     pair_routers,
     require_calibratable,
     require_same_family,

@@ -27,7 +27,7 @@ from moemerge.errors import (
 )
 from moemerge.features.stops import RouterStop
 from moemerge.linalg.cg import Status
-from moemerge.lockstep.models import PairedRouter, RouterTensors, read_router
+from moemerge.lockstep.models import PairedRouter, RouterWeights, read_router
 from moemerge.routing import Curvature, Domain, Preconditioner, SolveSettings
 from moemerge.routing.curvature import logits_of, working_dtype
 from moemerge.runtime.devices import dtype_name
@@ -213,7 +213,7 @@ def solve_settings(settings: CalibrationSettings) -> SolveSettings:
 
 
 def initial_router(
-    kind: str, merged: RouterTensors, sources: Mapping[str, RouterTensors]
+    kind: str, merged: RouterWeights, sources: Mapping[str, RouterWeights]
 ) -> Tensor:
     """Where the solver starts, (K, d [+ 1]) float64."""
     if kind == "zero":
@@ -227,8 +227,8 @@ def layer_problem(
     pair: PairedRouter,
     stop: RouterStop,
     beside: Mapping[str, RouterStop],
-    merged: RouterTensors,
-    sources: Mapping[str, RouterTensors],
+    merged: RouterWeights,
+    sources: Mapping[str, RouterWeights],
 ) -> LayerProblem:
     """The merged model's features with every source's router, or with its own routing."""
     gate = pair.place.gate

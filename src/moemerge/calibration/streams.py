@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from moemerge.architectures.gates import Score
+from moemerge.architectures.opened import OpenModel
 from moemerge.calibration.prepare import Prepared
 from moemerge.checkpoint import format_size, require_space
 from moemerge.errors import ResourceError
@@ -16,7 +17,6 @@ from moemerge.features.memory import HEADROOM
 from moemerge.features.spill import Offload
 from moemerge.features.stream import RouterStream
 from moemerge.lockstep.memory import choose_offload, fits, needed
-from moemerge.lockstep.models import OpenModel
 from moemerge.lockstep.streams import Lockstep
 from moemerge.routing.curvature import rows_at_once
 from moemerge.routing.preconditioners import Preconditioner, matrix_bytes

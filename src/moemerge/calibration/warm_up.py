@@ -8,8 +8,8 @@ from typing import Self
 import torch
 
 from moemerge.architectures.gates import Gate
+from moemerge.architectures.opened import OpenModel
 from moemerge.calibration.layer import LayerProblem, calibrate_layer
-from moemerge.lockstep.models import OpenModel
 from moemerge.routing import Domain, SolveSettings
 from moemerge.runtime.devices import gpu_memory, prepare_for_threads
 

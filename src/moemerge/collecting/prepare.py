@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint import require_space
 from moemerge.config.collecting import CollectingSettings
 from moemerge.config.models import ModelRef
@@ -15,7 +16,6 @@ from moemerge.errors import ArchitectureError, DataError
 from moemerge.features.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
 from moemerge.features.text import Domain, TextOptions, check_file, load_domain, load_tokenizer
 from moemerge.lockstep.inputs import batch_tokens
-from moemerge.lockstep.models import OpenModel, open_model
 from moemerge.runtime.devices import dtype_name, parse_dtype, resolve_device
 from moemerge.statistics import Provenance
 from moemerge.statistics.packing import packed_size

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.config.diagnosis import DiagnosisSettings
 from moemerge.config.models import ModelRef
 from moemerge.diagnosis.results import MODEL
@@ -24,10 +25,8 @@ from moemerge.lockstep.inputs import (
     require_streamable,
 )
 from moemerge.lockstep.models import (
-    OpenModel,
     PairedRouter,
     chosen_layers,
-    open_model,
     pair_routers,
     require_calibratable,
     require_same_family,

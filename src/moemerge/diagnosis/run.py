@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemerge.architectures.architecture import RouterPlace
+from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.describe import gate_in_words
+from moemerge.architectures.opened import OpenModel
 from moemerge.config.diagnosis import DiagnosisSettings
 from moemerge.diagnosis.advice import Measurements, advise
 from moemerge.diagnosis.measure import (
@@ -40,7 +41,7 @@ from moemerge.diagnosis.streams import Side, SwappedSide, open_lockstep, sides_o
 from moemerge.diagnosis.verdict import judge
 from moemerge.errors import ArchitectureError
 from moemerge.features.stops import RouterStop
-from moemerge.lockstep.models import OpenModel, PairedRouter
+from moemerge.lockstep.models import PairedRouter
 from moemerge.lockstep.streams import Lockstep
 from moemerge.report.document import REPORT_NAME
 from moemerge.report.labels import display_names
@@ -144,7 +145,7 @@ class _Walk:
         return float(self._swap_sums[key]) / (tokens * len(self.prepared.routers))
 
 
-def router_view(model: OpenModel, place: RouterPlace, stop: RouterStop) -> RouterView:
+def router_view(model: OpenModel, place: RouterInfo, stop: RouterStop) -> RouterView:
     """A stopped model's router as it computes, its selection bias with it."""
     if place.gate is None:
         raise ArchitectureError(f"layer {place.layer}: no gate is known for {place.weight}")
@@ -157,7 +158,7 @@ def router_view(model: OpenModel, place: RouterPlace, stop: RouterStop) -> Route
 
 
 def _row(
-    subject: str, domain: str, place: RouterPlace, comparison: RouterComparison
+    subject: str, domain: str, place: RouterInfo, comparison: RouterComparison
 ) -> LayerDiagnosis:
     found = comparison.result()
     return LayerDiagnosis(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import format_size
 from moemerge.diagnosis.loss import LOSS_TOKENS, NextTokenLoss
 from moemerge.diagnosis.prepare import Prepared, vocabulary
@@ -12,7 +13,6 @@ from moemerge.errors import ResourceError
 from moemerge.features.spill import Offload
 from moemerge.features.stream import RouterStream
 from moemerge.lockstep.memory import choose_offload, fits, needed
-from moemerge.lockstep.models import OpenModel
 from moemerge.lockstep.streams import Lockstep
 from moemerge.lockstep.swapped import with_routers_of
 from moemerge.runtime.progress import Progress

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.checkpoint import CheckpointPatch, check_output, require_space
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError
-from moemerge.lockstep.models import OpenModel, layers_among, open_model, require_same_family
+from moemerge.lockstep.models import layers_among, require_same_family
 from moemerge.lockstep.swapped import pair_routing
 from moemerge.report.document import (
     CARD_NAME,

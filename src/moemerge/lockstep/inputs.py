@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
+from moemerge.architectures.opened import OpenModel
 from moemerge.errors import ArchitectureError, TokenizerError, UsageError
 from moemerge.features.batches import DEFAULT_BATCH_TOKENS, gpu_batch_tokens
 from moemerge.features.loading import holds_scores
 from moemerge.features.text import Domain, TextOptions, check_file, load_domains, load_tokenizer
-from moemerge.lockstep.models import OpenModel
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import gpu_memory, parse_dtype
 

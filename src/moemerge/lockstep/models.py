@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moemerge.architectures.architecture import Architecture, RouterPlace
-from moemerge.checkpoint import Checkpoint
-from moemerge.checkpoint.reader import as_ref
+from moemerge.architectures.architecture import RouterInfo
+from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.layers import LayerSelection
-from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.runtime.devices import DTYPES, dtype_name
 
@@ -23,29 +20,11 @@ MERGED = "merged"
 
 
 @dataclass(frozen=True)
-class OpenModel:
-    """A model by the name it has in this run."""
-
-    name: str
-    checkpoint: Checkpoint
-    architecture: Architecture
-
-    @property
-    def label(self) -> str:
-        return self.checkpoint.label
-
-    @property
-    def what(self) -> str:
-        """What messages call it; a model that goes by its label is no source."""
-        return self.label if self.name == self.label else f"source {self.name!r} ({self.label})"
-
-
-@dataclass(frozen=True)
 class PairedRouter:
     """One router of the merged model, and the same router in every source."""
 
-    place: RouterPlace
-    sources: Mapping[str, RouterPlace]
+    place: RouterInfo
+    sources: Mapping[str, RouterInfo]
 
 
 @dataclass(frozen=True)
@@ -58,7 +37,7 @@ class SkippedRouter:
 
 
 @dataclass(frozen=True)
-class RouterTensors:
+class RouterWeights:
     """One router as it is stored. Only its leading `rows` are logits of experts."""
 
     weight: Tensor  # (all rows, d)
@@ -79,16 +58,6 @@ def joined(weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return weight.double()
     return torch.cat([weight.double(), bias.double().reshape(-1, 1)], dim=1)
-
-
-def open_model(name: str, ref: str | Path | ModelRef) -> OpenModel:
-    """Read a model's headers."""
-    model = as_ref(ref)
-    plain = Checkpoint.open(replace(model, lora=None, lora_revision=None))
-    architecture = Architecture.of(plain.config, plain.tensors)
-    checkpoint = plain if model.lora is None else Checkpoint.open(model)
-    checkpoint.label = str(ref)
-    return OpenModel(name, checkpoint, architecture)
 
 
 # --- checks -------------------------------------------------------------------------------------
@@ -160,7 +129,7 @@ def pair_routers(
 
 
 def _require_same_shape(
-    merged: OpenModel, place: RouterPlace, source: OpenModel, other: RouterPlace
+    merged: OpenModel, place: RouterInfo, source: OpenModel, other: RouterInfo
 ) -> None:
     for here, there in ((place.weight, other.weight), (place.bias, other.bias)):
         if (here is None) != (there is None):
@@ -256,17 +225,17 @@ def skipped_routers(merged: OpenModel, layers: Collection[int]) -> tuple[Skipped
 # --- tensors ------------------------------------------------------------------------------------
 
 
-def read_router(model: OpenModel, place: RouterPlace) -> RouterTensors:
+def read_router(model: OpenModel, place: RouterInfo) -> RouterWeights:
     """One router's own tensors; nothing else of the model is read."""
     weight = model.checkpoint.read(place.weight)
     bias = None if place.bias is None else model.checkpoint.read(place.bias).reshape(-1)
     selection = None
     if place.selection_bias is not None:
         selection = model.checkpoint.read(place.selection_bias).reshape(-1)[: place.rows]
-    return RouterTensors(weight, bias, selection, place.rows)
+    return RouterWeights(weight, bias, selection, place.rows)
 
 
-def digest_routers(model: OpenModel, places: Sequence[RouterPlace]) -> str:
+def digest_routers(model: OpenModel, places: Sequence[RouterInfo]) -> str:
     """A digest of every router's bytes; refuses routers that hold NaN or infinity."""
     digest = hashlib.sha256()
     for place in places:

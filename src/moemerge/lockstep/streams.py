@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
+from moemerge.architectures.opened import OpenModel
 from moemerge.errors import ArchitectureError
 from moemerge.features.memory import MemoryEstimate
 from moemerge.features.spill import Offload
 from moemerge.features.stops import RouterStop
 from moemerge.features.stream import RouterStream
-from moemerge.lockstep.models import OpenModel
 
 Stops = tuple[RouterStop, Mapping[str, RouterStop]]
 

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
+from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
-from moemerge.lockstep.models import OpenModel
 
 
 class SwappedCheckpoint(Checkpoint):
