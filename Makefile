@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two workers: the suite is sized for two cores, and torch runs one thread in each.
 JOBS ?= 2
 
-.PHONY: demo test lint typecheck rooms unit clean
+.PHONY: demo test lint typecheck rooms unit docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Creating $(VENV) and installing (first run only; torch is a large download)"
@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/moemerge demo
 
-test: lint typecheck rooms unit
+test: lint typecheck rooms docs unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -28,6 +28,9 @@ typecheck: $(STAMP)
 
 rooms: $(STAMP)
 	$(BIN)/lint-imports
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)

@@ -1,7 +1,7 @@
 """One layer's router solve: moemerge beside a plain reference written from the paper, same data.
 
-    python benchmarks/solver.py --threads 2 --json solver.json
-    python benchmarks/solver.py --device cuda --json solver.json
+    python benchmarks/solver.py --threads 2
+    python benchmarks/solver.py --device cuda --json build/solver.json
 
 The reference is Proposition 1 and Algorithm 2 as they stand, in float32: every application
 recomputes the routing probabilities and the diagonal, and CG is not preconditioned. Both solve to
@@ -401,13 +401,15 @@ def main() -> None:
         "--reference-tokens", type=int, help="default: all of them, on a GPU at most 65 536"
     )
     parser.add_argument("--preconditioners", nargs="+", default=["auto"])
-    parser.add_argument("--json", type=Path, default=Path("solver.json"))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     args = parser.parse_args()
     args.tokens = args.tokens or TOKENS[args.device.type]
     most = REFERENCE_TOKENS if args.device.type == "cuda" else args.tokens
     args.reference_tokens = min(args.tokens, args.reference_tokens or most)
     torch.set_num_threads(args.threads)
-    args.json.write_text(json.dumps(run(args), indent=2) + "\n")
+    document = run(args)
+    if args.json is not None:
+        args.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

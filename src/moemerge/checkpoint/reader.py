@@ -142,6 +142,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(info.nbytes for info in self.tensors.values())
 
     @property
@@ -173,6 +174,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return digest.hexdigest()
 
     def close(self) -> None:
+        """Close the files; a `with` block does it."""
         for file in self.files:
             file.close()
 

@@ -1,0 +1,167 @@
+"""Rules of docs/architecture.md that import-linter and ruff cannot check, on the source itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "moemerge"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+MAX_LINES = 450
+MAX_PARAMETERS = 8
+
+# Parts of torch that only some places may touch: paths below src/moemerge.
+CONFINED = {
+    "torch.cuda": ("runtime/", "kernels/"),
+    "torch.distributed": ("runtime/ranks",),
+}
+# What an import is installed by, where the name alone does not say so.
+INSTALLED_BY = {
+    "cuda": "torch",
+    "markupsafe": "jinja2",
+    "pydantic_core": "pydantic",
+    "tokenizers": "transformers",
+    "triton": "torch",
+    "yaml": "pyyaml",
+}
+
+# Still longer than the rule allows. Typer's verbs spell one parameter for each flag.
+LONG_LISTS = {
+    "api.py:calibrate",
+    "cli/calibrate.py:calibrate",
+    "cli/calibrate.py:run",
+    "cli/diagnose.py:diagnose",
+    "cli/merge.py:merge",
+    "cli/stats.py:stats",
+    "cli/testbed.py:train",
+    "cli/testbed_table.py:table",
+    "features/stream.py:__init__",
+    "linalg/cg.py:cg",
+    "merging/method.py:merge_method",
+    "testbed/training/run.py:train",
+}
+# Still two classes of one name.
+SHARED_NAMES = {
+    "Cell", "Domain", "Family", "Figure", "Journal", "OutputFolder", "Part", "Piece", "Place",
+    "Prepared", "Problem", "Source", "Trained",
+}  # fmt: skip
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def within(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def is_triton_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("triton." in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    signature = function.args
+    named = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs]
+    starred = [a for a in (signature.vararg, signature.kwarg) if a is not None]
+    return [a.arg for a in [*named, *starred] if a.arg not in {"self", "cls"}]
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """Full names of what a file imports: `from torch import cuda` is torch.cuda."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def attributes(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that a file uses: `torch.cuda.Stream`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("part", CONFINED)
+def test_parts_of_torch_stay_in_their_rooms(part: str) -> None:
+    strays = {
+        within(path)
+        for path in FILES
+        if not within(path).startswith(CONFINED[part])
+        for name in (*imported_modules(parsed(path)), *attributes(parsed(path)))
+        if name == part or name.startswith(part + ".")
+    }
+    assert not strays, f"{part} belongs to {CONFINED[part]}; put a helper there"
+
+
+def test_the_confinement_is_looked_for_in_every_spelling() -> None:
+    spellings = [
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import Stream",
+        "torch.cuda.synchronize()",
+    ]
+    for spelling in spellings:
+        tree = ast.parse(spelling)
+        names = [*imported_modules(tree), *attributes(tree)]
+        assert any(n == "torch.cuda" or n.startswith("torch.cuda.") for n in names), spelling
+
+
+def test_files_stay_short() -> None:
+    lengths = {within(p): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
+    assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def test_parameter_lists_stay_short() -> None:
+    long = {
+        f"{within(path)}:{function.name}"
+        for path in FILES
+        for function in functions(parsed(path))
+        if len(parameters(function)) > MAX_PARAMETERS and not is_triton_kernel(function)
+    }
+    assert long <= LONG_LISTS, f"more than {MAX_PARAMETERS} parameters"
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(within(path))
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert not twice.keys() - SHARED_NAMES, {n: twice[n] for n in twice.keys() - SHARED_NAMES}
+
+
+def test_every_import_is_declared() -> None:
+    """What the package imports, installs with it or with one of its extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    listed = [*project["dependencies"], *(r for name in extras for r in extras[name])]
+    declared = {re.split(r"[\[<>=;!~ ]", entry)[0].lower().replace("-", "_") for entry in listed}
+    strays: dict[str, set[str]] = defaultdict(set)
+    for path in FILES:
+        for name in imported_modules(parsed(path)):
+            package = name.split(".")[0]
+            distribution = INSTALLED_BY.get(package, package).lower()
+            if package in sys.stdlib_module_names or package == "moemerge":
+                continue
+            if distribution not in declared:
+                strays[package].add(within(path))
+    assert not strays, "declare them in pyproject.toml"
