@@ -30,7 +30,7 @@ rooms: $(STAMP)
 	$(BIN)/lint-imports
 
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
