@@ -1,0 +1,122 @@
+"""Commands and programs of README, docs and examples, run as they stand on tiny models."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import zoo
+from calibration.cases import write_text
+from moemerge.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yml"))
+
+_BLOCK = re.compile(r"^```(sh|yaml|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"# (\S+\.(?:yml|py))$")  # a block's first line that names a file
+# Verbs that write a folder: which of their words is OUT.
+WRITES = {"merge": 2, "run": 2, "calibrate": 2, "swap-routers": 4}
+_WRITTEN = re.compile(r"moemerge\.(?:merge|calibrate|run)\(\s*\"[^\"]+\",\s*\"([^\"]+)\"")
+# Verbs that train, download or take minutes; they have tests of their own.
+SLOW = {"demo", "testbed"}
+
+
+@pytest.fixture(scope="module")
+def models(
+    zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """The models that the documents speak of, under the names they have there."""
+    folder = tmp_path_factory.mktemp("models")
+    base = Path(shutil.copytree(zoo_folder("olmoe"), folder / "base"))
+    zoo.tiny_tokenizer(base, chat_template=True)
+    tuned = {
+        name: zoo.perturb(base, folder / name, seed) for seed, name in enumerate(["math", "code"])
+    }
+    return {
+        "allenai/OLMoE-1B-7B-0125": base,
+        **tuned,
+        **{f"org/{name}": path for name, path in tuned.items()},
+    }
+
+
+@pytest.fixture
+def scratch(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to stand in, with those models and text of each domain."""
+    for name, path in models.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(path)
+    for seed, name in enumerate(["math", "math-test", "code", "code-test"]):
+        write_text(tmp_path / f"{name}.jsonl", seed=seed, rows=30)
+    shutil.copytree(models["math"], tmp_path / "merged")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def commands(block: str) -> list[list[str]]:
+    """The moemerge commands of a shell block; comments and other programs are left out."""
+    joined = block.replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in joined.splitlines()]
+    return [words[1:] for words in lines if words[:1] == ["moemerge"] and words[1] not in SLOW]
+
+
+def remove(out: str) -> None:
+    """A page may write the same folder twice, by a command and from Python, say."""
+    shutil.rmtree(out, ignore_errors=True)
+
+
+def run(words: list[str]) -> None:
+    if words[0] in WRITES:
+        remove(words[WRITES[words[0]]])
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, f"moemerge {shlex.join(words)}\n{result.output}"
+
+
+def test_commands_are_found_in_a_block() -> None:
+    block = "make test\nmoemerge merge a.yml out/ \\\n    --seed 1  # why\nmoemerge demo\n"
+    assert commands(block) == [["merge", "a.yml", "out/", "--seed", "1"]]
+
+
+def runnable(page: Path) -> bool:
+    return any(
+        kind == "python" or commands(text) for kind, text in _BLOCK.findall(page.read_text())
+    )
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if runnable(p)], ids=lambda p: p.name)
+def test_blocks_of_a_page_run(page: Path, scratch: Path) -> None:
+    """In their order, in one folder: later blocks use what earlier ones wrote."""
+    for kind, text in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        named = _FILE.match(text.partition("\n")[0])
+        if named:
+            (scratch / named[1]).write_text(text, encoding="utf-8")
+        if kind == "sh":
+            for words in commands(text):
+                run(words)
+        elif kind == "python":
+            for out in _WRITTEN.findall(text):
+                remove(out)
+            exec(
+                compile(text, f"{page.name}, a block", "exec", dont_inherit=True),
+                {"__name__": "__main__"},
+            )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+def test_examples_run(example: Path, scratch: Path) -> None:
+    text = example.read_text(encoding="utf-8")
+    said = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   ")]
+    steps = commands("\n".join(said))
+    for words in steps:
+        run(words)
+    if not any(words[0] in {"merge", "run"} for words in steps):
+        run(["run", str(example), "merged/"])
+    assert (scratch / "merged" / "config.json").exists()
