@@ -12,11 +12,11 @@ import torch
 from collecting import direct
 from collecting.cases import Collect, token_rows
 from moemerge.architectures.opened import open_model
-from moemerge.collecting.units import UnitMap
 from moemerge.features.loading import map_names
 from moemerge.features.routers import anatomy
 from moemerge.features.taps import LinearTap, Tap, find_taps, projections
 from moemerge.features.text import TextOptions, load_domain, load_tokenizer
+from moemerge.features.units import UnitMap
 from moemerge.statistics import Statistics
 
 FAMILIES = ("olmoe", "qwen3_moe", "mixtral")

@@ -7,7 +7,8 @@ import torch
 
 from moemerge.collecting import squares
 from moemerge.collecting.moments import CHUNK, Moment, gram_sum
-from moemerge.collecting.routed import Routed, RoutedGradients, sort_by_expert
+from moemerge.collecting.routed import Routed, RoutedGradients
+from moemerge.features.tokens import sort_by_expert
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

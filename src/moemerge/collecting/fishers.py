@@ -18,12 +18,12 @@ from moemerge.collecting.forward import Forward, run_forward
 from moemerge.collecting.prepare import Prepared
 from moemerge.collecting.routed import RoutedGradients
 from moemerge.collecting.squares import add_ragged_squares, add_squares, new_total
-from moemerge.collecting.tokens import as_sequences, real_tokens
-from moemerge.collecting.units import UnitMap
 from moemerge.errors import ArchitectureError, DataError, NumericalError, ResourceError
 from moemerge.features.batches import Batch
 from moemerge.features.gradients import Heard, expert_deltas, experts_call, head_back, run_back
 from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap, projections
+from moemerge.features.tokens import as_sequences, real_tokens
+from moemerge.features.units import UnitMap
 from moemerge.features.weights import Weights
 from moemerge.runtime.allocator import give_back_freed_memory
 from moemerge.runtime.determinism import deterministic

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from moemerge.collecting.prepare import Prepared
 from moemerge.collecting.store import Store
-from moemerge.collecting.units import UnitMap
 from moemerge.errors import ArchitectureError
 from moemerge.features.batches import Batch
 from moemerge.features.layers import Call, LayerStream
 from moemerge.features.routers import Anatomy
 from moemerge.features.spill import Offload
 from moemerge.features.taps import Taps
+from moemerge.features.units import UnitMap
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
 

@@ -17,13 +17,13 @@ from moemerge.architectures.roles import Unit
 from moemerge.collecting.checks import require_finite_weights
 from moemerge.collecting.moments import Moment
 from moemerge.collecting.routed import Routed
-from moemerge.collecting.tokens import real_tokens
-from moemerge.collecting.units import ExpertKey, UnitMap
 from moemerge.errors import ArchitectureError
 from moemerge.features.batches import Batch
 from moemerge.features.heads import head_input
 from moemerge.features.layers import Call, LayerStream
 from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap
+from moemerge.features.tokens import real_tokens
+from moemerge.features.units import ExpertKey, UnitMap
 from moemerge.statistics import StatisticsWriter
 from moemerge.statistics.packing import pack, packed_size
 

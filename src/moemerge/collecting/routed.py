@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from moemerge.features.tokens import sort_by_expert
+
 
 class Routed:
     """Inputs and choices of all batches, handed out expert by expert."""
@@ -30,17 +32,6 @@ class Routed:
         for expert in range(self._experts):
             places = order[bounds[expert] : bounds[expert + 1]]
             yield expert, inputs.index_select(0, places // chosen.shape[1])
-
-
-def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, list[int]]:
-    """Places in the flattened choices (tokens, k), sorted by expert, and each expert's bounds.
-
-    Numbers beyond the experts (tokens sent nowhere) come after the last bound.
-    """
-    flat = chosen.reshape(-1).to(torch.int64)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat.clamp(max=experts), minlength=experts + 1)[:experts]
-    return order, [0, *counts.cumsum(0).tolist()]
 
 
 class RoutedGradients:

@@ -8,8 +8,8 @@ from moemerge.collecting.fishers import collect_fishers, predicting
 from moemerge.collecting.grams import GramCollector
 from moemerge.collecting.prepare import CollectRequest, Prepared, prepare
 from moemerge.collecting.report import CollectReport
-from moemerge.collecting.units import UnitMap
 from moemerge.features.layers import LayerStream
+from moemerge.features.units import UnitMap
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import Statistics, StatisticsWriter
 

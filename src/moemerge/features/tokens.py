@@ -1,7 +1,8 @@
-"""Which rows of a module's input are real tokens, and of which sequence."""
+"""Which rows of a module's input are real tokens, of which sequence, and sent to which expert."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moemerge.features.batches import Batch
@@ -38,3 +39,14 @@ def as_sequences(x: Tensor, batch: Batch) -> Tensor | None:
     if x.shape[0] == count * length:
         return x.reshape(count, -1, width)
     return None
+
+
+def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, list[int]]:
+    """Places in the flattened choices (tokens, k), sorted by expert, and each expert's bounds.
+
+    Numbers beyond the experts (tokens sent nowhere) come after the last bound.
+    """
+    flat = chosen.reshape(-1).to(torch.int64)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat.clamp(max=experts), minlength=experts + 1)[:experts]
+    return order, [0, *counts.cumsum(0).tolist()]
