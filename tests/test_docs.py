@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import moemerge
 
 ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "moemerge"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PUBLIC = [name for name in moemerge.__all__ if name != "__version__"]
 
@@ -43,6 +46,30 @@ def test_links_lead_to_files(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_code_that_pages_speak_of_is_there(page: Path) -> None:
+    """Names such as `routing.gates`, and paths such as `architectures/rules.py`."""
+    text = page.read_text(encoding="utf-8")
+    rooms = "|".join(p.name for p in SOURCE.iterdir() if p.is_dir() and p.name.isidentifier())
+    names = re.findall(rf"`(?:moemerge\.)?((?:{rooms})(?:\.\w+)+)`", text)
+    paths = re.findall(rf"`((?:{rooms})/[\w/]+(?:\.\w+)?)`", text)
+    assert [name for name in names if not is_there(name)] == []
+    assert [path for path in paths if not (SOURCE / path).exists()] == []
+
+
+def is_there(name: str) -> bool:
+    thing: object = moemerge
+    module = "moemerge"
+    for part in name.split("."):
+        module = f"{module}.{part}"
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module)
+        if not hasattr(thing, part):
+            return part in getattr(thing, "__annotations__", {})
+        thing = getattr(thing, part)
+    return True
 
 
 def test_the_site_is_built_without_the_network() -> None:
