@@ -142,9 +142,10 @@ def batches_of(
 ) -> dict[str, list[torch.Tensor]]:
     """The very batches that the diagnosis makes (rows are of one length: nothing is padded)."""
     from moemerge.architectures.opened import open_model
-    from moemerge.features.batches import DEFAULT_BATCH_TOKENS, make_batches
-    from moemerge.features.text import load_domains, load_tokenizer
-    from moemerge.lockstep.inputs import batch_tokens
+    from moemerge.features.settings import batch_tokens
+    from moemerge.text.batches import DEFAULT_BATCH_TOKENS, make_batches
+    from moemerge.text.domains import load_domains
+    from moemerge.text.tokens import load_tokenizer
 
     domains = load_domains(dict(data), load_tokenizer(model))
     size = min(batch_tokens(open_model("model", model), device), DEFAULT_BATCH_TOKENS)

@@ -15,10 +15,10 @@ import zoo
 from calibration import cases, dense
 from moemerge.architectures.opened import open_model
 from moemerge.checkpoint import Checkpoint
-from moemerge.features.batches import make_batches
 from moemerge.features.stream import RouterStream
-from moemerge.features.text import Domain
 from moemerge.lockstep.models import read_router
+from moemerge.text.batches import make_batches
+from moemerge.text.domains import Domain
 
 CaseOf = Callable[..., cases.Case]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from moemerge.collecting import CollectReport
-from moemerge.features.text import load_domain, load_tokenizer
+from moemerge.text.domains import load_domain
+from moemerge.text.tokens import load_tokenizer
 
 Collect = Callable[..., CollectReport]
 Folder = Callable[..., Path]

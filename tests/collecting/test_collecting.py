@@ -15,9 +15,10 @@ from moemerge.architectures.opened import open_model
 from moemerge.features.loading import map_names
 from moemerge.features.routers import anatomy
 from moemerge.features.taps import LinearTap, Tap, find_taps, projections
-from moemerge.features.text import TextOptions, load_domain, load_tokenizer
 from moemerge.features.units import UnitMap
 from moemerge.statistics import Statistics
+from moemerge.text.domains import TextSettings, load_domain
+from moemerge.text.tokens import load_tokenizer
 
 FAMILIES = ("olmoe", "qwen3_moe", "mixtral")
 TOLERANCE = 1e-5  # of the largest value in a matrix
@@ -77,7 +78,7 @@ def test_fisher_values_of_other_kinds_of_experts(
     """By the parameters in memory, which only `UnitMap` can tell from the units on disk."""
     folder = model_folder(family)
     report = collect(folder, tmp_path / "a.stats", kind="fisher", limit=4)
-    rows = load_domain("text", text, load_tokenizer(folder), TextOptions(limit=4)).rows
+    rows = load_domain("text", text, load_tokenizer(folder), TextSettings(limit=4)).rows
     total = direct.squared_gradients(folder, rows)
     model = direct.whole_model(folder)
     taps = find_taps(model, anatomy(model))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moemerge.diagnosis import loss
-from moemerge.features.batches import PaddingSide, make_batches
-from moemerge.features.text import Domain
+from moemerge.text.batches import PaddingSide, make_batches
+from moemerge.text.domains import Domain
 
 VOCABULARY = 11
 

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 
 import zoo
-from moemerge.features.batches import Batch, PaddingSide, make_batches
-from moemerge.features.text import Domain
+from moemerge.text.batches import Batch, PaddingSide, make_batches
+from moemerge.text.domains import Domain
 
 Features = dict[str, list[Tensor]]  # router path -> (tokens, d) per batch, in order of execution
 

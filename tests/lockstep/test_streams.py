@@ -13,9 +13,9 @@ import zoo
 from features import reference
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.errors import ArchitectureError
-from moemerge.features.batches import Batch
 from moemerge.features.stream import RouterStream
 from moemerge.lockstep.streams import Lockstep
+from moemerge.text.batches import Batch
 
 Folder = Callable[..., Path]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from moemerge.architectures.opened import open_model
 from moemerge.config.pairing import CalibrationRun
-from moemerge.lockstep.inputs import check_files
 from moemerge.lockstep.models import require_calibratable, require_same_family
+from moemerge.text.rows import check_files
 
 
 def check_calibration(wanted: CalibrationRun) -> None:

@@ -16,14 +16,10 @@ from moemerge.checkpoint import check_output, require_space
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
-from moemerge.features.batches import Batch, make_batches
-from moemerge.features.text import Domain
+from moemerge.features.settings import batch_tokens, forward_dtype
 from moemerge.lockstep.inputs import (
-    batch_tokens,
-    check_files,
     check_names,
     check_same_tokens,
-    forward_dtype,
     read_domains,
     require_streamable,
 )
@@ -40,6 +36,9 @@ from moemerge.lockstep.models import (
     skipped_routers,
 )
 from moemerge.runtime.devices import dtype_name, resolve_device
+from moemerge.text.batches import Batch, make_batches
+from moemerge.text.domains import Domain
+from moemerge.text.rows import TextSource, check_files
 
 # Report, card and config beside the weights.
 COMPANION_BYTES = 16 * 2**20
@@ -57,7 +56,7 @@ class CalibrationRequest:
     merged: Reference
     out: Path
     sources: Mapping[str, Reference]
-    data: Mapping[str, Sequence[str | Path]]
+    data: Mapping[str, Sequence[TextSource]]
     settings: CalibrationSettings
     overwrite: bool = False
     resume: bool = False
@@ -151,7 +150,7 @@ def _text(
 ) -> tuple[tuple[Domain, ...], list[str]]:
     settings = request.settings
     domains, tokenizer = read_domains(merged, sources, request.data, settings)
-    notices: list[str] = []
+    notices = [notice for domain in domains for notice in domain.notices]
     if settings.targets == "source-features":
         for domain in domains:
             source = sources[domain.name]

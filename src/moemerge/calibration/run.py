@@ -33,6 +33,7 @@ from moemerge.routing.curvature import logits_of, working_dtype
 from moemerge.runtime.devices import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import peak_memory
+from moemerge.text.rows import source_names
 
 
 def run_calibration(request: CalibrationRequest, progress: Progress) -> CalibrationReport:
@@ -283,7 +284,7 @@ def _report(prepared: Prepared, streams: Streams, loop: _Loop, seconds: float) -
         merged="this run's merge" if request.passing else str(request.merged),
         output=str(request.out),
         sources={name: str(ref) for name, ref in request.sources.items()},
-        data={name: tuple(map(str, request.data[name])) for name in request.sources},
+        data={name: source_names(request.data[name]) for name in request.sources},
         settings=settings_data(request.settings),
         device=str(prepared.device),
         dtype=dtype_name(prepared.dtype),

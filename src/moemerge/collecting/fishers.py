@@ -19,7 +19,6 @@ from moemerge.collecting.prepare import Prepared
 from moemerge.collecting.routed import RoutedGradients
 from moemerge.collecting.squares import add_ragged_squares, add_squares, new_total
 from moemerge.errors import ArchitectureError, DataError, NumericalError, ResourceError
-from moemerge.features.batches import Batch
 from moemerge.features.gradients import Heard, expert_deltas, experts_call, head_back, run_back
 from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap, projections
 from moemerge.features.tokens import as_sequences, real_tokens
@@ -30,6 +29,7 @@ from moemerge.runtime.determinism import deterministic
 from moemerge.runtime.devices import attention_without_plans
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import StatisticsWriter
+from moemerge.text.batches import Batch
 
 # Tokens whose logits are held at a time.
 HEAD_TOKENS = {"cpu": 512, "cuda": 8192}

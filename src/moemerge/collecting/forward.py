@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from moemerge.collecting.prepare import Prepared
 from moemerge.collecting.store import Store
 from moemerge.errors import ArchitectureError
-from moemerge.features.batches import Batch
 from moemerge.features.layers import Call, LayerStream
 from moemerge.features.routers import Anatomy
 from moemerge.features.spill import Offload
@@ -21,6 +20,7 @@ from moemerge.features.taps import Taps
 from moemerge.features.units import UnitMap
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
+from moemerge.text.batches import Batch
 
 # Share of the free memory that kept hidden states may take.
 SHARE = 0.3

@@ -18,7 +18,6 @@ from moemerge.collecting.checks import require_finite_weights
 from moemerge.collecting.moments import Moment
 from moemerge.collecting.routed import Routed
 from moemerge.errors import ArchitectureError
-from moemerge.features.batches import Batch
 from moemerge.features.heads import head_input
 from moemerge.features.layers import Call, LayerStream
 from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap
@@ -26,6 +25,7 @@ from moemerge.features.tokens import real_tokens
 from moemerge.features.units import ExpertKey, UnitMap
 from moemerge.statistics import StatisticsWriter
 from moemerge.statistics.packing import pack, packed_size
+from moemerge.text.batches import Batch
 
 Shapes = dict[str, tuple[int, ...]]
 # Tokens of one expert that go through it at a time.

@@ -11,8 +11,8 @@ from moemerge.collecting.prepare import CollectRequest
 from moemerge.collecting.run import run_collect
 from moemerge.config.models import ModelRef
 from moemerge.config.statistics import StatisticsRun
-from moemerge.lockstep.inputs import check_files
 from moemerge.runtime.progress import Progress
+from moemerge.text.rows import check_files
 
 
 @contextlib.contextmanager

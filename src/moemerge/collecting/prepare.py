@@ -13,10 +13,8 @@ from moemerge.checkpoint import require_space
 from moemerge.config.collecting import CollectingSettings
 from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError, DataError
-from moemerge.features.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
-from moemerge.features.text import Domain, TextOptions, check_file, load_domain, load_tokenizer
-from moemerge.lockstep.inputs import batch_tokens
-from moemerge.runtime.devices import dtype_name, parse_dtype, resolve_device
+from moemerge.features.settings import batch_tokens, forward_dtype
+from moemerge.runtime.devices import dtype_name, resolve_device
 from moemerge.statistics import Provenance
 from moemerge.statistics.packing import packed_size
 from moemerge.statistics.provenance import (
@@ -27,6 +25,10 @@ from moemerge.statistics.provenance import (
     tokenizer_fingerprint,
 )
 from moemerge.statistics.writer import check_output_file
+from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
+from moemerge.text.domains import Domain, TextSettings, load_domain
+from moemerge.text.rows import TextSource, check_files
+from moemerge.text.tokens import load_tokenizer
 from moemerge.version import __version__
 
 # The name enters the choice of rows: a file gives the same rows whatever its model is called.
@@ -39,7 +41,7 @@ class CollectRequest:
 
     model: str | Path | ModelRef
     out: Path
-    data: Sequence[str | Path]
+    data: Sequence[TextSource]
     settings: CollectingSettings
     overwrite: bool = False
 
@@ -62,7 +64,9 @@ def prepare(request: CollectRequest) -> Prepared:
     """Check output, files, model and space; read the text."""
     settings = request.settings
     check_output_file(request.out, overwrite=request.overwrite)
-    _check_files(request.data)
+    if not request.data:
+        raise DataError("no text given", hint="name at least one file: --data FILE.jsonl")
+    check_files({DOMAIN: request.data})
     device = resolve_device(settings.device)
     model = open_model("model", request.model)
     if model.architecture.quantised:
@@ -74,13 +78,7 @@ def prepare(request: CollectRequest) -> Prepared:
     shapes = [unit.shape for unit in units.values() if len(unit.shape) == 2]
     require_space(request.out, _output_bytes(settings.kind, shapes))
     folder = model.checkpoint.tokenizer_folder
-    options = TextOptions(
-        max_length=settings.max_length,
-        max_tokens=settings.max_tokens,
-        limit=settings.limit,
-        seed=settings.seed,
-    )
-    domain = load_domain(DOMAIN, list(request.data), load_tokenizer(folder), options)
+    domain = load_domain(DOMAIN, request.data, load_tokenizer(folder), TextSettings.of(settings))
     dtype = _forward_dtype(settings, model)
     return Prepared(
         request=request,
@@ -108,25 +106,11 @@ def prepare(request: CollectRequest) -> Prepared:
     )
 
 
-def _check_files(files: Sequence[str | Path]) -> None:
-    if not files:
-        raise DataError("no text given", hint="name at least one file: --data FILE.jsonl")
-    for file in map(Path, files):
-        check_file(file)
-
-
 def _forward_dtype(settings: CollectingSettings, model: OpenModel) -> torch.dtype:
-    """`auto` is the dtype of most of the checkpoint's bytes; gradients need float16's better."""
-    if settings.dtype != "auto":
-        return parse_dtype(settings.dtype)
-    bytes_of: dict[torch.dtype, int] = {}
-    for info in model.checkpoint.tensors.values():
-        if info.dtype.is_floating_point:
-            bytes_of[info.dtype] = bytes_of.get(info.dtype, 0) + info.nbytes
-    found = max(bytes_of, key=bytes_of.__getitem__, default=torch.float32)
-    if settings.kind == "fisher" and found == torch.float16:
-        return torch.float32
-    return found
+    """Gradients need better than float16, unless it is asked for by name."""
+    dtype = forward_dtype(settings.dtype, model)
+    small = settings.dtype == "auto" and settings.kind == "fisher" and dtype == torch.float16
+    return torch.float32 if small else dtype
 
 
 def _output_bytes(kind: str, shapes: Sequence[tuple[int, ...]]) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moemerge.features.batches import Batch
+from moemerge.text.batches import Batch
 
 # Tokens whose logits are widened to float32 at once.
 LOSS_TOKENS: Final = 512

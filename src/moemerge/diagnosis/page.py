@@ -15,6 +15,7 @@ from moemerge.diagnosis.run import run_diagnosis
 from moemerge.errors import MoeMergeError, UsageError
 from moemerge.report.page import require_page, write_page
 from moemerge.runtime.progress import Progress
+from moemerge.text.rows import TextSource
 
 
 def page_path(report: str | Path) -> Path:
@@ -44,7 +45,7 @@ class BeforeAndAfter:
         report: str | Path,
         models: tuple[str | Path | ModelRef, Path],
         sources: Mapping[str, str | Path | ModelRef],
-        data: Mapping[str, Sequence[str | Path]],
+        data: Mapping[str, Sequence[TextSource]],
         settings: Mapping[str, Any],
         *,
         label: str | None = None,

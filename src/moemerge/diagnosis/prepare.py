@@ -13,14 +13,10 @@ from moemerge.config.diagnosis import DiagnosisSettings
 from moemerge.config.models import ModelRef
 from moemerge.diagnosis.results import MODEL
 from moemerge.errors import UsageError
-from moemerge.features.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
-from moemerge.features.text import Domain
+from moemerge.features.settings import batch_tokens, forward_dtype
 from moemerge.lockstep.inputs import (
-    batch_tokens,
-    check_files,
     check_names,
     check_same_tokens,
-    forward_dtype,
     read_domains,
     require_streamable,
 )
@@ -34,6 +30,9 @@ from moemerge.lockstep.models import (
 )
 from moemerge.lockstep.swapped import pair_routing
 from moemerge.runtime.devices import resolve_device
+from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
+from moemerge.text.domains import Domain
+from moemerge.text.rows import TextSource, check_files
 
 # A batch's logits are the largest thing a diagnosis holds: (tokens, vocabulary).
 LOGITS_BYTES = 2**31
@@ -48,7 +47,7 @@ class DiagnosisRequest:
 
     model: Reference
     sources: Mapping[str, Reference]
-    data: Mapping[str, Sequence[str | Path]]
+    data: Mapping[str, Sequence[TextSource]]
     against: Sequence[Reference]
     settings: DiagnosisSettings
     label: str | None = None  # what to call a model whose folder is not to stay
@@ -135,9 +134,9 @@ def _text(
 ) -> tuple[tuple[Domain, ...], list[str]]:
     settings = request.settings
     domains, tokenizer = read_domains(subjects[0], sources, request.data, settings)
+    notices = [notice for domain in domains for notice in domain.notices]
     if settings.holdout:
         domains = tuple(Domain(domain.name, domain.holdout) for domain in domains)
-    notices = []
     for other in (*subjects[1:], *sources.values()):
         read = [domain for domain in domains if sources.get(domain.name, other) is other]
         read = read or list(domains)  # a model that is compared reads everything

@@ -47,6 +47,7 @@ from moemerge.report.document import REPORT_NAME
 from moemerge.report.labels import display_names
 from moemerge.runtime.devices import dtype_name
 from moemerge.runtime.progress import Progress
+from moemerge.text.rows import source_names
 from moemerge.version import __version__
 
 
@@ -251,7 +252,7 @@ def _diagnosis(
         models=models,
         sources={n: NamedModel(n, model.label) for n, model in prepared.sources.items()},
         domains={
-            d.name: DomainFacts(d.tokens, len(d.rows), tuple(map(str, request.data[d.name])))
+            d.name: DomainFacts(d.tokens, len(d.rows), source_names(request.data[d.name]))
             for d in prepared.domains
         },
         layers=rows,
@@ -306,7 +307,7 @@ def command_of(request: DiagnosisRequest) -> str:
     words = ["moemerge", "diagnose", str(request.model)]
     for name, source in request.sources.items():
         words += ["--source", f"{name}={source}"]
-        for file in request.data[name]:
+        for file in source_names(request.data[name]):
             words += ["--data", f"{name}={file}"]
     for other in request.against:
         words += ["--against", str(other)]

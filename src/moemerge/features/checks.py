@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moemerge.errors import ArchitectureError, DataError, MoeMergeError, ResourceError
-from moemerge.features.batches import Batch
 from moemerge.features.memory import MemoryEstimate
 from moemerge.features.routers import Anatomy
+from moemerge.text.batches import Batch
 
 
 def check_tokens(model: PreTrainedModel, batches: Sequence[Batch], label: str) -> None:

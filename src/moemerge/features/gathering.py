@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from moemerge.features.batches import Batch
 from moemerge.features.spill import as_bytes
+from moemerge.text.batches import Batch
 
 Key = tuple[str, bool]  # domain, holdout
 

@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from moemerge.errors import ArchitectureError
-from moemerge.features.batches import Batch
 from moemerge.features.heads import body_gives
 from moemerge.features.taps import ExpertsTap, LinearTap, Tap
+from moemerge.text.batches import Batch
 
 
 @dataclass(eq=False)

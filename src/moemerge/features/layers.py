@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.features.batches import Batch
 from moemerge.features.loading import NameMap
 from moemerge.features.stops import RouterStop
 from moemerge.features.stream import RouterStream
 from moemerge.features.taps import Taps, find_taps
 from moemerge.features.weights import Weights
 from moemerge.features.workers import Worker, current_worker
+from moemerge.text.batches import Batch
 
 
 @dataclass(frozen=True, eq=False)

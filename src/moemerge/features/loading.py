@@ -39,11 +39,9 @@ _CONSTRUCTION = threading.Lock()  # `_parameters_on_meta` changes a class for a 
 # --- the skeleton -------------------------------------------------------------------------------
 
 
-def build_skeleton(
-    checkpoint: Checkpoint, dtype: torch.dtype, *, trust_remote_code: bool = False
-) -> PreTrainedModel:
+def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """The model with every parameter on meta; buffers are real, as not all of them are on disk."""
-    config = _model_config(checkpoint, trust_remote_code)
+    config = _model_config(checkpoint)
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(
             f"{checkpoint.label} is quantised; its layers cannot be streamed as they are",
@@ -57,14 +55,14 @@ def build_skeleton(
     return model
 
 
-def _model_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+def _model_config(checkpoint: Checkpoint) -> Any:
     try:
-        return AutoConfig.from_pretrained(str(checkpoint.path), trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(str(checkpoint.path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArchitectureError(
             f"{checkpoint.label}: transformers {transformers.__version__} does not know this model "
             f"({str(error).splitlines()[0] if str(error) else type(error).__name__})",
-            hint="a newer transformers may; the model's own code is used only on request",
+            hint="a newer transformers may; code that comes with a model is never run",
         ) from error
 
 
@@ -84,7 +82,7 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
 def holds_scores(checkpoint: Checkpoint) -> bool:
     """Whether its attention keeps a score for every pair of tokens: families that transformers
     knows no fused attention for."""
-    return not _model_class(_model_config(checkpoint, False), checkpoint)._supports_sdpa
+    return not _model_class(_model_config(checkpoint), checkpoint)._supports_sdpa
 
 
 @contextlib.contextmanager

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from moemerge.errors import ResourceError
-from moemerge.features.batches import Batch
 from moemerge.features.routers import Anatomy
 from moemerge.features.spill import Offload
 from moemerge.features.weights import PINNED_BYTES, Weights
 from moemerge.runtime.devices import available_memory
+from moemerge.text.batches import Batch
 
 # A batch parked at a router keeps: the embeddings (in the model's frame), the layer's input (in the
 # same frame), the residual and the router's input.

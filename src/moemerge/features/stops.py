@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import NumericalError, UsageError
-from moemerge.features.batches import Batch
 from moemerge.features.routers import RouterModule
+from moemerge.text.batches import Batch
 
 
 class RouterStop:

@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
-from moemerge.features.batches import Batch
 from moemerge.features.checks import (
     check_tokens,
     finite,
@@ -46,6 +45,7 @@ from moemerge.runtime.allocator import give_back_freed_memory, keep_few_kernels,
 from moemerge.runtime.devices import attention_without_plans
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.timing import Stopwatch
+from moemerge.text.batches import Batch
 
 Output = Literal["hidden", "logits"]
 
@@ -77,7 +77,6 @@ class RouterStream:
         progress: Progress | None = None,
         spill_folder: Path | None = None,
         spill_smallest: int = SMALLEST,
-        trust_remote_code: bool = False,
         stopwatch: Stopwatch | None = None,
     ) -> None:
         keep_few_kernels()
@@ -85,7 +84,7 @@ class RouterStream:
         self.device = torch.device(device)
         if self.device.type == "cpu":
             share_one_heap()
-        self.model = build_skeleton(checkpoint, dtype, trust_remote_code=trust_remote_code)
+        self.model = build_skeleton(checkpoint, dtype)
         use_fused_experts(self.model, self.device, dtype)
         use_fused_norms(self.model, self.device, dtype)
         self.anatomy: Anatomy = anatomy(self.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moemerge.features.batches import Batch
+from moemerge.text.batches import Batch
 
 
 def _tokens_first(x: Tensor, batch: Batch) -> Tensor:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemerge.features.batches import Batch
 from moemerge.features.gathering import Emptied
 from moemerge.features.spill import Spill, Tracker
+from moemerge.text.batches import Batch
 
 
 class Cancelled(BaseException):

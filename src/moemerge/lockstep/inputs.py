@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.errors import ArchitectureError, TokenizerError, UsageError
-from moemerge.features.batches import DEFAULT_BATCH_TOKENS, gpu_batch_tokens
-from moemerge.features.loading import holds_scores
-from moemerge.features.text import Domain, TextOptions, check_file, load_domains, load_tokenizer
 from moemerge.registry import did_you_mean
-from moemerge.runtime.devices import gpu_memory, parse_dtype
-
-# A CPU gains nothing from long batches, and their temporaries are the largest thing it holds.
-CPU_BATCH_TOKENS = 2048
-# Config keys of attention that picks its keys by an indexer.
-INDEXERS = ("index_topk", "indexer_budget")
+from moemerge.text.domains import Domain, JobSettings, TextSettings, load_domains
+from moemerge.text.rows import TextSource
+from moemerge.text.tokens import load_tokenizer
 
 
 def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> None:
@@ -44,77 +37,17 @@ def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> No
         )
 
 
-def check_files(data: Mapping[str, Sequence[str | Path]]) -> None:
-    """Every file exists and is of a kind that can be read."""
-    for name, files in data.items():
-        for file in map(Path, files):
-            check_file(file, f"data {name!r}: ")
-
-
-class TextSettings(Protocol):
-    """What settings of every job that reads text by domains have in common."""
-
-    @property
-    def max_length(self) -> int: ...
-    @property
-    def max_tokens(self) -> int | None: ...
-    @property
-    def limit(self) -> int | None: ...
-    @property
-    def holdout(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-
-
 def read_domains(
     model: OpenModel,
     sources: Collection[str],
-    data: Mapping[str, Sequence[str | Path]],
-    settings: TextSettings,
+    data: Mapping[str, Sequence[TextSource]],
+    settings: JobSettings,
 ) -> tuple[tuple[Domain, ...], Any]:
     """Each source's text through the model's tokenizer, and the tokenizer."""
     tokenizer = load_tokenizer(model.checkpoint.tokenizer_folder)
-    options = TextOptions(
-        max_length=settings.max_length,
-        max_tokens=settings.max_tokens,
-        limit=settings.limit,
-        holdout=settings.holdout,
-        seed=settings.seed,
-    )
     # In the sources' order, so that the order of --data does not matter.
-    files = {name: list(data[name]) for name in sources}
-    return load_domains(files, tokenizer, options), tokenizer
-
-
-def forward_dtype(name: str, model: OpenModel) -> torch.dtype:
-    """`auto` is the dtype of most of the checkpoint's bytes: what the model runs in elsewhere."""
-    if name != "auto":
-        return parse_dtype(name)
-    bytes_of: dict[torch.dtype, int] = {}
-    for info in model.checkpoint.tensors.values():
-        if info.dtype.is_floating_point:
-            bytes_of[info.dtype] = bytes_of.get(info.dtype, 0) + info.nbytes
-    return max(bytes_of, key=bytes_of.__getitem__, default=torch.float32)
-
-
-def batch_tokens(model: OpenModel, device: torch.device) -> int:
-    """Padded tokens of a batch; 1 makes a batch of every row.
-
-    Fixed by the device (a GPU by its size) and the model: batches decide the last bits of the
-    result.
-    Attention that picks its keys by an indexer counts padding among them in transformers, so rows
-    that are padded would have other hidden states than alone.
-    """
-    if any(key in model.architecture.text_config for key in INDEXERS):
-        return 1
-    if device.type == "cpu":
-        return CPU_BATCH_TOKENS
-    width = model.architecture.hidden_size
-    if width is None:
-        return DEFAULT_BATCH_TOKENS
-    tokens = gpu_batch_tokens(width, gpu_memory(device))
-    # Scores of all pairs of tokens would be by far the largest part of a long batch.
-    return min(tokens, DEFAULT_BATCH_TOKENS) if holds_scores(model.checkpoint) else tokens
+    chosen = {name: data[name] for name in sources}
+    return load_domains(chosen, tokenizer, TextSettings.of(settings)), tokenizer
 
 
 def require_streamable(model: OpenModel, other: OpenModel, *, what: str, hint: str) -> None:

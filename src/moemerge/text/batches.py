@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import DataError, UsageError
-from moemerge.features.text import Domain
+from moemerge.text.domains import Domain
 
 # Enough tokens to fill an accelerator's matrix units, few enough for one batch's temporaries.
 DEFAULT_BATCH_TOKENS = 16384

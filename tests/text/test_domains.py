@@ -12,7 +12,8 @@ import pytest
 
 import zoo
 from moemerge.errors import DataError, TokenizerError, UsageError
-from moemerge.features.text import Domain, TextOptions, load_domain, load_domains, load_tokenizer
+from moemerge.text.domains import Domain, TextSettings, load_domain, load_domains
+from moemerge.text.tokens import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,8 @@ def test_parquet(tmp_path: Path, chat: Any) -> None:
         ("[1, 2]\n", r"a\.jsonl, row 1: got a JSON list"),
         ('{"text": "one"}\n{"question": "a", "answer": "b"}\n', "row 2: .*'question', 'answer'"),
         ('{"text": 3}\n', "'text' is int, expected a string"),
-        ('{"prompt": ["a"]}\n', "'prompt' is list"),
+        ('{"prompt": ["a"]}\n', "a message is 'a'"),
+        ('{"prompt": 3}\n', "'prompt' is int"),
         ('{"messages": "hello"}\n', "'messages' is str, expected a list"),
         ('{"messages": []}\n', "empty list"),
         ('{"messages": [{"from": "a"}]}\n', "role and content"),
@@ -164,10 +166,10 @@ def test_bounds(tmp_path: Path, plain: Any) -> None:
     file = numbered(tmp_path / "a.jsonl", 20)
     everything = load_domain("math", file, plain)
     assert [len(row) for row in everything.rows] == [4 + n for n in range(20)]
-    cut = load_domain("math", file, plain, TextOptions(max_length=6))
+    cut = load_domain("math", file, plain, TextSettings(max_length=6))
     assert [len(row) for row in cut.rows] == [4, 5] + [6] * 18
-    assert load_domain("math", file, plain, TextOptions(max_tokens=50)).tokens == 50
-    some = load_domain("math", file, plain, TextOptions(limit=5))
+    assert load_domain("math", file, plain, TextSettings(max_tokens=50)).tokens == 50
+    some = load_domain("math", file, plain, TextSettings(limit=5))
     lengths = [len(row) for row in some.rows]
     assert len(lengths) == 5
     assert lengths == sorted(lengths)  # the order of the file
@@ -178,7 +180,7 @@ def test_sampling_is_a_matter_of_the_seed(tmp_path: Path, plain: Any) -> None:
     file = numbered(tmp_path / "a.jsonl", 40)
 
     def lengths(name: str, seed: int) -> list[int]:
-        options = TextOptions(limit=10, seed=seed)
+        options = TextSettings(limit=10, seed=seed)
         return [len(row) for row in load_domain(name, file, plain, options).rows]
 
     assert lengths("math", 0) == lengths("math", 0)
@@ -188,14 +190,14 @@ def test_sampling_is_a_matter_of_the_seed(tmp_path: Path, plain: Any) -> None:
 
 def test_holdout_takes_rows_out(tmp_path: Path, plain: Any) -> None:
     file = numbered(tmp_path / "a.jsonl", 20)
-    domain = load_domain("math", file, plain, TextOptions(holdout=0.1))
+    domain = load_domain("math", file, plain, TextSettings(holdout=0.1))
     assert len(domain.holdout) == 2
     both = sorted(len(row) for row in (*domain.rows, *domain.holdout))
     assert both == [4 + n for n in range(20)]
-    assert domain.tokens + domain.holdout_tokens == sum(both)
+    assert domain.tokens + sum(map(len, domain.holdout)) == sum(both)
     single = numbered(tmp_path / "b.jsonl", 1)
     with pytest.raises(DataError, match="leaves none"):
-        load_domain("math", single, plain, TextOptions(holdout=0.1))
+        load_domain("math", single, plain, TextSettings(holdout=0.1))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_holdout_takes_rows_out(tmp_path: Path, plain: Any) -> None:
 )
 def test_options_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(bad))):
-        TextOptions(**bad)
+        TextSettings(**bad)
 
 
 def test_folder_without_tokenizer(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How text is cut into batches for a model."""
+"""How long the batches of a model are."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 import zoo
 from moemerge.architectures.opened import open_model
-from moemerge.lockstep import inputs
-from moemerge.lockstep.inputs import batch_tokens
+from moemerge.features import settings
+from moemerge.features.settings import batch_tokens
 
 CPU = torch.device("cpu")
 
@@ -35,6 +35,6 @@ def test_long_batches_are_for_fused_attention_and_large_gpus(
     model = open_model("model", zoo_folder(family))
     sizes = []
     for memory in (1 * 10**9, 141 * 10**9):
-        monkeypatch.setattr(inputs, "gpu_memory", lambda _, size=memory: size)
+        monkeypatch.setattr(settings, "gpu_memory", lambda _, size=memory: size)
         sizes.append(batch_tokens(model, torch.device("cuda")))
     assert sizes == [2**14 if shorter else 2**20 // 32, 2**14 if shorter else 2**27 // 32]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moemerge.errors import DataError, UsageError
-from moemerge.features.batches import BATCH_VALUES, gpu_batch_tokens, make_batches
-from moemerge.features.text import Domain
+from moemerge.text.batches import BATCH_VALUES, gpu_batch_tokens, make_batches
+from moemerge.text.domains import Domain
 
 
 def domain(name: str, lengths: list[int], held: tuple[int, ...] = ()) -> Domain:

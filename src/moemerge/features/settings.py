@@ -1,0 +1,46 @@
+"""How a model is streamed, decided by the device and the model alone."""
+
+from __future__ import annotations
+
+import torch
+
+from moemerge.architectures.opened import OpenModel
+from moemerge.features.loading import holds_scores
+from moemerge.runtime.devices import gpu_memory, parse_dtype
+from moemerge.text.batches import DEFAULT_BATCH_TOKENS, gpu_batch_tokens
+
+# A CPU gains nothing from long batches, and their temporaries are the largest thing it holds.
+CPU_BATCH_TOKENS = 2048
+# Config keys of attention that picks its keys by an indexer.
+INDEXERS = ("index_topk", "indexer_budget")
+
+
+def forward_dtype(name: str, model: OpenModel) -> torch.dtype:
+    """`auto` is the dtype of most of the checkpoint's bytes: what the model runs in elsewhere."""
+    if name != "auto":
+        return parse_dtype(name)
+    bytes_of: dict[torch.dtype, int] = {}
+    for info in model.checkpoint.tensors.values():
+        if info.dtype.is_floating_point:
+            bytes_of[info.dtype] = bytes_of.get(info.dtype, 0) + info.nbytes
+    return max(bytes_of, key=bytes_of.__getitem__, default=torch.float32)
+
+
+def batch_tokens(model: OpenModel, device: torch.device) -> int:
+    """Padded tokens of a batch; 1 makes a batch of every row.
+
+    Fixed by the device (a GPU by its size) and the model: batches decide the last bits of the
+    result.
+    Attention that picks its keys by an indexer counts padding among them in transformers, so rows
+    that are padded would have other hidden states than alone.
+    """
+    if any(key in model.architecture.text_config for key in INDEXERS):
+        return 1
+    if device.type == "cpu":
+        return CPU_BATCH_TOKENS
+    width = model.architecture.hidden_size
+    if width is None:
+        return DEFAULT_BATCH_TOKENS
+    tokens = gpu_batch_tokens(width, gpu_memory(device))
+    # Scores of all pairs of tokens would be by far the largest part of a long batch.
+    return min(tokens, DEFAULT_BATCH_TOKENS) if holds_scores(model.checkpoint) else tokens

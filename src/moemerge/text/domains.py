@@ -1,0 +1,161 @@
+"""The text of one source: which rows of its files are used, as tokens."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from moemerge.errors import DataError, UsageError
+from moemerge.text.rows import Row, TextSource, UnreadKeys, read_rows, source_names
+from moemerge.text.tokens import tokenize
+
+
+class JobSettings(Protocol):
+    """What the settings of every job that reads text have in common."""
+
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def max_tokens(self) -> int | None: ...
+    @property
+    def limit(self) -> int | None: ...
+    @property
+    def seed(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """How much of a domain's text is used. `None` means no bound."""
+
+    max_length: int | None = None  # tokens of one row
+    max_tokens: int | None = None  # tokens of one domain
+    limit: int | None = None  # rows of one domain
+    holdout: float = 0.0  # share of the rows kept out of every solve
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "max_tokens", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}, expected at least 1")
+        if not 0 <= self.holdout < 1:
+            raise UsageError(f"holdout is {self.holdout}, expected 0 <= holdout < 1")
+
+    @classmethod
+    def of(cls, settings: JobSettings) -> Self:
+        """Those of a job; one without a holdout keeps no rows out."""
+        return cls(
+            max_length=settings.max_length,
+            max_tokens=settings.max_tokens,
+            limit=settings.limit,
+            holdout=getattr(settings, "holdout", 0.0),
+            seed=settings.seed,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Domain:
+    """The token rows of one domain, in the order of its files."""
+
+    name: str
+    rows: tuple[Tensor, ...]  # each (tokens,), int64
+    holdout: tuple[Tensor, ...] = ()
+    notices: tuple[str, ...] = ()  # keys that were not read, rows that were cut
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row) for row in self.rows)
+
+
+def load_domains(
+    data: Mapping[str, str | Path | Sequence[TextSource]],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TextSettings | None = None,
+) -> tuple[Domain, ...]:
+    """One domain per name, in the order given."""
+    if not data:
+        raise DataError("no calibration text given", hint="name a file for each domain")
+    return tuple(load_domain(name, text, tokenizer, settings) for name, text in data.items())
+
+
+def load_domain(
+    name: str,
+    sources: str | Path | Sequence[TextSource],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TextSettings | None = None,
+) -> Domain:
+    """Rows as tokens; where a bound applies, the seed chooses the rows."""
+    settings = settings or TextSettings()
+    sources = [sources] if isinstance(sources, str | Path) else sources
+    rows = read_rows(sources)
+    # The name is part of the seed, so that two domains of one file do not take the same rows.
+    rng = random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(name.encode()))
+    unread = UnreadKeys()
+    taken, cut = _take(rows, tokenizer, settings, rng, unread)
+    if not taken:
+        raise DataError(
+            f"{', '.join(source_names(sources))}: no token for domain {name!r} in {len(rows)} rows",
+            hint="every row was empty after tokenizing; give a file with text",
+        )
+    notices = [*unread.notices()]
+    if cut:
+        notices.append(
+            f"{name}: {cut} of {len(taken)} rows are longer than --max-length "
+            f"{settings.max_length} tokens and were cut there"
+        )
+    held = _held_out(len(taken), name, settings, rng)
+    return Domain(
+        name=name,
+        rows=tuple(row for at, row in enumerate(taken) if at not in held),
+        holdout=tuple(row for at, row in enumerate(taken) if at in held),
+        notices=tuple(notices),
+    )
+
+
+def _take(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TextSettings,
+    rng: random.Random,
+    unread: UnreadKeys,
+) -> tuple[list[Tensor], int]:
+    """Rows in a seeded order until a bound is met, then put back into the order of the file; and
+    how many of them were longer than a row may be."""
+    order = list(range(len(rows)))
+    if settings.limit is not None or settings.max_tokens is not None:
+        rng.shuffle(order)
+    taken: dict[int, Tensor] = {}
+    left, cut = settings.max_tokens, 0
+    tokenized = tokenize([rows[at] for at in order], tokenizer, unread)
+    for at in order:
+        if len(taken) == settings.limit or left == 0:
+            break
+        whole = next(tokenized)
+        tokens = whole[: settings.max_length][:left]
+        if not tokens:
+            continue
+        cut += settings.max_length is not None and len(whole) > settings.max_length
+        taken[at] = torch.tensor(tokens, dtype=torch.int64)
+        left = None if left is None else left - len(tokens)
+    return [taken[at] for at in sorted(taken)], cut
+
+
+def _held_out(count: int, name: str, settings: TextSettings, rng: random.Random) -> set[int]:
+    if settings.holdout == 0:
+        return set()
+    wanted = max(1, round(settings.holdout * count))
+    if wanted >= count:
+        raise DataError(
+            f"domain {name!r} has {count} row(s): a holdout of {settings.holdout} leaves none to "
+            "calibrate on",
+            hint="give more rows or set the holdout to 0",
+        )
+    return set(rng.sample(range(count), wanted))

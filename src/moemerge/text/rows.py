@@ -1,0 +1,294 @@
+"""Files of rows, and the forms a row may have. Needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moemerge.errors import DataError
+from moemerge.registry import did_you_mean
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+FORMS = (
+    'a row is {"text": ...}, {"messages": [...]}, {"conversations": [...]}, '
+    '{"prompt": ..., "response" or "completion": ...?} or '
+    '{"instruction": ..., "input": ...?, "output": ...?}'
+)
+# The keys that each form reads; the first one tells the form, and the first form here wins.
+FORM_KEYS = {
+    "messages": ("messages",),
+    "prompt": ("prompt", "response", "completion"),
+    "text": ("text",),
+    "conversations": ("conversations",),
+    "instruction": ("instruction", "input", "output"),
+}
+# What ShareGPT's `from` means.
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+
+# Text is given as a file's path, or as rows in memory.
+TextSource = str | Path | Mapping[str, Any]
+Turn = dict[str, Any]  # role, content
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row as it was read: the bytes of a line, or a mapping."""
+
+    where: str  # as a person counts
+    content: bytes | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns for the tokenizer's chat template."""
+
+    turns: tuple[Turn, ...]
+    key: str  # that they were read from
+    # Without a template such a row is the contents, line by line. Others need the template.
+    joinable: bool = False
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def check_file(path: Path, where: str = "") -> None:
+    """It exists and is of a kind that can be read; errors begin with `where`."""
+    hint = f"use {', '.join(SUFFIXES)}"
+    if path.is_dir():
+        raise DataError(f"{where}{path} is a folder, expected a file of text", hint=hint)
+    if _is_pipe(path):
+        return
+    if not path.name.lower().endswith(SUFFIXES):
+        raise DataError(f"{where}{path} is of an unknown kind {path.suffix!r}", hint=hint)
+    if not path.is_file():
+        raise DataError(f"{where}no such file {path}")
+
+
+def check_files(data: Mapping[str, Sequence[TextSource]]) -> None:
+    """Every file of every domain exists and is of a kind that can be read."""
+    for name, sources in data.items():
+        for source in sources:
+            if not isinstance(source, Mapping):
+                check_file(Path(source), f"data {name!r}: ")
+
+
+def source_names(sources: Sequence[TextSource]) -> tuple[str, ...]:
+    """What a report calls the text: its files, and how many rows came from memory."""
+    files = tuple(str(source) for source in sources if not isinstance(source, Mapping))
+    count = len(sources) - len(files)
+    return files if not count else (*files, f"<{count} rows in memory>")
+
+
+def read_rows(sources: Sequence[TextSource]) -> list[Row]:
+    """The rows of all files, and those in memory, in the order given."""
+    rows: list[Row] = []
+    for number, source in enumerate(sources, 1):
+        if isinstance(source, Mapping):
+            rows.append(Row(f"row {number} in memory", source))
+        else:
+            rows += _rows_of(Path(source))
+    return rows
+
+
+def _rows_of(path: Path) -> list[Row]:
+    check_file(path)
+    rows = _parquet_rows(path) if path.name.lower().endswith(".parquet") else _json_lines(path)
+    if not rows:
+        raise DataError(f"{path}: the file is empty, expected rows of text", hint=FORMS)
+    return rows
+
+
+def _is_pipe(path: Path) -> bool:
+    """Standard input, or a pipe that a shell made: JSON lines under any name."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or str(path) == "/dev/stdin"
+
+
+def _json_lines(path: Path) -> list[Row]:
+    opener: Callable[..., Any] = gzip.open if path.suffix.lower() == ".gz" else open
+    try:
+        with opener(path, "rb") as lines:
+            return [
+                Row(f"{path}, row {number}", line)
+                for number, line in enumerate(lines, 1)
+                if line.strip()
+            ]
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: damaged gzip file ({error})") from error
+
+
+def _parquet_rows(path: Path) -> list[Row]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise DataError(
+            f"{path}: reading parquet needs the package pyarrow, which is not installed",
+            hint="pip install pyarrow, or convert the file to .jsonl",
+        ) from None
+    arrow = importlib.import_module("pyarrow")
+    try:
+        table = parquet.read_table(path).to_pylist()
+    except (arrow.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: not a readable parquet file ({error})") from error
+    return [Row(f"{path}, row {number}", row) for number, row in enumerate(table, 1)]
+
+
+# --- forms --------------------------------------------------------------------------------------
+
+
+class UnreadKeys:
+    """Keys that rows have and their form does not read, to be named once for each file."""
+
+    def __init__(self) -> None:
+        # All keys of the rows of one form, by where they come from.
+        self._keys: dict[tuple[str, str], dict[str, None]] = {}
+
+    def add(self, where: str, form: str, keys: Iterable[str]) -> None:
+        origin = where.rpartition(", row ")[0] or "rows in memory"
+        self._keys.setdefault((origin, form), {}).update(dict.fromkeys(keys))
+
+    def notices(self) -> Iterator[str]:
+        for (origin, form), keys in self._keys.items():
+            lacking = [key for key in FORM_KEYS[form] if key not in keys]
+            unread = [key for key in keys if key not in FORM_KEYS[form]]
+            if unread:
+                read = ", ".join(key for key in FORM_KEYS[form] if key in keys)
+                named = ", ".join(_with_guess(key, lacking) for key in unread)
+                yield f"{origin}: of a row only {read} is read, not {named}"
+
+
+def _with_guess(key: str, known: Iterable[str]) -> str:
+    guess = did_you_mean(key, known).removeprefix(", ")
+    return f"{key!r} ({guess})" if guess else repr(key)
+
+
+def parse_row(row: Row, unread: UnreadKeys | None = None) -> str | Conversation:
+    """Plain text, or turns; keys that this form does not read are noted in `unread`."""
+    fields = _fields(row)
+    form = next((form for form in FORM_KEYS if form in fields), None)
+    if form is None:
+        keys = ", ".join(map(repr, fields)) or "none"
+        raise DataError(f"{row.where}: unknown form, keys found: {keys}", hint=FORMS)
+    if unread is not None:
+        unread.add(row.where, form, fields)
+    return _PARSERS[form](fields, row.where)
+
+
+def _fields(row: Row) -> dict[str, Any]:
+    """A row's values by key. None is no value: a parquet table gives every row all columns."""
+    content = row.content
+    if not isinstance(content, Mapping):
+        hint = "one JSON object per line"
+        try:
+            content = json.loads(content)
+        except ValueError as error:
+            raise DataError(f"{row.where}: not JSON ({error})", hint=hint) from None
+        if not isinstance(content, dict):
+            kind = type(content).__name__
+            raise DataError(f"{row.where}: got a JSON {kind}, expected an object", hint=FORMS)
+    return {str(key): value for key, value in content.items() if value is not None}
+
+
+def _text(fields: Mapping[str, Any], where: str) -> str:
+    return _string(fields, "text", where)
+
+
+def _messages(fields: Mapping[str, Any], where: str) -> Conversation:
+    return Conversation(_turns(fields, "messages", where), "messages")
+
+
+def _sharegpt(fields: Mapping[str, Any], where: str) -> Conversation:
+    return Conversation(_turns(fields, "conversations", where), "conversations")
+
+
+def _prompt(fields: Mapping[str, Any], where: str) -> Conversation:
+    """A prompt with or without its answer: strings, or (as trl has it) lists of messages."""
+    answers = [key for key in ("response", "completion") if key in fields]
+    if len(answers) > 1:
+        raise DataError(f"{where}: both 'response' and 'completion', expected one answer")
+    turns = _said(fields, "prompt", "user", where)
+    for key in answers:
+        turns += _said(fields, key, "assistant", where)
+    listed = any(not isinstance(fields[key], str) for key in ("prompt", *answers))
+    return Conversation(turns, "prompt", joinable=not listed)
+
+
+def _alpaca(fields: Mapping[str, Any], where: str) -> Conversation:
+    """The input, where there is one, stands below the instruction."""
+    asked = _string(fields, "instruction", where)
+    if "input" in fields and (given := _string(fields, "input", where)):
+        asked = f"{asked}\n\n{given}"
+    turns: tuple[Turn, ...] = ({"role": "user", "content": asked},)
+    if "output" in fields:
+        turns += _said(fields, "output", "assistant", where)
+    return Conversation(turns, "instruction", joinable=True)
+
+
+_PARSERS: Mapping[str, Callable[[Mapping[str, Any], str], str | Conversation]] = {
+    "messages": _messages,
+    "conversations": _sharegpt,
+    "prompt": _prompt,
+    "instruction": _alpaca,
+    "text": _text,
+}
+
+
+def _string(fields: Mapping[str, Any], key: str, where: str) -> str:
+    value = fields[key]
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key!r} is {type(value).__name__}, expected a string")
+    return value
+
+
+def _said(fields: Mapping[str, Any], key: str, role: str, where: str) -> tuple[Turn, ...]:
+    """A string that `role` said, or a list of messages."""
+    value = fields[key]
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+        return _turns(fields, key, where)
+    return ({"role": role, "content": _string(fields, key, where)},)
+
+
+def _turns(fields: Mapping[str, Any], key: str, where: str) -> tuple[Turn, ...]:
+    value = fields[key]
+    if not isinstance(value, Iterable) or isinstance(value, str | Mapping):
+        raise DataError(f"{where}: {key!r} is {type(value).__name__}, expected a list")
+    turns = tuple(_turn(turn, where) for turn in value)
+    if not turns:
+        raise DataError(f"{where}: {key!r} is an empty list, expected at least one turn")
+    return turns
+
+
+def _turn(turn: Any, where: str) -> Turn:
+    """{role, content}, or ShareGPT's {from, value}."""
+    if isinstance(turn, Mapping) and "role" in turn and "content" in turn:
+        return dict(turn)
+    if isinstance(turn, Mapping) and "from" in turn and "value" in turn:
+        role = SPEAKERS.get(str(turn["from"]).lower())
+        if role is None:
+            raise DataError(
+                f"{where}: a turn is from {turn['from']!r}, expected one of {', '.join(SPEAKERS)}"
+            )
+        return {"role": role, "content": turn["value"]}
+    raise DataError(
+        f"{where}: a message is {turn!r:.80}, expected an object with role and content "
+        "(or from and value)"
+    )
