@@ -32,7 +32,7 @@ from torch import Tensor
 
 from moemerge.architectures.gates import Gate, Score
 from moemerge.linalg.cg import COARSE_STEPS
-from moemerge.routing import Domain, Preconditioner, SolveSettings, measure_routers
+from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, measure_routers
 from moemerge.routing.curvature import RouterCurvature
 from moemerge.routing.preconditioners import prepare
 from moemerge.routing.products import PlainFeatures, Precision
@@ -72,7 +72,7 @@ class Timing:
 # --- data ---------------------------------------------------------------------------------------
 
 
-def synthetic(args: argparse.Namespace) -> list[Domain]:
+def synthetic(args: argparse.Namespace) -> list[DomainFeatures]:
     """Domains of features that look like a normalised residual stream."""
     generator = torch.Generator(args.device).manual_seed(args.seed)
     width, experts = args.width, args.experts
@@ -97,17 +97,17 @@ def synthetic(args: argparse.Namespace) -> list[Domain]:
             x = (randn(block.shape[0], width) * own) @ basis.T
             block.copy_(x / x.square().mean(dim=1, keepdim=True).sqrt() * norm_scale)
         router = base + 0.3 * randn(experts, width) / width**0.5
-        made.append(Domain(f"domain{index}", [features], router))
+        made.append(DomainFeatures(f"domain{index}", [features], router))
     return made
 
 
-def starting_point(domains: Sequence[Domain]) -> Tensor:
+def starting_point(domains: Sequence[DomainFeatures]) -> Tensor:
     start = torch.stack([domain.router for domain in domains]).mean(dim=0)
     noise = torch.randn(start.shape, generator=torch.Generator().manual_seed(1)).to(start.device)
     return start.add(noise, alpha=0.2 / start.shape[1] ** 0.5)
 
 
-def shortened(domains: Sequence[Domain], tokens: int) -> list[Domain]:
+def shortened(domains: Sequence[DomainFeatures], tokens: int) -> list[DomainFeatures]:
     """The first tokens of every domain, in float32."""
     share = tokens // len(domains)
     return [replace(d, features=[d.features[0][:share].float()]) for d in domains]
@@ -116,7 +116,9 @@ def shortened(domains: Sequence[Domain], tokens: int) -> list[Domain]:
 # --- the reference ------------------------------------------------------------------------------
 
 
-def reference_product(domains: Sequence[Domain], w: Tensor, rows: int | None = None) -> Tensor:
+def reference_product(
+    domains: Sequence[DomainFeatures], w: Tensor, rows: int | None = None
+) -> Tensor:
     """Σ_i Σ_reg,i w by Proposition 1, in the dtype of w; `rows` tokens at once (default: all)."""
     out = torch.zeros_like(w)
     for domain in domains:
@@ -131,12 +133,16 @@ def reference_product(domains: Sequence[Domain], w: Tensor, rows: int | None = N
     return out
 
 
-def reference_rhs(domains: Sequence[Domain], dtype: torch.dtype, rows: int | None = None) -> Tensor:
+def reference_rhs(
+    domains: Sequence[DomainFeatures], dtype: torch.dtype, rows: int | None = None
+) -> Tensor:
     parts = [reference_product([domain], domain.router.to(dtype), rows) for domain in domains]
     return torch.stack(parts).sum(dim=0)
 
 
-def reference_cg(domains: Sequence[Domain], start: Tensor, max_steps: int) -> tuple[Tensor, int]:
+def reference_cg(
+    domains: Sequence[DomainFeatures], start: Tensor, max_steps: int
+) -> tuple[Tensor, int]:
     """Algorithm 2."""
     b = reference_rhs(domains, start.dtype)
     w = start.clone()
@@ -154,7 +160,7 @@ def reference_cg(domains: Sequence[Domain], start: Tensor, max_steps: int) -> tu
     return w, steps
 
 
-def true_residual(domains: Sequence[Domain], w: Tensor, b: Tensor) -> float:
+def true_residual(domains: Sequence[DomainFeatures], w: Tensor, b: Tensor) -> float:
     return float((b - reference_product(domains, w.double(), ROWS)).norm() / b.norm())
 
 
@@ -162,7 +168,7 @@ def true_residual(domains: Sequence[Domain], w: Tensor, b: Tensor) -> float:
 
 
 def solve_row(
-    kind: str, domains: Sequence[Domain], start: Tensor, b: Tensor
+    kind: str, domains: Sequence[DomainFeatures], start: Tensor, b: Tensor
 ) -> tuple[Row, RouterCurvature]:
     """Statistics, preconditioner, CG and refinement with one kind of preconditioner."""
     gate = gate_of(start)
@@ -180,7 +186,7 @@ def solve_row(
 
 
 def reference_row(
-    domains: Sequence[Domain], start: Tensor, args: argparse.Namespace
+    domains: Sequence[DomainFeatures], start: Tensor, args: argparse.Namespace
 ) -> tuple[Row, float]:
     """The reference's solve, and the milliseconds of one of its products on all tokens."""
     used = domains
@@ -200,15 +206,15 @@ def reference_row(
     return row, whole
 
 
-def as_one(domains: Sequence[Domain]) -> Domain:
+def as_one(domains: Sequence[DomainFeatures]) -> DomainFeatures:
     """The features of all domains, which lie behind each other, under the first one's router."""
     first = domains[0].features[0]
     tokens = sum(domain.tokens for domain in domains)
     whole = first.as_strided((tokens, first.shape[1]), first.stride())
-    return Domain("all", [whole], domains[0].router)
+    return DomainFeatures("all", [whole], domains[0].router)
 
 
-def operator_timings(domains: Sequence[Domain], start: Tensor) -> list[Timing]:
+def operator_timings(domains: Sequence[DomainFeatures], start: Tensor) -> list[Timing]:
     """The product against what the card can do; GPUs only."""
     device, settings = start.device, SolveSettings(alpha=ALPHA)
     operator = build_operator(gate_of(start), [as_one(domains)], settings)
@@ -261,7 +267,7 @@ class PlainOperator:
 
 
 def layer_timings(
-    domains: Sequence[Domain], start: Tensor, operator: RouterCurvature
+    domains: Sequence[DomainFeatures], start: Tensor, operator: RouterCurvature
 ) -> list[Timing]:
     """The parts of a layer's work beside the solver's steps; GPUs only."""
     device, gate = start.device, gate_of(start)

@@ -26,6 +26,7 @@ from moemerge.errors import UsageError
 from moemerge.merging import METHODS
 from moemerge.merging.report import MergeReport
 from moemerge.runtime.progress import Progress, Silent
+from moemerge.text.rows import TextSource
 
 # Calibration runs models, and so imports transformers: only when it is asked for.
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 ConfigSource = str | Path | Mapping[str, Any] | LoadedConfig
 Model = str | Path | ModelRef
-Files = str | Path | Sequence[str | Path]
+Files = str | Path | Sequence[TextSource]  # files, or rows in memory
 # What a page calls a merge that only lives while `run` works.
 MERGE_ALONE = "the merge before calibration"
 
@@ -136,7 +137,7 @@ def calibrate(
     return done
 
 
-def _files(files: Files) -> tuple[str | Path, ...]:
+def _files(files: Files) -> tuple[TextSource, ...]:
     return (files,) if isinstance(files, str | Path) else tuple(files)
 
 

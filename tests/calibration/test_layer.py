@@ -14,7 +14,7 @@ from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.report import layer_row, totals
 from moemerge.errors import NumericalError
 from moemerge.linalg.cg import Status
-from moemerge.routing import Curvature, Domain, SolveSettings
+from moemerge.routing import Curvature, DomainFeatures, SolveSettings
 
 EXPERTS, WIDTH, TOKENS = 6, 5, 80
 GATE = Gate(Score.SOFTMAX, top_k=2)
@@ -29,7 +29,7 @@ def problem(
     routers = [torch.randn(EXPERTS, columns, generator=generator) * scale for _ in range(2)]
     features = [torch.randn(TOKENS, WIDTH, generator=generator) for _ in range(2)]
     domains = [
-        Domain(name, [x[:30], x[30:]], w.double())
+        DomainFeatures(name, [x[:30], x[30:]], w.double())
         for name, x, w in zip(("a", "b"), features, routers, strict=True)
     ]
     merged = torch.stack(routers).mean(0).double()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.gates import Gate, Score
-from moemerge.routing.curvature import Curvature, Domain
+from moemerge.routing.curvature import Curvature, DomainFeatures
 
 GATES = {
     "softmax": Gate(Score.SOFTMAX, 2),
@@ -32,7 +32,7 @@ def make_domains(
     source_targets: bool = False,
     move: float = 0.5,
     seed: int = 0,
-) -> list[Domain]:
+) -> list[DomainFeatures]:
     """Domains of different size, in uneven blocks, with correlated features."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -50,11 +50,11 @@ def make_domains(
         if source_targets:  # no router reaches these from the features
             own = [x.double() @ router[:, :width].double().T for x in features]
             targets = [(z + 0.4 * randn(*z.shape)).to(dtype) for z in own]
-        domains.append(Domain(f"domain{index}", features, router, targets))
+        domains.append(DomainFeatures(f"domain{index}", features, router, targets))
     return domains
 
 
-def tokens_of(domain: Domain) -> tuple[Tensor, Tensor]:
+def tokens_of(domain: DomainFeatures) -> tuple[Tensor, Tensor]:
     """All features with the bias' column of ones, and all target logits, in float64."""
     x = torch.cat(list(domain.features)).double()
     if domain.has_bias:
@@ -89,7 +89,7 @@ def autograd_hessian(gate: Gate, z: Tensor) -> Tensor:
     return hessian(z).contiguous()  # type: ignore[no-any-return]
 
 
-def dense_sigma(gate: Gate, domain: Domain, curvature: Curvature) -> tuple[Tensor, Tensor]:
+def dense_sigma(gate: Gate, domain: DomainFeatures, curvature: Curvature) -> tuple[Tensor, Tensor]:
     """Σ_i and mean H z xᵀ (flattened), with every Kronecker product written out."""
     x, targets = tokens_of(domain)
     experts = targets.shape[1]
@@ -107,7 +107,11 @@ def dense_sigma(gate: Gate, domain: Domain, curvature: Curvature) -> tuple[Tenso
 
 
 def dense_system(
-    gate: Gate, domains: Sequence[Domain], curvature: Curvature, dense: float, diagonal: float
+    gate: Gate,
+    domains: Sequence[DomainFeatures],
+    curvature: Curvature,
+    dense: float,
+    diagonal: float,
 ) -> tuple[Tensor, Tensor]:
     """A and b of the whole problem."""
     a, b = 0.0, 0.0

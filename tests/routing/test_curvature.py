@@ -11,7 +11,7 @@ from moemerge.linalg import cg
 from moemerge.routing import domains as module
 from moemerge.routing.curvature import (
     Curvature,
-    Domain,
+    DomainFeatures,
     DomainStatistics,
     RouterCurvature,
     token_weights,
@@ -32,7 +32,7 @@ each_curvature = pytest.mark.parametrize("curvature", list(Curvature))
 
 
 def operator_of(
-    gate: Gate, domains: list[Domain], curvature: Curvature, dense: float, diagonal: float
+    gate: Gate, domains: list[DomainFeatures], curvature: Curvature, dense: float, diagonal: float
 ) -> RouterCurvature:
     statistics = [DomainStatistics(gate, domain, curvature) for domain in domains]
     return RouterCurvature(statistics, dense=dense, diagonal=diagonal)

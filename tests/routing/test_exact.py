@@ -10,7 +10,7 @@ from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import UsageError
 from moemerge.linalg import Status
 from moemerge.routing import (
-    Domain,
+    DomainFeatures,
     ExactSettings,
     Preconditioner,
     exact,
@@ -24,7 +24,7 @@ from routing.problems import GATES, make_domains, naive_divergence, tokens_of
 SOFTMAX = GATES["softmax"]
 
 
-def objective(gate: Gate, domains: list[Domain], w: Tensor) -> Tensor:
+def objective(gate: Gate, domains: list[DomainFeatures], w: Tensor) -> Tensor:
     """Σ_i mean KL, token by token from the definition; differentiable."""
     total = torch.zeros((), dtype=torch.float64)
     for domain in domains:
@@ -131,7 +131,7 @@ def test_a_start_where_newton_steps_mislead_is_damped_until_they_do_not(factor: 
     assert result.kl[-1] == pytest.approx(near.kl[-1], rel=2e-3)
 
 
-def correlated_domains() -> list[Domain]:
+def correlated_domains() -> list[DomainFeatures]:
     """Features with condition number 10⁴, and targets that no router meets."""
     generator = torch.Generator().manual_seed(3)
     basis = torch.linalg.qr(torch.randn(32, 32, generator=generator))[0]
@@ -144,7 +144,7 @@ def correlated_domains() -> list[Domain]:
         router = base + 0.5 * torch.randn(12, 32, generator=generator)
         features = (x * spectrum) @ basis.T
         targets = features @ router.T + torch.randn(3000, 12, generator=generator)
-        domains.append(Domain(name, [features], router, [targets]))
+        domains.append(DomainFeatures(name, [features], router, [targets]))
     return domains
 
 
@@ -205,7 +205,7 @@ def test_targets_that_can_all_be_met_end_the_descent() -> None:
     """Fewer tokens than features: the divergence falls towards 0 for ever."""
     generator = torch.Generator().manual_seed(1)
     domains = [
-        Domain(
+        DomainFeatures(
             name,
             [torch.randn(12, 40, generator=generator)],
             torch.randn(6, 40, generator=generator).double(),
@@ -218,7 +218,7 @@ def test_targets_that_can_all_be_met_end_the_descent() -> None:
     assert result.kl[-1] < 1e-4 * result.kl[0]
 
 
-def steep_domains() -> list[Domain]:
+def steep_domains() -> list[DomainFeatures]:
     """Clusters, a steep spectrum and an offset, as in trained models; targets nobody meets."""
     generator = torch.Generator().manual_seed(0)
     tokens, width, experts = 1000, 64, 8
@@ -237,7 +237,7 @@ def steep_domains() -> list[Domain]:
         x = x / x.square().mean(dim=1, keepdim=True).sqrt()
         router = base + 1.5 * normal(experts, width) / width**0.5
         targets = x @ router.T + 0.7 * normal(tokens, experts)
-        domains.append(Domain(name, [x], router, [targets]))
+        domains.append(DomainFeatures(name, [x], router, [targets]))
     return domains
 
 

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moemerge.routing import Domain, Preconditioner, SolveSettings, measure_routers, solve_router
+from moemerge.routing import (
+    DomainFeatures,
+    Preconditioner,
+    SolveSettings,
+    measure_routers,
+    solve_router,
+)
 from moemerge.routing.curvature import Curvature
 from moemerge.routing.exact import minimise_divergence
 from moemerge.routing.products import FusedFeatures, features_of
@@ -21,7 +27,7 @@ pytestmark = [
 SOFTMAX = GATES["softmax"]
 
 
-def on_gpu(domain: Domain) -> Domain:
+def on_gpu(domain: DomainFeatures) -> DomainFeatures:
     return replace(
         domain,
         features=[x.cuda() for x in domain.features],
@@ -30,7 +36,7 @@ def on_gpu(domain: Domain) -> Domain:
     )
 
 
-def problem(dtype: torch.dtype = torch.bfloat16, **options: object) -> list[Domain]:
+def problem(dtype: torch.dtype = torch.bfloat16, **options: object) -> list[DomainFeatures]:
     shape = {"experts": 16, "width": 64, "tokens": 5000, "dtype": dtype, "move": 0.2}
     domains = make_domains(2, **(shape | options))  # type: ignore[arg-type]
     return [replace(d, router=0.2 * d.router.double()) for d in domains]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moemerge.architectures.gates import Gate
 from moemerge.linalg import cg
-from moemerge.routing.curvature import Curvature, Domain, DomainStatistics, RouterCurvature
+from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
 from moemerge.routing.preconditioners import (
     INVERSE_COST,
     KRONECKER_DAMPING,
@@ -28,7 +28,7 @@ KINDS = [kind for kind in Preconditioner if kind is not Preconditioner.AUTO]
 
 
 def operator_of(
-    domains: list[Domain],
+    domains: list[DomainFeatures],
     dense: float = 0.9,
     diagonal: float = 0.1,
     curvature: Curvature = Curvature.FULL,
@@ -38,7 +38,7 @@ def operator_of(
     return RouterCurvature(statistics, dense=dense, diagonal=diagonal)
 
 
-def dense_kronecker(domains: list[Domain], dense: float, diagonal: float) -> Tensor:
+def dense_kronecker(domains: list[DomainFeatures], dense: float, diagonal: float) -> Tensor:
     """S^½ (a C_H ⊗ C_X + c I) S^½ with every piece written out from the definition."""
     mean_h: Tensor | float = 0.0
     gram: Tensor | float = 0.0
@@ -158,7 +158,7 @@ def test_kronecker_beats_jacobi_on_correlated_features() -> None:
     base = torch.randn(8, 96)
     for index in range(2):
         x = torch.randn(1500, 96) @ mixing.T
-        domains.append(Domain(str(index), [x], base + 0.3 * torch.randn(8, 96)))
+        domains.append(DomainFeatures(str(index), [x], base + 0.3 * torch.randn(8, 96)))
     operator = operator_of(domains)
     steps = {
         kind: cg(

@@ -10,7 +10,7 @@ from moemerge.errors import DataError, UsageError
 from moemerge.linalg import Status
 from moemerge.routing import (
     Curvature,
-    Domain,
+    DomainFeatures,
     Preconditioner,
     SolveSettings,
     measure,
@@ -91,7 +91,7 @@ def test_equals_algorithm_one(
         _EXPECTED[key] = algorithm_one(features, routers, curvature.value, **regulariser)
     expected = _EXPECTED[key]
     domains = [
-        Domain(str(i), list(x.split(41)), w)
+        DomainFeatures(str(i), list(x.split(41)), w)
         for i, (x, w) in enumerate(zip(features, routers, strict=True))
     ]
     settings = SolveSettings(**regulariser, curvature=curvature, preconditioner=preconditioner)
@@ -121,7 +121,7 @@ def test_divergence_falls_for_every_gate(gate: object, source_targets: bool) -> 
     if source_targets:  # the source's own features are a little off the merged model's
         torch.manual_seed(0)
         domains = [
-            Domain(
+            DomainFeatures(
                 d.name,
                 d.features,
                 d.router,
@@ -146,7 +146,7 @@ def test_source_targets_reach_the_source_where_merged_features_cannot() -> None:
     own = torch.randn(400, 6, dtype=torch.float64)
     drift = torch.eye(6, dtype=torch.float64) + 0.2 * torch.randn(6, 6, dtype=torch.float64)
     router = torch.randn(5, 6, dtype=torch.float64)
-    domain = Domain("a", [own @ drift.T], router, [own @ router.T])
+    domain = DomainFeatures("a", [own @ drift.T], router, [own @ router.T])
     solution = solve_router(SOFTMAX, [domain], router, SolveSettings(alpha=1.0, rtol=1e-9))
     expected = router @ torch.linalg.inv(drift)
     got, want = (w - w.mean(0) for w in (solution.weight, expected))  # up to a common shift
@@ -188,7 +188,9 @@ def test_shapes_are_refused_by_name() -> None:
     one, _ = make_domains(2)
     other = make_domains(1, experts=7)[0]
     with pytest.raises(DataError, match=r"domain0 \(4, 5\)"):
-        solve_router(SOFTMAX, [one, Domain("other", other.features, other.router)], one.router)
+        solve_router(
+            SOFTMAX, [one, DomainFeatures("other", other.features, other.router)], one.router
+        )
     with pytest.raises(DataError, match="merged router"):
         solve_router(SOFTMAX, [one], torch.zeros(3, 5))
     with pytest.raises(DataError, match="no domain"):

@@ -13,7 +13,7 @@ import pytest
 import zoo
 from moemerge.errors import DataError
 from moemerge.text.domains import TextSettings, load_domain
-from moemerge.text.rows import Conversation, Row, check_file, parse_row, read_rows, source_names
+from moemerge.text.rows import Conversation, TextRow, check_file, parse_row, read_rows, source_names
 from moemerge.text.tokens import load_tokenizer
 
 
@@ -44,14 +44,14 @@ USER, ASSISTANT = {"role": "user", "content": "one"}, {"role": "assistant", "con
     ],
 )
 def test_every_form_of_a_conversation_reads_question_and_answer(row: dict[str, Any]) -> None:
-    parsed = parse_row(Row("here", row))
+    parsed = parse_row(TextRow("here", row))
     assert isinstance(parsed, Conversation)
     assert parsed.turns == (USER, ASSISTANT)
-    assert parse_row(Row("here", json.dumps(row).encode())) == parsed
+    assert parse_row(TextRow("here", json.dumps(row).encode())) == parsed
 
 
 def test_the_input_of_an_alpaca_row_stands_below_its_instruction() -> None:
-    parsed = parse_row(Row("here", {"instruction": "add", "input": "1 2", "output": "3"}))
+    parsed = parse_row(TextRow("here", {"instruction": "add", "input": "1 2", "output": "3"}))
     assert isinstance(parsed, Conversation)
     assert [turn["content"] for turn in parsed.turns] == ["add\n\n1 2", "3"]
 
@@ -70,7 +70,7 @@ def test_the_input_of_an_alpaca_row_stands_below_its_instruction() -> None:
 )
 def test_bad_rows(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        parse_row(Row("here", row))
+        parse_row(TextRow("here", row))
 
 
 def test_keys_that_no_form_reads_are_named_once_for_each_file(tmp_path: Path, chat: Any) -> None:

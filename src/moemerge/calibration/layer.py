@@ -13,7 +13,7 @@ from moemerge.errors import NumericalError
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import joined
 from moemerge.routing import (
-    Domain,
+    DomainFeatures,
     ExactResult,
     ExactSettings,
     RouterSolution,
@@ -32,8 +32,8 @@ class LayerProblem:
 
     gate: Gate
     merged: Tensor  # (K, d), or (K, d + 1) with the bias as last column
-    domains: Sequence[Domain]
-    holdout: Sequence[Domain]  # measured, never solved on
+    domains: Sequence[DomainFeatures]
+    holdout: Sequence[DomainFeatures]  # measured, never solved on
     dtypes: tuple[torch.dtype, torch.dtype | None]  # of the stored weight and bias
     selection_bias: Tensor | None
     source_biases: Mapping[str, Tensor | None]  # selection biases by domain
@@ -149,7 +149,7 @@ def _rounded(found: Tensor, problem: LayerProblem) -> tuple[Tensor, Tensor | Non
     return weight, bias
 
 
-def _agreement(problem: LayerProblem, domains: Sequence[Domain], new: Tensor) -> Agreement:
+def _agreement(problem: LayerProblem, domains: Sequence[DomainFeatures], new: Tensor) -> Agreement:
     pairs = {
         domain.name: measure_routers(
             problem.gate,

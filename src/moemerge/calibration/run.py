@@ -28,7 +28,7 @@ from moemerge.errors import (
 from moemerge.features.stops import RouterStop
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import PairedRouter, RouterWeights, read_router
-from moemerge.routing import Curvature, Domain, Preconditioner, SolveSettings
+from moemerge.routing import Curvature, DomainFeatures, Preconditioner, SolveSettings
 from moemerge.routing.curvature import logits_of, working_dtype
 from moemerge.runtime.devices import dtype_name
 from moemerge.runtime.progress import Progress
@@ -235,7 +235,7 @@ def layer_problem(
     gate = pair.place.gate
     if gate is None:
         raise ArchitectureError(f"layer {pair.place.layer}: no gate is known for this router")
-    kept: dict[bool, list[Domain]] = {False: [], True: []}
+    kept: dict[bool, list[DomainFeatures]] = {False: [], True: []}
     for name, source in sources.items():
         for holdout, domains in kept.items():
             features = stop.inputs(name, holdout=holdout)
@@ -245,7 +245,7 @@ def layer_problem(
             targets = None
             if name in beside:
                 targets = _own_logits(name, router, stop, beside[name], holdout=holdout)
-            domains.append(Domain(name, features, router, targets))
+            domains.append(DomainFeatures(name, features, router, targets))
     return LayerProblem(
         gate=gate,
         merged=merged.matrix.to(stop.weight.device),

@@ -10,7 +10,7 @@ import torch
 from moemerge.architectures.gates import Gate
 from moemerge.architectures.opened import OpenModel
 from moemerge.calibration.layer import LayerProblem, calibrate_layer
-from moemerge.routing import Domain, SolveSettings
+from moemerge.routing import DomainFeatures, SolveSettings
 from moemerge.runtime.devices import gpu_memory, prepare_for_threads
 
 DOMAINS = ("one", "two")
@@ -97,7 +97,7 @@ def random_problem(
 
     merged = (normal(experts, width + bias) * width**-0.5).double()
     domains = [
-        Domain(
+        DomainFeatures(
             name,
             [normal(tokens, width).to(dtype)],
             merged + 0.1 * width**-0.5 * normal(experts, width + bias),

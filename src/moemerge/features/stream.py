@@ -40,7 +40,7 @@ from moemerge.features.routers import Anatomy, RouterModule, anatomy, names_outs
 from moemerge.features.spill import SMALLEST, Offload, SpillRoom, held_by
 from moemerge.features.stops import RouterStop
 from moemerge.features.weights import Weights
-from moemerge.features.workers import Place, Worker, current_worker, part_of_a_layer
+from moemerge.features.workers import Pause, Worker, current_worker, part_of_a_layer
 from moemerge.runtime.allocator import give_back_freed_memory, keep_few_kernels, share_one_heap
 from moemerge.runtime.devices import attention_without_plans
 from moemerge.runtime.progress import Progress, Silent
@@ -211,7 +211,7 @@ class RouterStream:
             stop.release()
         self._progress.finish()
 
-    def _advance(self) -> tuple[Place, list[tuple[Batch, Tensor]]]:
+    def _advance(self) -> tuple[Pause, list[tuple[Batch, Tensor]]]:
         """Every batch goes on to its next pause; all must come to the same."""
         features: list[tuple[Batch, Tensor]] = []
         flags: list[Tensor] = []
@@ -321,11 +321,11 @@ class RouterStream:
 
     def _add_hooks(self) -> None:
         for path in self.anatomy.layers:
-            self._hook(path, Place("layer", path))
+            self._hook(path, Pause("layer", path))
         for path in self._wanted:
-            self._hook(path, Place("router", path))
+            self._hook(path, Pause("router", path))
 
-    def _hook(self, path: str, place: Place) -> None:
+    def _hook(self, path: str, place: Pause) -> None:
         def pause(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             worker = current_worker()
             if worker is None:
@@ -367,7 +367,7 @@ class RouterStream:
         ]
         return held_by(modules)
 
-    def _check_finite(self, place: Place, flags: list[Tensor]) -> None:
+    def _check_finite(self, place: Pause, flags: list[Tensor]) -> None:
         if not flags or bool(torch.stack(flags).all()):
             return
         bad = {
@@ -382,7 +382,7 @@ class RouterStream:
             "try --dtype float32",
         )
 
-    def _where(self, place: Place) -> str:
+    def _where(self, place: Pause) -> str:
         if place.kind == "router":
             return f"in layer {self._layer}, before its router"
         if self._layer is None:

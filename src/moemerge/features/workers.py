@@ -21,7 +21,7 @@ class Cancelled(BaseException):
 
 
 @dataclass(frozen=True)
-class Place:
+class Pause:
     """Where in the forward a batch waits: before layer or router `key`, or at the end."""
 
     kind: str  # "layer", "router" or "end"
@@ -47,7 +47,7 @@ class Worker(threading.Thread):
         super().__init__(name=f"moemerge-batch-{number}", daemon=True)
         self.batch = batch
         self.rows: Tensor | None = None  # places of real tokens, None without padding
-        self.place = Place("end")
+        self.place = Pause("end")
         self.value: Tensor | None = None  # what the hook saw: hidden states or router input
         self.error: BaseException | None = None
         self.emptied: Emptied | None = None  # what it waits without
@@ -92,7 +92,7 @@ class Worker(threading.Thread):
 
     # --- called in the thread itself ---
 
-    def pause(self, place: Place, value: Tensor) -> None:
+    def pause(self, place: Pause, value: Tensor) -> None:
         self.place, self.value = place, value
         del value
         self._parked.release()
@@ -108,7 +108,7 @@ class Worker(threading.Thread):
             if not self._cancelled:
                 with torch.no_grad(), self._tracker or contextlib.nullcontext():
                     self.value = forward(self.batch)
-            self.place = Place("end")
+            self.place = Pause("end")
         except Cancelled:
             pass
         except BaseException as error:  # the scheduler raises it in the caller's thread

@@ -1,6 +1,6 @@
 """Routing mathematics: gates, the curvature of their divergence, its solution, and metrics."""
 
-from moemerge.routing.curvature import Curvature, Domain, DomainStatistics, RouterCurvature
+from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
 from moemerge.routing.exact import ExactResult, ExactSettings, minimise_divergence
 from moemerge.routing.metrics import (
     MetricsAccumulator,
@@ -13,7 +13,7 @@ from moemerge.routing.solve import RouterSolution, SolveSettings, solve_router
 
 __all__ = [
     "Curvature",
-    "Domain",
+    "DomainFeatures",
     "DomainStatistics",
     "ExactResult",
     "ExactSettings",

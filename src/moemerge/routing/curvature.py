@@ -25,7 +25,7 @@ from moemerge.architectures.gates import Gate
 from moemerge.errors import NumericalError
 from moemerge.linalg.operator import LinearOperator
 from moemerge.routing.domains import (
-    Domain,
+    DomainFeatures,
     chunks_of,
     logits_of,
     rows_at_once,
@@ -37,7 +37,7 @@ from moemerge.routing.weights import Curvature, TokenWeights, token_weights
 
 __all__ = [
     "Curvature",
-    "Domain",
+    "DomainFeatures",
     "DomainStatistics",
     "RouterCurvature",
     "TokenWeights",
@@ -68,7 +68,7 @@ class DomainStatistics:
     def __init__(
         self,
         gate: Gate,
-        domain: Domain,
+        domain: DomainFeatures,
         curvature: Curvature = Curvature.FULL,
         *,
         at: Tensor | None = None,

@@ -17,7 +17,7 @@ GPU_ROWS = 65536
 
 
 @dataclass(frozen=True)
-class Domain:
+class DomainFeatures:
     """One source's tokens at one layer: the merged model's features and what to aim for."""
 
     name: str
@@ -66,7 +66,7 @@ def rows_at_once(device: torch.device) -> int:
     return CPU_ROWS if device.type == "cpu" else GPU_ROWS
 
 
-def chunks_of(domain: Domain) -> Iterator[tuple[Tensor, Tensor | None]]:
+def chunks_of(domain: DomainFeatures) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The domain's features (and target logits) in chunks."""
     for index, block in enumerate(domain.features):
         rows = rows_at_once(block.device)

@@ -27,7 +27,7 @@ from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import UsageError
 from moemerge.linalg.cg import Status, cg
 from moemerge.routing.curvature import DomainStatistics, RouterCurvature
-from moemerge.routing.domains import Domain, chunks_of, rows_at_once
+from moemerge.routing.domains import DomainFeatures, chunks_of, rows_at_once
 from moemerge.routing.gates import divergence
 from moemerge.routing.preconditioners import (
     NEWTON_STEPS,
@@ -97,7 +97,7 @@ class ExactResult:
 
 def minimise_divergence(
     gate: Gate,
-    domains: Sequence[Domain],
+    domains: Sequence[DomainFeatures],
     start: Tensor,
     settings: ExactSettings | None = None,
     *,
@@ -152,7 +152,7 @@ class _Point:
     gradient_norm: float
 
     @classmethod
-    def at(cls, gate: Gate, domains: Sequence[Domain], w: Tensor) -> _Point:
+    def at(cls, gate: Gate, domains: Sequence[DomainFeatures], w: Tensor) -> _Point:
         statistics = tuple(DomainStatistics(gate, domain, at=w) for domain in domains)
         descent = torch.stack([s.pull for s in statistics]).sum(dim=0)
         return cls(
@@ -214,7 +214,12 @@ class _Newton:
 
 
 def _line_search(
-    gate: Gate, domains: Sequence[Domain], w: Tensor, step: Tensor, kl: float, promise: float
+    gate: Gate,
+    domains: Sequence[DomainFeatures],
+    w: Tensor,
+    step: Tensor,
+    kl: float,
+    promise: float,
 ) -> float:
     """The longest of 1, ½, ¼, … with sufficient decrease, or 0.
 
@@ -236,7 +241,9 @@ def _line_search(
     return 0.0
 
 
-def _logit_pairs(domain: Domain, w: Tensor, step: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _logit_pairs(
+    domain: DomainFeatures, w: Tensor, step: Tensor
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(target, w x, step x) of each chunk, all (tokens, K)."""
     both = torch.cat([w, step])
     pairs = []
@@ -247,7 +254,7 @@ def _logit_pairs(domain: Domain, w: Tensor, step: Tensor) -> list[tuple[Tensor, 
     return pairs
 
 
-def _with_targets(domain: Domain) -> Domain:
+def _with_targets(domain: DomainFeatures) -> DomainFeatures:
     """The domain with its target logits written out: they do not change between steps."""
     domain.check()
     if domain.targets is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import DataError
 from moemerge.kernels import agreement
-from moemerge.routing.domains import Domain, chunks_of
+from moemerge.routing.domains import DomainFeatures, chunks_of
 from moemerge.routing.gates import divergence, select
 from moemerge.routing.products import features_of
 from moemerge.routing.weights import Curvature, TokenWeights, token_weights
@@ -147,7 +147,7 @@ def _chosen(gate: Gate, logits: Tensor, bias: Tensor | None) -> Tensor:
 
 def measure(
     gate: Gate,
-    domain: Domain,
+    domain: DomainFeatures,
     weight: Tensor,
     *,
     bias: Tensor | None = None,
@@ -159,7 +159,7 @@ def measure(
 
 def measure_routers(
     gate: Gate,
-    domain: Domain,
+    domain: DomainFeatures,
     weights: Sequence[Tensor],
     *,
     bias: Tensor | None = None,

@@ -10,7 +10,7 @@ from torch import Tensor
 from moemerge.architectures.gates import Gate
 from moemerge.errors import DataError, UsageError
 from moemerge.linalg.cg import CGResult, cg
-from moemerge.routing.curvature import Curvature, Domain, DomainStatistics, RouterCurvature
+from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
 from moemerge.routing.preconditioners import Preconditioner, prepare
 
 DEFAULT_ALPHA = 0.9
@@ -59,7 +59,7 @@ class RouterSolution:
 
 
 def build_operator(
-    gate: Gate, domains: Sequence[Domain], settings: SolveSettings
+    gate: Gate, domains: Sequence[DomainFeatures], settings: SolveSettings
 ) -> RouterCurvature:
     """The statistics of all domains (one pass over their features) as an operator."""
     if not domains:
@@ -74,7 +74,10 @@ def build_operator(
 
 
 def solve_router(
-    gate: Gate, domains: Sequence[Domain], start: Tensor, settings: SolveSettings | None = None
+    gate: Gate,
+    domains: Sequence[DomainFeatures],
+    start: Tensor,
+    settings: SolveSettings | None = None,
 ) -> RouterSolution:
     """Solve (Σ_i Σ_reg,i) w = b from `start`.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, UsageError
-from moemerge.text.rows import Row, TextSource, UnreadKeys, read_rows, source_names
+from moemerge.text.rows import TextRow, TextSource, UnreadKeys, read_rows, source_names
 from moemerge.text.tokens import tokenize
 
 
@@ -121,7 +121,7 @@ def load_domain(
 
 
 def _take(
-    rows: Sequence[Row],
+    rows: Sequence[TextRow],
     tokenizer: PreTrainedTokenizerBase,
     settings: TextSettings,
     rng: random.Random,

@@ -47,7 +47,7 @@ Turn = dict[str, Any]  # role, content
 
 
 @dataclass(frozen=True)
-class Row:
+class TextRow:
     """A row as it was read: the bytes of a line, or a mapping."""
 
     where: str  # as a person counts
@@ -95,18 +95,18 @@ def source_names(sources: Sequence[TextSource]) -> tuple[str, ...]:
     return files if not count else (*files, f"<{count} rows in memory>")
 
 
-def read_rows(sources: Sequence[TextSource]) -> list[Row]:
+def read_rows(sources: Sequence[TextSource]) -> list[TextRow]:
     """The rows of all files, and those in memory, in the order given."""
-    rows: list[Row] = []
+    rows: list[TextRow] = []
     for number, source in enumerate(sources, 1):
         if isinstance(source, Mapping):
-            rows.append(Row(f"row {number} in memory", source))
+            rows.append(TextRow(f"row {number} in memory", source))
         else:
             rows += _rows_of(Path(source))
     return rows
 
 
-def _rows_of(path: Path) -> list[Row]:
+def _rows_of(path: Path) -> list[TextRow]:
     check_file(path)
     rows = _parquet_rows(path) if path.name.lower().endswith(".parquet") else _json_lines(path)
     if not rows:
@@ -123,12 +123,12 @@ def _is_pipe(path: Path) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or str(path) == "/dev/stdin"
 
 
-def _json_lines(path: Path) -> list[Row]:
+def _json_lines(path: Path) -> list[TextRow]:
     opener: Callable[..., Any] = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         with opener(path, "rb") as lines:
             return [
-                Row(f"{path}, row {number}", line)
+                TextRow(f"{path}, row {number}", line)
                 for number, line in enumerate(lines, 1)
                 if line.strip()
             ]
@@ -136,7 +136,7 @@ def _json_lines(path: Path) -> list[Row]:
         raise DataError(f"{path}: damaged gzip file ({error})") from error
 
 
-def _parquet_rows(path: Path) -> list[Row]:
+def _parquet_rows(path: Path) -> list[TextRow]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -149,7 +149,7 @@ def _parquet_rows(path: Path) -> list[Row]:
         table = parquet.read_table(path).to_pylist()
     except (arrow.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file ({error})") from error
-    return [Row(f"{path}, row {number}", row) for number, row in enumerate(table, 1)]
+    return [TextRow(f"{path}, row {number}", row) for number, row in enumerate(table, 1)]
 
 
 # --- forms --------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def _with_guess(key: str, known: Iterable[str]) -> str:
     return f"{key!r} ({guess})" if guess else repr(key)
 
 
-def parse_row(row: Row, unread: UnreadKeys | None = None) -> str | Conversation:
+def parse_row(row: TextRow, unread: UnreadKeys | None = None) -> str | Conversation:
     """Plain text, or turns; keys that this form does not read are noted in `unread`."""
     fields = _fields(row)
     form = next((form for form in FORM_KEYS if form in fields), None)
@@ -193,7 +193,7 @@ def parse_row(row: Row, unread: UnreadKeys | None = None) -> str | Conversation:
     return _PARSERS[form](fields, row.where)
 
 
-def _fields(row: Row) -> dict[str, Any]:
+def _fields(row: TextRow) -> dict[str, Any]:
     """A row's values by key. None is no value: a parquet table gives every row all columns."""
     content = row.content
     if not isinstance(content, Mapping):

@@ -10,7 +10,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, TokenizerError
-from moemerge.text.rows import Conversation, Row, UnreadKeys, parse_row
+from moemerge.text.rows import Conversation, TextRow, UnreadKeys, parse_row
 
 # A folder without any of these has no vocabulary. transformers would make an empty one of the
 # model's usual kind and tokenize every text to nothing or to unknown tokens.
@@ -45,7 +45,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def tokenize(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys
+    rows: Sequence[TextRow], tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys
 ) -> Iterator[list[int]]:
     """Rows one by one, tokenized some at a time; a bad row is an error when its turn comes."""
     for begin in range(0, len(rows), ROWS_AT_ONCE):
@@ -63,7 +63,7 @@ def tokenize(
 
 
 def _text_or_tokens(
-    row: Row, tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys
+    row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys
 ) -> str | list[int]:
     """Plain text that is still to be tokenized, or what a chat template has made."""
     parsed = parse_row(row, unread)
