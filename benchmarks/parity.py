@@ -105,6 +105,11 @@ def dense_cases() -> Iterator[Case]:
     yield Case("model_stock", "model_stock", ({}, {}, {}), models=3)
     yield Case("model_stock, filter-wise", "model_stock", ({}, {}), {"filter_wise": True})
     yield Case("karcher", "karcher", ({}, {}, {}), {"max_iter": 20}, base=False, models=3)
+    yield Case("ram", "ram", ({}, {}, {}), models=3)
+    yield Case("ram, coarse", "ram", ({}, {}), {"epsilon": 0.01})
+    yield Case("ramplus_tl", "ramplus_tl", ({}, {}, {}), {"epsilon": 0.01}, models=3)
+    raised = {"r": 0.5, "alpha": 1.0, "epsilon": 0.02}
+    yield Case("ramplus_tl, r 0.5", "ramplus_tl", ({}, {}), raised)
     yield Case("passthrough, scaled", "passthrough", ({"scale": 0.5},), base=False, models=1)
 
 

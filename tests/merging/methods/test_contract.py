@@ -15,7 +15,9 @@ from moemerge.merging.method import METHODS, ModelTensor, UnitInfo, UnitStatisti
 NAMES = [
     *("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "della", "della_linear"),
     *("breadcrumbs", "breadcrumbs_ties", "sce", "slerp", "nuslerp", "multislerp", "model_stock"),
-    *("karcher", "nearswap", "passthrough", "wudi", "regmean", "fisher"),
+    *("karcher", "nearswap", "passthrough", "wudi", "regmean", "fisher", "tsv", "iso_c", "iso_cts"),
+    *("consensus_ta", "consensus_ties", "pcb", "ram", "ramplus_tl", "arcee_fusion", "awd", "doge"),
+    "lore",
 ]
 SHAPES = [(), (1,), (7,), (1, 1), (5, 1), (1, 5), (6, 8), (3, 1, 4), (2, 3, 4), (0,), (0, 4)]
 ACTIVE = {  # parameters under which a method does something
@@ -154,7 +156,12 @@ def test_opposite_and_zero_task_vectors_stay_finite(name):
         assert out.abs().max() < 100
 
 
-IDENTICAL = [n for n in NAMES if n not in ("passthrough", "nearswap", "slerp")]
+# Methods that scale or cut task vectors by design, so that copies of a model are not that model.
+RESCALING = (
+    *("tsv", "iso_c", "iso_cts", "consensus_ta", "consensus_ties", "pcb", "arcee_fusion", "awd"),
+    "doge",
+)
+IDENTICAL = [n for n in NAMES if n not in ("passthrough", "nearswap", "slerp", *RESCALING)]
 
 
 @pytest.mark.parametrize("name", IDENTICAL)
@@ -219,7 +226,8 @@ def test_required_parameters_have_no_default():
         name: {p.name for p in METHODS.get(name).schema.parameters if p.default is REQUIRED}
         for name in NAMES
     }
-    free = {"sce", "model_stock", "karcher", "passthrough", "wudi", "regmean", "fisher"}
+    free = {"sce", "model_stock", "karcher", "passthrough", "wudi", "regmean", "fisher", "lore"}
+    free |= {"ram", "ramplus_tl", *RESCALING}
     assert {n for n, r in required.items() if not r} == free
     assert required["slerp"] == required["nearswap"] == {"t"}
     assert all(required[n] == {"weight"} for n in NAMES if n not in free | {"slerp", "nearswap"})

@@ -104,3 +104,38 @@ def test_both_associations_give_the_same_steps():
     y = Interference.of(tall).adam(1e-4, 20)
     torch.testing.assert_close(y[:2], x, rtol=1e-7, atol=1e-12)
     assert not y[2:].any()
+
+
+@pytest.mark.parametrize(("n", "out", "columns"), SHAPES)
+def test_spectral_is_gradient_flow_in_the_leading_directions(merge, n, out, columns):
+    vectors = task_vectors(n, out, columns)
+    C = sum(t.T @ t / t.square().sum() for t in vectors)
+    D = sum(t @ t.T @ t / t.square().sum() for t in vectors)
+    start = sum(vectors)
+    values, V = torch.linalg.eigh(C)
+    values, V = values.flip(0).clamp_min(0), V.flip(1)
+    for time, keep in ((300.0, 1.0), (2.0, 0.5)):
+        shares = torch.where(values > 1e-12, -torch.expm1(-time * values), 0.0)
+        shares[-(-int(keep * columns * 2) // 2) if keep < 1 else columns :] = 0
+        inverse = torch.where(values > 1e-12, shares / values.clamp_min(1e-12), 0.0)
+        expected = start + (D - start @ C) @ (V * inverse) @ V.T
+        base = torch.randn(out, columns, dtype=torch.float64)
+        merged = merge(
+            "wudi", [base + t for t in vectors], base=base, solver="spectral", time=time, keep=keep
+        )
+        if keep == 1.0 or columns % 2 == 0:
+            torch.testing.assert_close(merged - base, expected, rtol=1e-6, atol=1e-10)
+
+
+def test_spectral_and_adaptive_lie_between_the_start_and_the_minimum(merge):
+    base = torch.zeros(6, 10, dtype=torch.float64)
+    vectors = task_vectors(3, 6, 10)
+    value = {
+        solver: objective(merge("wudi", vectors, base=base, solver=solver), vectors)
+        for solver in ("exact", "spectral", "adaptive")
+    }
+    assert value["exact"] <= value["spectral"] <= objective(sum(vectors), vectors)
+    assert value["exact"] <= value["adaptive"] <= objective(sum(vectors), vectors)
+    everything = merge("wudi", vectors, base=base, solver="spectral", time=1e9, keep=1.0)
+    exact = merge("wudi", vectors, base=base, solver="exact")
+    torch.testing.assert_close(everything, exact)

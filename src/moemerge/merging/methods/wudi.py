@@ -9,31 +9,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moemerge.architectures.roles import Role
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import weighted_sum
-
-# Matrices that are no linear layers: the objective's argument, that the rows of a task vector
-# span the layer's inputs, does not hold for them.
-_NOT_LINEAR = frozenset({Role.NORM, Role.EMBEDDING, Role.HEAD})
+from moemerge.merging.methods._changes import OthersOptions, changes, is_linear, merge_others
 
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's usual constants
 
 
 @dataclass(frozen=True)
-class WudiOptions:
+class WudiOptions(OthersOptions):
     solver: str = param(
         "adam",
-        choices=("adam", "exact"),
-        help="Adam's steps from the sum of task vectors as in the paper, or the minimum itself",
+        choices=("adam", "exact", "spectral", "adaptive"),
+        help="Adam's steps from the sum of task vectors as in the paper, the minimum itself, or "
+        "the minimum in its leading directions (SWUDI's gradient flow, ASWUDI's effective rank)",
     )
     lr: float = param(1e-5, minimum=0, exclusive_minimum=True, help="Adam's step size")
     steps: int = param(300, minimum=0, help="Adam's number of steps")
-    others: str = param(
-        "average",
-        choices=("average", "base"),
-        help="norms, embeddings, heads and biases: average of the models, or the base's own",
+    time: float = param(300.0, minimum=0, help="how long the gradient flow of `spectral` runs")
+    keep: float = param(
+        0.65, minimum=0, maximum=1, help="share of the directions that `spectral` corrects"
     )
 
 
@@ -45,24 +40,25 @@ def wudi(
 
     Minimises Σ_i ‖(τ - τ_i) τ_iᵀ‖² / ‖τ_i‖² over τ for each linear weight, starting at Σ τ_i;
     the result is θ_0 + τ. Models that did not change the weight are left out. `solver: exact`
-    takes the minimum nearest to the start. All other tensors are averaged, as fine-tuned norms
-    and embeddings carry what the models learnt; `others: base` drops their changes, which is what
-    the HARC paper's authors did.
+    takes the minimum nearest to the start; `spectral` and `adaptive` correct its leading directions
+    alone, as Adam's early end does. All other tensors are averaged, as fine-tuned norms and
+    embeddings carry what the models learnt; `others: base` drops their changes, which is what the
+    HARC paper's authors did.
     """
     assert base is not None
-    if base.dim() != 2 or unit.role in _NOT_LINEAR:
-        if options.others == "base":
-            return base.clone(memory_format=torch.contiguous_format)
-        share = 1 / len(inputs)
-        return weighted_sum([i.tensor for i in inputs], [share] * len(inputs))
-    deltas = [i.tensor - base for i in inputs]
-    deltas = [d for d in deltas if float(torch.linalg.vector_norm(d)) > 0]
+    if not is_linear(base, unit):
+        return merge_others(inputs, base, options)
+    deltas = changes(inputs, base)
     if not deltas:
         return base.clone(memory_format=torch.contiguous_format)
     start = torch.stack(deltas).sum(0)
     problem = Interference.of(deltas)
     if options.solver == "exact":
         correction = problem.exact()
+    elif options.solver == "spectral":
+        correction = problem.filtered(gradient_flow(options.time, options.keep))
+    elif options.solver == "adaptive":
+        correction = problem.filtered(effective_rank)
     else:
         correction = problem.adam(options.lr, options.steps, each_step=unit.check_stopped)
     return (base + start + correction).contiguous()
@@ -100,12 +96,24 @@ class Interference:
         return torch.mm(x @ self.S.T + self.K, self.S).mul_(2)
 
     def exact(self) -> Tensor:
-        """The minimiser of least norm: x = -K (S Sᵀ)⁺ S = -G (SᵀS)⁺, in float64."""
+        """The minimiser of least norm: x = -G (SᵀS)⁺."""
+        return self.filtered(lambda values, count: torch.ones_like(values))
+
+    def filtered(self, spectral_filter: SpectralFilter) -> Tensor:
+        """-G Σ_k f(λ_k)/λ_k v_k v_kᵀ over the eigenvectors of SᵀS with λ_k > 0, in float64.
+
+        With more columns than rows the eigenvectors of S Sᵀ serve: x = -K P diag(f/λ) Pᵀ S.
+        """
         S, K = self.S.double(), self.K.double()
         rows, columns = S.shape
-        if rows <= columns:
-            return -(K @ _pseudo_inverse(S @ S.T) @ S).to(self.S.dtype)
-        return -(K @ S @ _pseudo_inverse(S.T @ S)).to(self.S.dtype)
+        values, vectors = torch.linalg.eigh(S @ S.T if rows <= columns else S.T @ S)
+        # S was made of numbers with float32's precision at best; λ is known to float64's.
+        positive = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
+        values, vectors = values[positive].flip(0), vectors[:, positive].flip(1)
+        gain = spectral_filter(values, columns) / values
+        inverse = torch.mm(vectors * gain, vectors.T)
+        x = K @ inverse @ S if rows <= columns else K @ S @ inverse
+        return -x.to(self.S.dtype)
 
     def adam(self, lr: float, steps: int, each_step: Callable[[], None] = lambda: None) -> Tensor:
         """x after so many of Adam's steps from x = 0."""
@@ -130,11 +138,24 @@ class Interference:
         return x
 
 
-def _pseudo_inverse(matrix: Tensor) -> Tensor:
-    """Of a symmetric positive semidefinite matrix; directions of no curvature are left alone."""
-    values, vectors = torch.linalg.eigh(matrix)
-    # The matrix was made of numbers with float32's precision at best; its eigenvalues are known
-    # to float64's.
-    tolerance = values[-1] * matrix.shape[0] * torch.finfo(values.dtype).eps
-    inverse = torch.where(values > tolerance, 1 / values, 0.0)
-    return torch.mm(vectors * inverse, vectors.T)
+# Of the positive eigenvalues, descending, and the number of all: how much of each is corrected.
+SpectralFilter = Callable[[Tensor, int], Tensor]
+
+
+def gradient_flow(time: float, keep: float) -> SpectralFilter:
+    """SWUDI: where gradient flow has come to after `time`, in the leading directions alone."""
+
+    def corrected(values: Tensor, count: int) -> Tensor:
+        shares = -torch.expm1(-time * values)
+        shares[math.ceil(keep * count) :] = 0.0
+        return shares
+
+    return corrected
+
+
+def effective_rank(values: Tensor, count: int) -> Tensor:
+    """ASWUDI: wholly in the (Σ √λ)² / Σ λ leading directions, and not at all in the others."""
+    rank = math.ceil(float(values.sqrt().sum() ** 2 / values.sum()))
+    shares = torch.zeros_like(values)
+    shares[:rank] = 1.0
+    return shares

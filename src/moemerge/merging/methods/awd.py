@@ -1,0 +1,84 @@
+"""AWD: take away what the models' task vectors share before adding them (Xiong et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.methods._blocks import weighted_sum
+from moemerge.merging.methods._geometry import gram
+
+# Of the mean size of a task vector: what is shorter has no direction to be orthogonal with.
+_SHORT = 1e-3
+# Gradients are about 1; beyond this they come from a vector that is nearly gone.
+_STEEPEST = 10.0
+
+
+@dataclass(frozen=True)
+class AwdParams:
+    weight: float = param(1.0, help="this model's share of the sum")
+
+
+@dataclass(frozen=True)
+class AwdOptions:
+    alpha: float = param(0.1, minimum=0, help="what the size of the part taken away costs")
+    lr: float = param(0.01, minimum=0, exclusive_minimum=True, help="step size")
+    steps: int = param(300, minimum=0, help="number of steps")
+    lambda_: float = param(1.0, key="lambda", help="factor on the merged task vector")
+
+
+@merge_method("awd", base=BasePolicy.REQUIRED, per_model=AwdParams, options=AwdOptions)
+def awd(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: AwdOptions, unit: UnitInfo
+) -> Tensor:
+    """Subtract a common part from all task vectors so that they are as orthogonal as can be.
+
+    δ minimises mean_{i≠j} |cos(τ_i - δ, τ_j - δ)| + α ‖δ‖ / mean ‖τ_i‖ by gradient descent from 0;
+    the result is θ_0 + λ Σ w_i (τ_i - δ) over the models that changed the weight. The paper's loss
+    is over the whole model and in the weights' own scale; here it is per unit, and the scale does
+    not matter.
+    """
+    assert base is not None
+    g = gram([i.tensor for i in inputs], base)
+    changed = (g.diagonal() > 0).nonzero().flatten()
+    weights = [i.params.weight for i in inputs]
+    shared = sum(weights[i] for i in changed)
+    # Every gradient is a sum of the τ_i and δ, so δ = Σ c_i τ_i all along: n numbers are enough.
+    c = torch.zeros(len(inputs), dtype=torch.float64)
+    c[changed] = common_part(g[changed][:, changed], options)
+    factors = [
+        options.lambda_ * (w - shared * c_i) for w, c_i in zip(weights, c.tolist(), strict=True)
+    ]
+    return weighted_sum([base, *(i.tensor for i in inputs)], [1 - sum(factors), *factors])
+
+
+def common_part(g: Tensor, options: AwdOptions) -> Tensor:
+    """c of δ = Σ c_i τ_i, from the Gram matrix of the τ_i; float64."""
+    n = len(g)
+    scale = g.diagonal().clamp_min(0).sqrt().mean()
+    c = torch.zeros(n, dtype=torch.float64)
+    if n < 2:
+        return c
+    g = g / scale.square()
+    eye = torch.eye(n, dtype=torch.float64)
+    for _ in range(options.steps):
+        rest = eye - c  # row i: the coefficients of r_i = τ_i - δ
+        inner = rest @ g @ rest.T
+        norms = inner.diagonal().clamp_min(_SHORT**2).sqrt()
+        cosines = inner / norms / norms[:, None]
+        sign = torch.sign(cosines).fill_diagonal_(0.0) / (n * (n - 1))
+        # d cos_ij / dδ = -(r_i + r_j) / (‖r_i‖‖r_j‖) + cos_ij (r_i / ‖r_i‖² + r_j / ‖r_j‖²)
+        pair = sign / norms / norms[:, None]
+        own = (sign * cosines).sum(1) / norms.square()
+        step = 2 * (own - pair.sum(1)) @ rest
+        size = (c @ g @ c).clamp_min(0).sqrt()
+        if bool(size > 0):
+            step = step + options.alpha * c / size
+        length = (step @ g @ step).clamp_min(0).sqrt()
+        c = c - options.lr * step / (length / _STEEPEST).clamp_min(1.0)
+    return c

@@ -1,0 +1,92 @@
+"""Isotropic merging: one strength for all directions of the merge (Marczak et al. 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.methods._changes import (
+    SpectralOptions,
+    Spectrum,
+    changes,
+    is_linear,
+    merge_others,
+    nearest_orthogonal,
+)
+
+
+@dataclass(frozen=True)
+class IsoCtsOptions(SpectralOptions):
+    common: float = param(
+        0.8, minimum=0, maximum=1, help="share of the directions that the models have in common"
+    )
+
+
+@merge_method("iso_c", base=BasePolicy.REQUIRED, per_model=NoParams, options=SpectralOptions)
+def iso_c(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: SpectralOptions, unit: UnitInfo
+) -> Tensor:
+    """Add up the task vectors, and give every singular direction the mean strength.
+
+    With Σ τ_i = U diag(s) Vᵀ the result is θ_0 + λ mean(s) U Vᵀ. Only directions that the sum
+    really has count: a low-rank update (LoRA) is not filled up with noise. A weight that one model
+    alone changed is taken from it as it is.
+    """
+    assert base is not None
+    if not is_linear(base, unit):
+        return merge_others(inputs, base, options)
+    vectors = changes(inputs, base)
+    if len(vectors) < 2:
+        return _plain(base, vectors, options.lambda_)
+    total = Spectrum.of(torch.stack(vectors).sum(0))
+    if not len(total.values):
+        return _plain(base, [], options.lambda_)
+    merged = total.values.mean() * (total.left @ total.right.T)
+    return (base + options.lambda_ * merged).to(base.dtype).contiguous()
+
+
+@merge_method("iso_cts", base=BasePolicy.REQUIRED, per_model=NoParams, options=IsoCtsOptions)
+def iso_cts(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: IsoCtsOptions, unit: UnitInfo
+) -> Tensor:
+    """As `iso_c`, with some directions kept for what each model has alone.
+
+    The leading `common` share of the directions of Σ τ_i = U_c diag(s) V_cᵀ stays; the rest is
+    filled, in equal parts, with the leading directions of each (I - U_c U_cᵀ) τ_i. Both sides are
+    made orthogonal (polar factors), and all directions get the mean strength.
+    """
+    assert base is not None
+    if not is_linear(base, unit):
+        return merge_others(inputs, base, options)
+    vectors = changes(inputs, base)
+    if len(vectors) < 2:
+        return _plain(base, vectors, options.lambda_)
+    rank = min(base.shape)
+    own = round((1 - options.common) * rank / len(vectors))
+    shared = Spectrum.of(torch.stack(vectors).sum(0)).top(rank - own * len(vectors))
+    spectra = [shared]
+    for vector in vectors:
+        unit.check_stopped()
+        tau = vector.double()
+        rest = tau - shared.left @ (shared.left.T @ tau)
+        size = float(torch.linalg.vector_norm(tau))
+        spectra.append(Spectrum.of(rest, size).top(own))
+    values = torch.cat([s.values for s in spectra])
+    if not len(values):
+        return _plain(base, [], options.lambda_)
+    left = nearest_orthogonal(torch.cat([s.left for s in spectra], dim=1))
+    right = nearest_orthogonal(torch.cat([s.right for s in spectra], dim=1))
+    merged = values.mean() * (left @ right.T)
+    return (base + options.lambda_ * merged).to(base.dtype).contiguous()
+
+
+def _plain(base: Tensor, vectors: Sequence[Tensor], factor: float) -> Tensor:
+    """Where at most one model has anything to say: its task vector, not flattened."""
+    if not vectors:
+        return base.clone(memory_format=torch.contiguous_format)
+    return (base + factor * vectors[0]).contiguous()

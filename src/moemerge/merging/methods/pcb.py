@@ -1,0 +1,78 @@
+"""PCB: each element weighed within its model and against the others (Du et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.methods._blocks import flat
+from moemerge.merging.methods.selection import kept_count
+
+_LEAST_DIVISOR = 1e-12
+
+
+@dataclass(frozen=True)
+class PcbOptions:
+    density: float = param(
+        0.1, minimum=0, maximum=1, help="fraction of each task vector's elements that competes"
+    )
+    clip: float = param(
+        1e-4, minimum=0, maximum=0.5, help="share of the elements clipped at each end beforehand"
+    )
+    lambda_: float = param(1.2, key="lambda", help="factor on the merged task vector")
+
+
+@merge_method("pcb", base=BasePolicy.REQUIRED, per_model=NoParams, options=PcbOptions)
+def pcb(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: PcbOptions, unit: UnitInfo
+) -> Tensor:
+    """Weigh each element by its size within its model and its agreement with the others.
+
+    With a_i the squares of |δ_i| scaled to [0, 1] and T models, an element scores
+    exp(T a_i)·tanh(δ_i Σ_j δ_j). Each model's lowest scores count as the cut at `density`; scaled
+    to [0, 1] the scores are weights w_i, and the result is θ_0 + λ Σ w_i δ_i / Σ w_i.
+    All cuts and scales are per unit; the paper takes them over the whole model.
+    """
+    assert base is not None
+    origin = flat(base)
+    deltas = [_clipped(flat(i.tensor) - origin, options.clip) for i in inputs]
+    total = torch.stack(deltas).sum(0)
+    weighted, weights = torch.zeros_like(origin), torch.zeros_like(origin)
+    for delta in deltas:
+        if not bool(delta.any()):
+            continue  # a model that did not change this weight
+        score = (len(deltas) * _to_unit(delta.abs()).square()).exp() * (delta * total).tanh()
+        weight = _to_unit(score.clamp_min(_cut(score, options.density)))
+        weighted += weight * delta
+        weights += weight
+    merged = weighted / weights.clamp_min(_LEAST_DIVISOR)
+    return (origin + options.lambda_ * merged).view(base.shape)
+
+
+def _clipped(values: Tensor, share: float) -> Tensor:
+    """The elements, with a share of them at either end moved to the cut."""
+    count = int(share * values.numel())
+    if count == 0:
+        return values
+    ordered = values.sort().values
+    return values.clamp(float(ordered[count]), float(ordered[-1 - count]))
+
+
+def _to_unit(values: Tensor) -> Tensor:
+    """Scaled to [0, 1]; all ones where nothing differs."""
+    low, high = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
+    if not bool(high > low):
+        return torch.ones_like(values)
+    return (values - low) / (high - low)
+
+
+def _cut(score: Tensor, density: float) -> float:
+    """The score from which the leading `density` of the elements begin; exactly one of them, so
+    that the last one's weight is nought and not rounding."""
+    kept = max(1, kept_count(density, score.numel()))
+    return float(score.kthvalue(score.numel() - kept + 1).values)

@@ -1,0 +1,82 @@
+"""RAM: what one model alone changed is kept whole, what several changed is averaged (2026)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.methods._blocks import blocks, flat
+
+
+@dataclass(frozen=True)
+class RamOptions:
+    epsilon: float = param(1e-5, minimum=0, help="a change counts beyond this size")
+
+
+@dataclass(frozen=True)
+class RamPlusOptions(RamOptions):
+    r: float = param(0.1, minimum=0, help="how much a model's own changes are raised")
+    alpha: float = param(
+        0.2, minimum=0, help="most that the ratio of shared to own changes counts for"
+    )
+
+
+@merge_method("ram", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamOptions)
+def ram(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: RamOptions, unit: UnitInfo
+) -> Tensor:
+    """Keep changes of one model alone, average changes that several made.
+
+    Element by element, over the models with |δ_i| > epsilon: θ_0 + mean δ_i. Meant for models
+    trained by reinforcement learning, whose changes are sparse.
+    """
+    return _merge(inputs, base, options.epsilon, [1.0] * len(inputs))
+
+
+@merge_method("ramplus_tl", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamPlusOptions)
+def ramplus_tl(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: RamPlusOptions, unit: UnitInfo
+) -> Tensor:
+    """As `ram`, with each model's own changes raised, the more it shares of its changes.
+
+    Elements that model i alone changed are multiplied by 1 + r·min(shared_i / own_i, alpha), with
+    the numbers of elements of this tensor that it changed together with others, and alone.
+    """
+    assert base is not None
+    deltas = [flat(i.tensor) - flat(base) for i in inputs]
+    changed = [delta.abs() > options.epsilon for delta in deltas]
+    count = torch.stack(changed).sum(0)
+    factors = []
+    for mask in changed:
+        own = int((mask & (count == 1)).sum())
+        shared = int((mask & (count > 1)).sum())
+        ratio = shared / own if own else 0.0
+        factors.append(1 + options.r * min(ratio, options.alpha))
+    return _merge(inputs, base, options.epsilon, factors)
+
+
+def _merge(
+    inputs: Sequence[ModelTensor], base: Tensor | None, epsilon: float, factors: Sequence[float]
+) -> Tensor:
+    """`factors` are on what each model alone changed."""
+    assert base is not None
+    origin, tensors = flat(base), [flat(i.tensor) for i in inputs]
+    out = torch.empty_like(origin)
+    for b in blocks(origin):
+        total, own = torch.zeros_like(origin[b]), torch.zeros_like(origin[b])
+        count = torch.zeros_like(origin[b])
+        for tensor, factor in zip(tensors, factors, strict=True):
+            delta = tensor[b] - origin[b]
+            changed = delta.abs() > epsilon
+            delta *= changed
+            total += delta
+            own.add_(delta, alpha=factor)
+            count += changed
+        merged = torch.where(count > 1, total / count.clamp_min(1), own)
+        torch.add(origin[b], merged, out=out[b])
+    return out.view(base.shape)

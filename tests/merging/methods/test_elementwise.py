@@ -1,0 +1,145 @@
+"""Methods that decide element by element: consensus_ta, consensus_ties, ram, ramplus_tl, pcb, awd,
+arcee_fusion."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moemerge.merging.methods.awd import AwdOptions, common_part
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_consensus_by_hand(merge):
+    # Elements: all agree; one model alone; two against one; nobody.
+    deltas = [[1.0, 3.0, 2.0, 0.0], [1.0, 0.0, 2.0, 0.0], [1.0, 0.0, -1.0, 0.0]]
+    base = [10.0] * 4
+    tensors = [[b + d for b, d in zip(base, delta, strict=True)] for delta in deltas]
+    merged = merge("consensus_ta", tensors, base=base, params={"threshold": 0.4}, k=2)
+    # Δ = (3, 3, 3, 0): |1| > .4·2 for all; |3| > 0 for one, 0 > 1.2 for none of the others;
+    # |2| > .4·1 twice and |-1| > .4·4 not; 0 > 0 never.
+    assert merged.tolist() == [13.0, 10.0, 13.0, 10.0]
+    alone = merge("consensus_ta", tensors, base=base, params={"threshold": 0.4}, k=1)
+    assert alone.tolist() == [13.0, 13.0, 13.0, 10.0]
+
+
+def test_consensus_of_two_models_keeps_what_both_changed_alike(merge):
+    a, b = normal(1000), normal(1000, seed=1)
+    merged = merge("consensus_ta", [a, b], base=torch.zeros(1000, dtype=torch.float64),
+                   params={"threshold": 0.6})  # fmt: skip
+    ratio = (a / b).abs()
+    expected = torch.where((ratio > 0.6) & (ratio < 1 / 0.6), a + b, 0.0)
+    torch.testing.assert_close(merged, expected)
+
+
+def test_consensus_ties_masks_the_elected_sum(merge):
+    base = [0.0, 0.0, 0.0]
+    tensors = [[3.0, 1.0, 0.1], [2.0, -2.0, 0.1], [1.0, -2.0, 0.0]]
+    merged = merge("consensus_ties", tensors, base=base, params={"density": 0.67}, k=2)
+    # Trimmed to two of three: (3, 1, 0), (2, -2, 0), (1, -2, 0); elected and summed: (6, -4, 0).
+    # |3| > .4·3, |2| > .4·4, |1| < .4·5; |1| < .4·5, |-2| > .4·2 twice.
+    assert merged.tolist() == [6.0, -4.0, 0.0]
+
+
+def test_ram_by_hand(merge):
+    base = torch.ones(5)
+    a = base + torch.tensor([0.4, 0.0, 0.2, 1e-6, 0.0])
+    b = base + torch.tensor([0.0, 0.6, 0.4, 0.0, 0.0])
+    merged = merge("ram", [a, b], base=base)
+    torch.testing.assert_close(merged, torch.tensor([1.4, 1.6, 1.3, 1.0, 1.0]))
+
+
+def test_ramplus_raises_what_a_model_alone_changed(merge):
+    base = torch.zeros(4)
+    a, b = torch.tensor([1.0, 0.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 4.0, 0.0])
+    merged = merge("ramplus_tl", [a, b], base=base, r=0.5, alpha=0.6)
+    # a: one shared to two alone, 1 + .5·.5; b: one to one, cut at .6: 1 + .5·.6.
+    torch.testing.assert_close(merged, torch.tensor([1.25, 1.3, 3.0, 3.75]))
+
+
+def test_pcb_of_one_model_keeps_its_leading_elements(merge):
+    base, tau = torch.zeros(100, dtype=torch.float64), normal(100)
+    merged = merge("pcb", [base + tau], base=base, density=0.1, clip=0.0, lambda_=1.0)
+    kept = merged != 0
+    assert int(kept.sum()) in (9, 10)  # the lowest of the kept has weight nought
+    torch.testing.assert_close(merged[kept], tau[kept])
+    assert tau.abs()[kept].min() >= tau.abs()[~kept].max()
+
+
+def test_pcb_against_the_formula(merge):
+    base, a, b = normal(60, seed=5), normal(60), normal(60, seed=1)
+    weights = []
+    for tau in (a, b):
+        size = tau.abs()
+        share = ((size - size.min()) / (size.max() - size.min())) ** 2
+        score = torch.exp(2 * share) * torch.tanh(tau * (a + b))
+        low = score.sort(descending=True).values[11]
+        score = score.clamp_min(low)
+        weights.append((score - score.min()) / (score.max() - score.min()))
+    merged = (weights[0] * a + weights[1] * b) / (weights[0] + weights[1]).clamp_min(1e-12)
+    result = merge("pcb", [base + a, base + b], base=base, density=0.2, clip=0.0)
+    torch.testing.assert_close(result, base + 1.2 * merged)
+
+
+def test_pcb_with_a_model_equal_to_the_base(merge):
+    base, a = normal(4, 8, seed=5), normal(4, 8)
+    merged = merge("pcb", [base + a, base], base=base)
+    assert torch.isfinite(merged).all()
+    assert torch.equal(merge("pcb", [base, base], base=base), base)
+
+
+def test_awd_follows_the_gradient_of_its_objective(merge):
+    vectors = [normal(30, seed=i) + 0.5 * normal(30, seed=9) for i in range(3)]
+    scale = sum(float(t.norm()) for t in vectors) / 3
+    delta = torch.zeros(30, dtype=torch.float64)
+    for _ in range(25):
+        delta.requires_grad_(True)
+        rest = [t / scale - delta for t in vectors]
+        loss = (
+            sum(
+                torch.cosine_similarity(rest[i], rest[j], dim=0).abs()
+                for i in range(3)
+                for j in range(3)
+                if i != j
+            )
+            / 6
+        )
+        if bool(delta.detach().any()):  # the norm has no gradient at 0
+            loss = loss + 0.1 * delta.norm()
+        (gradient,) = torch.autograd.grad(loss, delta)
+        delta = (delta - 0.05 * gradient).detach()
+    g = torch.stack(vectors) @ torch.stack(vectors).T
+    c = common_part(g, AwdOptions(lr=0.05, steps=25))
+    torch.testing.assert_close(sum(x * t for x, t in zip(c, vectors, strict=True)), scale * delta)
+    base = normal(30, seed=20)
+    merged = merge("awd", [base + t for t in vectors], base=base, lr=0.05, steps=25)
+    torch.testing.assert_close(merged, base + sum(vectors) - 3 * scale * delta)
+
+
+def test_awd_leaves_orthogonal_and_single_task_vectors_alone(merge):
+    base = torch.zeros(4)
+    a, b = torch.tensor([1.0, 0, 0, 0]), torch.tensor([0, 2.0, 0, 0])
+    torch.testing.assert_close(merge("awd", [a, b], base=base), a + b)
+    torch.testing.assert_close(merge("awd", [a], base=base), a)
+    assert torch.isfinite(merge("awd", [a, base], base=base)).all()
+    assert torch.isfinite(merge("awd", [a, a], base=base)).all()
+
+
+def test_arcee_fusion_takes_outliers_alone(merge):
+    base = torch.zeros(3, 40)
+    tensor = base + 1e-3 * normal(3, 40).float()
+    tensor[1, 7] = 2.0
+    merged = merge("arcee_fusion", [tensor], base=base)
+    assert merged[1, 7] == 2.0
+    assert 0 < int((merged != base).sum()) < 60
+    assert ((merged == base) | (merged == tensor)).all()
+    torch.testing.assert_close(merge("arcee_fusion", [base], base=base), base)
+
+
+@pytest.mark.parametrize("name", ["consensus_ta", "ram", "ramplus_tl", "pcb", "awd"])
+def test_models_equal_to_the_base_give_the_base(merge, name):
+    base = normal(5, 4)
+    torch.testing.assert_close(merge(name, [base, base], base=base), base)
