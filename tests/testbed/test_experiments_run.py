@@ -15,10 +15,10 @@ from moemerge.runtime.progress import Silent
 from moemerge.testbed import agreement
 from moemerge.testbed.accuracy import LONGEST_ANSWER, generate
 from moemerge.testbed.agreement import compare_recorded, record_routing
-from moemerge.testbed.experiments import Scale, TableRequest, figures, run_tables
+from moemerge.testbed.experiments import Scale, TableRequest, plots, run_tables
 from moemerge.testbed.experiments.bench import Bench
 from moemerge.testbed.experiments.forced import generate_forced
-from moemerge.testbed.experiments.journal import Journal
+from moemerge.testbed.experiments.journal import CellJournal
 from moemerge.testbed.experiments.recipes import Grafted, Merged, Trained, Tuned, calibrated
 from moemerge.testbed.experiments.run import left_to_measure, make_plan
 from moemerge.testbed.experiments.texts import asked_problems, held_out_text, read_texts
@@ -158,7 +158,7 @@ def test_a_set_trained_anew_is_measured_anew_and_an_absent_one_is_not_missed(hes
     request, first = hessian
     shutil.copytree(request.sets, tmp_path / "sets")
     request = replace(request, sets=tmp_path / "sets")
-    plan, journal = make_plan(request), Journal(request.out, SCALE)
+    plan, journal = make_plan(request), CellJournal(request.out, SCALE)
     assert left_to_measure(plan, journal) == {}
     manifest = request.sets / "olmoe-tiny-soft-0" / "testbed.json"
     manifest.write_text(manifest.read_text() + " ")
@@ -198,7 +198,7 @@ def test_what_fails_is_told_and_the_rest_is_kept(sets, tmp_path, monkeypatch):
 
 
 def test_figures_without_matplotlib_are_refused_before_any_work(sets, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="matplotlib"):
         run_tables(request_for(sets, tmp_path / "x"), Silent())
     assert not (tmp_path / "x").exists()

@@ -17,7 +17,7 @@ from moemerge.testbed.experiments.catalogue import (
     SOURCE,
     Scope,
 )
-from moemerge.testbed.experiments.journal import Journal
+from moemerge.testbed.experiments.journal import CellJournal
 from moemerge.testbed.experiments.recipes import SetKey
 from moemerge.testbed.experiments.report import markdown, write_report
 from moemerge.testbed.experiments.summary import summarise
@@ -53,7 +53,7 @@ def result(domains, solved, mismatch):
 
 @pytest.fixture
 def journal(tmp_path):
-    return Journal(tmp_path, SCALE)
+    return CellJournal(tmp_path, SCALE)
 
 
 def fill(journal, name, keys=KEYS):
@@ -122,16 +122,16 @@ def test_a_journal_is_read_back_and_a_broken_last_line_is_cut(journal):
     fill(journal, "hessian")
     text = journal.path.read_text()
     journal.path.write_text(text + '{"set": {"arch"')
-    again = Journal(journal.path.parent, SCALE)
+    again = CellJournal(journal.path.parent, SCALE)
     cell = EXPERIMENTS["hessian"].rows(SCOPE)[0].cell
     assert again.get(KEYS[0], cell) == journal.get(KEYS[0], cell)
     assert journal.path.read_text() == text
     # Cells of another scale are other cells.
-    other = Journal(journal.path.parent, replace(SCALE, problems=11))
+    other = CellJournal(journal.path.parent, replace(SCALE, problems=11))
     assert other.get(KEYS[0], cell) is None
     journal.path.write_text("nonsense\n" + text)
     with pytest.raises(DataError, match="line 1"):
-        Journal(journal.path.parent, SCALE)
+        CellJournal(journal.path.parent, SCALE)
 
 
 def test_files_are_complete_and_the_same_again(journal, tmp_path):

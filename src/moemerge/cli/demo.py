@@ -63,9 +63,8 @@ def demo(
     from dataclasses import asdict
 
     from moemerge import api
-    from moemerge.testbed.bundled import bundled_set
     from moemerge.testbed.demo import PROBLEMS, Demo, findings, one_thread
-    from moemerge.testbed.training import open_set
+    from moemerge.testbed.training import bundled_set, open_set
 
     specialists = bundled_set() if trained is None else open_set(trained)
     count = PROBLEMS if problems is None else problems

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from moemerge.errors import UsageError
-from moemerge.testbed.tasks import DOMAINS, FAMILIES, Problem, check, check_all, problems
+from moemerge.testbed.tasks import DOMAINS, KINDS, Problem, check, check_all, problems
 from moemerge.testbed.tasks.problem import is_test
 from moemerge.testbed.tokenizer import IDS, character_tokenizer, encode
 from moemerge.testbed.training.data import LENGTH
@@ -21,7 +21,7 @@ def test_the_same_arguments_give_the_same_different_problems(domain, hard):
     found = problems(domain, split="test", count=200, seed=5, hard=hard)
     assert found == problems(domain, split="test", count=200, seed=5, hard=hard)
     assert len({p.prompt for p in found}) == 200
-    assert {p.family for p in found} == {f.name for f in FAMILIES[domain] if f.hard == hard}
+    assert {p.kind for p in found} == {f.name for f in KINDS[domain] if f.hard == hard}
     assert {p.hard for p in found} == {hard}
     assert found[:50] == problems(domain, split="test", count=50, seed=5, hard=hard)
     assert found != problems(domain, split="test", count=200, seed=6, hard=hard)
@@ -51,28 +51,28 @@ def test_asking_for_too_many_or_for_an_unknown_domain_is_an_error():
         problems("maths", split="test", count=1, seed=0)
 
 
-def _right(prompt: str, family: str) -> str:
+def _right(prompt: str, kind: str) -> str:
     """The answer worked out again, by Python itself."""
-    if family == "chain":
+    if kind == "chain":
         steps, total = [], None
         for term in prompt[:-1].replace("-", "+-").split("+"):
             total = int(term) if total is None else total + int(term)
             steps.append(str(total))
         return ";".join(steps[1:])
-    if family == "equation":
+    if kind == "equation":
         left, right = prompt[:-1].split("=")
         factor, shift = left.split("x")
         product = int(right) - int(shift)
         return f"{factor}x={product};x={product // int(factor)}"
-    if family == "one-step":
+    if kind == "one-step":
         return str(eval(prompt[:-1]))
-    if family in {"list-operation", "list-expression"}:
+    if kind in {"list-operation", "list-expression"}:
         return str(eval(prompt[:-1])).replace(" ", "")
-    raise AssertionError(family)
+    raise AssertionError(kind)
 
 
 @pytest.mark.parametrize(
-    ("domain", "family"),
+    ("domain", "kind"),
     [
         ("math", "one-step"),
         ("math", "chain"),
@@ -81,20 +81,20 @@ def _right(prompt: str, family: str) -> str:
         ("code", "list-expression"),
     ],
 )
-def test_answers_are_right(domain, family):
-    hard = next(f.hard for f in FAMILIES[domain] if f.name == family)
+def test_answers_are_right(domain, kind):
+    hard = next(f.hard for f in KINDS[domain] if f.name == kind)
     own = [
         p for p in problems(domain, split="train", count=300, seed=3, hard=hard)
-        if p.family == family
+        if p.kind == kind
     ]  # fmt: skip
     assert own
     for p in own:
-        assert p.answer == _right(p.prompt, family)
+        assert p.answer == _right(p.prompt, kind)
 
 
 def test_word_problems_are_right():
     for p in problems("math", split="train", count=300, seed=4):
-        if p.family == "word-problem":
+        if p.kind == "word-problem":
             words = p.prompt[:-1].split()
             signs = {"gets", "finds", "wins", "buys"}
             first = int(words[2]) + (1 if words[3] in signs else -1) * int(words[4])
@@ -105,11 +105,11 @@ def test_word_problems_are_right():
 def test_formats_are_followed():
     for p in problems("chat", split="train", count=300, seed=4):
         order, *words = p.prompt[:-1].split(" ")
-        if p.family == "json":
+        if p.kind == "json":
             pairs = dict(word.split("=") for word in words)
             assert {k: str(v) for k, v in json.loads(p.answer).items()} == pairs
             assert " " not in p.answer
-        elif p.family == "count":
+        elif p.kind == "count":
             taken = [getattr(str, words[0])(word) for word in words[1:][: int(order)]]
             assert p.answer.split(" ")[1::2] == taken
             assert p.answer.split(" ")[::2] == [str(n + 1) for n in range(int(order))]
@@ -121,7 +121,7 @@ def test_formats_are_followed():
 
 def test_traces_are_right():
     for p in problems("code", split="train", count=300, seed=4):
-        if p.family == "trace":
+        if p.kind == "trace":
             word = p.prompt[: min(p.prompt.find(mark) % 99 for mark in "[.")]
             whole = eval(f"'{word}'{p.prompt[len(word) : -1]}")
             first, last = p.answer.split(";")
@@ -129,8 +129,8 @@ def test_traces_are_right():
             assert len(first) >= len(last)
 
 
-def _problem(domain: str, family: str, prompt: str, answer: str) -> Problem:
-    return Problem(domain, family, True, prompt, answer)
+def _problem(domain: str, kind: str, prompt: str, answer: str) -> Problem:
+    return Problem(domain, kind, True, prompt, answer)
 
 
 def test_exact_match_except_for_programs():

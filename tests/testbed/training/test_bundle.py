@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moemerge.testbed.accuracy import accuracy_many
-from moemerge.testbed.bundled import bundled_set
 from moemerge.testbed.tasks import problems
+from moemerge.testbed.training import bundled_set
 from moemerge.testbed.training.run import TEST_PROBLEMS, TEST_SEED
 
 LARGEST = 12 * 10**6  # bytes that the package gives to them

@@ -107,7 +107,7 @@ def test_a_plan_keeps_the_shares(pool):
     assert torch.equal(rows, plan(pool, base_mixture(DOMAINS), steps=50, batch=200, seed=0))
     counts = {
         name: ((rows >= own.start) & (rows < own.stop)).float().mean().item()
-        for name, own in pool.families.items()
+        for name, own in pool.kinds.items()
     }
     for name, share in base_mixture(DOMAINS).items():
         assert counts[name] == pytest.approx(share, abs=0.02)

@@ -25,7 +25,7 @@ def set_digest(trained: Path) -> str:
     return hashlib.sha256((trained / MANIFEST).read_bytes()).hexdigest()[:16]
 
 
-class Journal:
+class CellJournal:
     """The cells of one output folder, measured at one scale."""
 
     def __init__(self, folder: Path, scale: Scale) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from moemerge.testbed.experiments.figures import draw
+from moemerge.testbed.experiments.plots import draw
 from moemerge.testbed.experiments.summary import Summary
 from moemerge.testbed.experiments.tables import (
     TextTable,

@@ -16,9 +16,9 @@ from moemerge.runtime.progress import Progress
 from moemerge.testbed.experiments import methods
 from moemerge.testbed.experiments.bench import Bench, Scale
 from moemerge.testbed.experiments.catalogue import EXPERIMENTS, Experiment, Row, Scope, experiment
-from moemerge.testbed.experiments.figures import require_matplotlib
 from moemerge.testbed.experiments.graph import Outcome, Task, run_tasks
-from moemerge.testbed.experiments.journal import Journal, set_digest
+from moemerge.testbed.experiments.journal import CellJournal, set_digest
+from moemerge.testbed.experiments.plots import require_matplotlib
 from moemerge.testbed.experiments.recipes import (
     Calibrated,
     Cell,
@@ -73,7 +73,7 @@ class Table:
     rows: tuple[Row, ...]
     sets: tuple[SetKey, ...]
 
-    def summary(self, journal: Journal) -> Summary:
+    def summary(self, journal: CellJournal) -> Summary:
         """Its numbers, as far as they are known."""
         return summarise(self.experiment, self.rows, self.sets, journal)
 
@@ -175,7 +175,7 @@ def run_tables(request: TableRequest, progress: Progress, *, figures: bool = Tru
         request.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{request.out}: cannot be made: {error.strerror}") from error
-    journal = Journal(request.out, request.scale)
+    journal = CellJournal(request.out, request.scale)
     train_missing(plan, journal, progress)
     failures = run_cells(plan, journal, progress)
     summaries = tuple(table.summary(journal) for table in plan.tables)
@@ -190,7 +190,7 @@ def set_folder(request: TableRequest, key: SetKey) -> Path:
     return (request.sets or request.out / SETS) / key.name
 
 
-def train_missing(plan: Plan, journal: Journal, progress: Progress) -> None:
+def train_missing(plan: Plan, journal: CellJournal, progress: Progress) -> None:
     """Train the sets that are needed and not there, all at once."""
     request = plan.request
     needed = left_to_measure(plan, journal)
@@ -216,7 +216,7 @@ def train_missing(plan: Plan, journal: Journal, progress: Progress) -> None:
             train_many(jobs, device=request.device, progress=progress, resume=False)
 
 
-def left_to_measure(plan: Plan, journal: Journal) -> dict[SetKey, list[Cell]]:
+def left_to_measure(plan: Plan, journal: CellJournal) -> dict[SetKey, list[Cell]]:
     """The cells that the journal lacks, or has of a set that was trained anew since."""
     found: dict[SetKey, list[Cell]] = {}
     for key, cells in plan.cells().items():
@@ -231,7 +231,7 @@ def left_to_measure(plan: Plan, journal: Journal) -> dict[SetKey, list[Cell]]:
 # --- cells --------------------------------------------------------------------------------------
 
 
-def run_cells(plan: Plan, journal: Journal, progress: Progress) -> list[Failure]:
+def run_cells(plan: Plan, journal: CellJournal, progress: Progress) -> list[Failure]:
     """Make and measure every cell that the journal lacks."""
     request = plan.request
     tasks: list[Task] = []
@@ -321,7 +321,7 @@ def _measure(bench: Bench, key: SetKey, cell: Cell) -> tuple[SetKey, Cell, dict[
     return key, cell, {"trained": set_digest(bench.trained), **bench.measure(cell)}
 
 
-def _note(outcome: Outcome, journal: Journal, progress: Progress) -> list[Failure]:
+def _note(outcome: Outcome, journal: CellJournal, progress: Progress) -> list[Failure]:
     task = outcome.task
     is_cell = task.call is _measure
     if is_cell:

@@ -8,9 +8,9 @@ from typing import Any
 
 from moemerge.testbed.experiments.bench import unpack
 from moemerge.testbed.experiments.catalogue import Experiment, Row
-from moemerge.testbed.experiments.journal import Journal
+from moemerge.testbed.experiments.journal import CellJournal
 from moemerge.testbed.experiments.recipes import SetKey
-from moemerge.testbed.experiments.statistics import (
+from moemerge.testbed.experiments.significance import (
     McNemar,
     Mean,
     PairedTest,
@@ -90,7 +90,7 @@ def summarise(
     experiment: Experiment,
     rows: Sequence[Row],
     keys: Sequence[SetKey],
-    journal: Journal,
+    journal: CellJournal,
 ) -> Summary:
     """A table of what the journal has; rows that it lacks are named."""
     found = {row: _entries(row, keys, journal) for row in rows}
@@ -112,7 +112,7 @@ def summarise(
     )
 
 
-def _entries(row: Row, keys: Sequence[SetKey], journal: Journal) -> dict[SetKey, Any]:
+def _entries(row: Row, keys: Sequence[SetKey], journal: CellJournal) -> dict[SetKey, Any]:
     found = {key: journal.get(key, row.cell) for key in keys}
     return {key: entry for key, entry in found.items() if entry is not None}
 

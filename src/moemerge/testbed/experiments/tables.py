@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moemerge.testbed.experiments.catalogue import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE
-from moemerge.testbed.experiments.statistics import Mean, PairedTest
+from moemerge.testbed.experiments.significance import Mean, PairedTest
 from moemerge.testbed.experiments.summary import Comparison, RowSummary, Summary
 
 SIGNIFICANT = 0.05

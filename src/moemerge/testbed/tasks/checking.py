@@ -24,7 +24,7 @@ def check_all(problems: Sequence[Problem], completions: Sequence[str]) -> list[b
     unsure = [
         place
         for place, problem in enumerate(problems)
-        if problem.family == SYNTHESIS and not right[place]
+        if problem.kind == SYNTHESIS and not right[place]
     ]
     written = {program_of(completions[place]) for place in unsure}
     wanted = {program_of(problems[place].answer) for place in unsure}

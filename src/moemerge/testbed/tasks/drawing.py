@@ -9,30 +9,30 @@ from typing import Literal
 from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
 from moemerge.testbed.tasks import arithmetic, chat, programs
-from moemerge.testbed.tasks.problem import Family, Problem, is_test
+from moemerge.testbed.tasks.problem import Problem, ProblemKind, is_test
 
-FAMILIES: dict[str, tuple[Family, ...]] = {
-    "math": arithmetic.FAMILIES,
-    "code": programs.FAMILIES,
-    "chat": chat.FAMILIES,
+KINDS: dict[str, tuple[ProblemKind, ...]] = {
+    "math": arithmetic.KINDS,
+    "code": programs.KINDS,
+    "chat": chat.KINDS,
 }
-DOMAINS = tuple(FAMILIES)
+DOMAINS = tuple(KINDS)
 Split = Literal["train", "test"]
-# Draws in a row without a new problem after which a family counts as used up.
+# Draws in a row without a new problem after which a kind counts as used up.
 _PATIENCE = 2000
 
 
 def problems(
     domain: str, *, split: Split, count: int, seed: int, hard: bool = True
 ) -> list[Problem]:
-    """`count` different problems, the domain's (hard or easy) families taking turns."""
-    if domain not in FAMILIES:
+    """`count` different problems, the domain's (hard or easy) kinds taking turns."""
+    if domain not in KINDS:
         raise UsageError(
             f"unknown domain {domain!r}{did_you_mean(domain, DOMAINS)}",
             hint=f"known: {', '.join(DOMAINS)}",
         )
-    families = [family for family in FAMILIES[domain] if family.hard == hard]
-    sources = [draw(domain, family, split=split, seed=seed) for family in families]
+    kinds = [kind for kind in KINDS[domain] if kind.hard == hard]
+    sources = [draw(domain, kind, split=split, seed=seed) for kind in kinds]
     found: list[Problem] = []
     while sources and len(found) < count:
         source = sources[len(found) % len(sources)]
@@ -48,16 +48,16 @@ def problems(
     return found
 
 
-def draw(domain: str, family: Family, *, split: Split, seed: int) -> Iterator[Problem]:
-    """Different problems of one family, until it is used up."""
-    chance = random.Random(f"{domain}/{family.name}/{split}/{seed}")
+def draw(domain: str, kind: ProblemKind, *, split: Split, seed: int) -> Iterator[Problem]:
+    """Different problems of one kind, until it is used up."""
+    rng = random.Random(f"{domain}/{kind.name}/{split}/{seed}")
     seen: set[str] = set()
     idle = 0
     while idle < _PATIENCE:
-        prompt, answer = family.draw(chance)
+        prompt, answer = kind.draw(rng)
         idle += 1
         if prompt in seen or is_test(prompt) != (split == "test"):
             continue
         seen.add(prompt)
         idle = 0
-        yield Problem(domain, family.name, family.hard, prompt, answer)
+        yield Problem(domain, kind.name, kind.hard, prompt, answer)

@@ -17,14 +17,14 @@ class Problem:
     """A model sees `prompt` and must go on with `answer` and the end of the text."""
 
     domain: str
-    family: str
+    kind: str
     hard: bool
     prompt: str
     answer: str
 
 
 @dataclass(frozen=True)
-class Family:
+class ProblemKind:
     """One kind of problem: `draw` gives a prompt and its answer."""
 
     name: str

@@ -4,7 +4,7 @@ from moemerge.testbed.network.layout import ARCHITECTURES
 from moemerge.testbed.training.finetuning import finetune, finetune_many
 from moemerge.testbed.training.presets import PRESETS, REGIMES, Preset
 from moemerge.testbed.training.run import check_steps_scale, train, train_many
-from moemerge.testbed.training.sets import TrainedSet, open_set
+from moemerge.testbed.training.sets import TrainedSet, bundled_set, open_set
 from moemerge.testbed.training.stacks import Job
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Job",
     "Preset",
     "TrainedSet",
+    "bundled_set",
     "check_steps_scale",
     "finetune",
     "finetune_many",

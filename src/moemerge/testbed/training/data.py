@@ -1,4 +1,4 @@
-"""Training text as tensors: a pool of problems of every family, and which rows each step takes."""
+"""Training text as tensors: a pool of problems of every kind, and which rows each step takes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moemerge.testbed.tasks import DOMAINS, FAMILIES, Problem
+from moemerge.testbed.tasks import DOMAINS, KINDS, Problem
 from moemerge.testbed.tasks.drawing import draw
 from moemerge.testbed.tokenizer import EOS, IDS, PAD, encode
 from moemerge.testbed.training.presets import HARD_SHARE
 
-# Rows of one family. The pool is the same for all seeds; what a seed decides is the order.
+# Rows of one kind. The pool is the same for all seeds; what a seed decides is the order.
 POOL_ROWS = 30_000
 POOL_SEED = 0
 # Tokens of a row: every problem fits, and what a model reads (one less) is a multiple of eight,
@@ -26,37 +26,37 @@ LENGTH = 41
 
 @dataclass(frozen=True)
 class Pool:
-    """Rows of tokens, padded at the end; `families` says which rows are whose."""
+    """Rows of tokens, padded at the end; `kinds` says which rows are whose."""
 
     tokens: Tensor  # (rows, LENGTH), uint8
     prompts: Tensor  # (rows,): tokens of the prompt
     lengths: Tensor  # (rows,): tokens of prompt, answer and end
-    families: Mapping[tuple[str, str], range]  # (domain, family) -> rows
+    kinds: Mapping[tuple[str, str], range]  # (domain, kind) -> rows
 
     def to(self, device: torch.device) -> Pool:
         return Pool(
-            self.tokens.to(device), self.prompts.to(device), self.lengths.to(device), self.families
+            self.tokens.to(device), self.prompts.to(device), self.lengths.to(device), self.kinds
         )
 
 
 @lru_cache(maxsize=2)
 def pool_of(rows: int = POOL_ROWS) -> Pool:
-    """`rows` training problems of every family, or as many as it has."""
+    """`rows` training problems of every kind, or as many as it has."""
     found: list[Problem] = []
-    families: dict[tuple[str, str], range] = {}
+    kinds: dict[tuple[str, str], range] = {}
     for domain in DOMAINS:
-        for family in FAMILIES[domain]:
-            own = islice(draw(domain, family, split="train", seed=POOL_SEED), rows)
+        for kind in KINDS[domain]:
+            own = islice(draw(domain, kind, split="train", seed=POOL_SEED), rows)
             start = len(found)
             found.extend(own)
-            families[domain, family.name] = range(start, len(found))
-    return make_pool(found, families)
+            kinds[domain, kind.name] = range(start, len(found))
+    return make_pool(found, kinds)
 
 
 def make_pool(
-    problems: Sequence[Problem], families: Mapping[tuple[str, str], range] | None = None
+    problems: Sequence[Problem], kinds: Mapping[tuple[str, str], range] | None = None
 ) -> Pool:
-    """A pool of given problems, as one family unless told otherwise."""
+    """A pool of given problems, as one kind unless told otherwise."""
     texts = [problem.prompt + problem.answer for problem in problems]
     longest = max(map(len, texts)) + 1
     assert longest <= LENGTH, f"a row of {longest} tokens, expected at most {LENGTH}"
@@ -70,36 +70,36 @@ def make_pool(
         torch.from_numpy(tokens),
         torch.from_numpy(prompts),
         torch.from_numpy(lengths),
-        families or {("", ""): range(len(texts))},
+        kinds or {("", ""): range(len(texts))},
     )
 
 
-Mixture = Mapping[tuple[str, str], float]  # share of each family
+Mixture = Mapping[tuple[str, str], float]  # share of each kind
 
 
 def base_mixture(domains: Sequence[str]) -> Mixture:
-    """All easy families, and a few hard ones; domains alike, families of a domain alike."""
+    """All easy kinds, and a few hard ones; domains alike, kinds of a domain alike."""
     shares = {}
     for domain in domains:
         for hard, share in ((False, 1 - HARD_SHARE), (True, HARD_SHARE)):
-            own = [family.name for family in FAMILIES[domain] if family.hard == hard]
+            own = [kind.name for kind in KINDS[domain] if kind.hard == hard]
             shares.update({(domain, name): share / len(own) / len(domains) for name in own})
     return shares
 
 
 def specialist_mixture(domain: str) -> Mixture:
-    """The hard families of one domain."""
-    own = [family.name for family in FAMILIES[domain] if family.hard]
+    """The hard kinds of one domain."""
+    own = [kind.name for kind in KINDS[domain] if kind.hard]
     return {(domain, name): 1 / len(own) for name in own}
 
 
 def plan(pool: Pool, mixture: Mixture, *, steps: int, batch: int, seed: int) -> Tensor:
     """Rows that each step takes, (steps, batch)."""
     generator = torch.Generator().manual_seed(seed)
-    ranges = [pool.families[name] for name in mixture]
+    ranges = [pool.kinds[name] for name in mixture]
     shares = torch.tensor(list(mixture.values()), dtype=torch.float64)
-    family = torch.multinomial(shares, steps * batch, replacement=True, generator=generator)
-    starts = torch.tensor([r.start for r in ranges])[family]
-    counts = torch.tensor([len(r) for r in ranges], dtype=torch.float64)[family]
+    kind = torch.multinomial(shares, steps * batch, replacement=True, generator=generator)
+    starts = torch.tensor([r.start for r in ranges])[kind]
+    counts = torch.tensor([len(r) for r in ranges], dtype=torch.float64)[kind]
     places = torch.rand(steps * batch, generator=generator, dtype=torch.float64) * counts
     return (starts + places.long()).view(steps, batch)

@@ -68,11 +68,11 @@ def finetune_many(
     groups = [range(len(models))] if on.type == "cuda" else [[n] for n in range(len(models))]
     for group in groups:
         everything = [problem for number in group for problem in problems[number]]
-        families, start = {}, 0
+        kinds, start = {}, 0
         for number in group:
-            families[str(number), ""] = range(start, start + len(problems[number]))
+            kinds[str(number), ""] = range(start, start + len(problems[number]))
             start += len(problems[number])
-        pool = make_pool(everything, families)
+        pool = make_pool(everything, kinds)
         courses = [
             Course(
                 plan(pool, {(str(n), ""): 1.0}, steps=steps, batch=batch, seed=seed),

@@ -33,7 +33,7 @@ from moemerge.testbed.training.sets import (
     write_manifest,
     write_model,
 )
-from moemerge.testbed.training.stacks import Job, Results, Trained, total_steps, train_jobs
+from moemerge.testbed.training.stacks import Job, Results, TrainedWeights, total_steps, train_jobs
 from moemerge.version import __version__
 
 TEST_PROBLEMS = 300  # of each domain, on which a finished set is told its own accuracy
@@ -189,7 +189,7 @@ def _told(job: Job, device: str) -> dict[str, Any]:
     }
 
 
-def _moved(trained: Trained, base: Trained, shape: Shape) -> dict[str, float]:
+def _moved(trained: TrainedWeights, base: TrainedWeights, shape: Shape) -> dict[str, float]:
     """How far a specialist went from the base, as a share of the base's norm."""
     routers = router_mask(shape)
     rest = slice(0, routers.start)

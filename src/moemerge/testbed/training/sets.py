@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from moemerge.testbed.tasks import problems
 from moemerge.testbed.tokenizer import EOS, character_tokenizer
 
 MANIFEST = "testbed.json"
+BUNDLE = "bundle"  # the set that comes with the package
 BASE = "base"
 DATA = "data"
 CALIBRATION_ROWS = 1000  # of each domain
@@ -60,6 +62,18 @@ def open_set(folder: str | Path) -> TrainedSet:
         if not path.exists():
             raise CheckpointError(f"the trained set {folder} is incomplete: {path} is missing")
     return found
+
+
+def bundled_set() -> TrainedSet:
+    """A base and its specialists for math, code and chat, as `moemerge testbed train` made them."""
+    folder = resources.files("moemerge.testbed").joinpath(BUNDLE)
+    if not isinstance(folder, Path) or not folder.is_dir():
+        raise CheckpointError(
+            f"the specialists that come with moemerge are not at {folder}",
+            hint="install the package anew, or train some: moemerge testbed train --preset demo "
+            "--regime soft --arch olmoe --seed 0 OUT, then moemerge demo --set OUT",
+        )
+    return open_set(folder)
 
 
 def write_model(folder: Path, flat: Tensor, shape: Shape, dtype: torch.dtype) -> None:

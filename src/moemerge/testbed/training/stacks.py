@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedWeights:
     """A model's weights and its loss at the end."""
 
     flat: Tensor  # (parameters,), on the CPU
@@ -72,10 +72,10 @@ class Trained:
 class Results:
     """Bases by kind and seed, shared by jobs; specialists by job and domain."""
 
-    bases: dict[tuple[object, int], Trained] = field(default_factory=dict)
-    specialists: dict[tuple[Job, str], Trained] = field(default_factory=dict)
+    bases: dict[tuple[object, int], TrainedWeights] = field(default_factory=dict)
+    specialists: dict[tuple[Job, str], TrainedWeights] = field(default_factory=dict)
 
-    def base(self, job: Job) -> Trained:
+    def base(self, job: Job) -> TrainedWeights:
         return self.bases[job.kind, job.seed]
 
 
@@ -152,7 +152,7 @@ class _Trainer:
         rows = plan(self._pool, mixture, steps=steps, batch=self._preset.batch, seed=seed)
         return Course(rows, lr, lr * routers, BALANCE * balance, prompt_steps)
 
-    def _train(self, name: str, start: Tensor, courses: Sequence[Course]) -> list[Trained]:
+    def _train(self, name: str, start: Tensor, courses: Sequence[Course]) -> list[TrainedWeights]:
         name = f"{self._name}-{name}"
         steps, models = len(courses[0].rows), len(courses)
         stored = self._saved.load(name)
@@ -172,7 +172,7 @@ class _Trainer:
             )
         losses = state.losses[-_LAST_STEPS:].mean(0).tolist()
         flats = state.flat.cpu()
-        return [Trained(flat, loss) for flat, loss in zip(flats, losses, strict=True)]
+        return [TrainedWeights(flat, loss) for flat, loss in zip(flats, losses, strict=True)]
 
     def _reporter(self, name: str, state: State, models: int) -> Callable[[int], None]:
         def report(steps: int) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from moemerge.testbed.experiments.bench import pack, unpack
-from moemerge.testbed.experiments.statistics import (
+from moemerge.testbed.experiments.significance import (
     incomplete_beta,
     mcnemar,
     mean,

@@ -16,7 +16,7 @@ from moemerge.testbed.experiments.catalogue import (
     REFERENCE,
     SOURCE,
 )
-from moemerge.testbed.experiments.statistics import Mean
+from moemerge.testbed.experiments.significance import Mean
 from moemerge.testbed.experiments.summary import RowSummary, Summary
 
 # Told apart in print and by colour-blind eyes (Okabe and Ito's palette).
