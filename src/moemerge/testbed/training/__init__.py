@@ -1,7 +1,7 @@
 """Training of small OLMoE and Qwen3-MoE models: a base and its specialists."""
 
 from moemerge.testbed.network.layout import ARCHITECTURES
-from moemerge.testbed.training.finetuning import finetune, finetune_many
+from moemerge.testbed.training.finetuning import finetune
 from moemerge.testbed.training.presets import PRESETS, REGIMES, Preset
 from moemerge.testbed.training.run import check_steps_scale, train, train_many
 from moemerge.testbed.training.sets import TrainedSet, bundled_set, open_set
@@ -17,7 +17,6 @@ __all__ = [
     "bundled_set",
     "check_steps_scale",
     "finetune",
-    "finetune_many",
     "open_set",
     "train",
     "train_many",
