@@ -12,13 +12,10 @@ from moemerge.architectures.roles import Role
 from moemerge.config.parameters import REQUIRED, BasePolicy
 from moemerge.merging.method import METHODS, ModelTensor, UnitInfo, UnitStatistics
 
-NAMES = [
-    *("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "della", "della_linear"),
-    *("breadcrumbs", "breadcrumbs_ties", "sce", "slerp", "nuslerp", "multislerp", "model_stock"),
-    *("karcher", "nearswap", "passthrough", "wudi", "regmean", "fisher", "tsv", "iso_c", "iso_cts"),
-    *("consensus_ta", "consensus_ties", "pcb", "ram", "ramplus_tl", "arcee_fusion", "awd", "doge"),
-    "lore",
-]
+# Every method of the package: a new one is tested here without being named.
+NAMES = sorted(
+    n for n in METHODS if METHODS.get(n).function.__module__.startswith(methods.__name__)
+)
 SHAPES = [(), (1,), (7,), (1, 1), (5, 1), (1, 5), (6, 8), (3, 1, 4), (2, 3, 4), (0,), (0, 4)]
 ACTIVE = {  # parameters under which a method does something
     "density": 0.5,
@@ -67,11 +64,9 @@ def call(method, tensors, base, *, active=True, role=Role.EXPERT):
     return method.function(inputs, base, options, UnitInfo("unit", role))
 
 
-def test_the_list_is_complete():
-    registered = [
-        n for n in METHODS if METHODS.get(n).function.__module__.startswith(methods.__name__)
-    ]
-    assert sorted(registered) == sorted(NAMES)
+def test_methods_are_found():
+    assert len(NAMES) >= 31
+    assert {"linear", "ties", "wudi", "regmean"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("active", [False, True], ids=["defaults", "active"])
@@ -221,16 +216,21 @@ def test_blocks_do_not_show(name, monkeypatch):
     torch.testing.assert_close(call(method, tensors, base), whole, rtol=1e-6, atol=1e-7)
 
 
-def test_required_parameters_have_no_default():
-    required = {
-        name: {p.name for p in METHODS.get(name).schema.parameters if p.default is REQUIRED}
-        for name in NAMES
-    }
-    free = {"sce", "model_stock", "karcher", "passthrough", "wudi", "regmean", "fisher", "lore"}
-    free |= {"ram", "ramplus_tl", *RESCALING}
-    assert {n for n, r in required.items() if not r} == free
-    assert required["slerp"] == required["nearswap"] == {"t"}
-    assert all(required[n] == {"weight"} for n in NAMES if n not in free | {"slerp", "nearswap"})
+NEEDED = {  # the one parameter without a default, as in mergekit
+    **dict.fromkeys(("slerp", "nearswap"), "t"),
+    **dict.fromkeys(("linear", "task_arithmetic", "ties", "nuslerp", "multislerp"), "weight"),
+    **dict.fromkeys(("dare_linear", "dare_ties", "della", "della_linear"), "weight"),
+    **dict.fromkeys(("breadcrumbs", "breadcrumbs_ties"), "weight"),
+    **dict.fromkeys(("sce", "model_stock", "karcher", "passthrough", "ram"), None),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_required_parameters_have_no_default(name):
+    parameters = METHODS.get(name).schema.parameters
+    needed = NEEDED[name]
+    required = [p.name for p in parameters if p.default is REQUIRED]
+    assert required == ([] if needed is None else [needed])
 
 
 DEFAULTS = {  # mergekit's, where it has the method

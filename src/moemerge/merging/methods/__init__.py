@@ -1,59 +1,7 @@
-"""The merge methods, one module each; importing this package registers them."""
+"""The merge methods, one module each. Importing this package imports them all: they register."""
 
-from moemerge.merging.methods import (
-    arcee_fusion,
-    awd,
-    breadcrumbs,
-    consensus,
-    dare,
-    della,
-    doge,
-    fisher,
-    iso,
-    karcher,
-    linear,
-    lore,
-    model_stock,
-    multislerp,
-    nearswap,
-    nuslerp,
-    passthrough,
-    pcb,
-    ram,
-    regmean,
-    sce,
-    slerp,
-    task_arithmetic,
-    ties,
-    tsv,
-    wudi,
-)
+import importlib
+import pkgutil
 
-__all__ = [
-    "arcee_fusion",
-    "awd",
-    "breadcrumbs",
-    "consensus",
-    "dare",
-    "della",
-    "doge",
-    "fisher",
-    "iso",
-    "karcher",
-    "linear",
-    "lore",
-    "model_stock",
-    "multislerp",
-    "nearswap",
-    "nuslerp",
-    "passthrough",
-    "pcb",
-    "ram",
-    "regmean",
-    "sce",
-    "slerp",
-    "task_arithmetic",
-    "ties",
-    "tsv",
-    "wudi",
-]
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
