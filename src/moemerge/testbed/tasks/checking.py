@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moemerge.testbed.tasks.expressions import run_programs
 from moemerge.testbed.tasks.problem import Problem
 from moemerge.testbed.tasks.programs import HIDDEN_INPUTS, SYNTHESIS, program_of
-from moemerge.testbed.tasks.sandbox import run_programs
 
 
 def check(problem: Problem, completion: str) -> bool:

@@ -1,0 +1,97 @@
+"""What runs in the confined process: give up everything, then do the task.
+
+Started by `process` as `python -c`, with its orders as JSON in the first argument, the request on
+stdin, and stdout for the answer. Imports only the standard library, as little of it as can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from moemerge.verification.sandbox import landlock, namespaces, seccomp, system
+
+READY = b"ready\n"  # the first line of an answer: everything before the task has worked
+
+
+def main() -> None:
+    orders = json.loads(sys.argv[1])
+    task = _task(orders["task"])
+    request = sys.stdin.buffer.read()
+    limits = orders["limits"]
+    if orders["how"] == "namespaces":
+        room, seconds = limits["file_bytes"], limits["wall_seconds"]
+        namespaces.enter(orders["readable"], orders["folder"], room, seconds)
+    elif orders["how"] != "bubblewrap":
+        os.chdir(orders["folder"])
+    answer = _channel()
+    _limit(limits, own_users=orders["how"] in ("namespaces", "bubblewrap"))
+    if sys.platform == "linux":
+        _give_up_rights(orders)
+    sys.path += orders["packages"]
+    sys.argv = [""]
+    answer(READY)
+    task(request, answer)
+    os._exit(0)  # threads that a program left behind do not matter
+
+
+def _task(name: str) -> Callable[[bytes, Callable[[bytes], None]], None]:
+    module, _, function = name.partition(":")
+    task: Callable[[bytes, Callable[[bytes], None]], None] = getattr(
+        importlib.import_module(module), function
+    )
+    return task
+
+
+def _channel() -> Callable[[bytes], None]:
+    """Moves stdout out of a program's way: what it prints goes nowhere."""
+    channel = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+
+    def answer(data: bytes) -> None:
+        while data:
+            data = data[os.write(channel, data) :]
+
+    return answer
+
+
+def _limit(limits: dict[str, Any], *, own_users: bool) -> None:
+    bounds = [
+        (resource.RLIMIT_CPU, math.ceil(limits["cpu_seconds"])),
+        (resource.RLIMIT_AS, limits["memory"]),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_CORE, 0),
+    ]
+    if own_users:  # elsewhere it would count everything that the user runs
+        bounds.append((resource.RLIMIT_NPROC, limits["processes"]))
+    for kind, most in bounds:
+        _soft, hard = resource.getrlimit(kind)
+        bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        try:
+            resource.setrlimit(kind, (bound, bound))
+        except (ValueError, OSError):  # a system that does not know this limit (macOS: memory)
+            continue
+
+
+def _give_up_rights(orders: dict[str, Any]) -> None:
+    system.gain_no_privileges()
+    if orders["how"] == "landlock":
+        readable = [*orders["readable"], *namespaces.DEVICES]
+        landlock.confine_files(readable, [orders["folder"], os.devnull])
+    system.drop_capabilities()
+    system.prctl(system.PR_SET_DUMPABLE, 0)
+    if seccomp.supported():
+        # A kernel without filters is no reason to stop: `probe` says what holds without them.
+        with contextlib.suppress(OSError):
+            seccomp.filter_calls()

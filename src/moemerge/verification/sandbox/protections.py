@@ -1,0 +1,91 @@
+"""Which sandbox works on this system, and what it protects from."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from moemerge.errors import UsageError
+from moemerge.verification.sandbox import landlock
+from moemerge.verification.sandbox.process import Sandbox, SandboxError
+
+# Strongest first. `landlock` and `limits` are for systems that forbid namespaces.
+WAYS: Final = ("bubblewrap", "namespaces", "landlock", "limits")
+_WORDS: Final = {
+    "network": "the network is cut",
+    "processes": "no other process can be started",
+    "signals": "other processes cannot be reached",
+    "reading": "other files cannot be read",
+    "writing": "other files cannot be written",
+}
+
+
+@dataclass(frozen=True)
+class Protections:
+    """What a program cannot do here, found by trying each."""
+
+    how: str
+    network: bool
+    processes: bool
+    signals: bool
+    reading: bool
+    writing: bool
+
+    def holds(self) -> list[str]:
+        return [words for name, words in _WORDS.items() if getattr(self, name)]
+
+    def fails(self) -> list[str]:
+        """Sentences that are NOT true here."""
+        return [words for name, words in _WORDS.items() if not getattr(self, name)]
+
+
+@functools.cache
+def strongest() -> tuple[Sandbox, Protections]:
+    """The strongest sandbox that works on this system, and what it protects from."""
+    if os.name != "posix":
+        raise UsageError(
+            "programs cannot be run on this system: it has no process groups and resource limits",
+            hint="run code verification on Linux (a container will do), or verify without programs",
+        )
+    for how in WAYS:
+        if not present(how):
+            continue
+        sandbox = Sandbox(how)
+        try:
+            return sandbox, protections(sandbox)
+        except (SandboxError, ValueError):  # forbidden here, in whole or in part
+            continue
+    raise UsageError(
+        "programs cannot be run on this system: a confined process does not even start",
+        hint=f"check that {sys.executable} runs, and that processes may be limited",
+    )
+
+
+def present(how: str) -> bool:
+    if how == "bubblewrap":
+        return shutil.which("bwrap") is not None
+    if how == "landlock":
+        return sys.platform == "linux" and landlock.version() > 0
+    return how == "limits" or sys.platform == "linux"
+
+
+def protections(sandbox: Sandbox) -> Protections:
+    """Try what a program must not do."""
+    with tempfile.NamedTemporaryFile("w") as file, socket.socket() as listener:
+        file.write("kept")
+        file.flush()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        outside = {"port": listener.getsockname()[1], "pid": os.getpid(), "file": file.name}
+        task = f"{__package__}.probe:try_everything"
+        outcome = sandbox.run(task, json.dumps(outside).encode())
+        untouched = Path(file.name).read_text() == "kept"
+    return Protections(sandbox.how, writing=untouched, **json.loads(outcome.answer))

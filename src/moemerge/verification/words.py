@@ -1,0 +1,79 @@
+"""Answers that are words: exactly the expected ones, or the letter of a choice."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from moemerge.errors import DataError
+from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
+
+_STATED: Final = re.compile(r"\banswer\s*(?:is|:|=)+\s*[\"'*_(\[]*([A-Za-z])\b(?![.'’]\w)", re.I)
+_BRACKETED: Final = re.compile(r"[(\[]([A-Za-z])[)\]]")
+_ALONE: Final = re.compile(r"\s*[\"'*_(\[]*([A-Za-z])(?:[)\].:,*_\"']+|\s*$)")
+
+
+class ExactVerifier:
+    """The response is the row's `answer`, up to space around it."""
+
+    name = "exact"
+
+    def relevant(self, row: Row) -> Any:
+        return _answer(row)
+
+    def check(self, row: Row, response: str) -> Judgement:
+        expected, given = _answer(row).strip(), response.strip()
+        if given == expected:
+            return RIGHT
+        if not given:
+            return Judgement(Grade.NO_ANSWER, "an empty response")
+        return Judgement(Grade.WRONG, f"{given[:40]!r} instead of {expected[:40]!r}")
+
+    def close(self) -> None:
+        """Nothing is kept running."""
+
+
+class ChoiceVerifier:
+    """The response chooses the letter in the row's `answer`.
+
+    The last "the answer is X" counts, then the last (X), then a letter that the response begins
+    with.
+    """
+
+    name = "choice"
+
+    def relevant(self, row: Row) -> Any:
+        letter = _answer(row).strip().strip("()[].").upper()
+        if len(letter) != 1 or not letter.isalpha():
+            raise DataError(f"'answer' is {letter[:40]!r}, expected one letter, such as B")
+        return letter
+
+    def check(self, row: Row, response: str) -> Judgement:
+        expected, given = self.relevant(row), chosen(response)
+        if given is None:
+            return Judgement(Grade.NO_ANSWER, "no choice in the response")
+        if given == expected:
+            return RIGHT
+        return Judgement(Grade.WRONG, f"{given} instead of {expected}")
+
+    def close(self) -> None:
+        """Nothing is kept running."""
+
+
+def chosen(response: str) -> str | None:
+    """The letter that a response settles on, as a capital."""
+    letters = _STATED.findall(response) or _BRACKETED.findall(response)
+    if letters:
+        return str(letters[-1]).upper()
+    alone = _ALONE.match(response)
+    return alone[1].upper() if alone else None
+
+
+def _answer(row: Row) -> str:
+    answer = row.get("answer")
+    if not isinstance(answer, str):
+        raise DataError(
+            f"'answer' is {type(answer).__name__}, expected a string",
+            hint="name the column that holds it: --map answer=COLUMN",
+        )
+    return answer

@@ -1,0 +1,103 @@
+"""Programs that nobody should run, run: each is stopped, and nothing outside notices."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from moemerge.verification.code_checks import CodeVerifier
+from moemerge.verification.judgement import Grade, Judgement
+from moemerge.verification.sandbox.limits import MIB, Limits
+from moemerge.verification.sandbox.process import Sandbox
+from moemerge.verification.sandbox.protections import WAYS, present, protections, strongest
+from verification.hostile import HOSTILE
+
+LIMITS = Limits(cpu_seconds=1, wall_seconds=1.5, memory=512 * MIB)
+ROW = {"tests": "assert double(2) == 4"}
+HONEST = "def double(x):\n    return 2 * x\n"
+
+
+@dataclass(frozen=True)
+class Deed:
+    judgement: Judgement
+    connected: bool
+    outside: Path
+
+
+@pytest.fixture(scope="module")
+def deeds(tmp_path_factory) -> Mapping[str, Deed]:
+    """All of them at once: most only wait for their end."""
+    verifier = CodeVerifier(allow_code=True, limits=LIMITS)
+
+    def commit(program: str) -> Deed:
+        outside = tmp_path_factory.mktemp("outside")
+        (outside / "kept").write_text("kept")
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            port = str(listener.getsockname()[1])
+            program = program.replace("OUTSIDE", str(outside)).replace("PID", str(os.getpid()))
+            # The right function stands first: only the deed may be what fails.
+            judgement = verifier.check(ROW, HONEST + program.replace("PORT", port))
+            listener.setblocking(False)
+            try:
+                listener.accept()
+                connected = True
+            except BlockingIOError:
+                connected = False
+        return Deed(judgement, connected, outside)
+
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(HOSTILE, pool.map(commit, HOSTILE.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_is_stopped_and_touches_nothing(name, deeds):
+    deed = deeds[name]
+    stopped = (Grade.ERROR, Grade.TIMEOUT, Grade.NO_ANSWER)
+    assert deed.judgement.grade in stopped, deed.judgement
+    assert not deed.connected
+    assert [path.name for path in deed.outside.iterdir()] == ["kept"]
+    assert (deed.outside / "kept").read_text() == "kept"
+
+
+def test_after_all_of_them_nobody_is_left_and_an_honest_program_passes(deeds):
+    assert not _left_behind()
+    assert CodeVerifier(allow_code=True).check(ROW, HONEST).right
+
+
+def _left_behind() -> list[str]:
+    """Confined processes of ours, or that lost their parent: their command line names them."""
+    running = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes()
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+        if b"verification.sandbox.inside" in command and parent in (1, os.getpid()):
+            running.append(command.decode())
+    return running
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_is_said_to_hold_was_tried(how):
+    if not present(how):
+        pytest.skip(f"no {how} on this system")
+    held = protections(Sandbox(how))
+    assert held.network
+    assert held.signals
+    if how != "limits":
+        assert not held.fails()
+    assert len(held.holds()) + len(held.fails()) == 5
+
+
+def test_the_strongest_is_taken():
+    sandbox, held = strongest()
+    assert sandbox.how == held.how == next(how for how in WAYS if present(how))
