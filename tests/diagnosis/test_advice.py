@@ -15,54 +15,44 @@ from moemerge.diagnosis.verdict import judge, percent
 def row(layer: int, mismatch: float, **values: Any) -> LayerDiagnosis:
     load = tuple(0.125 for _ in range(8))
     figures: dict[str, Any] = {
+        "mismatch": mismatch,
+        "any_mismatch": mismatch,
+        "kl": mismatch,
+        "kl_on_features": mismatch,
+        "mismatch_on_features": mismatch,
+        "top1_agreement": 1 - mismatch,
+        "weighted_overlap": 1 - mismatch,
+        "drift": 0.1,
+        "logit_shift": 0.05,
+        "shift_small": 0.95,
+        "shift_moderate": 1.0,
+        "quadratic": mismatch,
+        "load_source": load,
+        "load": load,
+        "dead": (),
+        "overloaded": (),
+    }
+    facts: dict[str, Any] = {
         "model": "model",
         "domain": "math",
         "layer": layer,
         "router": f"model.layers.{layer}.mlp.gate.weight",
         "tokens": 10_000,
-        "mismatch": mismatch,
-        "any_mismatch": mismatch,
-        "top1_agreement": 1 - mismatch,
-        "weighted_overlap": 1 - mismatch,
-        "kl": mismatch,
-        "kl_on_features": mismatch,
-        "mismatch_on_features": mismatch,
-        "quadratic": mismatch,
-        "logit_shift": 0.05,
-        "shift_small": 0.95,
-        "shift_moderate": 1.0,
-        "load_source": load,
-        "load": load,
-        "entropy_source": 1.0,
-        "entropy": 1.0,
-        "dead": (),
-        "overloaded": (),
-        "drift": 0.1,
+        "choices": 20_000,
     }
-    return LayerDiagnosis(**{**figures, **values})
+    figures |= {name: value for name, value in values.items() if name not in facts}
+    facts |= {name: value for name, value in values.items() if name in facts}
+    return LayerDiagnosis(**facts, figures=figures)
 
 
-def total(rows: list[LayerDiagnosis], **values: Any) -> DomainTotal:
-    first = rows[0]
+def total(rows: list[LayerDiagnosis], **figures: Any) -> DomainTotal:
+    measured = {"any_mismatch": rows[0].any_mismatch, "loss": 2.0, "loss_source": 1.8}
+    return changed(DomainTotal.of(rows, **measured), **figures)
 
-    def mean(name: str) -> float:
-        return float(sum(getattr(r, name) for r in rows) / len(rows))
 
-    names = ("mismatch", "top1_agreement", "weighted_overlap", "kl", "kl_on_features")
-    names += ("mismatch_on_features", "quadratic", "logit_shift", "shift_small", "shift_moderate")
-    figures: dict[str, Any] = {name: mean(name) for name in (*names, "drift")}
-    figures |= {
-        "model": first.model,
-        "domain": first.domain,
-        "tokens": first.tokens,
-        "any_mismatch": mean("any_mismatch"),
-        "mismatched_per_token": 2 * sum(r.mismatch for r in rows),
-        "choices_per_token": 2 * len(rows),
-        "mismatched_layers_per_token": sum(r.any_mismatch for r in rows),
-        "loss": 2.0,
-        "loss_source": 1.8,
-    }
-    return DomainTotal(**{**figures, **values})
+def changed(total: DomainTotal, **values: Any) -> DomainTotal:
+    model = values.pop("model", total.model)
+    return replace(total, model=model, figures={**total.figures, **values})
 
 
 def advice(rows: list[LayerDiagnosis], **values: Any) -> str:
@@ -194,20 +184,20 @@ def test_the_verdict_compares() -> None:
     mine = total([row(0, 0.3)])
     worse = total([row(0, 0.4, domain="code")])
     assert "worst on code (40.0%)" in judge([mine, worse]).words
-    other = replace(mine, model="calibrated", mismatch=0.1)
+    other = changed(mine, model="calibrated", mismatch=0.1)
     assert "calibrated does better: 10.0%." in judge([mine, other]).words
     names = {"calibrated": "short"}
     assert "short does better: 10.0%." in judge([mine, other], names).words
-    same = replace(other, mismatch=0.30001)
+    same = changed(other, mismatch=0.30001)
     assert "calibrated does no better: 30.0%." in judge([mine, same]).words
-    other = replace(other, mismatch=0.35)
+    other = changed(other, mismatch=0.35)
     assert "calibrated does worse: 35.0%." in judge([mine, other]).words
-    third = replace(mine, model="ties", mismatch=0.4)
+    third = changed(mine, model="ties", mismatch=0.4)
     assert (
         "The others do worse; the best of them is calibrated: 35.0%."
         in judge([mine, third, other]).words
     )
-    silent = judge([replace(mine, loss=None, loss_source=None)])
+    silent = judge([changed(mine, loss=None, loss_source=None)])
     assert silent.numbers[2].label == "KL of the routing"
 
 
@@ -235,7 +225,7 @@ def test_advice_is_about_the_best_of_the_models() -> None:
     assert cause.startswith("There, the routers themselves still disagree (10.0%")
     assert where.startswith("There, the routers are calibrated already;")
     assert swapped.startswith("With the routers of math the merged weights win back")
-    unknown = [replace(t, loss=None) for t in found.totals]
+    unknown = [changed(t, loss=None) for t in found.totals]
     assert advise(replace(found, totals=unknown))[0].endswith("instead of 30.0%.")
     predicts_worse = [total(mine), total(theirs, loss=2.5)]
     text = "\n".join(advise(replace(found, totals=predicts_worse)))

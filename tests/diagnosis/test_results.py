@@ -21,9 +21,9 @@ from moemerge.errors import UsageError
 
 CaseOf = Callable[..., cases.Case]
 DOCUMENT = {
-    "kind", "version", "command", "created", "model", "models", "sources", "domains", "layers",
-    "totals", "swaps", "calibration", "calibration_of", "verdict", "advice", "settings", "device",
-    "dtype", "notices", "seconds",
+    "kind", "version", "command", "created", "model", "models", "sources", "domains", "figures",
+    "layers", "totals", "swaps", "calibration", "calibration_of", "verdict", "advice", "settings",
+    "device", "dtype", "notices", "seconds",
 }  # fmt: skip
 ROW = {
     "model", "domain", "layer", "router", "tokens", "mismatch", "any_mismatch", "top1_agreement",

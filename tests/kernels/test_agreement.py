@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from moemerge.architectures.gates import Gate, Score
-from moemerge.kernels.agreement import agreement, usable
-from moemerge.routing.metrics import MODERATE_SHIFT, SMALL_SHIFT, MetricsAccumulator
+from moemerge.kernels.agreement import FIGURES, agreement, usable
+from moemerge.routing.figures import MODERATE_SHIFT, SMALL_SHIFT, RouterOutput, Tokens
+from moemerge.routing.measure import FigureSums
 
 INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -27,13 +28,17 @@ def test_sums_are_those_of_plain_torch(tokens: int, experts: int, top_k: int, mo
     torch.manual_seed(tokens)
     target = 2.0 * torch.randn(tokens, experts, device=DEVICE)
     logits = target + move * torch.randn(tokens, experts, device=DEVICE)
-    plain = MetricsAccumulator(Gate(Score.SOFTMAX, top_k))
-    plain.update(target, logits)
+    gate = Gate(Score.SOFTMAX, top_k)
+    # The kernel widens the logits before it takes the distance of theirs.
+    wanted, made = (RouterOutput.of(gate, z.double()) for z in (target, logits))
+    plain = FigureSums([*FIGURES, "load", "load_source"])
+    plain.add(Tokens(wanted, made, moved=wanted))
+    expected = plain.result()
     sums, loads = agreement(target, logits, top_k, (SMALL_SHIFT, MODERATE_SHIFT))
-    assert plain._sums is not None
-    assert plain._loads is not None
-    torch.testing.assert_close(sums, plain._sums, rtol=1e-10, atol=1e-10)
-    assert torch.equal(loads, plain._loads)
+    for name, value in zip(FIGURES, (sums / tokens).tolist(), strict=True):
+        assert value == pytest.approx(expected.figures[name], rel=1e-10, abs=1e-10), name
+    shares = (loads.double() / (tokens * top_k)).tolist()
+    assert shares == [list(expected.load_source), list(expected.load)]
 
 
 def test_a_cpu_is_served_by_plain_torch() -> None:

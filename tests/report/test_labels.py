@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moemerge.report.labels import display_names
+from moemerge.report.words import display_names
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from moemerge.errors import CheckpointError, DataError, UsageError
-from moemerge.report.labels import short
 from moemerge.report.page import render_page, require_page, write_page
 from moemerge.report.page.reading import percent, plain, span
+from moemerge.report.words import short
 from report.sample import HOSTILE, grown, hostile, renamed, sample_document
 
 pytest.importorskip("plotly")

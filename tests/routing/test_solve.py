@@ -13,7 +13,7 @@ from moemerge.routing import (
     DomainFeatures,
     Preconditioner,
     SolveSettings,
-    measure,
+    measure_routers,
     solve_router,
 )
 from routing.problems import GATES, make_domains
@@ -134,8 +134,8 @@ def test_divergence_falls_for_every_gate(gate: object, source_targets: bool) -> 
         ]
     start = domains[0].router + 0.4 * torch.randn_like(domains[0].router)
     solution = solve_router(gate, domains, start)  # type: ignore[arg-type]
-    before = sum(measure(gate, d, start).kl for d in domains)  # type: ignore[arg-type]
-    after = sum(measure(gate, d, solution.weight).kl for d in domains)  # type: ignore[arg-type]
+    before = sum(measure_routers(gate, d, [start])[0].kl for d in domains)  # type: ignore[arg-type]
+    after = sum(measure_routers(gate, d, [solution.weight])[0].kl for d in domains)  # type: ignore[arg-type]
     assert solution.cg.converged
     assert after < 0.7 * before
 

@@ -16,8 +16,8 @@ from moemerge.routing import (
     DomainFeatures,
     ExactResult,
     ExactSettings,
+    Measured,
     RouterSolution,
-    RoutingMetrics,
     SolveSettings,
     measure_routers,
     minimise_divergence,
@@ -41,10 +41,10 @@ class LayerProblem:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Routing metrics by domain, with the merged router and with the new one."""
+    """Figures of routing by domain, with the merged router and with the new one."""
 
-    before: Mapping[str, RoutingMetrics]
-    after: Mapping[str, RoutingMetrics]
+    before: Mapping[str, Measured]
+    after: Mapping[str, Measured]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from moemerge.cli.render import facts
 from moemerge.diagnosis.verdict import DAMAGED, INTACT, SLIGHT
-from moemerge.report.labels import display_names, short
+from moemerge.report.words import display_names, short
 
 if TYPE_CHECKING:
     from moemerge.diagnosis.results import Diagnosis, DomainTotal, LayerDiagnosis, Swap

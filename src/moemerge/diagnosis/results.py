@@ -1,14 +1,16 @@
-"""What a diagnosis found, as typed data and as one JSON document."""
+"""The result of a diagnosis, as typed data and as one JSON document."""
 
 from __future__ import annotations
 
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from moemerge.errors import UsageError
+from moemerge.report.words import Quantity
+from moemerge.routing.figures import FIGURES, Measured, total_figures
 
 KIND: Final = "diagnosis"
 # What the diagnosed model is called in the rows; those it is compared with go by their labels.
@@ -45,66 +47,45 @@ class DomainFacts:
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class LayerDiagnosis:
+@dataclass(frozen=True, kw_only=True)
+class LayerDiagnosis(Measured):
     """One router of one model against the same router of its domain's source, over the tokens.
 
-    Unless a name says otherwise, the source routes on its own features and the model on its own:
-    what really happens to a token. `..._on_features` puts both routers on the model's features, so
-    that only the routers differ.
+    Its figures are attributes, `row.mismatch`; `routing.figures` declares them.
     """
 
     model: str
     domain: str
     layer: int
     router: str
-    tokens: int
-    mismatch: float  # share of the source's Top-k choices that the model does not make
-    any_mismatch: float  # share of tokens with at least one such choice
-    top1_agreement: float  # share of tokens whose highest-scored expert is the same
-    weighted_overlap: float  # mean of Σ min(w, w'), the chosen experts' weights summing to 1
-    kl: float  # mean KL(source ‖ model) of the routing distributions
-    kl_on_features: float
-    mismatch_on_features: float
-    quadratic: float  # second-order approximation of `kl_on_features`
-    logit_shift: float  # mean ‖z_m − z_i‖ / ‖z_i‖ on the model's features
-    shift_small: float  # share of tokens where that is below 0.1
-    shift_moderate: float  # ... below 0.2
-    load_source: tuple[float, ...]  # share of the source's choices that each expert gets
-    load: tuple[float, ...]  # ... of the model's
-    entropy_source: float  # of the load, as a share of its largest value, log K
-    entropy: float
-    dead: tuple[int, ...]  # experts that the source uses and the model hardly does
-    overloaded: tuple[int, ...]  # experts with many times their share of the source's load
-    drift: float  # mean ‖x_m − x_i‖ / ‖x_i‖ of the router's inputs
-    # [expert that lost tokens, expert that took them, share of all choices]; largest first.
-    flow: tuple[tuple[int, int, float], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("model", "domain", "layer", "router", "tokens")
+        return {name: getattr(self, name) for name in names} | _json(self.figures)
 
 
-@dataclass(frozen=True)
-class DomainTotal:
-    """One model on one domain, over all its routers."""
+@dataclass(frozen=True, kw_only=True)
+class DomainTotal(Measured):
+    """One model on one domain, over all its routers; figures as in `LayerDiagnosis`."""
 
     model: str
     domain: str
-    tokens: int
-    mismatch: float  # mean over the routers, as are the others below
-    any_mismatch: float  # share of tokens with a mismatch at any router
-    mismatched_per_token: float  # choices of a token, over all routers, that are not made
-    choices_per_token: int  # ... out of so many
-    mismatched_layers_per_token: float  # routers at which a token's choice differs at all
-    top1_agreement: float
-    weighted_overlap: float
-    kl: float
-    kl_on_features: float
-    mismatch_on_features: float
-    quadratic: float
-    logit_shift: float
-    shift_small: float
-    shift_moderate: float
-    drift: float
-    loss: float | None  # next-token loss in nats; None where the text has no next token
-    loss_source: float | None
+
+    @classmethod
+    def of(cls, rows: Sequence[LayerDiagnosis], **measured: float | None) -> DomainTotal:
+        """From the rows of one model on one domain; `measured` are the figures of no single row."""
+        first = rows[0]
+        return cls(
+            model=first.model,
+            domain=first.domain,
+            tokens=first.tokens,
+            choices=sum(row.choices for row in rows),
+            figures=total_figures(rows, **measured),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("model", "domain", "tokens")
+        return {name: getattr(self, name) for name in names} | _json(self.figures)
 
 
 @dataclass(frozen=True)
@@ -122,7 +103,7 @@ class Swap:
 
 
 @dataclass(frozen=True)
-class Figure:
+class KeyNumber:
     """A number of the verdict: a value for programs, a text for people."""
 
     label: str
@@ -135,12 +116,12 @@ class Verdict:
     """What the figures amount to, in a sentence and three numbers."""
 
     words: str
-    numbers: tuple[Figure, ...]
+    numbers: tuple[KeyNumber, ...]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything a diagnosis found. `to_json` is the document that pages and programs read."""
+    """The whole result. `to_json` is the document that pages and programs read."""
 
     version: str
     command: str
@@ -169,19 +150,17 @@ class Diagnosis:
             "version": self.version,
             "command": self.command,
             "created": self.created,
-            "model": _plain(self.model),
-            "models": [_plain(model) for model in self.models],
-            "sources": {name: {"label": found.label} for name, found in self.sources.items()},
-            "domains": {name: _plain(domain) for name, domain in self.domains.items()},
-            "layers": [_plain(row) for row in self.layers],
-            "totals": [_plain(total) for total in self.totals],
-            "swaps": [_plain(swap) for swap in self.swaps],
+            "model": asdict(self.model),
+            "models": [asdict(model) for model in self.models],
+            "sources": {name: {"label": source.label} for name, source in self.sources.items()},
+            "domains": {name: _json(asdict(domain)) for name, domain in self.domains.items()},
+            "figures": [figure.to_json() for figure in FIGURES.values()],
+            "layers": [row.to_json() for row in self.layers],
+            "totals": [total.to_json() for total in self.totals],
+            "swaps": [_json(asdict(swap)) for swap in self.swaps],
             "calibration": None if self.calibration is None else dict(self.calibration),
             "calibration_of": self.calibration_of,
-            "verdict": {
-                "words": self.verdict.words,
-                "numbers": [_plain(figure) for figure in self.verdict.numbers],
-            },
+            "verdict": _json(asdict(self.verdict)),
             "advice": list(self.advice),
             "settings": dict(self.settings),
             "device": self.device,
@@ -192,12 +171,17 @@ class Diagnosis:
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat dictionary for each model, domain and router: what a table wants."""
-        nested = ("load_source", "load", "flow")
-        return [
-            {name: value for name, value in _plain(row).items() if name not in nested}
-            | {"dead": len(row.dead), "overloaded": len(row.overloaded)}
-            for row in self.layers
-        ]
+        flat = []
+        for row in self.layers:
+            data = row.to_json()
+            for name in row.figures:
+                quantity = FIGURES[name].quantity
+                if quantity is Quantity.DATA:
+                    del data[name]
+                elif quantity is Quantity.EXPERTS:
+                    data[name] = len(data[name])
+            flat.append(data)
+        return flat
 
     def to_dataframe(self) -> Any:
         """`rows` as a pandas DataFrame, where pandas is installed."""
@@ -216,20 +200,23 @@ class Diagnosis:
 
     def total(self, domain: str, model: str = MODEL) -> DomainTotal:
         """One model's total on one domain."""
-        for found in self.totals:
-            if found.model == model and found.domain == domain:
-                return found
+        for total in self.totals:
+            if total.model == model and total.domain == domain:
+                return total
         have = ", ".join(f"{t.model}/{t.domain}" for t in self.totals)
         raise UsageError(f"no figures of {model!r} on {domain!r}; there are {have}")
 
 
-def _plain(item: Any) -> dict[str, Any]:
-    return {f.name: _value(getattr(item, f.name)) for f in fields(item)}
+def _json(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in values.items()}
 
 
-def _value(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """JSON has no tuples, no NaN and no infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_value(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
     return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -18,14 +17,6 @@ from moemerge.architectures.describe import gate_in_words
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.diagnosis import DiagnosisSettings
 from moemerge.diagnosis.advice import Measurements, advise
-from moemerge.diagnosis.measure import (
-    ChoiceComparison,
-    RouterComparison,
-    RouterView,
-    dead_experts,
-    load_entropy,
-    overloaded_experts,
-)
 from moemerge.diagnosis.prepare import DiagnosisRequest, Prepared, prepare
 from moemerge.diagnosis.results import (
     MODEL,
@@ -44,7 +35,8 @@ from moemerge.features.stops import RouterStop
 from moemerge.lockstep.models import PairedRouter
 from moemerge.lockstep.streams import Lockstep
 from moemerge.report.document import REPORT_NAME
-from moemerge.report.labels import display_names
+from moemerge.report.words import display_names
+from moemerge.routing.measure import FigureSums, RouterView, compare
 from moemerge.runtime.devices import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.text.rows import source_names
@@ -71,10 +63,9 @@ class _Walk:
         self.prepared = prepared
         self.swapped = {n: side for n, side in sides.items() if isinstance(side, SwappedSide)}
         self.rows: list[LayerDiagnosis] = []
-        self.choices = dict.fromkeys(prepared.sources, 0)  # of one token, over all routers
         # Which tokens met a mismatch at some router: a (tokens,) bool per batch.
         self._missed: dict[tuple[str, str], list[Tensor]] = {}
-        self._swap_sums: dict[str, Tensor] = {}
+        self._swap_sums: dict[str, FigureSums] = {}
 
     def run(self, lockstep: Lockstep) -> None:
         left = {pair.place.weight: pair for pair in self.prepared.routers}
@@ -96,20 +87,29 @@ class _Walk:
     def _compare(self, pair: PairedRouter, stops: Mapping[str, RouterStop]) -> None:
         for name, source in self.prepared.sources.items():
             wanted = router_view(source, pair.sources[name], stops[name])
-            self.choices[name] += wanted.gate.top_k
             own = stops[name].by_batch(name)
             for subject in self.prepared.subjects:
                 place = pair.place if subject.name == MODEL else pair.sources[subject.name]
                 view = router_view(subject, place, stops[subject.name])
-                comparison = RouterComparison(wanted, view)
+                sums = FigureSums()
                 missed = []
                 for (batch, x), (same, y) in zip(
                     stops[subject.name].by_batch(name), own, strict=True
                 ):
                     assert batch is same
-                    missed.append(comparison.add(y, x))
+                    tokens = compare(wanted, view, y, x)
+                    sums.add(tokens)
+                    missed.append(tokens.lost.any(dim=-1))
                 self._note_missed((subject.name, name), missed)
-                self.rows.append(_row(subject.name, name, pair.place, comparison))
+                self.rows.append(
+                    LayerDiagnosis(
+                        model=subject.name,
+                        domain=name,
+                        layer=pair.place.layer,
+                        router=pair.place.weight,
+                        **vars(sums.result()),
+                    )
+                )
             self._compare_swapped(name, wanted, pair, stops)
 
     def _note_missed(self, key: tuple[str, str], missed: list[Tensor]) -> None:
@@ -126,24 +126,19 @@ class _Walk:
             if side.domain != name:
                 continue
             place = pair.place if side.weights_of == MODEL else pair.sources[name]
-            comparison = ChoiceComparison(wanted, router_view(side.model, place, stops[key]))
+            view = router_view(side.model, place, stops[key])
+            sums = self._swap_sums.setdefault(key, FigureSums(["mismatch"]))
             for (_, x), (_, y) in zip(stops[key].by_batch(name), own, strict=True):
-                comparison.add(y, x)
-            if comparison.missed is not None:
-                before = self._swap_sums.get(key)
-                self._swap_sums[key] = (
-                    comparison.missed if before is None else before + comparison.missed
-                )
+                sums.add(compare(wanted, view, y, x))
 
     def any_mismatch(self, subject: str, domain: str) -> float:
         """The share of tokens with a mismatch at any router."""
         found = self._missed[subject, domain]
         return float(torch.cat(found).double().mean())
 
-    def swap_mismatch(self, key: str, domain: str) -> float:
+    def swap_mismatch(self, key: str) -> float:
         """A swapped model's mismatch, the mean over tokens and routers."""
-        tokens = sum(b.tokens for b in self.prepared.batches if b.domain == domain)
-        return float(self._swap_sums[key]) / (tokens * len(self.prepared.routers))
+        return float(self._swap_sums[key].result().mismatch)
 
 
 def router_view(model: OpenModel, place: RouterInfo, stop: RouterStop) -> RouterView:
@@ -158,53 +153,13 @@ def router_view(model: OpenModel, place: RouterInfo, stop: RouterStop) -> Router
     return RouterView(place.gate, stop.weight[: place.rows], bias, selection)
 
 
-def _row(
-    subject: str, domain: str, place: RouterInfo, comparison: RouterComparison
-) -> LayerDiagnosis:
-    found = comparison.result()
-    return LayerDiagnosis(
-        model=subject,
-        domain=domain,
-        layer=place.layer,
-        router=place.weight,
-        **vars(found),
-        entropy_source=load_entropy(found.load_source),
-        entropy=load_entropy(found.load),
-        dead=dead_experts(found.load_source, found.load),
-        overloaded=overloaded_experts(found.load_source, found.load),
-    )
-
-
 # --- the end ------------------------------------------------------------------------------------
-
-MEANS = (
-    "mismatch",
-    "top1_agreement",
-    "weighted_overlap",
-    "kl",
-    "kl_on_features",
-    "mismatch_on_features",
-    "quadratic",
-    "logit_shift",
-    "shift_small",
-    "shift_moderate",
-    "drift",
-)
 
 
 def _total(walk: _Walk, sides: Mapping[str, Side], subject: str, domain: str) -> DomainTotal:
-    rows = [row for row in walk.rows if row.model == subject and row.domain == domain]
-    top_k = {p.place.weight: p.sources[domain].gate for p in walk.prepared.routers}
-    counts = [row.mismatch * gate.top_k for row in rows if (gate := top_k[row.router]) is not None]
-    return DomainTotal(
-        model=subject,
-        domain=domain,
-        tokens=rows[0].tokens,
-        **{name: math.fsum(getattr(row, name) for row in rows) / len(rows) for name in MEANS},
+    return DomainTotal.of(
+        [row for row in walk.rows if row.model == subject and row.domain == domain],
         any_mismatch=walk.any_mismatch(subject, domain),
-        mismatched_per_token=math.fsum(counts),
-        choices_per_token=walk.choices[domain],
-        mismatched_layers_per_token=math.fsum(row.any_mismatch for row in rows),
         loss=sides[subject].loss.mean(domain),
         loss_source=sides[domain].loss.mean(domain),
     )
@@ -220,7 +175,7 @@ def _swaps(
         found.append(Swap(domain, MODEL, MODEL, total.mismatch, total.loss))
         for key, side in walk.swapped.items():
             if side.domain == domain:
-                mismatch = walk.swap_mismatch(key, domain)
+                mismatch = walk.swap_mismatch(key)
                 loss = sides[key].loss.mean(domain)
                 found.append(Swap(domain, side.weights_of, side.routers_of, mismatch, loss))
         found.append(Swap(domain, domain, domain, 0.0, total.loss_source))

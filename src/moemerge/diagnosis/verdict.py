@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from moemerge.diagnosis.results import MODEL, DomainTotal, Figure, Verdict
+from moemerge.diagnosis.results import MODEL, DomainTotal, KeyNumber, Verdict
 
 # Mean mismatch up to which a verdict holds. Rounding to bfloat16 alone moves a few in a thousand
 # choices; the paper calls a merge with half of them moved broken down.
@@ -27,15 +27,15 @@ def judge(totals: Sequence[DomainTotal], names: Mapping[str, str] | None = None)
     touched = mean([total.any_mismatch for total in own])
     gap = loss_gap(own)
     third = (
-        Figure("KL of the routing", kl := mean([total.kl for total in own]), f"{kl:.3g}")
+        KeyNumber("KL of the routing", kl := mean([total.kl for total in own]), f"{kl:.3g}")
         if gap is None
-        else Figure("next-token loss above the sources'", gap, f"{gap:+.3f} nats")
+        else KeyNumber("next-token loss above the sources'", gap, f"{gap:+.3f} nats")
     )
     return Verdict(
         " ".join([_state(own, mismatch), *_compared(totals, mismatch, names or {})]),
         (
-            Figure("expert choices that differ", mismatch, percent(mismatch)),
-            Figure("tokens with a changed choice in some layer", touched, percent(touched)),
+            KeyNumber("expert choices that differ", mismatch, percent(mismatch)),
+            KeyNumber("tokens with a changed choice in some layer", touched, percent(touched)),
             third,
         ),
     )

@@ -1,4 +1,4 @@
-"""Routing metrics of a plain softmax gate on a GPU, in one pass over the two routers' logits."""
+"""Figures of routing of a plain softmax gate on a GPU, in one pass over the two routers' logits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ from torch import Tensor
 
 from moemerge.kernels.availability import triton_works
 
+# The sums that the kernel forms, in its order, by the names of `routing.figures`.
+FIGURES = (
+    "kl",
+    "quadratic",
+    "mismatch",
+    "any_mismatch",
+    "top1_agreement",
+    "logit_shift",
+    "shift_small",
+    "shift_moderate",
+)
 MOST_EXPERTS = 512
 ENTRIES = 2048  # of a program's (tokens, experts) tile: float64 takes many registers
 
@@ -28,7 +39,7 @@ def usable(target: Tensor, logits: Tensor) -> bool:
 def agreement(
     target: Tensor, logits: Tensor, top_k: int, bounds: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """The eight sums of `routing.metrics`, (8,) float64, and both routers' loads, (2, K) int64.
+    """The sums of FIGURES, (8,) float64, and both routers' loads, (2, K) int64.
 
     `bounds`: the relative logit shifts that count as small and as moderate.
     """

@@ -42,7 +42,7 @@ def agreement_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """What `routing.metrics` adds up, of BT tokens, in float64."""
+    """What `routing.measure` adds up, of BT tokens, in float64."""
     program = tl.program_id(0)
     rows = program * BT + tl.arange(0, BT)
     experts = tl.arange(0, BK)

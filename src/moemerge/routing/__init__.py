@@ -1,13 +1,9 @@
-"""Routing mathematics: gates, the curvature of their divergence, its solution, and metrics."""
+"""Routing mathematics: gates, the curvature of their divergence, its solution, and figures."""
 
 from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
 from moemerge.routing.exact import ExactResult, ExactSettings, minimise_divergence
-from moemerge.routing.metrics import (
-    MetricsAccumulator,
-    RoutingMetrics,
-    measure,
-    measure_routers,
-)
+from moemerge.routing.figures import Measured
+from moemerge.routing.measure import measure_routers
 from moemerge.routing.preconditioners import Preconditioner
 from moemerge.routing.solve import RouterSolution, SolveSettings, solve_router
 
@@ -17,13 +13,11 @@ __all__ = [
     "DomainStatistics",
     "ExactResult",
     "ExactSettings",
-    "MetricsAccumulator",
+    "Measured",
     "Preconditioner",
     "RouterCurvature",
     "RouterSolution",
-    "RoutingMetrics",
     "SolveSettings",
-    "measure",
     "measure_routers",
     "minimise_divergence",
     "solve_router",

@@ -17,7 +17,6 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from moemerge.errors import DataError
-from moemerge.report.labels import short
 from moemerge.report.page import tables
 from moemerge.report.page.charts_causes import swaps
 from moemerge.report.page.charts_checks import checks
@@ -26,6 +25,7 @@ from moemerge.report.page.charts_layers import DRIFT, KL, MISMATCH, panels
 from moemerge.report.page.charts_solver import solver
 from moemerge.report.page.plots import Group
 from moemerge.report.page.reading import Reading
+from moemerge.report.words import short
 
 TITLE = 60
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moemerge.report.labels import short
 from moemerge.report.page.plots import Chart, Group, axis, figure, go, safe
 from moemerge.report.page.reading import Reading, Row, number, percent
+from moemerge.report.words import short
 
 HEIGHT = 280
 # Characters of a domain's name on the axis: of all of them together.

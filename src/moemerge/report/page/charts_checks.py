@@ -6,7 +6,6 @@ import math
 from itertools import product
 from typing import Any
 
-from moemerge.report.labels import short
 from moemerge.report.page.charts_experts import choices_of, view_key
 from moemerge.report.page.plots import (
     Chart,
@@ -22,6 +21,7 @@ from moemerge.report.page.plots import (
     tag,
 )
 from moemerge.report.page.reading import Reading, mean, number, percent, plain, series
+from moemerge.report.words import short
 
 HEIGHT = 260
 # The paper's bounds for the relative shift of the logits.

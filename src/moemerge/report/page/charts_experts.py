@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from moemerge.report.labels import short
 from moemerge.report.page.plots import Chart, Choice, Group, View, axis, figure, go
 from moemerge.report.page.reading import Reading, Row, number, percent, span
+from moemerge.report.words import short
 
 # A Sankey diagram with more links than this is a tangle.
 LINKS = 24

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moemerge.report.labels import short
 from moemerge.report.page.plots import (
     Chart,
     Choice,
@@ -31,6 +30,7 @@ from moemerge.report.page.reading import (
     plain,
     series,
 )
+from moemerge.report.words import short
 
 ROUTER_ALONE = "routers alone"
 PANEL_HEIGHT = 220

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moemerge.report.labels import short
+from moemerge.report.words import short
 
 # Untyped, and an extra: this module is imported only after `require_page`.
 go: Any = importlib.import_module("plotly.graph_objects")

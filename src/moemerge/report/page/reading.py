@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from moemerge.errors import DataError
-from moemerge.report.labels import display_names
+from moemerge.report.words import display_names
 
 KIND = "diagnosis"
 Row = Mapping[str, Any]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moemerge.report.labels import short
 from moemerge.report.page.reading import Reading, number, percent, plain
+from moemerge.report.words import short
 
 LABEL = 40
 

@@ -1,0 +1,199 @@
+"""Measures figures of routing, summed block by block on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moemerge.architectures.gates import Gate, Score
+from moemerge.errors import DataError
+from moemerge.kernels import agreement
+from moemerge.routing.domains import DomainFeatures, chunks_of
+from moemerge.routing.figures import (
+    FIGURES,
+    FLOWS,
+    MODERATE_SHIFT,
+    SMALL_SHIFT,
+    Choices,
+    Measured,
+    RouterOutput,
+    Tokens,
+)
+from moemerge.routing.products import features_of
+
+# All that a router can be measured by, and what a calibration says of each router.
+ROUTER_FIGURES = tuple(n for n, f in FIGURES.items() if f.of_tokens or f.of_choices)
+CALIBRATION_FIGURES = ("mismatch", "kl", "quadratic", "top1_agreement")
+
+
+@dataclass(frozen=True)
+class RouterView:
+    """A router as its model computes with it, on the model's device."""
+
+    gate: Gate
+    weight: Tensor  # (K, d)
+    bias: Tensor | None  # (K,), added to the logits
+    selection_bias: Tensor | None  # (K,), moves the choice alone
+
+    def logits(self, features: Tensor) -> Tensor:
+        """W x + b for features (tokens, d): (tokens, K), float32 at least."""
+        dtype = torch.promote_types(features.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return functional.linear(features.to(dtype), self.weight.to(dtype), bias)
+
+    def route(self, features: Tensor) -> RouterOutput:
+        return RouterOutput(self.gate, lambda: self.logits(features), self.selection_bias)
+
+
+def compare(
+    source: RouterView, model: RouterView, own_features: Tensor, features: Tensor
+) -> Tokens:
+    """The same tokens' router inputs in the source and in the model, (tokens, d) each."""
+    if own_features.shape != features.shape:
+        raise DataError(
+            f"router inputs of shape {tuple(own_features.shape)} in the source and "
+            f"{tuple(features.shape)} in the model"
+        )
+    return Tokens(
+        source=source.route(own_features),
+        model=model.route(features),
+        moved=source.route(features),
+        features=(own_features, features),
+    )
+
+
+class FigureSums:
+    """Sums of figures over blocks of tokens; the host looks at them once, at the end."""
+
+    def __init__(self, names: Iterable[str] = ROUTER_FIGURES) -> None:
+        figures = [FIGURES[name] for name in names]
+        self._of_tokens = {f.name: f.of_tokens for f in figures if f.of_tokens}
+        self._of_choices = {f.name: f.of_choices for f in figures if f.of_choices}
+        self._tokens = self._choices = 0
+        # The figures of tokens, (figures,); where choices are counted, loads (2, K), flow (K, K).
+        self._sums: list[Tensor] = []
+
+    def add(self, tokens: Tokens) -> None:
+        parts = [torch.stack([figure(tokens).sum() for figure in self._of_tokens.values()])]
+        if self._of_choices:
+            parts += _choice_sums(tokens)
+        self.add_sums(parts, tokens.count, tokens.source.gate.top_k)
+
+    def add_sums(self, parts: list[Tensor], tokens: int, top_k: int) -> None:
+        """Add what was summed elsewhere, over so many tokens with so many choices each."""
+        self._sums = (
+            [a + b for a, b in zip(self._sums, parts, strict=True)] if self._sums else parts
+        )
+        self._tokens += tokens
+        self._choices += tokens * top_k
+
+    def result(self) -> Measured:
+        """The figures so far: the one moment at which the host waits for the device."""
+        if not self._tokens:
+            raise DataError("routing figures over no token", hint="give the domain some text")
+        count = len(self._of_tokens)
+        numbers = torch.cat([self._sums[0], *_largest_flows(*self._sums[1:])]).tolist()
+        values: dict[str, Any] = {
+            name: value / self._tokens
+            for name, value in zip(self._of_tokens, numbers[:count], strict=True)
+        }
+        if self._of_choices:
+            experts = self._sums[1].shape[1]
+            choices = _choices(numbers[count:], experts, self._choices)
+            values |= {name: figure(choices) for name, figure in self._of_choices.items()}
+        ordered = {name: values[name] for name in FIGURES if name in values}
+        return Measured(tokens=self._tokens, choices=self._choices, figures=ordered)
+
+
+def _choice_sums(tokens: Tokens) -> list[Tensor]:
+    """How often each expert was chosen, (2, K), and which one's loss was which one's gain, (K, K).
+
+    A choice that is lost goes in equal parts to the experts that the token is sent to instead.
+    """
+    wanted, made = tokens.source.chosen, tokens.model.chosen
+    taken = made.logical_and(wanted.logical_not()).float()
+    takers = taken.sum(dim=-1, keepdim=True).clamp_min(1.0)
+    flow = (tokens.lost.float().T @ (taken / takers)).double()
+    return [torch.stack([wanted.sum(dim=0), made.sum(dim=0)]), flow]
+
+
+def _largest_flows(loads: Tensor | None = None, flow: Tensor | None = None) -> list[Tensor]:
+    """Loads, the largest flows and where they are in `flow`, all as float64 vectors."""
+    if loads is None or flow is None:
+        return []
+    shares, pairs = flow.flatten().topk(min(FLOWS, flow.numel()))
+    return [loads.double().flatten(), shares, pairs.double()]
+
+
+def _choices(numbers: list[float], experts: int, choices: int) -> Choices:
+    loads, rest = numbers[: 2 * experts], numbers[2 * experts :]
+    flows = zip(rest[: len(rest) // 2], rest[len(rest) // 2 :], strict=True)
+    return Choices(
+        load_source=_shares(loads[:experts]),
+        load=_shares(loads[experts:]),
+        flow=tuple(
+            (int(pair) // experts, int(pair) % experts, share / choices)
+            for share, pair in flows
+            if share > 0
+        ),
+    )
+
+
+def _shares(counts: list[float]) -> tuple[float, ...]:
+    total = math.fsum(counts)
+    return tuple(count / total for count in counts) if total else tuple(counts)
+
+
+# --- routers on a domain's features -------------------------------------------------------------
+
+
+def measure_routers(
+    gate: Gate,
+    domain: DomainFeatures,
+    weights: Sequence[Tensor],
+    *,
+    bias: Tensor | None = None,
+    target_bias: Tensor | None = None,
+) -> list[Measured]:
+    """How each of several routers agrees with the domain's target, in one pass over the domain.
+
+    Both are taken on the domain's features, unless the target is a source's own routing. The two
+    selection biases may differ: a merged model's is not its source's.
+    """
+    sums = [FigureSums(CALIBRATION_FIGURES) for _ in weights]
+    device = domain.features[0].device
+    target_router, *routers = (w.to(device) for w in (domain.router, *weights))
+    for x, given in chunks_of(domain):
+        features = features_of(x, target_router.shape[1])
+        wanted = features.working_logits(target_router) if given is None else given
+        fused = _is_plain(gate) and agreement.usable(wanted, wanted)
+        target = RouterOutput.of(gate, wanted, target_bias)
+        for one, router in zip(sums, routers, strict=True):
+            logits = features.working_logits(router)
+            if fused:
+                one.add_sums([_fused_sums(wanted, logits, gate.top_k)], len(logits), gate.top_k)
+            else:
+                one.add(Tokens(target, RouterOutput.of(gate, logits, bias), moved=target))
+    return [one.result() for one in sums]
+
+
+def _fused_sums(target: Tensor, logits: Tensor, top_k: int) -> Tensor:
+    """The sums of the calibration's figures by one kernel."""
+    sums, _ = agreement.agreement(target, logits, top_k, (SMALL_SHIFT, MODERATE_SHIFT))
+    return sums[[agreement.FIGURES.index(name) for name in CALIBRATION_FIGURES]]
+
+
+def _is_plain(gate: Gate) -> bool:
+    """A softmax whose choice is that of the largest logits."""
+    return (
+        gate.score is Score.SOFTMAX
+        and gate.soft_cap is None
+        and gate.selection_bias is None
+        and gate.groups == 1
+    )
