@@ -15,7 +15,7 @@ import zoo
 from calibration import cases, dense
 from moemerge.architectures.opened import open_model
 from moemerge.checkpoint import Checkpoint
-from moemerge.features.stream import RouterStream
+from moemerge.features.router_stream import RouterStream
 from moemerge.lockstep.models import read_router
 from moemerge.text.batches import make_batches
 from moemerge.text.domains import Domain
@@ -100,7 +100,7 @@ def test_the_model_goes_on_with_the_bias_that_is_stored(case_of: CaseOf, tmp_pat
     ) as stream:
         stop = next(iter(stream))
         weight, bias = stop.weight + 0.1234567, torch.full((zoo.EXPERTS,), 0.1234567)
-        stop.replace(weight, bias)
+        stop.replace_router(weight, bias)
         assert stop.bias is not None
         assert torch.equal(stop.bias, bias)
         assert torch.equal(stop.weight, weight.bfloat16().float())

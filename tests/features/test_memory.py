@@ -14,7 +14,8 @@ from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ResourceError
 from moemerge.features.loading import holds_scores
 from moemerge.features.memory import PARKED_COPIES, MemoryEstimate, choose_offload
-from moemerge.features.stream import RouterStream
+from moemerge.features.router_stream import RouterStream
+from moemerge.features.settings import StreamSettings
 from moemerge.features.weights import PINNED_BYTES
 from moemerge.runtime.devices import available_memory
 
@@ -24,7 +25,9 @@ SMALL = MemoryEstimate(CPU, "device", 1, 2, 4, 8, 16, 32)
 
 def test_sizes_by_hand(zoo_folder: Callable[..., Path]) -> None:
     batches = reference.batches()
-    with RouterStream(Checkpoint.open(zoo_folder("olmoe")), batches, prefetch=True) as stream:
+    with RouterStream(
+        Checkpoint.open(zoo_folder("olmoe")), batches, StreamSettings(prefetch=True)
+    ) as stream:
         memory = stream.memory
         layer = stream.model.get_submodule("model.layers.0")
         assert memory.layer == memory.ahead == sum(4 * p.numel() for p in layer.parameters())
@@ -33,7 +36,9 @@ def test_sizes_by_hand(zoo_folder: Callable[..., Path]) -> None:
     masks = sum(b.padded * b.input_ids.numel() * b.input_ids.shape[1] for b in batches)
     assert memory.parked == PARKED_COPIES * padded * 32 * 4 + masks
     assert memory.features == sum(batch.tokens for batch in batches) * 32 * 4
-    with RouterStream(Checkpoint.open(zoo_folder("olmoe")), batches, gather=True) as stream:
+    with RouterStream(
+        Checkpoint.open(zoo_folder("olmoe")), batches, StreamSettings(gather=True)
+    ) as stream:
         gathered = replace(stream.memory, ahead=memory.ahead)
     assert memory.on_device - gathered.on_device == memory.features  # kept once
     # What is spilled is spilled whole, and handed out beside that.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 import weakref
@@ -24,8 +25,9 @@ from moemerge.errors import (
     NumericalError,
     UsageError,
 )
-from moemerge.features.checks import finite
-from moemerge.features.stream import RouterStream
+from moemerge.features.router_stream import RouterStream
+from moemerge.features.settings import StreamSettings
+from moemerge.features.tokens import finite
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
@@ -38,9 +40,12 @@ Folder = Callable[..., Path]
 def stream_all(folder: Path, batches: tuple[Batch, ...], **options: Any) -> reference.Features:
     """Every stop's inputs, in the order of the batches."""
     found: reference.Features = {}
-    with RouterStream(Checkpoint.open(folder), batches, **options) as stream:
+    names = {field.name for field in dataclasses.fields(StreamSettings)}
+    settings = StreamSettings(**{n: v for n, v in options.items() if n in names})
+    others = {n: v for n, v in options.items() if n not in names}
+    with RouterStream(Checkpoint.open(folder), batches, settings, **others) as stream:
         for stop in stream:
-            found[stop.router] = [x.clone() for _, x in in_order(stop, batches)]
+            found[stop.path] = [x.clone() for _, x in in_order(stop, batches)]
     return found
 
 
@@ -109,14 +114,14 @@ def test_replaced_routers_act_from_there_on(family: str, zoo_folder: Folder) -> 
     with RouterStream(Checkpoint.open(folder), batches) as stream:
         parameters = {router.path: router for router in stream.anatomy.routers}
         for stop in stream:
-            found[stop.router] = [x.clone() for _, x in in_order(stop, batches)]
+            found[stop.path] = [x.clone() for _, x in in_order(stop, batches)]
             # A weight that depends on the inputs, as a calibrated one does.
             noise = torch.randn(stop.weight.shape, generator=generator)
-            mean = torch.cat(found[stop.router]).mean(0)
-            new[stop.router] = stop.weight + 0.5 * noise * mean
+            mean = torch.cat(found[stop.path]).mean(0)
+            new[stop.path] = stop.weight + 0.5 * noise * mean
             if stop.bias is not None:
-                biases[stop.router] = stop.bias + 1
-            stop.replace(new[stop.router], biases.get(stop.router))
+                biases[stop.path] = stop.bias + 1
+            stop.replace_router(new[stop.path], biases.get(stop.path))
     model = reference.whole_model(folder)
     unchanged, _ = reference.run_whole(model, tuple(found), batches)
     with torch.no_grad():
@@ -152,7 +157,7 @@ def test_other_layouts_on_disk(family: str, options: dict[str, Any], zoo_folder:
         for stop in stream:
             assert stop.weight_name in stream.checkpoint.tensors
             assert torch.equal(stream.checkpoint.read(stop.weight_name), stop.weight)
-            found[stop.router] = [x.clone() for _, x in in_order(stop, batches)]
+            found[stop.path] = [x.clone() for _, x in in_order(stop, batches)]
     assert len(collected) == len(batches)
     if causal:
         expected, logits = reference.run_whole(reference.whole_model(folder), tuple(found), batches)
@@ -183,16 +188,16 @@ def test_replaced_router_is_rounded_to_what_is_stored(zoo_folder: Folder) -> Non
     with RouterStream(Checkpoint.open(folder), reference.batches()) as stream:
         stop = next(iter(stream))
         weight = stop.weight + 1e-3 * torch.randn(stop.weight.shape)
-        stop.replace(weight)
+        stop.replace_router(weight)
         assert stop.weight.dtype == torch.float32
         assert torch.equal(stop.weight, weight.bfloat16().float())
         assert not torch.equal(stop.weight, weight)
         with pytest.raises(UsageError, match="expected"):
-            stop.replace(weight[:2])
+            stop.replace_router(weight[:2])
         with pytest.raises(UsageError, match="no bias"):
-            stop.replace(weight, torch.zeros(8))
+            stop.replace_router(weight, torch.zeros(8))
         with pytest.raises(NumericalError, match=r"layers\.0\.mlp\.gate\.weight"):
-            stop.replace(weight * torch.nan)
+            stop.replace_router(weight * torch.nan)
 
 
 def test_padding_is_left_out_and_domains_stay_apart(zoo_folder: Folder) -> None:
@@ -234,7 +239,7 @@ def test_layers_restricts_the_stops_and_ends_early(zoo_folder: Folder) -> None:
 
 def test_hash_routers_are_passed_over_with_their_reason(zoo_folder: Folder) -> None:
     with RouterStream(Checkpoint.open(zoo_folder("deepseek_v4")), reference.batches()) as stream:
-        ((path, reason),) = stream.passed_over
+        ((path, reason),) = stream.anatomy.passed_over
         assert path == "model.layers.0.mlp.gate"
         assert "token id" in reason
         assert [stop.layer for stop in stream] == [1, 2]
@@ -363,13 +368,15 @@ def test_nan_in_the_last_layer_is_met_where_the_output_is_used(
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (2, 3, 2, 4), (6, 4)])
 def test_only_real_tokens_must_be_finite(shape: tuple[int, ...]) -> None:
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    batch = Batch("math", False, torch.zeros(2, 3, dtype=torch.int64), mask, (0, 1))
     real = torch.tensor([0, 1, 3])
     value = torch.zeros(6, *shape[-1:]) if len(shape) == 2 else torch.zeros(shape).flatten(0, 1)
     value[2] = torch.nan
-    assert bool(finite(value.reshape(shape), real))
-    assert not bool(finite(value.reshape(shape), None))
+    assert bool(finite(value.reshape(shape), batch, real))
+    assert not bool(finite(value.reshape(shape), batch, None))
     value[3] = torch.inf
-    assert not bool(finite(value.reshape(shape), real))
+    assert not bool(finite(value.reshape(shape), batch, real))
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.norm.weight"])
@@ -400,9 +407,7 @@ def test_spilled_files_are_removed(zoo_folder: Folder, tmp_path: Path) -> None:
     with RouterStream(
         Checkpoint.open(zoo_folder("olmoe")),
         reference.batches(),
-        offload="disk",
-        spill_smallest=0,
-        spill_folder=spill,
+        StreamSettings(offload="disk", spill_smallest=0, spill_folder=spill),
     ) as stream:
         next(iter(stream))
         assert list(spill.rglob("*.bin"))
@@ -425,11 +430,11 @@ def test_gathered_inputs_lie_side_by_side_and_change_nothing(
     batches = make_batches(rows, batch_tokens=16)  # two of math, unpadded; code with padding
     plain = stream_all(folder, batches, gather=False)
     found: reference.Features = {}
-    with RouterStream(Checkpoint.open(folder), batches, gather=True) as stream:
+    with RouterStream(Checkpoint.open(folder), batches, StreamSettings(gather=True)) as stream:
         for stop in stream:
             one, two = stop.inputs("math")
             assert two.data_ptr() == one.data_ptr() + one.numel() * one.element_size()
-            found[stop.router] = [x.clone() for _, x in in_order(stop, batches)]
+            found[stop.path] = [x.clone() for _, x in in_order(stop, batches)]
     assert_same(found, plain)
 
 

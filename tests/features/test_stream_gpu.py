@@ -11,7 +11,8 @@ import torch
 
 from features import reference
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.features.stream import RouterStream
+from moemerge.features.router_stream import RouterStream
+from moemerge.features.settings import StreamSettings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +29,9 @@ def test_features_are_those_of_the_whole_model(
     batches = reference.batches()
     found: reference.Features = {}
     with RouterStream(
-        Checkpoint.open(folder), batches, device="cuda", offload=offload, spill_smallest=0
+        Checkpoint.open(folder),
+        batches,
+        StreamSettings(torch.device("cuda"), offload=offload, spill_smallest=0),
     ) as stream:
         for stop in stream:
             pairs = [
@@ -39,7 +42,7 @@ def test_features_are_those_of_the_whole_model(
             ]
             pairs.sort(key=lambda pair: batches.index(pair[0]))
             assert all(x.device.type == "cuda" for _, x in pairs)
-            found[stop.router] = [x.clone() for _, x in pairs]
+            found[stop.path] = [x.clone() for _, x in pairs]
     model = reference.whole_model(folder).to("cuda")
     expected, _ = reference.run_whole(model, tuple(found), batches)
     assert list(found) == list(expected)

@@ -13,7 +13,7 @@ import zoo
 from features import reference
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.errors import ArchitectureError
-from moemerge.features.stream import RouterStream
+from moemerge.features.router_stream import RouterStream
 from moemerge.lockstep.streams import Lockstep
 from moemerge.text.batches import Batch
 
@@ -38,7 +38,7 @@ def test_each_stop_is_of_one_router(zoo_folder: Folder, tmp_path: Path) -> None:
         seen = []
         for stop, beside in models:
             seen.append(stop.layer)
-            assert beside["code"].router == stop.router
+            assert beside["code"].path == stop.path
             assert stop.domains == ("math", "code")
             assert beside["code"].domains == ("code",)
             for (mine, x), (theirs, y) in zip(

@@ -25,7 +25,7 @@ from moemerge.errors import (
     NumericalError,
     ResourceError,
 )
-from moemerge.features.stops import RouterStop
+from moemerge.features.router_stream import RouterStop
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import PairedRouter, RouterWeights, read_router
 from moemerge.routing import Curvature, DomainFeatures, Preconditioner, SolveSettings
@@ -106,7 +106,7 @@ class _Loop:
                 with self.streams.stopwatch.span("journal"):
                     self.output.add(entry)
                 self._tell(entry.row, len(left))
-            stop.replace(
+            stop.replace_router(
                 entry.weight.to(self.prepared.device),
                 None if entry.bias is None else entry.bias.to(self.prepared.device),
             )

@@ -14,8 +14,9 @@ from moemerge.calibration.prepare import Prepared
 from moemerge.checkpoint import format_size, require_space
 from moemerge.errors import ResourceError
 from moemerge.features.memory import HEADROOM
+from moemerge.features.router_stream import RouterStream
+from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Offload
-from moemerge.features.stream import RouterStream
 from moemerge.lockstep.memory import choose_offload, fits, needed
 from moemerge.lockstep.streams import Lockstep
 from moemerge.routing.curvature import rows_at_once
@@ -103,9 +104,7 @@ def _build(prepared: Prepared, progress: Progress, offload: Offload) -> Streams:
             stream = RouterStream(
                 model.checkpoint,
                 [batch for batch in prepared.batches if name in ("", batch.domain)],
-                device=prepared.device,
-                dtype=prepared.dtype,
-                offload=offload,
+                StreamSettings(prepared.device, prepared.dtype, offload),
                 layers=prepared.layers,
                 progress=None if name else progress,
                 stopwatch=stopwatch,

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from moemerge.collecting.prepare import Prepared
 from moemerge.collecting.store import Store
 from moemerge.errors import ArchitectureError
-from moemerge.features.layers import Call, LayerStream
+from moemerge.features.calls import Call
 from moemerge.features.routers import Anatomy
+from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Offload
+from moemerge.features.stream import ModelStream
 from moemerge.features.taps import Taps
 from moemerge.features.units import UnitMap
 from moemerge.runtime.devices import available_memory
@@ -54,15 +56,13 @@ class Forward:
 def run_forward(prepared: Prepared, progress: Progress) -> Iterator[Forward]:
     """Stream the model once; inside, everything that was kept is there."""
     ear = _Ear(prepared)
-    with LayerStream(
+    # What is parked is kept for the way back in any case.
+    settings = StreamSettings(prepared.device, prepared.dtype, offload="device")
+    with ModelStream(
         prepared.model.checkpoint,
         prepared.batches,
-        on_calls=ear.on_calls,
-        on_layer=lambda layer: None,
+        settings,
         on_output=lambda batch, hidden: None,
-        device=prepared.device,
-        dtype=prepared.dtype,
-        offload="device",  # what is parked is kept for the way back in any case
         progress=progress,
     ) as stream:
         units = UnitMap(prepared.model.checkpoint, prepared.model.architecture, stream.names)
@@ -83,7 +83,7 @@ class _Ear:
         self._numbers = {id(batch): number for number, batch in enumerate(prepared.batches)}
         self._after: set[str] = set()
 
-    def attach(self, stream: LayerStream) -> Forward:
+    def attach(self, stream: ModelStream) -> Forward:
         anatomy = stream.anatomy
         self._layers = {path: number for number, path in enumerate(anatomy.layers)}
         owner = stream.model.get_submodule(anatomy.owner)
@@ -92,14 +92,14 @@ class _Ear:
             for name, child in owner.named_children()
             if not any(path.startswith(f"{anatomy.owner}.{name}.") for path in anatomy.layers)
         ]
-        stream.listen([*anatomy.layers, *tails])
+        stream.listen([*anatomy.layers, *tails], self.on_calls)
         store = Store(
             self._place(stream), self._prepared.device, self._prepared.request.out.absolute().parent
         )
         self.forward = Forward(stream.model, anatomy, stream.taps, "", store)
         return self.forward
 
-    def _place(self, stream: LayerStream) -> Offload:
+    def _place(self, stream: ModelStream) -> Offload:
         wanted = self._prepared.request.settings.offload
         if wanted != "auto":
             return wanted

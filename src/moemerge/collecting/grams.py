@@ -18,9 +18,9 @@ from moemerge.collecting.checks import require_finite_weights
 from moemerge.collecting.moments import Moment
 from moemerge.collecting.routed import Routed
 from moemerge.errors import ArchitectureError
-from moemerge.features.heads import head_input
-from moemerge.features.layers import Call, LayerStream
-from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap
+from moemerge.features.calls import Call
+from moemerge.features.stream import ModelStream
+from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap, head_input
 from moemerge.features.tokens import real_tokens
 from moemerge.features.units import ExpertKey, UnitMap
 from moemerge.statistics import StatisticsWriter
@@ -43,7 +43,7 @@ class _Layer:
 
 
 class GramCollector:
-    """Hears a `LayerStream` and writes Grams."""
+    """Listens to a stream and writes Grams."""
 
     def __init__(self, writer: StatisticsWriter) -> None:
         self._writer = writer
@@ -53,12 +53,13 @@ class GramCollector:
         self.unvisited: list[str] = []  # units of experts that no token was routed to
         self.notices: list[str] = []
 
-    def attach(self, stream: LayerStream, units: UnitMap) -> None:
+    def attach(self, stream: ModelStream, units: UnitMap) -> None:
         """Begin to listen."""
         self._stream = stream
         self._units = units
         self._taps = {tap.path: tap for taps in stream.taps.layers for tap in taps}
-        stream.listen(list(self._taps))
+        stream.listen(self._taps, self.on_calls)
+        stream.stop_at_layers()
         if stream.taps.notice:
             self.notices.append(stream.taps.notice)
 

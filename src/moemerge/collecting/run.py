@@ -8,7 +8,8 @@ from moemerge.collecting.fishers import collect_fishers, predicting
 from moemerge.collecting.grams import GramCollector
 from moemerge.collecting.prepare import CollectRequest, Prepared, prepare
 from moemerge.collecting.report import CollectReport
-from moemerge.features.layers import LayerStream
+from moemerge.features.settings import StreamSettings
+from moemerge.features.stream import ModelStream
 from moemerge.features.units import UnitMap
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import Statistics, StatisticsWriter
@@ -49,21 +50,18 @@ def _grams(
     prepared: Prepared, writer: StatisticsWriter, progress: Progress
 ) -> tuple[list[str], list[str]]:
     collector = GramCollector(writer)
-    with LayerStream(
+    with ModelStream(
         prepared.model.checkpoint,
         prepared.batches,
-        on_calls=collector.on_calls,
-        on_layer=collector.on_layer,
+        StreamSettings(prepared.device, prepared.dtype, offload=prepared.request.settings.offload),
         on_output=collector.on_output,
-        device=prepared.device,
-        dtype=prepared.dtype,
-        offload=prepared.request.settings.offload,
         progress=progress,
     ) as stream:
         units = UnitMap(prepared.model.checkpoint, prepared.model.architecture, stream.names)
         units.require_experts(stream.taps)
         collector.attach(stream, units)
-        for _ in stream:
-            raise AssertionError("no stop was asked for")
+        for stop in stream:
+            if stop.layer > 0:
+                collector.on_layer(stop.layer - 1)
         collector.finish()
     return collector.notices, collector.unvisited

@@ -31,7 +31,7 @@ from moemerge.diagnosis.results import (
 from moemerge.diagnosis.streams import Side, SwappedSide, open_lockstep, sides_of
 from moemerge.diagnosis.verdict import judge
 from moemerge.errors import ArchitectureError
-from moemerge.features.stops import RouterStop
+from moemerge.features.router_stream import RouterStop
 from moemerge.lockstep.models import PairedRouter
 from moemerge.lockstep.streams import Lockstep
 from moemerge.report.document import REPORT_NAME

@@ -10,8 +10,9 @@ from moemerge.diagnosis.loss import LOSS_TOKENS, NextTokenLoss
 from moemerge.diagnosis.prepare import Prepared, vocabulary
 from moemerge.diagnosis.results import MODEL
 from moemerge.errors import ResourceError
+from moemerge.features.router_stream import RouterStream
+from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Offload
-from moemerge.features.stream import RouterStream
 from moemerge.lockstep.memory import choose_offload, fits, needed
 from moemerge.lockstep.streams import Lockstep
 from moemerge.lockstep.swapped import with_routers_of
@@ -83,9 +84,7 @@ def _build(
             stream = RouterStream(
                 side.model.checkpoint,
                 [batch for batch in prepared.batches if side.domain in (None, batch.domain)],
-                device=prepared.device,
-                dtype=prepared.dtype,
-                offload=offload,
+                StreamSettings(prepared.device, prepared.dtype, offload),
                 layers=prepared.layers,
                 output="logits",
                 on_output=side.loss.add,

@@ -12,8 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from moemerge.errors import ArchitectureError
-from moemerge.features.heads import body_gives
-from moemerge.features.taps import ExpertsTap, LinearTap, Tap
+from moemerge.features.taps import ExpertsTap, LinearTap, Tap, body_gives
 from moemerge.text.batches import Batch
 
 

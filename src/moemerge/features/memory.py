@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from moemerge.errors import ResourceError
+from moemerge.errors import ArchitectureError, MoeMergeError, ResourceError
 from moemerge.features.routers import Anatomy
 from moemerge.features.spill import Offload
 from moemerge.features.weights import PINNED_BYTES, Weights
@@ -154,3 +154,17 @@ def _number(config: Any, *names: str) -> int:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
+
+
+def raise_forward_error(error: BaseException, where: str, memory: MemoryEstimate) -> NoReturn:
+    """What a model's forward raised, as an error of ours; ours and interrupts as they are."""
+    if isinstance(error, MoeMergeError) or not isinstance(error, Exception):
+        raise error
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+        raise ResourceError(
+            f"{where}: out of memory on {memory.device} ({memory.describe()})",
+            hint="use smaller batches, --offload cpu or disk, or fewer tokens",
+        ) from error
+    raise ArchitectureError(
+        f"{where}: the model's forward failed: {type(error).__name__}: {error}"
+    ) from error

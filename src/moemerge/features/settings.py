@@ -1,18 +1,47 @@
-"""How a model is streamed, decided by the device and the model alone."""
+"""How a model is streamed: where, in which dtype, in how long batches."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.features.loading import holds_scores
+from moemerge.features.spill import SMALLEST, Offload
 from moemerge.runtime.devices import gpu_memory, parse_dtype
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, gpu_batch_tokens
 
+CPU = torch.device("cpu")
 # A CPU gains nothing from long batches, and their temporaries are the largest thing it holds.
 CPU_BATCH_TOKENS = 2048
 # Config keys of attention that picks its keys by an indexer.
 INDEXERS = ("index_topk", "indexer_budget")
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """Where a model is streamed and in which dtype. `None` means: on accelerators."""
+
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+    offload: Offload | Literal["auto"] = "auto"  # where activations of waiting batches lie
+    # Reads the next layer while one computes. On a CPU that takes memory and the very cores that
+    # compute.
+    prefetch: bool | None = None
+    gather: bool | None = None  # hands out a domain's inputs side by side in memory
+    spill_folder: Path | None = None
+    spill_smallest: int = SMALLEST  # bytes of a storage that is worth parking elsewhere
+
+    @property
+    def prefetches(self) -> bool:
+        return self.device.type != "cpu" if self.prefetch is None else self.prefetch
+
+    @property
+    def gathers(self) -> bool:
+        return self.device.type != "cpu" if self.gather is None else self.gather
 
 
 def forward_dtype(name: str, model: OpenModel) -> torch.dtype:

@@ -1,22 +1,33 @@
-"""Stream a model over batches, one decoder layer in memory at a time, stopping at each router.
+"""Stream a model over batches, one decoder layer in memory at a time, stopping where one asks to.
 
 The model's own forward runs, once per batch, each in a thread of its own that is parked before
-every layer and every router. When all batches wait at the same place, the next layer's weights are
-brought in, or the router's inputs are handed out; then one batch after the other goes on. Masks,
-rotary embeddings, state that layers pass to each other: all of it is the model's own business, so
-the features are those of the whole model, bit for bit.
+every layer and every module of interest. When all batches wait at the same place, the next layer's
+weights are brought in, or the module's inputs are handed out; then one batch after the other goes
+on. Masks, rotary embeddings, state that layers pass to each other: all of it is the model's own
+business, so the features are those of the whole model, bit for bit.
+
+    with ModelStream(checkpoint, batches, StreamSettings(device, dtype)) as stream:
+        stream.stop_at_layers()                           # before each layer, and at the end
+        stream.stop_before(["model.layers.0.self_attn.o_proj"])
+        stream.listen([router.path for router in stream.anatomy.routers], on_calls)
+        for stop in stream:                               # in the order the model runs them
+            if stop.kind == "module":
+                for x in stop.inputs("math"):             # (tokens, d) of each batch, no padding
+                    ...
+                stop.replace({f"{stop.path}.weight": new})   # rounded to the stored dtype
 
 What lives where: the resident part (embeddings, norms, head when asked for), one layer (and the
 next, while it is read), the parked batches' activations (see `spill`), one running batch's
-temporaries, and at a router its inputs.
+temporaries, and at a stop its inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,23 +35,23 @@ from torch.utils.hooks import RemovableHandle
 
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
-from moemerge.features.checks import (
-    check_tokens,
-    finite,
-    no_router,
+from moemerge.features.calls import CallLog, OnCalls
+from moemerge.features.fused import use_fused_experts, use_fused_norms
+from moemerge.features.loading import NameMap, build_skeleton
+from moemerge.features.memory import (
+    MemoryEstimate,
+    choose_offload,
+    estimate_memory,
     raise_forward_error,
-    real_rows,
 )
-from moemerge.features.fast_experts import use_fused_experts
-from moemerge.features.fast_norms import use_fused_norms
-from moemerge.features.gathering import Emptied, Gathered
-from moemerge.features.loading import build_skeleton
-from moemerge.features.memory import MemoryEstimate, choose_offload, estimate_memory
-from moemerge.features.routers import Anatomy, RouterModule, anatomy, names_outside_layers
-from moemerge.features.spill import SMALLEST, Offload, SpillRoom, held_by
-from moemerge.features.stops import RouterStop
+from moemerge.features.routers import Anatomy, anatomy, names_outside_layers
+from moemerge.features.settings import StreamSettings
+from moemerge.features.spill import Emptied, Gathered, SpillRoom, held_by
+from moemerge.features.stops import Arrival, Stop
+from moemerge.features.taps import Taps, find_taps
+from moemerge.features.tokens import check_tokens, finite, flat_tokens, real_rows
 from moemerge.features.weights import Weights
-from moemerge.features.workers import Pause, Worker, current_worker, part_of_a_layer
+from moemerge.features.workers import Pause, PauseKind, Worker, current_worker, part_of_a_layer
 from moemerge.runtime.allocator import give_back_freed_memory, keep_few_kernels, share_one_heap
 from moemerge.runtime.devices import attention_without_plans
 from moemerge.runtime.progress import Progress, Silent
@@ -50,100 +61,106 @@ from moemerge.text.batches import Batch
 Output = Literal["hidden", "logits"]
 
 
-class RouterStream:
-    """Iterate to get a `RouterStop` at every router, in the order the model runs them.
+class ModelStream:
+    """Iterate to get a `Stop` wherever one was asked for, in the order the model runs.
 
-    `layers` restricts the stops (all layers are run all the same, as far as they are needed).
-    `on_output` gets every batch's final hidden states (after the last norm) or logits; without it
-    the run ends at the last router asked for. `prefetch` reads the next layer while one computes
-    (default: on accelerators); `gather` hands out a domain's inputs side by side in memory (same
-    default). Use it as a context manager: leaving it ends all threads and frees
-    the weights.
+    `on_output` gets every batch's final hidden states (after the last norm) or logits; without it,
+    and without stops at layers, the run ends at the last stop. Use it as a context manager: leaving
+    it ends all threads and frees the weights.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         batches: Sequence[Batch],
+        settings: StreamSettings | None = None,
         *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        offload: Offload | Literal["auto"] = "auto",
-        layers: Collection[int] | None = None,
         output: Output = "hidden",
         on_output: Callable[[Batch, Tensor], None] | None = None,
-        prefetch: bool | None = None,
-        gather: bool | None = None,
         progress: Progress | None = None,
-        spill_folder: Path | None = None,
-        spill_smallest: int = SMALLEST,
         stopwatch: Stopwatch | None = None,
     ) -> None:
         keep_few_kernels()
         self.checkpoint = checkpoint
-        self.device = torch.device(device)
+        self.settings = settings = settings or StreamSettings()
+        self.device = settings.device
         if self.device.type == "cpu":
             share_one_heap()
-        self.model = build_skeleton(checkpoint, dtype)
-        use_fused_experts(self.model, self.device, dtype)
-        use_fused_norms(self.model, self.device, dtype)
+        self.model = build_skeleton(checkpoint, settings.dtype)
+        use_fused_experts(self.model, self.device, settings.dtype)
+        use_fused_norms(self.model, self.device, settings.dtype)
         self.anatomy: Anatomy = anatomy(self.model)
-        self._wanted = {
-            router.path: router
-            for router in self.anatomy.routers
-            if layers is None or router.layer in layers
-        }
-        if not self._wanted and on_output is None:
-            raise no_router(self.anatomy, checkpoint.label)
         check_tokens(self.model, batches, checkpoint.label)
         self._on_output = on_output
-        # On a CPU, reading ahead takes memory and the very cores that compute.
-        self._prefetch = self.device.type != "cpu" if prefetch is None else prefetch
-        self._gather = self.device.type != "cpu" if gather is None else gather
         self._progress = progress or Silent()
-        self._smallest = spill_smallest
         whole = on_output is not None and output == "logits"
         self._runs = self.model if whole else self.model.get_submodule(self.anatomy.owner)
         self.stopwatch = stopwatch or Stopwatch(self.device)
-        self._weights = Weights(self.model, checkpoint, self.device, dtype, self.stopwatch)
+        self.weights = Weights(self.model, checkpoint, self.device, settings.dtype, self.stopwatch)
         self._root = names_outside_layers(self.model, self.anatomy, whole=whole)
-        self.memory: MemoryEstimate = estimate_memory(
-            self._weights,
-            self.anatomy,
-            batches,
-            self._root,
-            offload="device" if offload == "auto" else offload,
-            prefetch=self._prefetch,
-            gather=self._gather,
-        )
-        if offload == "auto":
-            self.memory = choose_offload(self.memory)
-        self._room = SpillRoom(self.memory.offload, self.device, spill_folder)
+        self.memory: MemoryEstimate = self._memory(batches)
+        self._room = SpillRoom(self.memory.offload, self.device, settings.spill_folder)
         self._workers = [
             Worker(number, batch, self._forward, self._room.spill(number))
             for number, batch in enumerate(batches)
         ]
         for worker in self._workers:
             worker.rows = real_rows(worker.batch, self.device)
+        self._points: dict[str, Pause] = {}  # modules to stop before, by path
+        self._at_layers = self._layer_inputs = False
+        self._log = CallLog()
+        self._brought: dict[int, weakref.ref[Tensor]] = {}  # by batch, to the stop before
         self._hooks: list[RemovableHandle] = []
-        self._layer: int | None = None  # the one whose weights are placed
-        self._at = "start"  # the kind of place where the batches wait
+        self._layer: int | None = None  # the one whose weights are in memory
+        self._at = "start"  # the kind of pause where the batches wait
         self._closed = False
-        self._stops: Iterator[RouterStop] | None = None
+        self._stops: Iterator[Stop] | None = None
+
+    def _memory(self, batches: Sequence[Batch]) -> MemoryEstimate:
+        wanted = self.settings.offload
+        estimate = estimate_memory(
+            self.weights,
+            self.anatomy,
+            batches,
+            self._root,
+            offload="device" if wanted == "auto" else wanted,
+            prefetch=self.settings.prefetches,
+            gather=self.settings.gathers,
+        )
+        return choose_offload(estimate) if wanted == "auto" else estimate
 
     @property
-    def passed_over(self) -> tuple[tuple[str, str], ...]:
-        """Routers that are never stopped at: (module path, reason)."""
-        return self.anatomy.passed_over
+    def names(self) -> NameMap:
+        """Where each parameter is stored."""
+        return self.weights.names
 
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """Stored tensors that the model has no place for (MTP layers, ...)."""
-        return self._weights.names.unused
+    @cached_property
+    def taps(self) -> Taps:
+        """The modules of every layer whose inputs can be read."""
+        return find_taps(self.model, self.anatomy)
+
+    # --- what to stop at, and what to listen to: before the iteration begins ---
+
+    def stop_before(self, paths: Iterable[str], kind: PauseKind = "module") -> None:
+        """Stop before these modules of the layers."""
+        self._points.update({path: Pause(kind, path) for path in paths})
+
+    def stop_at_layers(self, *, inputs: bool = False) -> None:
+        """Stop before every layer, with the one before it still in memory, and at the end. With
+        `inputs`, hand out the hidden states that go into the layer."""
+        self._at_layers, self._layer_inputs = True, inputs
+
+    def listen(self, paths: Iterable[str], on_calls: OnCalls, *, outputs: bool = False) -> None:
+        """Record the calls of these modules, with what they give where `outputs` are asked for.
+
+        `on_calls` gets those of each batch whenever it waits; what they hold may be changed as soon
+        as it returns.
+        """
+        self._hooks += self._log.listen(self.model, paths, on_calls, outputs=outputs)
 
     # --- life ---
 
-    def __enter__(self) -> RouterStream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -165,22 +182,22 @@ class RouterStream:
         self._workers = []
         for hook in self._hooks:
             hook.remove()
-        self._weights.close()
-        self._weights.free(self._root)
+        self.weights.close()
+        self.weights.free(self._root)
         self._drop_layer()
         self._room.close()
         if self.device.type == "cpu":
             give_back_freed_memory()
 
-    def __iter__(self) -> Iterator[RouterStop]:
+    def __iter__(self) -> Iterator[Any]:
         if self._stops is not None:
-            raise UsageError("a RouterStream runs once; open another for a second pass")
+            raise UsageError("a stream runs once; open another for a second pass")
         self._stops = self._run()  # kept here: a dropped iterator must not end the stream
         return self._stops
 
     # --- the schedule ---
 
-    def _run(self) -> Iterator[RouterStop]:
+    def _run(self) -> Iterator[Stop]:
         try:
             yield from self._schedule()
         except torch.OutOfMemoryError as error:
@@ -188,64 +205,78 @@ class RouterStream:
         finally:
             self.close()
 
-    def _schedule(self) -> Iterator[RouterStop]:
+    def _schedule(self) -> Iterator[Stop]:
         self._progress.start("streaming", len(self.anatomy.layers), unit="layers")
         with self.stopwatch.span("wait for weights"):
-            self._weights.place(self._weights.fetch(self._root))
-        self._weights.check(self._root, "the resident part")
-        if self._prefetch:
+            self.weights.place(self.weights.fetch(self._root))
+        self.weights.check(self._root, "the resident part")
+        if self.settings.prefetches:
             self._read_ahead(0)
-        self._add_hooks()
-        left = set(self._wanted)
-        while left or self._on_output is not None:
-            place, features = self._advance()
-            if place.kind == "end":
+        for path in self.anatomy.layers:
+            self._pause_before(Pause("layer", path))
+        for pause in self._points.values():
+            self._pause_before(pause)
+        left = set(self._points)
+        while left or self._to_the_end:
+            pause, arrivals, shared = self._advance()
+            if pause.kind not in ("layer", "end") or self._at_layers:
+                left.discard(pause.key)
+                stop = self._stop(pause, arrivals, shared)
+                del arrivals
+                yield stop
+                stop.release()
+            if pause.kind == "layer":
+                self._bring(self.anatomy.layers.index(pause.key))
+            elif pause.kind == "end":
                 break
-            if place.kind == "layer":
-                self._bring(self.anatomy.layers.index(place.key))
-                continue
-            left.discard(place.key)
-            stop = self._stop(self._wanted[place.key], features)
-            del features
-            yield stop
-            stop.release()
         self._progress.finish()
 
-    def _advance(self) -> tuple[Pause, list[tuple[Batch, Tensor]]]:
+    @property
+    def _to_the_end(self) -> bool:
+        return self._at_layers or self._on_output is not None
+
+    def _stop(self, pause: Pause, arrivals: Sequence[Arrival], shared: bool) -> Stop:
+        layers = self.anatomy.layers
+        layer = layers.index(pause.key) if pause.kind == "layer" else self._layer
+        if pause.kind == "end" or layer is None:
+            layer = len(layers)
+        return Stop(pause, layer, self.weights, arrivals, shared)
+
+    def _advance(self) -> tuple[Pause, list[Arrival], bool]:
         """Every batch goes on to its next pause; all must come to the same."""
-        features: list[tuple[Batch, Tensor]] = []
+        arrivals: list[Arrival] = []
         flags: list[Tensor] = []
+        shared = True
         gathered = None
-        if self._gather:
+        if self.settings.gathers:
             gathered = Gathered(worker.batch for worker in self._workers)
         begin = self.stopwatch.mark()
         for worker in self._workers:
             with attention_without_plans():
                 worker.step()
             self._raise_error_of(worker)
-            self._stepped(worker)
+            self._log.hand_out(worker)
             if worker.value is not None:
-                flags.append(finite(worker.value, worker.rows))
-            if worker.place.kind == "router":
-                features.append((worker.batch, self._features(worker, gathered)))
-            if worker.place.kind == "end":
+                flags.append(finite(worker.value, worker.batch, worker.rows))
+            if worker.at.kind == "end":
                 self._finish(worker)
-            elif self._room.active:
-                worker.put_away(self._shared_storages(), self._smallest)
-        places = {worker.place for worker in self._workers}
-        if len(places) != 1:
+                continue
+            if worker.at.kind != "layer" or self._layer_inputs:
+                shared &= self._brings_the_same(worker)
+                arrivals.append(self._arrival(worker, gathered))
+            if self._room.active:
+                worker.put_away(self._shared_storages(), self.settings.spill_smallest)
+        pauses = {worker.at for worker in self._workers}
+        if len(pauses) != 1:
             raise ArchitectureError(
-                f"batches wait at different places of the model: {sorted(map(str, places))}",
+                f"batches wait at different places of the model: {sorted(map(str, pauses))}",
                 hint="the model's course depends on its input; it cannot be streamed by layers",
             )
-        place = places.pop()
-        self._check_finite(place, flags)
-        self.stopwatch.add(part_of_a_layer(self._at, place.kind), begin)
-        self._at = place.kind
-        return place, features
-
-    def _stepped(self, worker: Worker) -> None:
-        """A batch has come to its next pause: a place for streams that listen on the way."""
+        pause = pauses.pop()
+        self._check_finite(pause, flags)
+        self.stopwatch.add(part_of_a_layer(self._at, pause.kind), begin)
+        self._at = pause.kind
+        return pause, arrivals, shared
 
     def _finish(self, worker: Worker) -> None:
         if self._on_output is not None and worker.value is not None:
@@ -258,54 +289,40 @@ class RouterStream:
             return
         first = self._layer is None
         path = self.anatomy.layers[layer]
-        names = self._weights.names_under(path)
+        names = self.weights.names_under(path)
         with self.stopwatch.span("wait for weights"):
             self._drop_layer()
-            self._weights.place(self._weights.fetched(path, names))
-            self._weights.check(names, path)
+            self.weights.place(self.weights.fetched(path, names))
+            self.weights.check(names, path)
             self._layer = layer
-            if self._prefetch:
+            if self.settings.prefetches:
                 self._read_ahead(layer + 1)
         if not first:
             self._progress.advance(1)
 
     def _read_ahead(self, layer: int) -> None:
         """Begin to read a layer, and let the system look for the one after it."""
-        last = len(self.anatomy.layers) - 1
-        if self._on_output is None:
-            last = max(router.layer for router in self._wanted.values())
+        layers = self.anatomy.layers
+        last = len(layers) - 1
+        if not self._to_the_end:
+            last = max(
+                number
+                for number, path in enumerate(layers)
+                if any(point.startswith(path + ".") for point in self._points)
+            )
         if layer <= last:
-            path = self.anatomy.layers[layer]
-            self._weights.prefetch(path, self._weights.names_under(path))
+            self.weights.prefetch(layers[layer], self.weights.names_under(layers[layer]))
         if layer < last:
-            after = self.anatomy.layers[layer + 1]
-            self._weights.advise(self._weights.names_under(after))
+            self.weights.advise(self.weights.names_under(layers[layer + 1]))
 
     def _drop_layer(self) -> None:
         if self._layer is not None:
             path = self.anatomy.layers[self._layer]
-            self._weights.free(self._weights.names_under(path))
+            self.weights.free(self.weights.names_under(path))
             self._layer = None
             if self.device.type == "cpu":
                 # What a layer's batches freed would else lie beside the next layer's weights.
                 give_back_freed_memory()
-
-    def _stop(self, router: RouterModule, features: list[tuple[Batch, Tensor]]) -> RouterStop:
-        names = self._weights.names
-        weight_name = names.on_disk(router.weight)
-        bias_name = None if router.bias is None else names.on_disk(router.bias)
-        if weight_name is None or (router.bias is not None and bias_name is None):
-            raise ArchitectureError(
-                f"{self.checkpoint.label}: {router.weight} is not stored as one tensor of its own"
-            )
-        bias = None if router.bias is None else self.model.get_parameter(router.bias)
-        tensors = self.checkpoint.tensors
-        stored = (
-            tensors[weight_name].dtype,
-            None if bias_name is None else tensors[bias_name].dtype,
-        )
-        parameters = (self.model.get_parameter(router.weight), bias)
-        return RouterStop(router, (weight_name, bias_name), parameters, stored, features)
 
     # --- what runs inside the batches' threads ---
 
@@ -314,49 +331,57 @@ class RouterStream:
         result: Any = self._runs(
             input_ids=batch.input_ids.to(self.device), attention_mask=mask, use_cache=False
         )
-        found: Tensor = (
+        final: Tensor = (
             result.logits if self._runs is self.model and "logits" in result else result[0]
         )
-        return found
+        return final
 
-    def _add_hooks(self) -> None:
-        for path in self.anatomy.layers:
-            self._hook(path, Pause("layer", path))
-        for path in self._wanted:
-            self._hook(path, Pause("router", path))
-
-    def _hook(self, path: str, place: Pause) -> None:
+    def _pause_before(self, at: Pause) -> None:
         def pause(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             worker = current_worker()
             if worker is None:
                 return
-            value = args[0] if args else next(iter(kwargs.values()))
-            if not isinstance(value, Tensor):
-                raise ArchitectureError(f"{path} is called without a tensor of hidden states")
-            worker.pause(place, value)
+            given = (*args, *kwargs.values())
+            if not given or not isinstance(given[0], Tensor):
+                raise ArchitectureError(f"{at.key} is called without a tensor of hidden states")
+            others = given[1:] if at.kind == "module" else ()
+            worker.pause(at, given[0], tuple(v for v in others if isinstance(v, Tensor)))
 
-        module = self.model.get_submodule(path)
+        module = self.model.get_submodule(at.key)
         self._hooks.append(module.register_forward_pre_hook(pause, with_kwargs=True))
 
-    # --- checks and parts ---
+    # --- what a batch brings ---
 
-    def _features(self, worker: Worker, gathered: Gathered | None) -> Tensor:
+    def _brings_the_same(self, worker: Worker) -> bool:
+        before, value = self._brought.get(id(worker)), worker.value
+        assert value is not None
+        self._brought[id(worker)] = weakref.ref(value)
+        return before is not None and before() is value
+
+    def _arrival(self, worker: Worker, gathered: Gathered | None) -> Arrival:
         value = worker.value
         assert value is not None
-        tokens = value.reshape(-1, value.shape[-1])  # (rows * length, d)
-        if tokens.shape[0] != worker.batch.mask.numel():
-            raise ArchitectureError(
-                f"{worker.place.key} sees {tokens.shape[0]} tokens of a batch of "
-                f"{worker.batch.mask.numel()}"
-            )
-        if gathered is not None:
-            found = gathered.take(worker.batch, tokens, worker.rows)
-            if not self._room.active:
-                worker.emptied, worker.value = Emptied.of(value, found, worker.rows), None
-            return found
-        if worker.rows is not None:
-            return tokens.index_select(0, worker.rows)
-        return tokens.clone() if self._room.active else tokens
+        tokens = flat_tokens(value, worker.batch)
+        if tokens is None:
+            if worker.at.kind == "router":
+                raise ArchitectureError(
+                    f"{worker.at.key} sees {value.numel() // value.shape[-1]} tokens of a batch of "
+                    f"{worker.batch.mask.numel()}"
+                )
+            return Arrival(worker.batch, ())
+        if gathered is None or worker.at.kind == "layer":
+            others = self._others(worker, copy=self._room.active)
+            return Arrival(worker.batch, (_real(tokens, worker, self._room.active), *others))
+        others = self._others(worker, copy=True)
+        block = gathered.take(worker.batch, tokens, worker.rows)
+        if not self._room.active:
+            worker.emptied, worker.value = Emptied.of(value, block, worker.rows), None
+        return Arrival(worker.batch, (block, *others))
+
+    def _others(self, worker: Worker, *, copy: bool) -> list[Tensor]:
+        """Further tensors that the module is given, where their rows are tokens too."""
+        others = (flat_tokens(other, worker.batch) for other in worker.others)
+        return [_real(other, worker, copy) for other in others if other is not None]
 
     def _shared_storages(self) -> set[int]:
         inside = () if self._layer is None else (self.anatomy.layers[self._layer],)
@@ -367,7 +392,9 @@ class RouterStream:
         ]
         return held_by(modules)
 
-    def _check_finite(self, place: Pause, flags: list[Tensor]) -> None:
+    # --- checks ---
+
+    def _check_finite(self, pause: Pause, flags: list[Tensor]) -> None:
         if not flags or bool(torch.stack(flags).all()):
             return
         bad = {
@@ -376,15 +403,16 @@ class RouterStream:
             if not bool(flag)
         }
         raise NumericalError(
-            f"{self.checkpoint.label}: non-finite hidden states {self._where(place)}, domain "
+            f"{self.checkpoint.label}: non-finite hidden states {self._where(pause)}, domain "
             f"{', '.join(sorted(bad))}",
             hint="the weights of that layer hold NaN or infinity, or overflow in this dtype; "
             "try --dtype float32",
         )
 
-    def _where(self, place: Pause) -> str:
-        if place.kind == "router":
-            return f"in layer {self._layer}, before its router"
+    def _where(self, pause: Pause) -> str:
+        if pause.kind in ("router", "module"):
+            what = "its router" if pause.kind == "router" else pause.key
+            return f"in layer {self._layer}, before {what}"
         if self._layer is None:
             return "in the embeddings"
         return f"in the output of layer {self._layer}"
@@ -394,3 +422,10 @@ class RouterStream:
             layer = "before the first layer" if self._layer is None else f"in layer {self._layer}"
             where = f"{self.checkpoint.label}: {layer}, domain {worker.batch.domain}"
             raise_forward_error(worker.error, where, self.memory)
+
+
+def _real(tokens: Tensor, worker: Worker, copy: bool) -> Tensor:
+    """The rows of real tokens, (tokens, d)."""
+    if worker.rows is not None:
+        return tokens.index_select(0, worker.rows)
+    return tokens.clone() if copy else tokens

@@ -1,11 +1,45 @@
-"""Which rows of a module's input are real tokens, of which sequence, and sent to which expert."""
+"""Tokens of a batch: known to the model, real or padding, of which sequence, to which expert."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from moemerge.errors import DataError
 from moemerge.text.batches import Batch
+
+
+def check_tokens(model: PreTrainedModel, batches: Sequence[Batch], label: str) -> None:
+    """An unknown token would stop an accelerator with a message that helps nobody."""
+    if not batches:
+        raise DataError("no batch of calibration text given")
+    embedding: Any = model.get_input_embeddings()
+    rows = getattr(embedding, "num_embeddings", None)
+    largest = max(int(batch.input_ids.max()) for batch in batches)
+    if rows is not None and largest >= rows:
+        raise DataError(
+            f"the text holds token {largest}, but {label} knows {rows} tokens",
+            hint="text must be tokenized with the model's own tokenizer",
+        )
+
+
+def real_rows(batch: Batch, device: torch.device) -> Tensor | None:
+    """Places of real tokens in the flattened batch; None where nothing is padded."""
+    if not batch.padded:
+        return None
+    return batch.mask.reshape(-1).nonzero().squeeze(1).to(device)
+
+
+def flat_tokens(x: Tensor, batch: Batch) -> Tensor | None:
+    """x as (rows * length, width), padding included; None where its rows are not the tokens."""
+    if x.dim() == 0 or x.shape[-1] == 0:
+        return None
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.shape[0] == batch.mask.numel() else None
 
 
 def _tokens_first(x: Tensor, batch: Batch) -> Tensor:
@@ -28,6 +62,18 @@ def real_tokens(x: Tensor, batch: Batch, rows: Tensor | None) -> Tensor | None:
     elif x.shape[0] != batch.mask.numel():
         return x.reshape(-1, width) if rows is None else None
     return (x if rows is None else x.index_select(0, rows)).reshape(-1, width)
+
+
+def finite(value: Tensor, batch: Batch, rows: Tensor | None) -> Tensor:
+    """Whether all real tokens are finite: a flag that stays on the device, so nothing waits.
+
+    Where real tokens cannot be told from padding, which may hold anything, it is true.
+    """
+    tokens = real_tokens(value, batch, rows) if value.is_floating_point() else None
+    if tokens is None or tokens.numel() == 0:
+        return torch.tensor(True, device=value.device)
+    low, high = torch.aminmax(tokens.detach())
+    return torch.isfinite(low) & torch.isfinite(high)
 
 
 def as_sequences(x: Tensor, batch: Batch) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.errors import CheckpointError
+from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.features.loading import NameMap, Recipe, keeps_float32, map_names, tied_names
 from moemerge.runtime.timing import Stopwatch
 from moemerge.runtime.transfers import BUFFER_BYTES, uploads_to
@@ -258,6 +258,24 @@ class Weights:
                 there = tensor.to(self.device, non_blocking=True)
                 moved[id(tensor)] = nn.Parameter(there, requires_grad=False)
             _set(self.model, name, moved[id(tensor)])
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Compute with this value from now on, rounded to the dtype that it will be stored in.
+
+        One that has this dtype already is taken as it is; any other must be finite when rounded.
+        """
+        parameter = _current(self.model, name)
+        if value.shape != parameter.shape:
+            raise UsageError(
+                f"{name}: got shape {list(value.shape)}, expected {list(parameter.shape)}"
+            )
+        stored = self.checkpoint.tensors[self._stored(name)].dtype
+        if value.dtype != stored:
+            value = value.detach().to(stored)
+            if not bool(torch.isfinite(value).all()):
+                raise NumericalError(f"{name}: the new weights are not finite in {stored}")
+        with torch.no_grad():
+            parameter.copy_(value)
 
     def free(self, names: Iterable[str]) -> None:
         """Parameters go back to meta; buffers (small, and partly not on disk) stay."""

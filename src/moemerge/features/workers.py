@@ -6,13 +6,12 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from moemerge.features.gathering import Emptied
-from moemerge.features.spill import Spill, Tracker
+from moemerge.features.spill import Emptied, Spill, Tracker
 from moemerge.text.batches import Batch
 
 
@@ -20,16 +19,21 @@ class Cancelled(BaseException):
     """Unwinds a parked thread. No Exception, so that no model code can swallow it."""
 
 
+PauseKind = Literal["layer", "module", "router", "end"]
+
+
 @dataclass(frozen=True)
 class Pause:
-    """Where in the forward a batch waits: before layer or router `key`, or at the end."""
+    """Where in the forward a batch waits: before a layer, module or router `key`, or at the end."""
 
-    kind: str  # "layer", "router" or "end"
+    kind: PauseKind
     key: str = ""
 
 
 def part_of_a_layer(begin: str, end: str) -> str:
-    """What was computed between two kinds of places, by the name it has in the timings."""
+    """What was computed between two kinds of pauses, by the name it has in the timings."""
+    if "module" in (begin, end):
+        return "modules"
     if begin == "start":
         return "embeddings"
     if begin == "router":
@@ -47,8 +51,9 @@ class Worker(threading.Thread):
         super().__init__(name=f"moemerge-batch-{number}", daemon=True)
         self.batch = batch
         self.rows: Tensor | None = None  # places of real tokens, None without padding
-        self.place = Pause("end")
-        self.value: Tensor | None = None  # what the hook saw: hidden states or router input
+        self.at = Pause("end")
+        self.value: Tensor | None = None  # what the hook saw: hidden states or a module's input
+        self.others: tuple[Tensor, ...] = ()  # further tensors that the module is given
         self.error: BaseException | None = None
         self.emptied: Emptied | None = None  # what it waits without
         self._forward: Callable[[Batch], Tensor] | None = forward
@@ -61,13 +66,13 @@ class Worker(threading.Thread):
     # --- called by the scheduler ---
 
     def step(self) -> None:
-        """Run until the next pause; afterwards `place`, `value` and `error` are set."""
+        """Run until the next pause; afterwards `at`, `value` and `error` are set."""
         if self._spill is not None:
             self._spill.back()
         if self.emptied is not None:
             self.emptied.refill()
             self.emptied = None
-        self.value = None
+        self.value, self.others = None, ()
         if self.ident is None:
             self.start()
         self._go.release()
@@ -76,7 +81,7 @@ class Worker(threading.Thread):
     def put_away(self, keep: set[int], smallest: int) -> None:
         """Spill what this parked batch holds."""
         if self._spill is not None and self._tracker is not None:
-            self.value = None
+            self.value, self.others = None, ()
             self._spill.out(self._tracker.alive(), keep, smallest)
 
     def cancel(self) -> None:
@@ -88,13 +93,13 @@ class Worker(threading.Thread):
         self._go.release()
         if self.ident is not None:
             self.join()
-        self.value = self.emptied = None
+        self.value, self.others, self.emptied = None, (), None
 
     # --- called in the thread itself ---
 
-    def pause(self, place: Pause, value: Tensor) -> None:
-        self.place, self.value = place, value
-        del value
+    def pause(self, at: Pause, value: Tensor, others: tuple[Tensor, ...] = ()) -> None:
+        self.at, self.value, self.others = at, value, others
+        del value, others
         self._parked.release()
         self._go.acquire()
         if self._cancelled:
@@ -108,7 +113,7 @@ class Worker(threading.Thread):
             if not self._cancelled:
                 with torch.no_grad(), self._tracker or contextlib.nullcontext():
                     self.value = forward(self.batch)
-            self.place = Pause("end")
+            self.at = Pause("end")
         except Cancelled:
             pass
         except BaseException as error:  # the scheduler raises it in the caller's thread

@@ -9,9 +9,8 @@ from typing import Self
 from moemerge.architectures.opened import OpenModel
 from moemerge.errors import ArchitectureError
 from moemerge.features.memory import MemoryEstimate
+from moemerge.features.router_stream import RouterStop, RouterStream
 from moemerge.features.spill import Offload
-from moemerge.features.stops import RouterStop
-from moemerge.features.stream import RouterStream
 
 Stops = tuple[RouterStop, Mapping[str, RouterStop]]
 

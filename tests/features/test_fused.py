@@ -12,10 +12,11 @@ from transformers.integrations import moe
 
 from features import reference
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.features import fast_experts
-from moemerge.features.fast_norms import SUFFIX, is_plain_norm, use_fused_norms
+from moemerge.features import fused
+from moemerge.features.fused import SUFFIX, is_plain_norm, use_fused_norms
 from moemerge.features.loading import build_skeleton
-from moemerge.features.stream import RouterStream
+from moemerge.features.router_stream import RouterStream
+from moemerge.features.settings import StreamSettings
 
 Folder = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -59,8 +60,8 @@ def test_a_norm_that_adds_its_epsilon_elsewhere_is_not_plain() -> None:
 def test_on_a_cpu_nothing_is_switched(zoo_folder: Folder) -> None:
     model = build_skeleton(Checkpoint.open(zoo_folder("olmoe")), BF16)
     assert use_fused_norms(model, CPU, BF16) == 0
-    assert not fast_experts.use_fused_experts(model, CPU, BF16)
-    assert model.config._experts_implementation == fast_experts.GROUPED
+    assert not fused.use_fused_experts(model, CPU, BF16)
+    assert model.config._experts_implementation == fused.GROUPED
 
 
 def experts_of(folder: Path) -> Any:
@@ -75,20 +76,20 @@ def test_which_experts_are_known(family: str, suited: bool, zoo_folder: Folder) 
     experts = experts_of(zoo_folder(family))
     x = torch.zeros(3, 32, dtype=BF16)
     chosen, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
-    assert fast_experts._suited(experts, x, chosen, weights) == suited
-    assert not fast_experts._suited(experts, x.float(), chosen, weights)
-    assert not fast_experts._suited(experts, x, chosen[None], weights[None])
+    assert fused._suited(experts, x, chosen, weights) == suited
+    assert not fused._suited(experts, x.float(), chosen, weights)
+    assert not fused._suited(experts, x, chosen[None], weights[None])
 
 
 def test_what_learns_is_left_to_transformers(zoo_folder: Folder) -> None:
     experts = experts_of(zoo_folder("olmoe"))
     x, chosen = torch.zeros(3, 32, dtype=BF16), torch.zeros(3, 2, dtype=torch.int64)
     for weights in (torch.ones(3, 2), torch.ones(3, 2, requires_grad=True)):
-        assert fast_experts._suited(experts, x, chosen, weights) != weights.requires_grad
+        assert fused._suited(experts, x, chosen, weights) != weights.requires_grad
     experts.down_proj.requires_grad_(True)
-    assert not fast_experts._suited(experts, x, chosen, torch.ones(3, 2))
+    assert not fused._suited(experts, x, chosen, torch.ones(3, 2))
     with torch.no_grad():
-        assert fast_experts._suited(experts, x, chosen, torch.ones(3, 2))
+        assert fused._suited(experts, x, chosen, torch.ones(3, 2))
 
 
 # --- on a GPU -----------------------------------------------------------------------------------
@@ -131,9 +132,11 @@ def test_bfloat16_features_are_as_near_as_the_whole_models(family: str, zoo_fold
     folder = zoo_folder(family, dtype=BF16)
     batches = reference.batches()
     found: reference.Features = {}
-    with RouterStream(Checkpoint.open(folder), batches, device="cuda", dtype=BF16) as stream:
+    with RouterStream(
+        Checkpoint.open(folder), batches, StreamSettings(torch.device("cuda"), BF16)
+    ) as stream:
         for stop in stream:
-            found[stop.router] = [
+            found[stop.path] = [
                 x.clone()
                 for batch in batches
                 for other, x in stop.by_batch(batch.domain, holdout=batch.holdout)

@@ -1,0 +1,156 @@
+"""A transformers model's experts and RMS norms in fused form, where a GPU computes the same so."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.integrations import moe
+
+from moemerge.kernels.availability import triton_works
+from moemerge.runtime.devices import multiplies_bfloat16
+
+# --- experts ------------------------------------------------------------------------------------
+#
+# transformers chooses how experts are computed by a name in the config. Ours takes what it knows
+# (SwiGLU, bf16, stacked as [gate; up]) and hands anything else to transformers' own grouped
+# products.
+
+NAME = "moemerge"
+GROUPED = "grouped_mm"  # what transformers takes by itself
+
+
+def use_fused_experts(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:
+    """Switch a model to the fused experts; tells whether it was."""
+    # Older GPUs have no grouped products; transformers then goes from expert to expert.
+    if dtype != torch.bfloat16 or not multiplies_bfloat16(device) or not triton_works(device):
+        return False
+    register: Any = moe.ALL_EXPERTS_FUNCTIONS.register
+    register(NAME, experts_forward)
+    switched = False
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) == GROUPED:
+            config._experts_implementation_internal = NAME
+            switched = True
+    return switched
+
+
+def experts_forward(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """What transformers calls in place of an experts module's own forward."""
+    if not _suited(module, hidden_states, top_k_index, top_k_weights):
+        plain: Any = moe.grouped_mm_experts_forward
+        found: Tensor = plain(module, hidden_states, top_k_index, top_k_weights)
+        return found
+    from moemerge.kernels.experts import experts
+
+    return experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
+
+
+def _suited(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> bool:
+    flags = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+    learns = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (x, weights, *module.parameters())
+    )
+    return (
+        not learns  # the kernels have no way back
+        and bool(module.has_gate)
+        and getattr(module, "is_concatenated", True)
+        and not any(getattr(module, flag, False) for flag in flags)
+        and type(module)._apply_gate is moe._default_apply_gate
+        and _is_silu(module.act_fn)
+        and x.dim() == chosen.dim() == 2
+        and chosen.shape == weights.shape
+        and x.is_contiguous()
+        and x.dtype == module.gate_up_proj.dtype == module.down_proj.dtype == torch.bfloat16
+    )
+
+
+def _is_silu(function: Any) -> bool:
+    return isinstance(function, nn.SiLU | SiLUActivation) or function is nn.functional.silu
+
+
+# --- norms --------------------------------------------------------------------------------------
+#
+# transformers' norms convert, square, average, scale and convert back one after the other, ten
+# times the memory traffic of the norm itself. Whether a class is such a plain norm is tried out,
+# not read from its name.
+
+SUFFIX = "RMSNorm"
+# The plain formulation rounds to bf16 before and after the weight: two halves of a last place.
+TOLERANCE = 2 * 2.0**-8
+
+
+def use_fused_norms(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
+    """Switch every plain RMS norm to torch's fused one; gives how many were."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return 0
+    plain: dict[tuple[type, int], bool] = {}
+    switched = 0
+    module: Any
+    for module in model.modules():
+        if not type(module).__name__.endswith(SUFFIX) or not _looks_plain(module):
+            continue
+        key = (type(module), module.weight.shape[0])
+        if key not in plain:
+            plain[key] = is_plain_norm(module, device, dtype)
+        if plain[key]:
+            module.forward = types.MethodType(_fused, module)
+            switched += 1
+    return switched
+
+
+def is_plain_norm(module: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the module computes x / rms(x) * weight, tried on random numbers."""
+    if not _looks_plain(module):
+        return False
+    probe = copy.deepcopy(module).to_empty(device=device).to(dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    epsilon = _epsilon(module) or 0.0
+    with torch.no_grad():
+        probe.weight.uniform_(0.5, 1.5, generator=generator)
+        x = torch.randn(16, module.weight.shape[0], device=device, generator=generator)
+        # The second is as small as epsilon, and so tells where a norm adds it.
+        inputs = [(x * scale).to(dtype) for scale in (3.0, epsilon**0.5)]
+        pairs = [(probe(some), _fused(probe, some)) for some in inputs]
+    return all(
+        found.dtype == wanted.dtype
+        and torch.allclose(found.float(), wanted.float(), rtol=TOLERANCE, atol=TOLERANCE)
+        for found, wanted in pairs
+    )
+
+
+def _looks_plain(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    return (
+        isinstance(weight, Tensor)
+        and weight.dim() == 1
+        and [name for name, _ in module.named_parameters()] == ["weight"]
+        and not list(module.named_buffers())
+        and len(inspect.signature(module.forward).parameters) == 1
+        and _epsilon(module) is not None
+    )
+
+
+def _epsilon(module: Any) -> float | None:
+    for name in ("variance_epsilon", "eps"):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+def _fused(self: Any, hidden_states: Tensor) -> Tensor:
+    if hidden_states.dtype != self.weight.dtype:
+        found: Tensor = type(self).forward(self, hidden_states)
+        return found
+    return functional.rms_norm(hidden_states, self.weight.shape, self.weight, _epsilon(self))
