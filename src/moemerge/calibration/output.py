@@ -14,6 +14,7 @@ from moemerge.calibration.provenance import output_files
 from moemerge.calibration.report import CalibrationReport
 from moemerge.checkpoint import CheckpointPatch
 from moemerge.errors import ArchitectureError, DataError, NumericalError, UsageError
+from moemerge.runtime.threads import thread_pool
 from moemerge.version import __version__
 
 
@@ -73,7 +74,7 @@ class OutputFolder(Output):
         # A GPU solves for the next router in the time that a disk takes to make one durable.
         self._later: ThreadPoolExecutor | None = None
         if prepared.device.type != "cpu":
-            self._later = ThreadPoolExecutor(1, thread_name_prefix="moemerge-journal")
+            self._later = thread_pool(1, "moemerge-journal")
         self._adding: Future[None] | None = None
         try:
             self._patch = CheckpointPatch(

@@ -13,7 +13,6 @@ import mmap
 import os
 import queue
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moemerge.checkpoint.tensors import as_bytes
+from moemerge.runtime.threads import thread_pool
 
 # No disk or file system asks for a coarser alignment than 4096; a page of the cache may be larger
 # (64 KiB on some ARM machines), and must not be written both ways.
@@ -99,7 +99,7 @@ class Buffers:
     def __init__(self) -> None:
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         self._made = 0
-        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="moemerge-write")
+        self.pool = thread_pool(THREADS, "moemerge-write")
 
     def filled(self, data: Tensor, offset: int) -> Iterator[tuple[Buffer, memoryview, int]]:
         """Copies of the bytes `data` (n,), with their offsets, each aligned as its offset is.

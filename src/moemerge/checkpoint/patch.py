@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -27,6 +27,7 @@ from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import CheckpointError
+from moemerge.runtime.threads import thread_pool
 
 DEFAULT_SHARD_BYTES: Final = 5_000_000_000
 _COPY_BLOCK_BYTES: Final = 64 * 2**20
@@ -163,7 +164,7 @@ class _PatchedCopy:
         self._link = link
         self._out = out
         self._copies: dict[str, Future[int]] = {}  # shard name -> descriptor of the copy
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="moemerge-copy")
+        self._copier = thread_pool(1, "moemerge-copy")
         self._stopped = threading.Event()
         self._seconds, self._nbytes = 0.0, 0
         self._lock = threading.Lock()

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -22,6 +22,7 @@ from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_l
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.threads import thread_pool
 
 # What goes through the page cache is pushed to the disk while a shard grows, so that little is left
 # to wait for at the end.
@@ -96,10 +97,10 @@ class CheckpointWriter:
         self._closed = False
         self._error: MoeMergeError | None = None
         self._syncs: list[Future[None]] = []
-        self._folder = OutputFolder(out, overwrite=overwrite, inputs=inputs)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="moemerge-sync")
-        self._buffers = Buffers()
         self._direct = direct
+        self._pool = thread_pool(1, "moemerge-sync")
+        self._buffers = Buffers()
+        self._folder = OutputFolder(out, overwrite=overwrite, inputs=inputs)
         try:
             with writing(out):
                 for name, infos in shards.items():

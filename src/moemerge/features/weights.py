@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.features.loading import NameMap, Recipe, keeps_float32, map_names, tied_names
+from moemerge.runtime.threads import thread_pool
 from moemerge.runtime.timing import Stopwatch
 from moemerge.runtime.transfers import BUFFER_BYTES, uploads_to
 
@@ -73,9 +74,9 @@ class Weights:
         self._stopwatch = stopwatch or Stopwatch(device)
         readers = READERS if device.type == "cpu" else UPLOAD_READERS
         self._uploads = uploads_to(device, UPLOAD_BUFFERS)
-        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="moemerge-read")
+        self._pool = thread_pool(readers, "moemerge-read")
         self._ahead: tuple[str, Future[dict[str, Tensor]]] | None = None
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="moemerge-prefetch")
+        self._background = thread_pool(1, "moemerge-prefetch")
         self._buffers_to_device()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from moemerge.merging.statistics import read_statistics
 from moemerge.runtime.allocator import reuse_freed_memory
 from moemerge.runtime.devices import cpu_count, prepare_for_threads
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.threads import thread_pool
 
 # Enough for several expert matrices in flight; one larger block may always run alone.
 DEFAULT_MEMORY_BUDGET = 768 * 2**20
@@ -84,7 +85,7 @@ def execute(
     # Largest first: a big embedding must not be what everybody waits for at the end.
     order = sorted(plan.blocks, key=lambda b: -b.working_bytes)
     later = [*order[READ_AHEAD * workers :], *[None] * (READ_AHEAD * workers)]
-    with _share_cores(workers), ThreadPoolExecutor(workers, thread_name_prefix="merge") as pool:
+    with _share_cores(workers), thread_pool(workers, "moemerge-merge") as pool:
         try:  # from the first block on: Ctrl-C may come while they are still being handed out
             _wait([pool.submit(runner.run, *pair) for pair in zip(order, later, strict=False)])
         except BaseException:

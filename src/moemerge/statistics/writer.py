@@ -14,7 +14,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from moemerge.checkpoint.output import output_error, sync_folder, writing
 from moemerge.checkpoint.safetensors_file import HEADER_ALIGNMENT, LENGTH_BYTES, METADATA
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
+from moemerge.runtime.threads import thread_pool
 from moemerge.statistics.file import FORMAT, FORMAT_NUMBER, Kind
 from moemerge.statistics.provenance import Provenance
 
@@ -91,12 +92,12 @@ class StatisticsWriter:
         self._path = self._target.with_name(
             f".{self._target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
         )
+        self._pool = thread_pool(THREADS, "moemerge-stats")
+        self._syncer = thread_pool(1, "moemerge-sync")
         with writing(out):
             _remove_stale(self._target)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd: int | None = os.open(self._path, flags, 0o666)
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="moemerge-stats")
-        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="moemerge-sync")
         self._syncing: Future[None] | None = None
         self._unsynced = 0
 
