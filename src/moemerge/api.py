@@ -70,18 +70,19 @@ def _merge(
     options: MergeOptions,
     progress: Progress,
     *,
-    passing: bool = False,
+    temporary: bool = False,
 ) -> MergeReport:
     """Merge; statistics that the config has text for instead are made first, and go at the end."""
+    job = merging.plan_merge(loaded, options, out)  # before models are run for hours
     wanted = loaded.statistics
     if wanted is None or wanted.complete:
-        return merging.run_merge(loaded, out, options, progress, passing=passing)
-    merging.check_merge(loaded, out, options)  # before models are run for hours
+        return merging.run_merge(job, out, progress, temporary=temporary)
     from moemerge.collecting.on_the_way import computed_statistics
 
     models, device = loaded.merge.models, options.device
     with computed_statistics(wanted, models, out, device, progress) as files:
-        return merging.run_merge(loaded, out, options, progress, files, passing=passing)
+        job = job.with_statistics(files)
+        return merging.run_merge(job, out, progress, temporary=temporary)
 
 
 def validate(
@@ -90,7 +91,7 @@ def validate(
     """Plan a merge and check all that can be checked without reading a tensor."""
     options = options or MergeOptions()
     loaded = load_config(config, lenient=options.lenient)
-    return merging.check_merge(loaded, None if out is None else Path(out), options)
+    return merging.plan_merge(loaded, options, None if out is None else Path(out)).report
 
 
 def calibrate(
@@ -184,8 +185,9 @@ def run(
             )
         return RunReport(_merge(loaded, out, options, progress), None)
     loaded = _with_settings(loaded, calibration or {})
-    wanted = loaded.calibration
+    wanted, block = loaded.calibration, loaded.config.calibration
     assert wanted is not None  # `_with_settings` keeps what there was
+    assert block is not None
     from moemerge.calibration import CalibrationRequest, run_calibration
     from moemerge.calibration.after_merge import check_calibration
 
@@ -196,13 +198,13 @@ def run(
 
         page_path(report)
     with passing_folder(out) as folder:
-        merged = _merge(loaded, folder / "merged", options, progress, passing=True)
+        merged = _merge(loaded, folder / "merged", options, progress, temporary=True)
         request = CalibrationRequest(
             merged=folder / "merged",
             out=out,
             sources=wanted.sources,
             data=wanted.data,
-            settings=wanted.settings,
+            settings=block.settings,
             overwrite=options.overwrite,
             resume=resume,
             passing=True,
@@ -228,8 +230,8 @@ def _run_command(
 
 
 def _with_settings(loaded: LoadedConfig, given: Mapping[str, Any]) -> LoadedConfig:
-    block, wanted = loaded.config.calibration, loaded.calibration
-    if not given or block is None or wanted is None:
+    block = loaded.config.calibration
+    if not given or block is None:
         return loaded
     values = {name: getattr(block, name) for name in CalibrationBlock.model_fields}
     for one, other in (("alpha", "gamma"), ("gamma", "alpha")):
@@ -237,11 +239,7 @@ def _with_settings(loaded: LoadedConfig, given: Mapping[str, Any]) -> LoadedConf
             values.pop(other)
     values = {name: value for name, value in values.items() if value is not None}
     changed = parse_settings(CalibrationBlock, {**values, **given}, "calibration settings")
-    return replace(
-        loaded,
-        config=loaded.config.model_copy(update={"calibration": changed}),
-        calibration=replace(wanted, settings=changed.settings),
-    )
+    return replace(loaded, config=loaded.config.model_copy(update={"calibration": changed}))
 
 
 def inspect(model: str | Path) -> describe.Description:

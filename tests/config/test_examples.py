@@ -9,6 +9,7 @@ import pytest
 import moemerge.merging.methods  # noqa: F401  (fills METHODS)
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig, load_config
+from moemerge.config.parameter_values import TensorContext
 from moemerge.config.parameters import MethodSchema
 from moemerge.merging.method import METHODS
 
@@ -242,7 +243,7 @@ def test_slerp_weights_by_place() -> None:
     assert [s.name for s in merge.slices[0].inputs] == ["Platypus2-13B"]
     assert merge.slices[0].base is not None
     values = [
-        merge.reader.method_values(0, (name,), None, 10 / 39)["t"]
+        merge.reader.values(TensorContext(0, (name,), t=10 / 39))["t"]
         for name in ("l.self_attn.q", "l.mlp.up", "l.norm")
     ]
     s = 10 / 39 * 4
@@ -254,7 +255,7 @@ def test_frankenmerge_has_its_slices_in_order() -> None:
     ranges = [piece.inputs[0].layer_range for piece in merge.slices]
     assert ranges == [(0, 24), (20, 40)]
     scale = [
-        merge.reader.model_values(i, merge.slices[i].inputs[0].name, ("x.o_proj",), None, 0.0)
+        merge.reader.values(TensorContext(i, ("x.o_proj",)), merge.slices[i].inputs[0].name)
         for i in (0, 1)
     ]
     assert scale == [{"scale": None}, {"scale": 0.0}]
@@ -265,7 +266,7 @@ def test_moe_filters_see_experts_and_roles() -> None:
     stack = "model.layers.1.mlp.experts.gate_up_proj"
 
     def weight(role: str, *names: str) -> object:
-        return reader.model_values(0, "math", names, role, 0.0)["weight"]
+        return reader.values(TensorContext(0, names, role), "math")["weight"]
 
     assert weight("router", "model.layers.1.mlp.gate.weight") == 0
     assert weight("expert", stack, "model.layers.1.mlp.experts.3.up_proj.weight") == 0.1

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moemerge.config.dump import dump_config
+from moemerge.config.faults import path_text
 from moemerge.config.load import LoadedConfig
-from moemerge.config.problems import path_text
 from moemerge.errors import ConfigError
 
 Load = Callable[..., LoadedConfig]

@@ -61,7 +61,7 @@ def test_lines_of_keys_and_entries() -> None:
 
 def test_duplicate_and_non_text_keys_are_problems() -> None:
     document = read_yaml("a: 1\nb: {c: 1, c: 2}\na: 3\n1: x\n", "x.yml")
-    assert [(p.path, p.message) for p in document.problems] == [
+    assert [(p.path, p.message) for p in document.faults] == [
         (("a",), "given twice, on lines 1 and 3"),
         (("b", "c"), "given twice, on lines 2 and 2"),
         (("1",), "this key is read as int, not as text: put it in quotes"),
@@ -76,7 +76,7 @@ def test_aliases_and_merge_keys_work() -> None:
         "own": {"x": 1, "y": 3},
         "same": {"x": 1, "y": 2},
     }
-    assert document.problems == []
+    assert document.faults == []
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_aliases_and_merge_keys_work() -> None:
         ("a:\n\t- 1\n", "no tabs"),
         ("", "the file is empty"),
         ("# only a comment\n", "the file is empty"),
-        ("- a\n- b\n", "found a list"),
-        ("hello\n", "found a single value"),
+        ("- a\n- b\n", "got a list"),
+        ("hello\n", "got a single value"),
         ("a: 1\n---\nb: 2\n", "holds 2 documents"),
         ("a: !!python/object:os.system x\n", "line 1, column 4"),
         ("a: !mine {b: 1}\n", "is not allowed in a config"),

@@ -16,9 +16,10 @@ from moemerge import api
 from moemerge.checkpoint import CheckpointWriter
 from moemerge.config.options import MergeOptions
 from moemerge.errors import CheckpointError, NumericalError, ResourceError, UsageError
-from moemerge.merging import METHODS, blocks, pieces
+from moemerge.merging import METHODS, chunked
+from moemerge.merging import plan as plan_module
 from moemerge.merging.execute import ExecutionSettings, MemoryBudget, execute
-from moemerge.merging.run import prepare_merge
+from moemerge.merging.run import plan_merge
 from moemerge.runtime.progress import Silent
 
 CPU = torch.device("cpu")
@@ -40,8 +41,7 @@ def config(method, models, **parameters):
 
 
 def run(settings, out, **execution):
-    prepared = prepare_merge(api.load_config(settings), MergeOptions())
-    plan = prepared.plan
+    plan = plan_merge(api.load_config(settings), MergeOptions()).plan
     with CheckpointWriter(out, plan.tensors, shard_bytes=10**9, overwrite=False) as writer:
         execute(plan, writer, ExecutionSettings(CPU, **execution), Silent())
         writer.add_bytes("config.json", b"{}")
@@ -75,7 +75,7 @@ def test_runs_of_rows_equal_the_whole(models, tmp_path, monkeypatch):
     """Elementwise methods may cut a large tensor; the cut must not show."""
     settings = config("task_arithmetic", models)
     whole = run(settings, tmp_path / "whole")
-    monkeypatch.setattr(blocks, "RUN_ELEMENTS", 100)
+    monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 100)
     cut = run(settings, tmp_path / "cut")
     for name, value in whole.items():
         assert torch.equal(value, cut[name])
@@ -87,7 +87,7 @@ def test_a_sum_in_pieces_is_the_methods_own(models, tmp_path, monkeypatch, lengt
     """`linear` is summed model by model as it is read: the same bytes as the method's."""
     settings = {**config("linear", models, weight=0.3), "dtype": dtype}
     settings["parameters"] = {"weight": 1.7}
-    monkeypatch.setattr(pieces, "CPU_PIECE", length)
+    monkeypatch.setattr(chunked, "CPU_CHUNK", length)
     quick = run(settings, tmp_path / "quick")
     method = METHODS.get("linear")
     monkeypatch.setitem(METHODS._entries, "linear", replace(method, weights=None))
@@ -117,7 +117,7 @@ def test_non_finite_input_stops_a_sum_whatever_its_weight(models, tmp_path, bad)
 
 def test_a_model_that_is_cut_short_while_it_is_merged_is_named(models, tmp_path):
     settings = {**config("linear", models), "parameters": {"weight": 1.0}}
-    plan = prepare_merge(api.load_config(settings), MergeOptions()).plan
+    plan = plan_merge(api.load_config(settings), MergeOptions()).plan
     file = models[1] / "model.safetensors"
     with open(file, "r+b") as opened:
         opened.truncate(file.stat().st_size - 1000)

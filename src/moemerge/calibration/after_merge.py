@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from moemerge.architectures.opened import open_model
-from moemerge.config.pairing import CalibrationRun
+from moemerge.config.requests import SourceData
 from moemerge.lockstep.models import require_calibratable, require_same_family
 from moemerge.text.rows import check_files
 
 
-def check_calibration(wanted: CalibrationRun) -> None:
+def check_calibration(wanted: SourceData) -> None:
     """What can be refused of a calibration before its merge is made."""
     check_files(wanted.data)
     opened = [open_model(name, ref) for name, ref in wanted.sources.items()]

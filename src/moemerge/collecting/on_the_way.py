@@ -10,14 +10,14 @@ from moemerge.checkpoint.passing import passing_folder
 from moemerge.collecting.prepare import CollectRequest
 from moemerge.collecting.run import run_collect
 from moemerge.config.models import ModelRef
-from moemerge.config.statistics import StatisticsRun
+from moemerge.config.requests import StatisticsRequest
 from moemerge.runtime.progress import Progress
 from moemerge.text.rows import check_files
 
 
 @contextlib.contextmanager
 def computed_statistics(
-    wanted: StatisticsRun,
+    wanted: StatisticsRequest,
     models: Mapping[str, ModelRef],
     out: Path,
     device: str,

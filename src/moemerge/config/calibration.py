@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, PlainValidator
 
+from moemerge.config.faults import FaultsError, shown
 from moemerge.config.fields import (
     DataFiles,
     Fraction,
@@ -18,7 +19,6 @@ from moemerge.config.fields import (
 )
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
-from moemerge.config.problems import ProblemsError, shown
 
 DEFAULT_ALPHA: Final = 0.9
 
@@ -88,7 +88,7 @@ class CalibrationSettings(Strict):
         if "gamma" not in data:
             return data
         if "alpha" in data:
-            raise ProblemsError.one("alpha and gamma exclude each other: give one", "gamma")
+            raise FaultsError.one("alpha and gamma exclude each other: give one", "gamma")
         return {**data, "alpha": None}
 
 
@@ -100,15 +100,15 @@ def _sources(raw: object) -> CalibrationSources:
         return {str(name): _named(name, model) for name, model in raw.items()}
     names = raw if isinstance(raw, (list, tuple)) else ()
     if not names or not all(isinstance(name, str) for name in names):
-        raise ProblemsError.one(f"expected name: model, or a list of model names, not {shown(raw)}")
+        raise FaultsError.one(f"expected name: model, or a list of model names, not {shown(raw)}")
     return tuple(names)
 
 
 def _named(name: object, model: object) -> ModelRef:
     try:
         return model_ref(model)
-    except ProblemsError as problems:
-        raise ProblemsError([p.under((str(name),)) for p in problems.found]) from None
+    except FaultsError as error:
+        raise FaultsError([p.under((str(name),)) for p in error.faults]) from None
 
 
 class CalibrationBlock(CalibrationSettings):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
-from moemerge.config.lookup import ParameterReader
+from moemerge.config.faults import Fault, Path, listed
+from moemerge.config.model_names import entries
 from moemerge.config.models import ModelRef
+from moemerge.config.parameter_values import ParameterReader, ParameterValue, leaves
 from moemerge.config.parameters import REQUIRED, BasePolicy, MethodSchema, ParameterSpec
-from moemerge.config.problems import Path, Problem, listed
-from moemerge.config.resolve import NormalisedMerge, entries, normalise, shared_range
+from moemerge.config.resolve import NormalisedMerge, normalise, shared_range
 from moemerge.config.schema import RunConfig, SliceEntry
-from moemerge.config.values import ParameterValue, leaves
 from moemerge.registry import did_you_mean
 
 Values = Mapping[str, ParameterValue]
@@ -22,13 +22,13 @@ def body_prefix(config: RunConfig) -> Path:
     return ("modules", "default") if config.modules else ()
 
 
-def method_problems(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> list[Problem]:
+def method_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> list[Fault]:
     """Misspelt methods."""
     named: list[tuple[Path, str]] = [(("merge_method",), config.merge_method)]
     if config.router is not None and config.router.merge_method is not None:
         named.append((("router", "merge_method"), config.router.merge_method))
     return [
-        Problem(
+        Fault(
             path,
             f"unknown merge method {name!r}"
             f"{did_you_mean(name, schemas) or '; known: ' + listed(sorted(schemas))}",
@@ -38,26 +38,26 @@ def method_problems(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> l
     ]
 
 
-def slice_problems(config: RunConfig) -> Iterator[Problem]:
+def slice_faults(config: RunConfig) -> Iterator[Fault]:
     """A model listed twice, and ranges of different length."""
     prefix = body_prefix(config)
     seen: set[ModelRef] = set()
     for i, entry in enumerate(config.body.models or ()):
         if entry.model in seen:
-            yield Problem((*prefix, "models", i, "model"), f"{entry.model} is listed twice")
+            yield Fault((*prefix, "models", i, "model"), f"{entry.model} is listed twice")
         seen.add(entry.model)
-    for i, piece in enumerate(config.body.slices or ()):
+    for i, slice_entry in enumerate(config.body.slices or ()):
         here = (*prefix, "slices", i)
         yield from (
-            Problem((*here, "sources", j, "model"), f"{s.model} is listed twice in this slice")
-            for j, s in enumerate(piece.sources)
-            if any(s.model == other.model for other in piece.sources[:j])
+            Fault((*here, "sources", j, "model"), f"{s.model} is listed twice in this slice")
+            for j, s in enumerate(slice_entry.sources)
+            if any(s.model == other.model for other in slice_entry.sources[:j])
         )
-        lengths = [s.layer_range[1] - s.layer_range[0] for s in piece.sources]
+        lengths = [s.layer_range[1] - s.layer_range[0] for s in slice_entry.sources]
         if len(set(lengths)) > 1:
             counts = listed(map(str, lengths))
             text = f"all sources of a slice need the same number of layers, got {counts}"
-            yield Problem((*here, "sources"), text)
+            yield Fault((*here, "sources"), text)
 
 
 @dataclass(frozen=True)
@@ -88,53 +88,53 @@ class MethodCheck:
         name = settings.merge_method if settings else None
         return self.schemas.get(name) if name is not None else None
 
-    def bases(self) -> Iterator[Problem]:
+    def bases(self) -> Iterator[Fault]:
         """A base model where a method needs one."""
         for path, schema in ((("base_model",), self.schema), (("router",), self.router)):
             if schema is None or schema.base is not BasePolicy.REQUIRED:
                 continue
-            pieces = self.config.body.slices or ()
-            lacking = not pieces or any(piece.base_model is None for piece in pieces)
+            slices = self.config.body.slices or ()
+            lacking = not slices or any(entry.base_model is None for entry in slices)
             if self.config.base_model is None and lacking:
-                yield Problem(path, f"merge method {schema.name!r} needs a base_model")
+                yield Fault(path, f"merge method {schema.name!r} needs a base_model")
         yield from self._unplaced_bases()
 
-    def _unplaced_bases(self) -> Iterator[Problem]:
-        for i, piece in enumerate(self.config.body.slices or ()):
-            base = piece.base_model or self.config.base_model
-            if base is None or any(source.model == base for source in piece.sources):
+    def _unplaced_bases(self) -> Iterator[Fault]:
+        for i, entry in enumerate(self.config.body.slices or ()):
+            base = entry.base_model or self.config.base_model
+            if base is None or any(source.model == base for source in entry.sources):
                 continue
             place = (*body_prefix(self.config), "slices", i, "sources")
             if self.schema.base is BasePolicy.MEMBER:
                 if self.router is not None and self.router.base is BasePolicy.REQUIRED:
                     text = f"{self.router.name!r} of the routers needs the base: list {base} too"
-                    yield Problem(place, text)
-            elif shared_range(piece) is None:
+                    yield Fault(place, text)
+            elif shared_range(entry) is None:
                 text = f"the sources have different layer ranges: list {base} with its own as well"
-                yield Problem(place, text)
+                yield Fault(place, text)
 
-    def counts(self, merge: NormalisedMerge) -> Iterator[Problem]:
+    def counts(self, merge: NormalisedMerge) -> Iterator[Fault]:
         """As many models as the methods take."""
         place = "models" if self.config.body.models is not None else "slices"
-        for i, piece in enumerate(merge.slices):
+        for i, merge_slice in enumerate(merge.slices):
             path: Path = (*body_prefix(self.config), place)
             for schema in filter(None, (self.schema, self.router)):
-                inputs, _ = piece.seen_by(schema)
+                inputs, _ = merge_slice.seen_by(schema)
                 number = len(inputs)
                 most = schema.max_models if schema.max_models is not None else number
                 if not schema.min_models <= number <= most:
                     names = listed(source.name for source in inputs)
                     text = f"{schema.name!r} merges {_needs(schema)}, got {number}: {names}"
-                    yield Problem(path if place == "models" else (*path, i), text)
+                    yield Fault(path if place == "models" else (*path, i), text)
 
-    def parameters(self) -> Iterator[Problem]:
+    def parameters(self) -> Iterator[Fault]:
         """Every parameter in every scope: known there, and with possible values."""
         for scope in self._scopes():
             if scope.kind == "base" and scope.values:
                 text = f"the base model's parameters have no effect in {self.schema.name!r}"
-                yield Problem(scope.path, f"{text} (mergekit ignores them): remove them", True)
+                yield Fault(scope.path, f"{text} (mergekit ignores them): remove them", True)
             elif scope.kind != "base":
-                yield from self._scope_problems(scope)
+                yield from self._scope_faults(scope)
 
     def misspelt(self) -> set[str]:
         """Known parameters that an unknown one was probably meant to be."""
@@ -152,9 +152,9 @@ class MethodCheck:
         yield _Scope(("parameters",), self.config.parameters, known, method)
         if prefix:
             yield _Scope((*prefix, "parameters"), body.parameters, known, method)
-        for i, piece in enumerate(body.slices or ()):
+        for i, slice_entry in enumerate(body.slices or ()):
             path: Path = (*prefix, "slices", i, "parameters")
-            yield _Scope(path, piece.parameters, known, method)
+            yield _Scope(path, slice_entry.parameters, known, method)
         for place, entry in entries(body):
             kind = "base" if self._is_base(place, entry.model) else "model"
             path = (*prefix, *place, "parameters")
@@ -172,27 +172,27 @@ class MethodCheck:
     def _is_base(self, path: Path, model: ModelRef) -> bool:
         base = self.config.base_model
         if path[0] == "slices" and self.config.body.slices is not None:
-            piece: SliceEntry = self.config.body.slices[int(path[1])]
-            base = piece.base_model or base
+            entry: SliceEntry = self.config.body.slices[int(path[1])]
+            base = entry.base_model or base
         return model == base and self.schema.base is not BasePolicy.MEMBER
 
-    def _scope_problems(self, scope: _Scope) -> Iterator[Problem]:
+    def _scope_faults(self, scope: _Scope) -> Iterator[Fault]:
         for name, value in scope.values.items():
             spec, path = scope.known.get(name), (*scope.path, name)
             if spec is None:
                 close = did_you_mean(name, scope.known)
                 taken = f"; {scope.method!r} takes: {listed(scope.known)}"
-                yield Problem(path, f"unknown parameter{close or taken}", True)
+                yield Fault(path, f"unknown parameter{close or taken}", True)
             elif scope.kind == "model" and not spec.per_model:
                 text = (
                     f"{name} is a parameter of the whole method and has no effect under a model "
                     "(mergekit ignores it): move it to the top `parameters:`"
                 )
-                yield Problem(path, text, True)
+                yield Fault(path, text, True)
             else:
-                yield from _value_problems(path, value, spec)
+                yield from _value_faults(path, value, spec)
 
-    def required(self, merge: NormalisedMerge, known: Container[str] = ()) -> Iterator[Problem]:
+    def required(self, merge: NormalisedMerge, known: Container[str] = ()) -> Iterator[Fault]:
         """Parameters without a default that no scope gives, but for those in `known`."""
         for reader in filter(None, (merge.reader, merge.router_reader)):
             for spec in reader.schema.parameters:
@@ -200,23 +200,21 @@ class MethodCheck:
                     yield from _unset(reader, spec, merge)
 
 
-def _unset(
-    reader: ParameterReader, spec: ParameterSpec, merge: NormalisedMerge
-) -> Iterator[Problem]:
+def _unset(reader: ParameterReader, spec: ParameterSpec, merge: NormalisedMerge) -> Iterator[Fault]:
     start = f"{reader.schema.name!r} needs the parameter {spec.name!r}, which is not set"
     if not spec.per_model:
         if any(not reader.is_set(i, None, spec) for i in range(len(merge.slices))):
-            yield Problem((), f"{start}: give it in the top `parameters:`")
+            yield Fault((), f"{start}: give it in the top `parameters:`")
         return
     lacking = dict.fromkeys(
         source.name
-        for i, piece in enumerate(merge.slices)
-        for source in piece.seen_by(reader.schema)[0]
+        for i, merge_slice in enumerate(merge.slices)
+        for source in merge_slice.seen_by(reader.schema)[0]
         if not reader.is_set(i, source.name, spec)
     )
     if lacking:
         text = "give it under each model or in the top `parameters:`"
-        yield Problem((), f"{start} for {listed(lacking)}: {text}")
+        yield Fault((), f"{start} for {listed(lacking)}: {text}")
 
 
 def normalised_for_checks(
@@ -238,12 +236,12 @@ def _needs(schema: MethodSchema) -> str:
     return f"{number} {'model' if number == '1' else 'models'}{besides}"
 
 
-def _value_problems(path: Path, value: ParameterValue, spec: ParameterSpec) -> Iterator[Problem]:
+def _value_faults(path: Path, value: ParameterValue, spec: ParameterSpec) -> Iterator[Fault]:
     for place, leaf in leaves(value):
-        text = spec.problem(leaf)
+        text = spec.fault(leaf)
         if text is not None:
             quoted = isinstance(leaf, str) and spec.type is not str and _is_number(leaf)
-            yield Problem((*path, *place), f"{text} (remove the quotes)" if quoted else text)
+            yield Fault((*path, *place), f"{text} (remove the quotes)" if quoted else text)
 
 
 def _is_number(text: str) -> bool:

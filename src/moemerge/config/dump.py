@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
+from moemerge.config.parameter_values import Conditional, Gradient, plain
 from moemerge.config.schema import RunConfig
-from moemerge.config.values import Conditional, Gradient, plain
 from moemerge.config.yaml_lines import Dumper
 
 _ALWAYS = ("calibration",)  # written with their defaults, which a later version may change

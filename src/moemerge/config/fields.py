@@ -1,6 +1,6 @@
 """The field types of a config and the strict base of its models.
 
-A validator raises `ProblemsError`, so that a fault deep in a value keeps its own place and words.
+A validator raises `FaultsError`, so that a fault deep in a value keeps its own place and words.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
+from moemerge.config.faults import EMPTY, Fault, FaultsError, Path, listed, shown
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
-from moemerge.config.problems import EMPTY, Path, Problem, ProblemsError, listed, shown
-from moemerge.config.values import ParameterValue, parse_value
+from moemerge.config.parameter_values import ParameterValue, parse_value
 from moemerge.errors import ConfigError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import DTYPES
@@ -29,7 +29,7 @@ _OVERRIDE: Final = (
 
 
 class Strict(BaseModel):
-    """Frozen; unknown keys are problems with a suggestion; an explicit null means "not given"."""
+    """Frozen; unknown keys are faults with a suggestion; an explicit null means "not given"."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -40,13 +40,13 @@ class Strict(BaseModel):
     def _known_keys(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        found = [
-            Problem((key,), cls._unknown(str(key)), ignorable=True)
+        faults = [
+            Fault((key,), cls._unknown(str(key)), ignorable=True)
             for key in data
             if key not in cls.model_fields
         ]
-        if found:
-            raise ProblemsError(found)
+        if faults:
+            raise FaultsError(faults)
         return cls.prepare({key: value for key, value in data.items() if value is not None})
 
     @classmethod
@@ -75,12 +75,12 @@ def model_ref(raw: object) -> ModelRef:
             _model_keys(raw)
             return ModelRef.from_mapping(raw)
     except ConfigError as error:
-        raise ProblemsError.one(str(error).replace("\n  ", ": ")) from None
-    raise ProblemsError.one(f"expected a model path or hub id, not {shown(raw)}: put it in quotes")
+        raise FaultsError.one(str(error).replace("\n  ", ": ")) from None
+    raise FaultsError.one(f"expected a model path or hub id, not {shown(raw)}: put it in quotes")
 
 
 def _model_keys(raw: Mapping[str, Any]) -> None:
-    found: list[Problem] = []
+    faults: list[Fault] = []
     whole = "model" in raw
     known = ("model", "lora", "override_architecture") if whole else ("path", "revision")
     places: list[tuple[Path, Mapping[str, Any], tuple[str, ...]]] = [((), raw, known)]
@@ -92,38 +92,38 @@ def _model_keys(raw: Mapping[str, Any]) -> None:
     for path, mapping, keys in places:
         for key, value in mapping.items():
             if key not in keys:
-                found.append(
-                    Problem((*path, key), f"unknown key{did_you_mean(str(key), keys)}", True)
+                faults.append(
+                    Fault((*path, key), f"unknown key{did_you_mean(str(key), keys)}", True)
                 )
             elif key == "override_architecture" and value is not None:
-                found.append(Problem((*path, key), _OVERRIDE, True))
-    if found:
-        raise ProblemsError(found)
+                faults.append(Fault((*path, key), _OVERRIDE, True))
+    if faults:
+        raise FaultsError(faults)
 
 
 def dtype_field(raw: object) -> str:
     """`bfloat16` or `torch.bfloat16`, as the short name."""
     if not isinstance(raw, str):
-        raise ProblemsError.one(f"expected a dtype ({listed(DTYPES)}), not {shown(raw)}")
+        raise FaultsError.one(f"expected a dtype ({listed(DTYPES)}), not {shown(raw)}")
     short = raw.removeprefix("torch.")
     if short == "int64":
-        raise ProblemsError.one(
+        raise FaultsError.one(
             "int64 cannot hold weights: merging would round them to whole numbers"
         )
     if short not in DTYPES:
         close = did_you_mean(short, DTYPES) or f"; known: {listed(DTYPES)}"
-        raise ProblemsError.one(f"unknown dtype {raw!r}{close}")
+        raise FaultsError.one(f"unknown dtype {raw!r}{close}")
     return short
 
 
 def chat_template(raw: object) -> str:
     """`auto`, the name of a built-in template, or a Jinja template itself."""
     if not isinstance(raw, str):
-        raise ProblemsError.one(f"expected a name or a Jinja template, not {shown(raw)}")
+        raise FaultsError.one(f"expected a name or a Jinja template, not {shown(raw)}")
     if raw in CHAT_TEMPLATES or (len(raw) >= MIN_TEMPLATE_LENGTH and "{" in raw):
         return raw
     close = did_you_mean(raw, CHAT_TEMPLATES)
-    raise ProblemsError.one(
+    raise FaultsError.one(
         f"{shown(raw)} is neither a known chat template ({listed(CHAT_TEMPLATES)}) nor a Jinja "
         f"template (at least {MIN_TEMPLATE_LENGTH} characters with a '{{' in it){close}"
     )
@@ -133,14 +133,14 @@ def layer_selection(raw: object) -> LayerSelection:
     try:
         return LayerSelection.parse(raw)
     except UsageError as error:
-        raise ProblemsError.one(str(error).replace("\n  ", ": ")) from None
+        raise FaultsError.one(str(error).replace("\n  ", ": ")) from None
 
 
 def device_name(raw: object) -> str:
     """The form only: whether the device exists is asked when it is used."""
     if isinstance(raw, str) and _DEVICE.fullmatch(raw):
         return raw
-    raise ProblemsError.one(f"unknown device {shown(raw)}: use auto, cpu, cuda or cuda:N")
+    raise FaultsError.one(f"unknown device {shown(raw)}: use auto, cpu, cuda or cuda:N")
 
 
 def layer_range(raw: object) -> tuple[int, int]:
@@ -148,10 +148,10 @@ def layer_range(raw: object) -> tuple[int, int]:
     numbers = raw if isinstance(raw, (list, tuple)) else ()
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
     if len(numbers) != 2 or not whole:
-        raise ProblemsError.one(f"expected [first, end] (end not included), not {shown(raw)}")
+        raise FaultsError.one(f"expected [first, end] (end not included), not {shown(raw)}")
     first, end = numbers
     if first < 0 or end <= first:
-        raise ProblemsError.one(
+        raise FaultsError.one(
             f"[{first}, {end}] holds no layer: expected 0 <= first < end (end is not included)"
         )
     return first, end
@@ -159,7 +159,7 @@ def layer_range(raw: object) -> tuple[int, int]:
 
 def not_empty(raw: object) -> object:
     if isinstance(raw, (list, tuple, Mapping)) and not raw:
-        raise ProblemsError.one(EMPTY)
+        raise FaultsError.one(EMPTY)
     return raw
 
 
@@ -170,7 +170,7 @@ def _files(raw: object) -> object:
 def _file(raw: object) -> str:
     if isinstance(raw, (str, os.PathLike)) and str(raw):
         return os.fspath(raw)
-    raise ProblemsError.one(f"expected a file name, not {shown(raw)}")
+    raise FaultsError.one(f"expected a file name, not {shown(raw)}")
 
 
 ModelField = Annotated[ModelRef, PlainValidator(model_ref)]

@@ -31,13 +31,13 @@ class LayerSelection:
         else:
             raise UsageError(f"layers must be {FORMS}, not {value!r}")
         selection = cls(re.sub(r"\s+", "", text))
-        selection._pieces()
+        selection._ranges()
         return selection
 
     def resolve(self, count: int) -> tuple[int, ...]:
         """The layer numbers, ascending, in a model (or list of MoE layers) of `count` layers."""
         chosen: set[int] = set()
-        for low, high in self._pieces():
+        for low, high in self._ranges():
             start = count + low if low < 0 else low
             stop = count if high is None else high + 1
             if start < 0 or stop > count:
@@ -48,7 +48,7 @@ class LayerSelection:
             chosen.update(range(start, stop))
         return tuple(sorted(chosen))
 
-    def _pieces(self) -> list[tuple[int, int | None]]:
+    def _ranges(self) -> list[tuple[int, int | None]]:
         """Inclusive (first, last); `last:4` is (-4, None), `all` is (0, None)."""
         if self.text == "all":
             return [(0, None)]
@@ -56,16 +56,16 @@ class LayerSelection:
             if int(match[1]) == 0:
                 raise UsageError("layers 'last:0' selects none", hint=f"use {FORMS}")
             return [(-int(match[1]), None)]
-        return [self._piece(piece) for piece in self.text.split(",")]
+        return [self._range(part) for part in self.text.split(",")]
 
-    def _piece(self, piece: str) -> tuple[int, int | None]:
-        match = _RANGE.fullmatch(piece)
+    def _range(self, part: str) -> tuple[int, int | None]:
+        match = _RANGE.fullmatch(part)
         if not match:
-            raise UsageError(f"layers {self.text!r}: cannot read {piece!r}", hint=f"use {FORMS}")
+            raise UsageError(f"layers {self.text!r}: cannot read {part!r}", hint=f"use {FORMS}")
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
             raise UsageError(
-                f"layers {self.text!r}: {piece!r} runs backwards", hint=f"write {high}-{low}"
+                f"layers {self.text!r}: {part!r} runs backwards", hint=f"write {high}-{low}"
             )
         return low, high
 

@@ -1,7 +1,7 @@
 """Read a config file and check all of it, before anything else happens.
 
-Every problem of a file comes in one error, with its line. What mergekit would pass over in silence
-is a problem too; `lenient` turns exactly those into warnings and takes the ineffective parts out.
+Every fault of a file comes in one error, with its line. What mergekit would pass over in silence
+is a fault too; `lenient` turns exactly those into warnings and takes the ineffective parts out.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, Final
 from moemerge.config.checks import (
     MethodCheck,
     body_prefix,
-    method_problems,
+    method_faults,
     normalised_for_checks,
-    slice_problems,
+    slice_faults,
 )
-from moemerge.config.pairing import (
-    CalibrationRun,
-    calibration_run,
-    name_problems,
-    pairing_problems,
-    reference_problems,
-    with_models,
-)
+from moemerge.config.faults import Fault, Path, path_text
+from moemerge.config.model_names import name_faults, reference_faults, with_models
 from moemerge.config.parameters import MethodSchema
-from moemerge.config.problems import Path, Problem, path_text
+from moemerge.config.requests import (
+    SourceData,
+    StatisticsRequest,
+    calibration_data,
+    calibration_faults,
+    statistics_faults,
+    statistics_request,
+)
 from moemerge.config.resolve import NormalisedMerge, normalise
 from moemerge.config.schema import RunConfig
-from moemerge.config.statistics import StatisticsRun, statistics_problems, statistics_run
 from moemerge.config.translate import WorkingCopy, validate
 from moemerge.config.yaml_lines import Document, read_yaml
 from moemerge.errors import ConfigError
@@ -43,13 +43,13 @@ _UNNAMED: Final = "config"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config without problems; all but `config` is what the runners work from."""
+    """A config without faults; all but `config` is what the runners work from."""
 
     config: RunConfig
     warnings: tuple[str, ...]
     merge: NormalisedMerge
-    calibration: CalibrationRun | None
-    statistics: StatisticsRun | None = None
+    calibration: SourceData | None  # what to calibrate with, where the config asks for it
+    statistics: StatisticsRequest | None = None
 
 
 def load_config(
@@ -60,7 +60,7 @@ def load_config(
 ) -> LoadedConfig:
     """Read a file (or YAML text: a string of several lines; or a mapping) and check it.
 
-    Raises ConfigError with every problem found. File and model paths are kept as written.
+    Raises ConfigError with every fault. File and model paths are kept as written.
     """
     where, document = _read(source)
     return _Check(document, where, schemas, lenient).run()
@@ -89,81 +89,79 @@ class _Check:
     where: str
     schemas: Mapping[str, MethodSchema]
     lenient: bool
-    found: list[Problem] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
 
     def run(self) -> LoadedConfig:
-        self.found.extend(self.document.problems)
+        self.faults.extend(self.document.faults)
         work = WorkingCopy(self.document.data)
         config = validate(RunConfig, work, self._note_structure, fill={"merge_method": _NO_METHOD})
         if config is not None:
             later = self._check(config, work)
-            self.found += [replace(p, path=work.original(p.path)) for p in later]
+            self.faults += [replace(p, path=work.original(p.path)) for p in later]
             self._raise_if_wrong()
             ineffective = [p for p in later if p.ignorable]
             if ineffective and work.remove(ineffective, {}):
-                config = validate(RunConfig, work, self.found.append)
+                config = validate(RunConfig, work, self.faults.append)
         self._raise_if_wrong()
-        assert config is not None  # otherwise a problem was noted
+        assert config is not None  # otherwise a fault was noted
         config = with_models(config)
         merge = normalise(config, self.schemas)
         return LoadedConfig(
             config=config,
-            warnings=tuple(f"{self._text(p)} (ignored)" for p in self._sorted(self.found)),
+            warnings=tuple(f"{self._text(p)} (ignored)" for p in self._sorted(self.faults)),
             merge=merge,
-            calibration=calibration_run(config),
-            statistics=statistics_run(config, merge),
+            calibration=calibration_data(config),
+            statistics=statistics_request(config, merge),
         )
 
-    def _note_structure(self, problem: Problem) -> None:
+    def _note_structure(self, fault: Fault) -> None:
         """A parameter outside `parameters:` is a common mistake that deserves its own words."""
-        key = problem.path[-1] if problem.path else ""
+        key = fault.path[-1] if fault.path else ""
         parameters = {spec.name for schema in self.schemas.values() for spec in schema.parameters}
-        if problem.message.startswith("unknown key") and key in parameters:
+        if fault.message.startswith("unknown key") and key in parameters:
             text = f"unknown key here, did you mean `parameters: {{{key}: ...}}`?"
-            problem = replace(problem, message=text)
-        self.found.append(problem)
+            fault = replace(fault, message=text)
+        self.faults.append(fault)
 
-    def _check(self, config: RunConfig, work: WorkingCopy) -> list[Problem]:
-        """What depends on a broken part is left out: it would only repeat the problem."""
+    def _check(self, config: RunConfig, work: WorkingCopy) -> list[Fault]:
+        """What depends on a broken part is left out: it would only repeat the fault."""
         models_known = not work.lost(*_BODIES, ("base_model",), but="parameters")
-        found = [] if work.lost(("merge_method",)) else method_problems(config, self.schemas)
+        faults = [] if work.lost(("merge_method",)) else method_faults(config, self.schemas)
         if models_known and not (config.body.models or config.body.slices):
-            found.append(
-                Problem(body_prefix(config), "nothing to merge: give `models` or `slices`")
-            )
-        found += slice_problems(config)
-        found += name_problems(config, body_prefix(config))
-        found += self._tokenizer(config, work)
+            faults.append(Fault(body_prefix(config), "nothing to merge: give `models` or `slices`"))
+        faults += slice_faults(config)
+        faults += name_faults(config, body_prefix(config))
+        faults += self._tokenizer(config, work)
         if config.merge_method in self.schemas:
-            found += self._method(config, work, models_known)
+            faults += self._method(config, work, models_known)
         if models_known:
-            found += reference_problems(config)
+            faults += reference_faults(config)
         if models_known and not work.lost(*_PAIRED):
-            found += pairing_problems(config)
-        return found
+            faults += calibration_faults(config)
+        return faults
 
-    def _method(self, config: RunConfig, work: WorkingCopy, models_known: bool) -> list[Problem]:
+    def _method(self, config: RunConfig, work: WorkingCopy, models_known: bool) -> list[Fault]:
         check = MethodCheck(config, self.schemas)
-        found = list(check.parameters())
+        faults = list(check.parameters())
         if not models_known or not (config.body.models or config.body.slices):
-            return found
+            return faults
         lacks_base = list(check.bases())
-        found += lacks_base
+        faults += lacks_base
         if not lacks_base:
             merge = normalised_for_checks(config, self.schemas)
-            found += check.counts(merge)
+            faults += check.counts(merge)
             misspelt = set() if self.lenient else check.misspelt()  # reported as such
             if not work.lost(*_BODIES, ("parameters",), ("router",)):
-                found += check.required(merge, misspelt)
+                faults += check.required(merge, misspelt)
             if not work.lost(("statistics",), ("data",)):
-                found += statistics_problems(config, merge)
-        return found
+                faults += statistics_faults(config, merge)
+        return faults
 
-    def _tokenizer(self, config: RunConfig, work: WorkingCopy) -> list[Problem]:
-        found = []
+    def _tokenizer(self, config: RunConfig, work: WorkingCopy) -> list[Fault]:
+        faults = []
         if config.tokenizer is not None and config.tokenizer_source is not None:
             text = "give either tokenizer_source or tokenizer: {source: ...}, not both"
-            found.append(Problem(("tokenizer_source",), text))
+            faults.append(Fault(("tokenizer_source",), text))
         needs_base: list[Path] = []
         if config.tokenizer_source == "base":
             needs_base.append(("tokenizer_source",))
@@ -171,22 +169,22 @@ class _Check:
             needs_base.append(("tokenizer", "source"))
         if config.base_model is None and not work.lost(("base_model",)):
             text = "'base' means the base_model's tokenizer, and there is no base_model"
-            found += [Problem(path, text) for path in needs_base]
-        return found
+            faults += [Fault(path, text) for path in needs_base]
+        return faults
 
     def _raise_if_wrong(self) -> None:
-        wrong = [p for p in self.found if not (self.lenient and p.ignorable)]
+        wrong = [p for p in self.faults if not (self.lenient and p.ignorable)]
         if wrong:
             texts = [self._text(p) for p in self._sorted(wrong)]
             raise ConfigError.from_problems(self.where, texts)
 
-    def _sorted(self, problems: list[Problem]) -> list[Problem]:
-        """In the file's order; a problem found twice is said once."""
-        unique = list(dict.fromkeys(problems))
+    def _sorted(self, faults: list[Fault]) -> list[Fault]:
+        """In the file's order; a fault met twice is said once."""
+        unique = list(dict.fromkeys(faults))
         return sorted(unique, key=lambda p: self.document.line(p.path) or 0)
 
-    def _text(self, problem: Problem) -> str:
-        line = self.document.line(problem.path)
+    def _text(self, fault: Fault) -> str:
+        line = self.document.line(fault.path)
         parts = [f"line {line}"] if line is not None else []
-        parts += [path_text(problem.path)] if problem.path else []
-        return ": ".join([*parts, problem.message])
+        parts += [path_text(fault.path)] if fault.path else []
+        return ": ".join([*parts, fault.message])

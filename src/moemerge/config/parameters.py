@@ -7,7 +7,6 @@ reader checks a file against it without knowing any method.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal
@@ -52,7 +51,7 @@ class ParameterSpec:
     exclusive_maximum: bool = False
     choices: tuple[str, ...] = ()
 
-    def problem(self, value: object) -> str | None:
+    def fault(self, value: object) -> str | None:
         """Why `value` cannot be this parameter, or None. Numbers arrive as YAML gave them."""
         if self.type is str:
             if not isinstance(value, str) or (self.choices and value not in self.choices):
@@ -92,9 +91,3 @@ class MethodSchema:
     max_models: int | None
     parameters: tuple[ParameterSpec, ...]
     statistics: StatisticsKind | None = None  # of every merged model; None: needs no data
-
-    def parameter(self, name: str) -> ParameterSpec | None:
-        return next((p for p in self.parameters if p.name == name), None)
-
-
-SchemaLookup = Callable[[str], MethodSchema]

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from moemerge.config.calibration import CalibrationBlock
 from moemerge.config.collecting import CollectingSettings
+from moemerge.config.faults import FaultsError, listed
 from moemerge.config.fields import (
     ChatTemplateField,
     DataFiles,
@@ -27,7 +28,6 @@ from moemerge.config.fields import (
     model_ref,
 )
 from moemerge.config.models import ModelRef
-from moemerge.config.problems import ProblemsError, listed
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -72,7 +72,7 @@ class Body(Strict):
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
         given = [key for key in cls.bodies if key in data]
         if len(given) > 1:
-            raise ProblemsError.one(f"give one of {listed(cls.bodies)}, not several", given[-1])
+            raise FaultsError.one(f"give one of {listed(cls.bodies)}, not several", given[-1])
         return data
 
 
@@ -93,12 +93,12 @@ class TokenSource(Strict):
         if self.kind == "zero":
             given = [k for k in ("model", "token", "token_id") if getattr(self, k) is not None]
             if given:
-                raise ProblemsError.one("a zero embedding comes from no model or token", given[0])
+                raise FaultsError.one("a zero embedding comes from no model or token", given[0])
             return self
         if self.model is None:
-            raise ProblemsError.one("model_token needs a `model`")
+            raise FaultsError.one("model_token needs a `model`")
         if (self.token is None) == (self.token_id is None):
-            raise ProblemsError.one("model_token needs either `token` or `token_id`")
+            raise FaultsError.one("model_token needs either `token` or `token_id`")
         return self
 
 
@@ -142,9 +142,9 @@ class RouterSettings(Strict):
     @model_validator(mode="after")
     def _one_way(self) -> RouterSettings:
         if (self.merge_method is None) == (self.keep is None):
-            raise ProblemsError.one("give either `merge_method` or `keep`")
+            raise FaultsError.one("give either `merge_method` or `keep`")
         if self.keep is not None and self.parameters:
-            raise ProblemsError.one("`keep` copies a router and takes no parameters", "parameters")
+            raise FaultsError.one("`keep` copies a router and takes no parameters", "parameters")
         return self
 
 
@@ -154,14 +154,14 @@ class CollectingBlock(CollectingSettings):
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
         if "kind" in data:
-            raise ProblemsError.one("the kind follows from the merge method: remove it", "kind")
+            raise FaultsError.one("the kind follows from the merge method: remove it", "kind")
         return data
 
 
 def _only_default(raw: object) -> object:
     others = [str(name) for name in raw if name != "default"] if isinstance(raw, Mapping) else []
     if others:
-        raise ProblemsError.one(
+        raise FaultsError.one(
             f"only the module 'default' is supported, not {listed(others)}: models are merged "
             "whole, so write `models:` or `slices:` at the top"
         )

@@ -1,6 +1,6 @@
 """Validation in our own words: pydantic finds what is wrong, this says it.
 
-A file's problems are wanted all at once, but a broken part hides what depends on it. So a broken
+A file's faults are wanted all at once, but a broken part hides what depends on it. So a broken
 part is noted, taken out of a working copy, and the rest is validated again, until it stands.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from moemerge.config.problems import EMPTY, Path, Problem, ProblemsError, listed, path_text, shown
+from moemerge.config.faults import EMPTY, Fault, FaultsError, Path, listed, path_text, shown
 from moemerge.errors import ConfigError
 from moemerge.registry import did_you_mean
 
@@ -48,26 +48,26 @@ _WORDS: Final[Mapping[str, str]] = {
 _QUOTED = re.compile(r"'([^']*)'")
 
 
-def problems_of(error: ValidationError, prefix: Path = ()) -> list[Problem]:
+def faults_of(error: ValidationError, prefix: Path = ()) -> list[Fault]:
     """Every error of a validation, placed and reworded."""
-    return [problem for item in error.errors() for problem in _reword(item, prefix)]
+    return [fault for item in error.errors() for fault in _reword(item, prefix)]
 
 
-def _reword(item: ErrorDetails, prefix: Path) -> list[Problem]:
+def _reword(item: ErrorDetails, prefix: Path) -> list[Fault]:
     path: Path = (*prefix, *item["loc"])
     context = item.get("ctx", {})
     cause = context.get("error")
-    if isinstance(cause, ProblemsError):
-        return [problem.under(path) for problem in cause.found]
+    if isinstance(cause, FaultsError):
+        return [fault.under(path) for fault in cause.faults]
     if isinstance(cause, ValidationError):  # a model validated inside a field's validator
-        return problems_of(cause, path)
+        return faults_of(cause, path)
     got = shown(item["input"])
     if item["type"] == "literal_error":
         known = _QUOTED.findall(str(context.get("expected", "")))
         close = did_you_mean(item["input"], known) if isinstance(item["input"], str) else ""
-        return [Problem(path, f"must be one of {listed(known)}, not {got}{close}")]
+        return [Fault(path, f"must be one of {listed(known)}, not {got}{close}")]
     words = _WORDS.get(item["type"], "cannot be {got}")
-    return [Problem(path, words.format(got=got, **context))]
+    return [Fault(path, words.format(got=got, **context))]
 
 
 class WorkingCopy:
@@ -106,22 +106,22 @@ class WorkingCopy:
         """Whether `place` is missing or wrong only since its broken parts were taken out."""
         return bool(place) and any(path[: len(place)] == place for path in self.removed)
 
-    def remove(self, found: Sequence[Problem], fill: Mapping[str, object]) -> bool:
-        """Take out what the problems name, or what should have held it where it is missing.
+    def remove(self, faults: Sequence[Fault], fill: Mapping[str, object]) -> bool:
+        """Take out what the faults name, or what should have held it where it is missing.
 
         Keys in `fill` get that value instead. False when nothing would be left to validate.
         """
         targets: set[Path] = set()
-        for problem in found:
-            if problem.path[:1] and problem.path[0] in fill:
-                self.data[problem.path[0]] = fill[str(problem.path[0])]
-                self.removed.add(problem.path[:1])
+        for fault in faults:
+            if fault.path[:1] and fault.path[0] in fill:
+                self.data[fault.path[0]] = fill[str(fault.path[0])]
+                self.removed.add(fault.path[:1])
                 continue
-            target = self.existing(problem.path)
+            target = self.existing(fault.path)
             if not target:
                 return False
             targets.add(target)
-            if not problem.ignorable:
+            if not fault.ignorable:
                 self.removed.add(self.original(target))
         for target in sorted(targets, key=_last_first):
             self._delete(target)
@@ -167,11 +167,11 @@ def _plain_copy(value: Any) -> Any:
 def validate(
     model: type[M],
     work: WorkingCopy,
-    note: Callable[[Problem], None],
+    note: Callable[[Fault], None],
     *,
     fill: Mapping[str, object] | None = None,
 ) -> M | None:
-    """Build `model`, noting every problem in its original place; None when too little is sound.
+    """Build `model`, noting every fault in its original place; None when too little is sound.
 
     A broken top-level key in `fill` is replaced by the value there, so that the rest is checked.
     """
@@ -179,20 +179,20 @@ def validate(
         try:
             return model.model_validate(work.data)
         except ValidationError as error:
-            found = problems_of(error)
-        for problem in found:
-            place = work.original(problem.path)
+            faults = faults_of(error)
+        for fault in faults:
+            place = work.original(fault.path)
             if not work.caused(place):
-                note(replace(problem, path=place))
-        if not work.remove(found, fill or {}):
+                note(replace(fault, path=place))
+        if not work.remove(faults, fill or {}):
             return None
 
 
 def parse_settings(model: type[M], values: Mapping[str, Any], where: str) -> M:
-    """Build settings from Python or command-line values, all problems in one `ConfigError`."""
-    found: list[Problem] = []
-    built = validate(model, WorkingCopy(values), found.append)
-    if found or built is None:
-        texts = [f"{path_text(p.path)}: {p.message}" for p in found]
+    """Build settings from Python or command-line values, all faults in one `ConfigError`."""
+    faults: list[Fault] = []
+    built = validate(model, WorkingCopy(values), faults.append)
+    if faults or built is None:
+        texts = [f"{path_text(p.path)}: {p.message}" for p in faults]
         raise ConfigError.from_problems(where, texts)
     return built

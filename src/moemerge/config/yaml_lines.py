@@ -1,6 +1,6 @@
 """YAML with the line of every key, strict where PyYAML is lax.
 
-Duplicate keys are problems, one file holds one document, only plain data is built, and numbers
+Duplicate keys are faults, one file holds one document, only plain data is built, and numbers
 follow YAML 1.2 where YAML 1.1 surprises: `1e-6` is a number, `1:30` and `2024-01-01` are text.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from moemerge.config.problems import Path, Problem
+from moemerge.config.faults import Fault, Path
 from moemerge.errors import ConfigError
 
 MAX_NODES: Final = 200_000  # aliases of aliases can describe more data than memory holds
@@ -74,7 +74,7 @@ class Document:
 
     data: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
 
     def line(self, path: Path) -> int | None:
         """The line of `path`, or of the nearest thing around it."""
@@ -143,9 +143,7 @@ class _Builder:
     def document(self, where: str) -> Document:
         if not isinstance(self.root, yaml.MappingNode):
             kind = "a list" if isinstance(self.root, yaml.SequenceNode) else "a single value"
-            raise ConfigError(
-                f"{where}: expected keys and values (merge_method: ...), found {kind}"
-            )
+            raise ConfigError(f"{where}: expected keys and values (merge_method: ...), got {kind}")
         self.result.lines[()] = self.root.start_mark.line + 1
         self.result.data = self.build(self.root, ())
         return self.result
@@ -204,6 +202,6 @@ class _Builder:
         return str(node.value)
 
     def note(self, path: Path, message: str) -> None:
-        problem = Problem(path, message)
-        if problem not in self.result.problems:  # an alias is walked once per use
-            self.result.problems.append(problem)
+        fault = Fault(path, message)
+        if fault not in self.result.faults:  # an alias is walked once per use
+            self.result.faults.append(fault)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from moemerge.checkpoint import CheckpointWriter
-from moemerge.errors import CheckpointError, NumericalError, ResourceError
+from moemerge.errors import CheckpointError, ResourceError
+from moemerge.merging.chunked import ChunkMerger
+from moemerge.merging.finite import FiniteCheck
 from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo
-from moemerge.merging.pieces import PieceMerger, is_finite, require_finite
-from moemerge.merging.plan import Block, MergePlan, Source, UnitMerge
-from moemerge.merging.remarks import Remarks
+from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
+from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
 from moemerge.runtime.allocator import reuse_freed_memory
 from moemerge.runtime.devices import cpu_count, prepare_for_threads
@@ -49,8 +50,16 @@ class ExecutionSettings:
     allow_nonfinite: bool = False
 
 
+@dataclass(frozen=True)
+class MergeOutcome:
+    """What is to be said of a merge after it was run."""
+
+    remarks: Remarks
+    notices: tuple[str, ...]
+
+
 class MemoryBudget:
-    """Lets work in while its bytes fit; a piece larger than the whole budget runs alone."""
+    """Lets work in while its bytes fit; what is larger than the whole budget runs alone."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -72,11 +81,8 @@ class MemoryBudget:
 
 def execute(
     plan: MergePlan, writer: CheckpointWriter, settings: ExecutionSettings, progress: Progress
-) -> Remarks:
-    """Compute and write every block of `plan`; what the methods remarked on the way.
-
-    Raises the first error; the caller aborts.
-    """
+) -> MergeOutcome:
+    """Compute and write every block of `plan`. Raises the first error; the caller aborts."""
     reuse_freed_memory()
     prepare_for_threads(settings.device)
     runner = _Runner(plan, writer, settings, progress)
@@ -93,7 +99,7 @@ def execute(
             pool.shutdown(cancel_futures=True)
             raise
     progress.finish()
-    return runner.remarks
+    return MergeOutcome(runner.remarks, tuple(runner.finite.notices()))
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:
@@ -132,9 +138,8 @@ class _Runner:
         self.stopped = threading.Event()
         self.remarks = Remarks()
         self.dtypes = {t.name: t.dtype for t in plan.tensors}
-        self.pieces = PieceMerger(
-            plan, settings.device, self._apply, allow_nonfinite=settings.allow_nonfinite
-        )
+        self.finite = FiniteCheck(plan, allow=settings.allow_nonfinite)
+        self.chunks = ChunkMerger(plan, settings.device, self._apply, self.finite)
 
     @torch.inference_mode()
     def run(self, block: Block, soon: Block | None = None) -> None:
@@ -151,37 +156,27 @@ class _Runner:
                     f"{self.settings.device} has too little free memory to merge {block.tensor}",
                     hint="use --device cpu, or free memory on the device",
                 ) from error
-            self._check_result(result, block)
+            self.finite.merged(result, block)
             row = 0 if block.rows is None else block.rows[0]
             self.writer.write(block.tensor, result, row=row)
         self.progress.advance(result.numel() * result.element_size())
 
-    def _check_result(self, result: Tensor, block: Block) -> None:
-        """Inputs were finite: a result that is not has outgrown its dtype."""
-        if self.settings.allow_nonfinite or not result.is_floating_point():
-            return
-        if not is_finite(result) and not bool(result.isfinite().all()):
-            raise NumericalError(
-                f"the merged tensor {block.tensor} holds values that {result.dtype} cannot",
-                hint="choose a wider dtype or out_dtype (bfloat16, float32), or smaller weights",
-            )
-
     def _prefetch(self, block: Block) -> None:
-        for source in (s for merge in block.merges for s in merge.sources):
+        for source in (s for merge in block.merges for s in merge.reads):
             self.plan.models[source.model].checkpoint.prefetch(source.tensor, source.slot.rows)
 
     def _merge(self, block: Block) -> Tensor:
         out_dtype = self.dtypes[block.tensor]
-        if self.pieces.takes(block):
-            return self.pieces.merge(block, self._unit(block.merges[0]), out_dtype)
-        blocks = _BlockReader(self.plan, allow_nonfinite=self.settings.allow_nonfinite)
+        if self.chunks.takes(block):
+            return self.chunks.merge(block, self._unit(block.merges[0]), out_dtype)
+        blocks = _BlockReader(self.plan, self.finite)
         whole = len(block.merges) == 1 and block.merges[0].unit.slot.covers_block
         result = None if whole else torch.empty(block.shape, dtype=out_dtype)
         for merge in block.merges:
-            stored = [source.slot.take(blocks.read(source)) for source in merge.sources]
+            stored = [source.slot.take(blocks.read(source)) for source in merge.reads]
             if result is None:
-                found = self._apply(merge, self._unit(merge), stored)
-                return found.to("cpu", out_dtype).reshape(block.shape).contiguous()
+                merged = self._apply(merge, self._unit(merge), stored)
+                return merged.to("cpu", out_dtype).reshape(block.shape).contiguous()
             merge.unit.slot.take(result).copy_(self._apply(merge, self._unit(merge), stored))
         assert result is not None
         return result
@@ -220,33 +215,31 @@ class _Runner:
         first = self._raw(block.copy, block)
         for other in block.must_equal:
             if not torch.equal(first, self._raw(other, block)):
-                names = [self.plan.models[s.model].checkpoint.label for s in (block.copy, other)]
+                names = [self.plan.models[s.model].label for s in (block.copy, other)]
                 raise CheckpointError(
                     f"integer tensor {block.tensor} differs between {names[0]} and {names[1]}",
                     hint="integers cannot be averaged: the models are not fine-tunes of one base",
                 )
         return first.to(self.dtypes[block.tensor])
 
-    def _raw(self, source: Source, block: Block) -> Tensor:
+    def _raw(self, source: UnitInput, block: Block) -> Tensor:
         tensor = self.plan.models[source.model].checkpoint.read(source.tensor, block.rows)
-        if tensor.is_floating_point() and not self.settings.allow_nonfinite:
-            require_finite(tensor, source, self.plan)
+        self.finite.read(tensor, source)
         return tensor
 
 
 class _BlockReader:
     """Reads each stored block once, though several units (gate and up) may lie in it."""
 
-    def __init__(self, plan: MergePlan, *, allow_nonfinite: bool) -> None:
+    def __init__(self, plan: MergePlan, finite: FiniteCheck) -> None:
         self._plan = plan
-        self._allow_nonfinite = allow_nonfinite
+        self._finite = finite
         self._blocks: dict[tuple[int, str, tuple[int, int] | None], Tensor] = {}
 
-    def read(self, source: Source) -> Tensor:
+    def read(self, source: UnitInput) -> Tensor:
         key = (source.model, source.tensor, source.slot.rows)
         if key not in self._blocks:
             checkpoint = self._plan.models[source.model].checkpoint
             self._blocks[key] = checkpoint.read(source.tensor, source.slot.rows)
-            if not self._allow_nonfinite:
-                require_finite(self._blocks[key], source, self._plan)
+            self._finite.read(self._blocks[key], source)
         return self._blocks[key]

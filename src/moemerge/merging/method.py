@@ -13,10 +13,13 @@ the result has their shape. Parameters are frozen dataclasses whose fields are m
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from enum import StrEnum
+from importlib.metadata import entry_points
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -65,14 +68,23 @@ class StoppedError(Exception):
     """The merge was stopped elsewhere; ends a method's loop early. Never reaches a user."""
 
 
+class Remark(StrEnum):
+    """What a method may say of a single unit, as the report sorts it."""
+
+    AVERAGED = "averaged"
+    FEW_TOKENS = "few_tokens"
+    UNVISITED = "unvisited"
+    JITTER = "jitter"
+
+
 Facts = Mapping[str, float | int | str]
 
 
-def _go_on() -> bool:
+def _never() -> bool:
     return False
 
 
-def _unheard(kind: str, facts: Facts) -> None:
+def _ignore(remark: Remark, facts: Facts) -> None:
     pass
 
 
@@ -83,8 +95,8 @@ class UnitInfo:
     key: str
     role: Role
     seed: int = 0
-    stopped: Callable[[], bool] = _go_on
-    remark: Callable[[str, Facts], None] = _unheard  # something of this unit, for the report
+    stopped: Callable[[], bool] = _never
+    remark: Callable[[Remark, Facts], None] = _ignore  # tell the report something of this unit
 
     def check_stopped(self) -> None:
         """To be called now and then by a method that takes long, so that Ctrl-C is not in vain."""
@@ -113,7 +125,7 @@ class MergeMethod:
     per_model: type
     options: type
     elementwise: bool  # acts on every element alone: may run on stacks and on pieces of a tensor
-    weights: WeightsFunction | None = None  # where the function is Σ w_i θ_i, the w_i
+    weights: WeightsFunction | None = None  # the w_i; of an elementwise method, which is Σ w_i θ_i
 
     @property
     def name(self) -> str:
@@ -121,6 +133,7 @@ class MergeMethod:
 
 
 METHODS: Registry[MergeMethod] = Registry("merge method")
+PLUGINS = "moemerge.methods"  # the entry point of packages that bring methods along
 
 
 def param(
@@ -155,17 +168,17 @@ def merge_method(
     base: BasePolicy,
     per_model: type = NoParams,
     options: type = NoParams,
-    min_models: int = 1,
-    max_models: int | None = None,
+    models: tuple[int, int | None] = (1, None),
     elementwise: bool = False,
     statistics: StatisticsKind | None = None,
     weights: WeightsFunction | None = None,
 ) -> Callable[[MergeFunction], MergeFunction]:
     """Register a merge method under `name`, as it is written in a config.
 
+    It takes at least and at most so many `models`, the base not counted where it stands apart.
     With `statistics`, each input carries its model's statistics of the unit, where it has any.
-    `weights` says that the method is a weighted sum of its inputs, which can then be taken without
-    calling it.
+    `weights` says how much each model counts, and refuses weights that cannot be; where the method
+    is also `elementwise`, it is this weighted sum, which can then be taken without calling it.
     """
 
     if elementwise and statistics is not None:
@@ -182,8 +195,8 @@ def merge_method(
             name=name,
             summary=summary,
             base=base,
-            min_models=min_models,
-            max_models=max_models,
+            min_models=models[0],
+            max_models=models[1],
             parameters=(*_specs(per_model, per_model=True), *_specs(options, per_model=False)),
             statistics=statistics,
         )
@@ -219,3 +232,18 @@ def _specs(cls: type, *, per_model: bool) -> list[ParameterSpec]:
             ParameterSpec(name=key, type=kinds[0], default=default, per_model=per_model, **metadata)
         )
     return specs
+
+
+@functools.cache
+def load_plugins() -> tuple[str, ...]:
+    """Import every module that a package registers under the entry point, once; their names."""
+    plugins = entry_points(group=PLUGINS)
+    for entry in plugins:
+        try:
+            entry.load()
+        except (ImportError, AttributeError) as error:
+            raise UsageError(
+                f"the plugin {entry.name!r} ({entry.value}) cannot be imported: {error}",
+                hint="repair or uninstall the package that brings it",
+            ) from error
+    return tuple(entry.name for entry in plugins)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from moemerge.architectures.opened import OpenModel
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.errors import ArchitectureError
-from moemerge.merging.plan import InputModel
 from moemerge.merging.planner import OutputTensors
 from moemerge.merging.tokenizer.chat import resolve_chat_template, with_chat_template
+from moemerge.merging.tokenizer.embeddings import Vocabularies
 from moemerge.merging.tokenizer.plan import TokenizerPlan
 from moemerge.merging.tokenizer.vocab import read_json, read_vocabulary
 from moemerge.merging.tokenizer.write import (
@@ -23,7 +24,6 @@ from moemerge.merging.tokenizer.write import (
     to_json,
     tokenizer_files,
 )
-from moemerge.merging.vocabulary import Vocabularies
 from moemerge.runtime.devices import dtype_name
 
 GENERATION_CONFIG = "generation_config.json"
@@ -42,7 +42,7 @@ class OutputFiles:
 
 def output_files(
     merge: NormalisedMerge,
-    models: Mapping[str, InputModel],
+    models: Mapping[str, OpenModel],
     vocabularies: Vocabularies,
     output: OutputTensors,
     chat_template: str | None,
@@ -73,8 +73,8 @@ def output_files(
 
 def _tokenizer(
     merge: NormalisedMerge,
-    models: Mapping[str, InputModel],
-    donor: InputModel,
+    models: Mapping[str, OpenModel],
+    donor: OpenModel,
     plan: TokenizerPlan | None,
     chat_template: str | None,
 ) -> dict[str, bytes] | None:
@@ -92,15 +92,15 @@ def _tokenizer(
 
 
 def _for_vocabulary(
-    content: dict[str, Any], name: str, donor: InputModel, plan: TokenizerPlan
+    content: dict[str, Any], name: str, donor: OpenModel, plan: TokenizerPlan
 ) -> tuple[dict[str, Any], list[str]]:
-    own = read_vocabulary(donor.checkpoint.tokenizer_folder, donor.checkpoint.label)
+    own = read_vocabulary(donor.checkpoint.tokenizer_folder, donor.label)
     theirs = read_json(plan.vocabulary.folder / name)
     return config_for(content, plan, own=own, donor=theirs)
 
 
 def result_config(
-    donor: InputModel, models: Mapping[str, InputModel], output: OutputTensors
+    donor: OpenModel, models: Mapping[str, OpenModel], output: OutputTensors
 ) -> dict[str, Any]:
     """The donor's config.json with the result's layers and dtype."""
     config = {k: v for k, v in donor.checkpoint.config.items() if k not in NOT_CARRIED}
@@ -117,21 +117,21 @@ def result_config(
     return _with_dtype(config, _main_dtype(output))
 
 
-def _by_layer(name: str, origins: Sequence[tuple[InputModel, int]]) -> Any:
+def _by_layer(name: str, origins: Sequence[tuple[OpenModel, int]]) -> Any:
     """A value with one entry for each layer, for a stack of slices."""
     entries = []
     for model, layer in origins:
         value = model.architecture.text_config.get(name)
         if not isinstance(value, list | str) or layer >= len(value):
             raise ArchitectureError(
-                f"the config of {model.checkpoint.label} says no {name!r} of its layer {layer}",
+                f"the config of {model.label} says no {name!r} of its layer {layer}",
                 hint="only models whose configs describe their layers alike can be stacked",
             )
         entries.append(value[layer])
     return "".join(entries) if isinstance(value, str) else entries
 
 
-Origins = Sequence[tuple[InputModel, int]]
+Origins = Sequence[tuple[OpenModel, int]]
 
 
 def _renumbered(name: str, origins: Origins) -> list[int]:
@@ -161,7 +161,7 @@ def _require_period(name: str, origins: Origins) -> None:
         period = model.architecture.text_config.get(name) or 1
         if layer % period != number % period:
             raise ArchitectureError(
-                f"the slices move layer {layer} of {model.checkpoint.label} to {number}, but "
+                f"the slices move layer {layer} of {model.label} to {number}, but "
                 f"{name!r} is {period}: the kind of a layer follows from its number",
                 hint=f"move layers by multiples of {period} only",
             )

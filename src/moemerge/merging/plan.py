@@ -9,46 +9,35 @@ expert of a stack, or, for methods that act on each element alone, a run of rows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moemerge.architectures.architecture import Architecture
-from moemerge.architectures.roles import Slot, Unit
-from moemerge.checkpoint import Checkpoint, TensorInfo
+from moemerge.architectures.opened import OpenModel
+from moemerge.architectures.roles import WHOLE, Slot, Unit
+from moemerge.checkpoint import TensorInfo
 from moemerge.config.parameters import StatisticsKind
 from moemerge.merging.method import MergeMethod
 
 if TYPE_CHECKING:
     from moemerge.statistics.file import Statistics
 
+# Result, task-vector sum, mask and magnitudes: what the methods hold besides their inputs.
+TEMPORARIES = 4
+# Elementwise methods take large tensors in runs of this many elements (64 MB in float32).
+RUN_ELEMENTS = 2**24
+
 Prepare = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
-class Fate(StrEnum):
-    """What becomes of an input tensor."""
-
-    MERGED = "merged"
-    COPIED = "copied"
-    DROPPED = "dropped"
-
-
 @dataclass(frozen=True)
-class InputModel:
-    """One opened model of the merge."""
-
-    name: str
-    checkpoint: Checkpoint
-    architecture: Architecture
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where one model keeps a unit. `params` are the method's for this model and unit."""
+class UnitInput:
+    """Where one model keeps a unit, and the method's parameters for it there."""
 
     model: int  # position in MergePlan.models
     tensor: str
@@ -64,13 +53,14 @@ class UnitMerge:
     unit: Unit
     method: MergeMethod
     options: Any
-    inputs: tuple[Source, ...]
-    base: Source | None
+    inputs: tuple[UnitInput, ...]
+    base: UnitInput | None
     # Brings tensors of unlike vocabularies to one shape; gets the inputs, then the base.
     prepare: Prepare | None = None
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def reads(self) -> tuple[UnitInput, ...]:
+        """All that is read for it: the inputs, then the base."""
         return self.inputs if self.base is None else (*self.inputs, self.base)
 
     @property
@@ -94,8 +84,8 @@ class Block:
     rows: tuple[int, int] | None
     shape: tuple[int, ...]
     merges: tuple[UnitMerge, ...]  # empty: a copy
-    copy: Source | None = None
-    must_equal: tuple[Source, ...] = ()  # integer tensors: the other models' must agree
+    copy: UnitInput | None = None
+    must_equal: tuple[UnitInput, ...] = ()  # integer tensors: the other models' must agree
 
     @property
     def numel(self) -> int:
@@ -106,13 +96,48 @@ class Block:
         """Memory that computing this block takes: float32 inputs, and a few temporaries."""
         if not self.merges:
             return 8 * self.numel * (1 + len(self.must_equal))
-        widest = max(len(m.sources) for m in self.merges)
+        widest = max(len(m.reads) for m in self.merges)
         statistics = max(m.statistics_bytes for m in self.merges)
         return 4 * self.numel * (2 * widest + TEMPORARIES) + statistics
 
 
-# Result, task-vector sum, mask and magnitudes: what the methods hold beside their inputs.
-TEMPORARIES = 4
+def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Block]:
+    """The units of a tensor, grouped by the rows they share; large elementwise ones in runs."""
+    if len(merges) == 1 and _splits(merges[0]):
+        yield from _runs(info, merges[0])
+        return
+    by_rows: dict[tuple[int, int] | None, list[UnitMerge]] = defaultdict(list)
+    for merge in merges:
+        by_rows[merge.unit.slot.rows].append(merge)
+    for rows, group in by_rows.items():
+        yield Block(info.name, rows, info.block_shape(rows), tuple(group))
+
+
+def _splits(merge: UnitMerge) -> bool:
+    whole = all(u.slot == WHOLE for u in merge.reads)
+    return whole and merge.method.elementwise and merge.prepare is None and bool(merge.unit.shape)
+
+
+def _runs(info: TensorInfo, merge: UnitMerge) -> Iterator[Block]:
+    step = max(1, RUN_ELEMENTS * info.rows // max(1, info.nbytes // info.dtype.itemsize))
+    for start in range(0, info.rows, step):
+        rows = (start, min(start + step, info.rows))
+        slot = Slot(rows=rows)
+        part = replace(
+            merge,
+            unit=replace(merge.unit, slot=slot),
+            inputs=tuple(replace(u, slot=slot) for u in merge.inputs),
+            base=None if merge.base is None else replace(merge.base, slot=slot),
+        )
+        yield Block(info.name, rows, info.block_shape(rows), (part,))
+
+
+class Fate(StrEnum):
+    """What becomes of an input tensor."""
+
+    MERGED = "merged"
+    COPIED = "copied"
+    DROPPED = "dropped"
 
 
 @dataclass(frozen=True)
@@ -125,11 +150,39 @@ class Account:
     reason: str = ""
 
 
+class Ledger:
+    """What becomes of every input tensor; filled while the plan is made."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[tuple[str, str], Account] = {}
+
+    def record(self, model: str, tensor: str, fate: Fate, reason: str = "") -> None:
+        """A use outweighs an earlier dropping: a stack may be used in part."""
+        known = self._accounts.get((model, tensor))
+        if known is None or known.fate is Fate.DROPPED:
+            self._accounts[model, tensor] = Account(model, tensor, fate, reason)
+
+    def __contains__(self, key: tuple[str, str]) -> bool:
+        return key in self._accounts
+
+    def complete(self, models: Mapping[str, OpenModel]) -> Iterator[Account]:
+        """One account for every input tensor: what nothing has used is dropped."""
+        for name, model in models.items():
+            for tensor in model.checkpoint.tensors:
+                known = self._accounts.get((name, tensor))
+                yield known or Account(name, tensor, Fate.DROPPED, _unused(model, tensor))
+
+
+def _unused(model: OpenModel, tensor: str) -> str:
+    layer = model.architecture.layer_of(tensor)
+    return f"layer {layer} is in no slice" if layer is not None else "outside every slice"
+
+
 @dataclass(frozen=True)
 class MergePlan:
-    """All of a merge."""
+    """Every output tensor of a merge in blocks, and what becomes of every input tensor."""
 
-    models: tuple[InputModel, ...]
+    models: tuple[OpenModel, ...]
     tensors: tuple[TensorInfo, ...]  # of the output, in writing order
     blocks: tuple[Block, ...]
     accounts: tuple[Account, ...]

@@ -7,24 +7,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.names import with_layer
+from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES, WHOLE, Role, Unit
-from moemerge.checkpoint import Checkpoint, TensorInfo
-from moemerge.config.lookup import ParameterReader
-from moemerge.config.models import ModelRef
+from moemerge.checkpoint import TensorInfo
+from moemerge.config.parameter_values import ParameterReader, TensorContext
 from moemerge.config.parameters import BasePolicy
-from moemerge.config.resolve import MergeSlice, NormalisedMerge
-from moemerge.config.resolve import Source as ConfigSource
+from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError
-from moemerge.merging import pairing
-from moemerge.merging.accounts import Ledger
-from moemerge.merging.blocks import split_into_blocks
+from moemerge.merging import matching
+from moemerge.merging.destinations import Destination, Destinations
+from moemerge.merging.matching import UnitIndex
 from moemerge.merging.method import METHODS, MergeMethod, yaml_key
-from moemerge.merging.pairing import UnitIndex
-from moemerge.merging.places import Place, Places
-from moemerge.merging.plan import Account, Block, Fate, InputModel, Source, UnitMerge
-from moemerge.merging.vocabulary import Vocabularies
+from moemerge.merging.plan import (
+    Account,
+    Block,
+    Fate,
+    Ledger,
+    UnitInput,
+    UnitMerge,
+    split_into_blocks,
+)
+from moemerge.merging.tokenizer.embeddings import Vocabularies
 from moemerge.runtime.devices import dtype_name, parse_dtype
 
 
@@ -39,20 +43,13 @@ class OutputTensors:
     layer_origins: tuple[tuple[str, int], ...]  # per output layer, the reference and its layer
 
 
-def open_models(merge: NormalisedMerge) -> dict[str, InputModel]:
+def open_models(merge: NormalisedMerge) -> dict[str, OpenModel]:
     """Open every model of the merge by name; headers alone are read."""
-    models = {}
-    for name, ref in merge.models.items():
-        models[name] = _open(name, ref)
-    pairing.require_one_family(list(models.values()))
+    models = {name: open_model(name, ref) for name, ref in merge.models.items()}
+    matching.require_one_family(list(models.values()))
     if merge.whole:
-        pairing.require_layers(list(models.values()))
+        matching.require_layers(list(models.values()))
     return models
-
-
-def _open(name: str, ref: ModelRef) -> InputModel:
-    checkpoint = Checkpoint.open(ref)
-    return InputModel(name, checkpoint, Architecture.of(checkpoint.config, checkpoint.tensors))
 
 
 class Planner:
@@ -61,7 +58,7 @@ class Planner:
     def __init__(
         self,
         merge: NormalisedMerge,
-        models: Mapping[str, InputModel],
+        models: Mapping[str, OpenModel],
         vocabularies: Vocabularies,
         dtype: str | None,
         out_dtype: str | None,
@@ -70,7 +67,7 @@ class Planner:
         self.models = models
         self.position = {name: i for i, name in enumerate(models)}
         self.index = {name: UnitIndex(model) for name, model in models.items()}
-        self.places = Places(merge, self.index)
+        self.destinations = Destinations(merge, self.index)
         self.vocabularies = vocabularies
         self.method = METHODS.get(merge.schema.name)
         router = merge.router_schema
@@ -87,17 +84,17 @@ class Planner:
     def plan(self) -> OutputTensors:
         tensors: list[TensorInfo] = []
         blocks: list[Block] = []
-        pairing.require_one_tying(
+        matching.require_one_tying(
             self.models[self.merge.name_of(self.merge.donor)],
-            self.models[self.places.reference(self.merge.slices[-1]).name],
+            self.models[self.destinations.reference(self.merge.slices[-1]).name],
         )
-        for reference, name, place in self.places:
-            planned = self._tensor(reference, name, place)
+        for reference, name, to in self.destinations:
+            planned = self._tensor(reference, name, to)
             if planned is not None:
                 tensors.append(planned[0])
                 blocks.extend(planned[1])
         for (model, reference), names in self.missing.items():
-            raise pairing.missing_error(self.models[model], self.models[reference], names)
+            raise matching.missing_error(self.models[model], self.models[reference], names)
         for info, block in self._extras({t.name for t in tensors}):
             tensors.append(info)
             blocks.append(block)
@@ -106,82 +103,82 @@ class Planner:
             blocks=tuple(blocks),
             accounts=tuple(self.ledger.complete(self.models)),
             notices=tuple(self._notices()),
-            layer_origins=tuple(self.places.origins()),
+            layer_origins=tuple(self.destinations.origins()),
         )
 
     # -- one tensor --------------------------------------------------------------------------
 
     def _tensor(
-        self, reference: str, name: str, place: Place
+        self, reference: str, name: str, to: Destination
     ) -> tuple[TensorInfo, list[Block]] | None:
         index = self.index[reference]
         stored = index.model.checkpoint.tensors[name]
         units = index.by_tensor[name]
         architecture = index.model.architecture
-        output = name if place.layer is None else architecture.at_layer(name, place.layer)
+        output = name if to.layer is None else architecture.at_layer(name, to.layer)
         if self._keeps_router(units):
-            return self._kept_router(reference, units[0], output, place)
-        found = {
-            source.name: self._find_all(units, reference, source, place)
-            for source in self._piece(place).sources
+            return self._kept_router(reference, units[0], output, to)
+        matches = {
+            source.name: self._find_all(units, reference, source, to)
+            for source in self._slice(to).models
         }
-        lacking = [m for m, pairs in found.items() if any(u is None for u in pairs)]
+        lacking = [m for m, pairs in matches.items() if any(u is None for u in pairs)]
         if lacking:
-            if not pairing.is_auxiliary(units[0], architecture):
+            if not matching.is_auxiliary(units[0], architecture):
                 for model in lacking:
                     self.missing[model, reference].append(name)
                 return None
             why = f"not in every model ({', '.join(lacking)} lack it)"
-            for model in found.keys() - {reference, *lacking}:
-                for unit in filter(None, found[model]):
+            for model in matches.keys() - {reference, *lacking}:
+                for unit in filter(None, matches[model]):
                     self.ledger.record(
                         model, unit.tensor, Fate.DROPPED, f"{why}; {reference}'s is copied"
                     )
             return self._copied(reference, name, output, stored, why)
-        whole = {m: [u for u in pairs if u is not None] for m, pairs in found.items()}
+        whole = {m: [u for u in pairs if u is not None] for m, pairs in matches.items()}
         if not stored.dtype.is_floating_point:
             return self._integers(reference, output, stored, whole)
         info = self._output_info(output, stored, units, whole)
-        merges = [self._unit(i, unit, whole, place, info) for i, unit in enumerate(units)]
+        merges = [self._unit(i, unit, whole, to, info) for i, unit in enumerate(units)]
         self._account(whole, merges)
         return info, list(split_into_blocks(info, merges))
 
-    def _account(self, found: Mapping[str, list[Unit]], merges: Sequence[UnitMerge]) -> None:
-        used = {source.model for merge in merges for source in merge.sources}
-        for model, units in found.items():
+    def _account(self, matches: Mapping[str, list[Unit]], merges: Sequence[UnitMerge]) -> None:
+        used = {source.model for merge in merges for source in merge.reads}
+        for model, units in matches.items():
             fate, why = Fate.MERGED, ""
             if self.position[model] not in used:  # a base that only lends its config
                 fate, why = Fate.DROPPED, f"{merges[0].method.name!r} merges the other models alone"
             for unit in units:
                 self.ledger.record(model, unit.tensor, fate, why)
 
-    def _piece(self, place: Place) -> MergeSlice:
-        return self.merge.slices[place.slice_index]
+    def _slice(self, to: Destination) -> MergeSlice:
+        return self.merge.slices[to.slice_index]
 
     def _find_all(
-        self, units: Iterable[Unit], reference: str, source: ConfigSource, place: Place
+        self, units: Iterable[Unit], reference: str, source: SliceModel, to: Destination
     ) -> list[Unit | None]:
         index = self.index[source.name]
-        moved = place.shift.get(source.name) != place.shift.get(reference)
-        found = []
+        moved = to.layers.get(source.name) != to.layers.get(reference)
+        matches = []
         for unit in units:
             key = unit.key
             if moved:
-                key = with_layer(key, place.shift[source.name])
+                key = with_layer(key, to.layers[source.name])
             other = index.find(unit, key)
             if other is not None and not self.vocabularies.spans(unit):
-                pairing.require_shape(unit, self.index[reference], other, index)
-            found.append(other)
-        return found
+                matching.require_shape(unit, self.index[reference], other, index)
+            matches.append(other)
+        return matches
 
     def _output_info(
         self,
         output: str,
         stored: TensorInfo,
         units: tuple[Unit, ...],
-        found: Mapping[str, list[Unit]],
+        matches: Mapping[str, list[Unit]],
     ) -> TensorInfo:
-        dtypes = {model: self.index[model].info(pairs[0]).dtype for model, pairs in found.items()}
+        dtypes = {model: self.index[model].info(pairs[0]).dtype for model, pairs in matches.items()}
         if self.out_dtype is None and len(set(dtypes.values())) > 1:
             listed = ", ".join(f"{m}: {dtype_name(d)}" for m, d in dtypes.items())
             raise CheckpointError(
@@ -190,7 +187,7 @@ class Planner:
             )
         for model, dtype in dtypes.items():
             if not dtype.is_floating_point:
-                raise pairing.dtype_error(stored, model, dtype)
+                raise matching.dtype_error(stored, model, dtype)
         shape = stored.shape
         if self.vocabularies.spans(units[0]):
             shape = self.vocabularies.shape(units[0])
@@ -200,31 +197,31 @@ class Planner:
         self,
         i: int,
         unit: Unit,
-        found: Mapping[str, list[Unit]],
-        place: Place,
+        matches: Mapping[str, list[Unit]],
+        to: Destination,
         info: TensorInfo,
     ) -> UnitMerge:
-        piece = self._piece(place)
+        merge_slice = self._slice(to)
         method, reader = self._method_for(unit)
         role = str(unit.role)
 
         informed = method.schema.statistics is not None
 
-        def source(s: ConfigSource, params: Any = None) -> Source:
-            mine = found[s.name][i]
+        def source(s: SliceModel, params: Any = None) -> UnitInput:
+            mine = matches[s.name][i]
             key = mine.key if informed else None
-            return Source(self.position[s.name], mine.tensor, mine.slot, params, key)
+            return UnitInput(self.position[s.name], mine.tensor, mine.slot, params, key)
 
         inputs = []
-        models, base = piece.seen_by(method.schema)
+        models, base = merge_slice.seen_by(method.schema)
         if method.schema.base is BasePolicy.DONOR and not self.vocabularies.spans(unit):
             base = None
         for s in models:
-            names = found[s.name][i].names
-            values = reader.model_values(place.slice_index, s.name, names, role, place.t)
+            tensor = TensorContext(to.slice_index, matches[s.name][i].names, role, to.t)
+            values = reader.values(tensor, s.name)
             inputs.append(source(s, self._build(method.per_model, values)))
-        placed = self._placed(unit, info, place)
-        options = reader.method_values(place.slice_index, placed.names, role, place.t)
+        placed = self._placed(unit, info, to)
+        options = reader.values(TensorContext(to.slice_index, placed.names, role, to.t))
         prepare = None
         if self.vocabularies.spans(unit):
             order = [s.name for s in (*models, *([] if base is None else [base]))]
@@ -252,12 +249,12 @@ class Planner:
             self._params[key] = cls(**{f.name: values[yaml_key(f)] for f in fields(cls)})
         return self._params[key]
 
-    def _placed(self, unit: Unit, info: TensorInfo, place: Place) -> Unit:
+    def _placed(self, unit: Unit, info: TensorInfo, to: Destination) -> Unit:
         """The reference model's unit under its name in the output."""
-        if place.layer is None or unit.layer == place.layer:
+        if to.layer is None or unit.layer == to.layer:
             return replace(unit, tensor=info.name)
-        key = with_layer(unit.key, place.layer)
-        return replace(unit, tensor=info.name, key=key, layer=place.layer)
+        key = with_layer(unit.key, to.layer)
+        return replace(unit, tensor=info.name, key=key, layer=to.layer)
 
     # -- copies ------------------------------------------------------------------------------
 
@@ -265,26 +262,26 @@ class Planner:
         return self.merge.router_keep is not None and units[0].role in ROUTING_ROLES
 
     def _kept_router(
-        self, reference: str, unit: Unit, output: str, place: Place
+        self, reference: str, unit: Unit, output: str, to: Destination
     ) -> tuple[TensorInfo, list[Block]]:
         keep = self.merge.router_keep
         assert keep is not None
         index = self.index[keep]
-        found = index.find(unit, self._key_in(keep, unit, place))
-        if found is None:
-            raise pairing.missing_error(index.model, self.models[reference], [unit.tensor])
-        pairing.require_shape(unit, self.index[reference], found, index)
-        for source in self._piece(place).sources:
-            other = self.index[source.name].find(unit, self._key_in(source.name, unit, place))
+        match = index.find(unit, self._key_in(keep, unit, to))
+        if match is None:
+            raise matching.missing_error(index.model, self.models[reference], [unit.tensor])
+        matching.require_shape(unit, self.index[reference], match, index)
+        for source in self._slice(to).models:
+            other = self.index[source.name].find(unit, self._key_in(source.name, unit, to))
             if source.name != keep and other is not None:
                 why = f"the routers are those of {keep}"
                 self.ledger.record(source.name, other.tensor, Fate.DROPPED, why)
-        return self._copied(keep, found.tensor, output, index.info(found), "router: keep")
+        return self._copied(keep, match.tensor, output, index.info(match), "router: keep")
 
     @staticmethod
-    def _key_in(model: str, unit: Unit, place: Place) -> str:
+    def _key_in(model: str, unit: Unit, to: Destination) -> str:
         """The key of the reference's unit in a model whose layer here may be another one."""
-        layer = place.shift.get(model)
+        layer = to.layers.get(model)
         return unit.key if layer is None else with_layer(unit.key, layer)
 
     def _copied(
@@ -293,20 +290,20 @@ class Planner:
         self.ledger.record(model, name, Fate.COPIED, why)
         dtype = self.out_dtype if stored.dtype.is_floating_point else None
         info = TensorInfo.of(output, dtype or stored.dtype, stored.shape)
-        source = Source(self.position[model], name, WHOLE)
+        source = UnitInput(self.position[model], name, WHOLE)
         return info, [Block(output, None, info.shape, (), copy=source)]
 
     def _integers(
-        self, reference: str, output: str, stored: TensorInfo, found: Mapping[str, list[Unit]]
+        self, reference: str, output: str, stored: TensorInfo, matches: Mapping[str, list[Unit]]
     ) -> tuple[TensorInfo, list[Block]]:
         info = TensorInfo.of(output, stored.dtype, stored.shape)
         sources = {}
-        for model, units in found.items():
+        for model, units in matches.items():
             dtype = self.index[model].info(units[0]).dtype
             if dtype != stored.dtype:
-                raise pairing.dtype_error(stored, model, dtype)
+                raise matching.dtype_error(stored, model, dtype)
             self.ledger.record(model, units[0].tensor, Fate.COPIED, "integers, equal in all models")
-            sources[model] = Source(self.position[model], units[0].tensor, WHOLE)
+            sources[model] = UnitInput(self.position[model], units[0].tensor, WHOLE)
         first = sources.pop(reference)
         block = Block(output, None, info.shape, (), first, tuple(sources.values()))
         return info, [block]
@@ -314,7 +311,7 @@ class Planner:
     def _extras(self, written: set[str]) -> Iterator[tuple[TensorInfo, Block]]:
         """Tensors that only other models than the reference have: copied when the model runs
         without them, an error otherwise. None may get lost."""
-        reference = self.places.reference(self.merge.slices[0]).name
+        reference = self.destinations.reference(self.merge.slices[0]).name
         known = set(self.index[reference].by_key)
         for name, index in self.index.items():
             unknown = []
@@ -324,12 +321,12 @@ class Planner:
                 if units[0].role is Role.HEAD and self.index[reference].head is not None:
                     self._tied_head(name, reference, tensor)
                 elif units[0].key not in known:
-                    if pairing.is_auxiliary(units[0], index.model.architecture):
+                    if matching.is_auxiliary(units[0], index.model.architecture):
                         yield from self._extra(name, tensor, reference, written)
                     else:
                         unknown.append(tensor)
             if unknown and self.merge.whole:
-                raise pairing.missing_error(self.models[reference], index.model, unknown)
+                raise matching.missing_error(self.models[reference], index.model, unknown)
 
     def _extra(
         self, model: str, tensor: str, reference: str, written: set[str]
@@ -350,12 +347,12 @@ class Planner:
         yield info, blocks[0]
 
     def _tied_head(self, model: str, reference: str, tensor: str) -> None:
-        if all(s.name != model for s in self.merge.slices[-1].sources):
+        if all(s.name != model for s in self.merge.slices[-1].models):
             return
         if not self.models[model].architecture.tied:
             raise ArchitectureError(
-                f"{self.models[model].checkpoint.label} has an output head of its own ({tensor}), "
-                f"but {self.models[reference].checkpoint.label} ties it to the embeddings",
+                f"{self.models[model].label} has an output head of its own ({tensor}), "
+                f"but {self.models[reference].label} ties it to the embeddings",
                 hint="untie the base first, or leave that model out",
             )
         self.ledger.record(model, tensor, Fate.DROPPED, "a copy of the tied embeddings")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from moemerge.merging.method import Facts, Remark
 from moemerge.merging.plan import Fate, MergePlan
 from moemerge.runtime.devices import dtype_name
 
@@ -40,7 +43,8 @@ class MergeReport:
     statistics: dict[str, Any] = field(default_factory=dict)  # of each model, where they came from
     remarks: dict[str, Any] = field(default_factory=dict)  # what methods said of single units
     device: str | None = None  # None: planned, not run
-    seconds: float | None = None
+    seconds: float | None = None  # all of it, with the statistics that were computed first
+    statistics_seconds: float | None = None
     output: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -50,6 +54,11 @@ class MergeReport:
             "seed": self.seed,
             "device": self.device,
             "seconds": None if self.seconds is None else round(self.seconds, 3),
+            **(
+                {"statistics_seconds": round(self.statistics_seconds, 3)}
+                if self.statistics_seconds is not None
+                else {}
+            ),
             "output": {
                 "folder": self.output,
                 "tensors": self.output_tensors,
@@ -108,4 +117,47 @@ def _accounts(plan: MergePlan) -> tuple[ModelAccount, ...]:
             dropped=dict(rest[m.name, Fate.DROPPED]),
         )
         for m in plan.models
+    )
+
+
+# --- remarks of methods on single units -----------------------------------------------------------
+
+SHOWN = 3  # units named in one notice; the report names all
+_SENTENCES = {
+    Remark.FEW_TOKENS: "were drawn towards the average, as a model sent them few tokens or none",
+    Remark.UNVISITED: "were taken from the other models, as no gradient of a model reached them",
+    Remark.AVERAGED: "were averaged, though the rest is not",
+    Remark.JITTER: "were solved with jitter",
+}
+
+
+class Remarks:
+    """What methods said of single units. Filled by many threads, read in the units' order."""
+
+    def __init__(self) -> None:
+        self._units: dict[Remark, dict[str, Facts]] = defaultdict(dict)
+        self._lock = threading.Lock()
+
+    def add(self, unit: str, remark: Remark, facts: Facts) -> None:
+        with self._lock:
+            self._units[remark][unit] = facts
+
+    def to_json(self) -> dict[str, Any]:
+        """By kind: how many units, and what was said of each."""
+        return {
+            str(remark): {"count": len(units), "units": {n: dict(units[n]) for n in sorted(units)}}
+            for remark, units in sorted(self._units.items())
+        }
+
+    def notices(self) -> Iterator[str]:
+        """One sentence for each kind."""
+        for remark, units in sorted(self._units.items()):
+            shown = ", ".join(f"{name} ({_words(units[name])})" for name in sorted(units)[:SHOWN])
+            more = f", and {len(units) - SHOWN} more" if len(units) > SHOWN else ""
+            yield f"{len(units)} units {_SENTENCES[remark]}: {shown}{more}"
+
+
+def _words(facts: Facts) -> str:
+    return ", ".join(
+        f"{value}" if key == "why" else f"{key}: {value}" for key, value in facts.items()
     )

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from moemerge.architectures.opened import OpenModel
 from moemerge.config.parameters import StatisticsKind
-from moemerge.config.statistics import StatisticsRun
+from moemerge.config.requests import StatisticsRequest
 from moemerge.errors import CheckpointError, MoeMergeError, NumericalError
-from moemerge.merging.method import UnitInfo, UnitStatistics
-from moemerge.merging.plan import InputModel, MergePlan, Source, UnitMerge
-from moemerge.merging.remarks import AVERAGED
+from moemerge.merging.method import Remark, UnitInfo, UnitStatistics
+from moemerge.merging.plan import MergePlan, UnitInput, UnitMerge
 
 # Only data-driven methods pay for it.
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ Needs = Mapping[str, Sequence[StatisticsKind]]
 
 
 def open_statistics(
-    needs: Needs, files: StatisticsFiles, models: Mapping[str, InputModel]
+    needs: Needs, files: StatisticsFiles, models: Mapping[str, OpenModel]
 ) -> dict[tuple[str, StatisticsKind], Statistics]:
     """The statistics of every model and kind; all that do not fit are refused in one error."""
-    found: dict[tuple[str, StatisticsKind], Statistics] = {}
+    statistics: dict[tuple[str, StatisticsKind], Statistics] = {}
     wrong: list[MoeMergeError] = []
     for name, kinds in needs.items():
         try:
@@ -35,18 +35,18 @@ def open_statistics(
             for kind in kinds:
                 if kind not in opened:
                     raise _wrong_kind(name, kind, files[name], opened)
-                found[name, kind] = opened[kind]
+                statistics[name, kind] = opened[kind]
         except MoeMergeError as error:
             wrong.append(error)
     if len(wrong) == 1:
         raise wrong[0]
     if wrong:
         raise CheckpointError("\n".join(["the statistics cannot be used:", *map(str, wrong)]))
-    return found
+    return statistics
 
 
 def _open_all(
-    name: str, files: Sequence[str | Path], model: InputModel
+    name: str, files: Sequence[str | Path], model: OpenModel
 ) -> dict[StatisticsKind, Statistics]:
     from moemerge.statistics.file import Statistics
 
@@ -77,7 +77,7 @@ def _wrong_kind(
     )
 
 
-def pending_bytes(wanted: StatisticsRun, models: Mapping[str, InputModel]) -> int:
+def pending_bytes(wanted: StatisticsRequest, models: Mapping[str, OpenModel]) -> int:
     """About how much disk the statistics take that are computed before the merge.
 
     Two units on average read the same input and share a Gram matrix.
@@ -95,25 +95,25 @@ def pending_bytes(wanted: StatisticsRun, models: Mapping[str, InputModel]) -> in
 
 
 def describe_statistics(
-    wanted: StatisticsRun, opened: Mapping[tuple[str, StatisticsKind], Statistics]
+    wanted: StatisticsRequest, opened: Mapping[tuple[str, StatisticsKind], Statistics]
 ) -> dict[str, Any]:
     """By model and kind: the file or the text, and the statistics' provenance where they exist."""
-    told: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     for name, kinds in wanted.needs.items():
-        told[name] = {}
+        described[name] = {}
         for kind in kinds:
             saved = name in wanted.files
             statistics = opened.get((name, kind))
-            told[name][kind] = {
+            described[name][kind] = {
                 "file": str(statistics.path) if saved and statistics is not None else None,
                 "computed_from": None if saved else list(wanted.data[name]),
                 **({} if statistics is None else statistics.provenance.to_json()),
             }
-    return told
+    return described
 
 
 def read_statistics(
-    plan: MergePlan, merge: UnitMerge, source: Source, tensor: Tensor, unit: UnitInfo
+    plan: MergePlan, merge: UnitMerge, source: UnitInput, tensor: Tensor, unit: UnitInfo
 ) -> UnitStatistics | None:
     """One model's statistics of a unit, on the tensor's device; None where it has none."""
     kind = merge.method.schema.statistics
@@ -133,7 +133,7 @@ def read_statistics(
             return None
         # Rows that were brought to another vocabulary have no counterpart in the statistics.
         if merge.prepare is not None:
-            unit.remark(AVERAGED, {"why": "its rows were brought to another vocabulary"})
+            unit.remark(Remark.AVERAGED, {"why": "its rows were brought to another vocabulary"})
             return None
         values, tokens = fisher.values, fisher.tokens
         expected = tuple(tensor.shape)

@@ -10,8 +10,8 @@ import torch
 
 import zoo
 from moemerge.merging.method import UnitStatistics
-from moemerge.merging.methods.random import Stream, keep_threshold
-from moemerge.merging.methods.selection import ascending_order, keep_largest_
+from moemerge.merging.methods._random import Stream, keep_threshold
+from moemerge.merging.methods._selection import ascending_order, keep_largest_
 
 pytestmark = [
     pytest.mark.gpu,

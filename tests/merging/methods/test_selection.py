@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moemerge.merging.methods.selection import (
+from moemerge.merging.methods._selection import (
     ascending_order,
     drop_largest_,
     keep_largest_,

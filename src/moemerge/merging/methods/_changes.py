@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moemerge.architectures.roles import Role
 from moemerge.merging.method import ModelTensor, UnitInfo, param
-from moemerge.merging.methods._blocks import weighted_sum
+from moemerge.merging.methods._arithmetic import weighted_sum
 
 # Matrices that are no linear layers: rows are looked up or scaled, not multiplied with inputs.
 NOT_LINEAR = frozenset({Role.NORM, Role.EMBEDDING, Role.HEAD})

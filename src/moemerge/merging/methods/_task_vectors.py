@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 
 from moemerge.merging.method import ModelTensor, param
-from moemerge.merging.methods._blocks import bits, blocks, flat, scratch, sign_bit
-
-_ZERO_SUM = 1e-8  # weights whose sum is smaller are not divided by it
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """A model's share."""
-
-    weight: float = param(help="this model's share of the sum")
+from moemerge.merging.methods._arithmetic import bits, chunks, flat, scratch, sign_bit
+from moemerge.merging.methods._weights import ZERO_SUM, Weighted, weight_sum
 
 
 @dataclass(frozen=True)
@@ -65,25 +57,19 @@ def task_vector(model: ModelTensor, base: Tensor) -> TaskVector:
     return TaskVector(difference(model.tensor, base), model.params.weight)
 
 
-def weight_sum(weights: Sequence[float]) -> float:
-    """Σw to divide by; 1 where it vanishes."""
-    total = sum(weights)
-    return 1.0 if abs(total) < _ZERO_SUM else total
-
-
 def add_weighted(
     base: Tensor, vectors: Sequence[TaskVector], *, normalize: bool, factor: float
 ) -> Tensor:
     """θ_0 + factor·Σ w_i δ_i [/ Σ w_i]. Uses up the task vectors."""
     origin = flat(base)
-    out = vectors[0].values  # read before it is written, block by block
+    out = vectors[0].values  # read before it is written, chunk by chunk
     if normalize:
         factor /= weight_sum([v.weight for v in vectors])
     (total,) = scratch(origin, 1)
-    for b in blocks(origin):
-        acc = total[: b.stop - b.start]
-        _sum_([v.values[b] for v in vectors], [v.weight * v.scale for v in vectors], out=acc)
-        torch.add(origin[b], acc, alpha=factor, out=out[b])
+    for at in chunks(origin):
+        acc = total[: at.stop - at.start]
+        _sum_([v.values[at] for v in vectors], [v.weight * v.scale for v in vectors], out=acc)
+        torch.add(origin[at], acc, alpha=factor, out=out[at])
     return out.view(base.shape)
 
 
@@ -99,16 +85,16 @@ def add_elected(
     """θ_0 + factor·Δ, where per element only the task vectors of the elected sign count.
 
     s = sign(Σ v_i), 0 -> +1, with v_i = w_i δ_i (`weighted`) or δ_i (`unweighted`);
-    m_i = [sign(v_i) = s];  Δ = Σ w_i δ_i m_i [/ Σ w_i m_i, nought replaced by 1].
+    m_i = [sign(v_i) = s];  Δ = Σ w_i δ_i m_i [/ Σ w_i m_i, zero replaced by 1].
     `floor` is the least divisor where a method states one. Uses up the task vectors.
     """
     origin = flat(base)
-    out = vectors[0].values  # read before it is written, block by block
+    out = vectors[0].values  # read before it is written, chunk by chunk
     shares = _Shares.of(vectors, weighted=election == "weighted")
     buffers = scratch(origin, len(vectors) + 3)
-    for b in blocks(origin):
-        *votes, total, agreed, divisor = (x[: b.stop - b.start] for x in buffers)
-        flip = _vote(votes, total, [v.values[b] for v in vectors], shares.vote)
+    for at in chunks(origin):
+        *votes, total, agreed, divisor = (x[: at.stop - at.start] for x in buffers)
+        flip = _vote(votes, total, [v.values[at] for v in vectors], shares.vote)
         for vote in votes:
             bits(vote).bitwise_xor_(flip)
             vote.clamp_min_(0)  # what agrees with the elected sign, turned positive
@@ -119,7 +105,7 @@ def add_elected(
             _sum_(votes, shares.divisor, out=divisor)
             agreed.div_(shares.guard_(divisor, floor))
         bits(agreed).bitwise_xor_(flip)
-        torch.add(origin[b], agreed, alpha=factor, out=out[b])
+        torch.add(origin[at], agreed, alpha=factor, out=out[at])
     return out.view(base.shape)
 
 
@@ -130,7 +116,7 @@ def _vote(
     for vote, value, scale in zip(votes, values, scales, strict=True):
         torch.mul(value, scale, out=vote)
     _sum_(votes, [1.0] * len(votes), out=total)
-    # An exact cancellation gives +0, which elects plus as it should; -0 comes of noughts alone.
+    # An exact cancellation gives +0, which elects plus as it should; -0 comes of zeros alone.
     return bits(total).bitwise_and_(sign_bit(total.dtype))
 
 
@@ -159,10 +145,10 @@ class _Shares:
         return cls(scales, weights, weights)
 
     def guard_(self, divisor: Tensor, floor: float | None) -> Tensor:
-        """The divisor with nought replaced, in place."""
+        """The divisor with zero replaced, in place."""
         if floor is not None:
             return divisor.clamp_min_(floor)
         if min(self.divisor) < 0:
-            return divisor.masked_fill_(divisor.abs() < _ZERO_SUM, 1.0)
-        # Positive weights: a sum of any of them is at least the least, or nought over nought.
+            return divisor.masked_fill_(divisor.abs() < ZERO_SUM, 1.0)
+        # Positive weights: a sum of any of them is at least the least, or zero over zero.
         return divisor.clamp_min_(min((w for w in self.divisor if w > 0), default=1.0))

@@ -14,7 +14,7 @@ _SPREAD = 1.5  # interquartile ranges above the median from which an element cou
 
 
 @merge_method(
-    "arcee_fusion", base=BasePolicy.REQUIRED, per_model=NoParams, options=NoParams, max_models=1
+    "arcee_fusion", base=BasePolicy.REQUIRED, per_model=NoParams, options=NoParams, models=(1, 1)
 )
 def arcee_fusion(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: NoParams, unit: UnitInfo

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import weighted_sum
-from moemerge.merging.methods._geometry import gram
+from moemerge.merging.methods._arithmetic import gram, weighted_sum
 
 # Of the mean size of a task vector: what is shorter has no direction to be orthogonal with.
 _SHORT = 1e-3

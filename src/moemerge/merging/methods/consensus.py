@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import blocks, flat
+from moemerge.merging.methods._arithmetic import chunks, flat
+from moemerge.merging.methods._sparsify import trim_
 from moemerge.merging.methods._task_vectors import Thinned, add_elected, difference, task_vector
-from moemerge.merging.methods.sparsify import trim_
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ConsensusOptions:
     base=BasePolicy.REQUIRED,
     per_model=ConsensusParams,
     options=ConsensusOptions,
-    min_models=2,
+    models=(2, None),
     elementwise=True,
 )
 def consensus_ta(
@@ -70,7 +70,7 @@ def consensus_ta(
     base=BasePolicy.REQUIRED,
     per_model=ConsensusTiesParams,
     options=ConsensusOptions,
-    min_models=2,
+    models=(2, None),
 )
 def consensus_ties(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: ConsensusOptions, unit: UnitInfo
@@ -95,10 +95,10 @@ def _where_agreed(
     """θ_0 + λ Δ where enough models find an element important; all flat but the base."""
     origin = flat(base)
     out = torch.empty_like(origin)
-    for b in blocks(origin):
-        votes = torch.zeros_like(origin[b], dtype=torch.int8)
+    for at in chunks(origin):
+        votes = torch.zeros_like(origin[at], dtype=torch.int8)
         for delta, threshold in zip(deltas, thresholds, strict=True):
-            votes += delta[b].abs() > threshold * (total[b] - delta[b]).abs()
-        kept = torch.where(votes >= options.k, total[b], 0.0)
-        torch.add(origin[b], kept, alpha=options.lambda_, out=out[b])
+            votes += delta[at].abs() > threshold * (total[at] - delta[at]).abs()
+        kept = torch.where(votes >= options.k, total[at], 0.0)
+        torch.add(origin[at], kept, alpha=options.lambda_, out=out[at])
     return out.view(base.shape)

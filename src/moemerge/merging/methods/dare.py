@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.methods._sparsify import drop_randomly_
 from moemerge.merging.methods._task_vectors import (
     ELECTION_HELP,
     SumOptions,
@@ -18,7 +19,6 @@ from moemerge.merging.methods._task_vectors import (
     add_weighted,
     task_vector,
 )
-from moemerge.merging.methods.sparsify import drop_randomly_
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from moemerge.config.parameters import BasePolicy
 from moemerge.errors import ConfigError
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.methods._sparsify import drop_by_rank_
 from moemerge.merging.methods._task_vectors import (
     ELECTION_HELP,
     TaskVector,
@@ -19,7 +20,6 @@ from moemerge.merging.methods._task_vectors import (
     task_vector,
 )
 from moemerge.merging.methods.dare import DareLinearOptions
-from moemerge.merging.methods.sparsify import drop_by_rank_
 
 _ROUNDING = 1e-9  # 0.85 + 0.15 is not above one
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import flat
+from moemerge.merging.methods._arithmetic import flat
 from moemerge.merging.methods._changes import (
     OthersOptions,
     Spectrum,
@@ -19,7 +19,7 @@ from moemerge.merging.methods._changes import (
     is_linear,
     merge_others,
 )
-from moemerge.merging.methods.selection import keep_largest_, kept_count
+from moemerge.merging.methods._selection import keep_largest_, kept_count
 
 _SUBSPACE = 6  # the shared subspace has a sixth of the directions
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's usual constants

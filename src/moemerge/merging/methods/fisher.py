@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import blocks, flat, scratch
-from moemerge.merging.methods._data_driven import Share, average, statistics_of
-from moemerge.merging.methods._weights import shares
-from moemerge.merging.remarks import AVERAGED, UNVISITED
+from moemerge.merging.method import ModelTensor, Remark, UnitInfo, merge_method, param
+from moemerge.merging.methods._arithmetic import chunks, flat, scratch
+from moemerge.merging.methods._weights import Share, average, params_shares, statistics_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class FisherOptions:
     per_model=Share,
     options=FisherOptions,
     statistics="fisher",
+    weights=params_shares,
 )
 def fisher(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: FisherOptions, unit: UnitInfo
@@ -44,27 +43,27 @@ def fisher(
     F_i is the diagonal of model i's empirical Fisher information on its own text. Where no model's
     loss depends on a weight, the floor makes it the weighted average.
     """
-    weights = shares([i.params.weight for i in inputs], unit)
-    found = statistics_of(inputs, unit)
-    if found is None:
+    weights = params_shares([i.params for i in inputs], options, unit)
+    statistics = statistics_of(inputs, unit)
+    if statistics is None:
         return average(inputs, weights)
-    per = [s.sequences / max(1, s.domain_tokens) if options.normalize else 1.0 for s in found]
-    means = [float(s.values.mean(dtype=torch.float64)) for s in found]
+    per = [s.sequences / max(1, s.domain_tokens) if options.normalize else 1.0 for s in statistics]
+    means = [float(s.values.mean(dtype=torch.float64)) for s in statistics]
     mean = sum(w * c * m for w, c, m in zip(weights, per, means, strict=True))
     if not mean >= torch.finfo(torch.float32).tiny:  # also where the tensor is empty
         if inputs[0].tensor.numel():
-            unit.remark(AVERAGED, {"why": "no model's loss depends on it"})
+            unit.remark(Remark.AVERAGED, {"why": "no model's loss depends on it"})
         return average(inputs, weights)
     unvisited = {
         i.name: s.tokens
-        for i, s, m in zip(inputs, found, means, strict=True)
+        for i, s, m in zip(inputs, statistics, means, strict=True)
         if m == 0 and i.params.weight > 0
     }
     if unvisited:
-        unit.remark(UNVISITED, unvisited)
+        unit.remark(Remark.UNVISITED, unvisited)
     models = [
         Weighed(flat(i.tensor), flat(s.values), c / mean, weight)
-        for i, s, c, weight in zip(inputs, found, per, weights, strict=True)
+        for i, s, c, weight in zip(inputs, statistics, per, weights, strict=True)
     ]
     return weigh(models, options.floor).view(inputs[0].tensor.shape)
 
@@ -78,10 +77,10 @@ class Weighed:
     scale: float
     weight: float
 
-    def share(self, b: slice, floor: float, out: Tensor) -> Tensor:
-        """w max(F, floor) of a block."""
-        out = out[: b.stop - b.start]
-        torch.mul(self.information[b], self.scale, out=out)
+    def share(self, at: slice, floor: float, out: Tensor) -> Tensor:
+        """w max(F, floor) of a chunk."""
+        out = out[: at.stop - at.start]
+        torch.mul(self.information[at], self.scale, out=out)
         return out.clamp_(min=floor).mul_(self.weight)
 
 
@@ -90,13 +89,13 @@ def weigh(models: Sequence[Weighed], floor: float) -> Tensor:
     first, *others = models
     out = torch.empty_like(first.tensor)
     total_, f_, delta_ = scratch(out, 3)
-    for b in blocks(out):
-        total = first.share(b, floor, total_)
-        block = out[b].zero_()
+    for at in chunks(out):
+        total = first.share(at, floor, total_)
+        chunk = out[at].zero_()
         for other in others:
-            f = other.share(b, floor, f_)
+            f = other.share(at, floor, f_)
             total += f
-            delta = torch.sub(other.tensor[b], first.tensor[b], out=delta_[: len(f)])
-            block.addcmul_(f, delta)
-        block.div_(total).add_(first.tensor[b])
+            delta = torch.sub(other.tensor[at], first.tensor[at], out=delta_[: len(f)])
+            chunk.addcmul_(f, delta)
+        chunk.div_(total).add_(first.tensor[at])
     return out

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import weighted_sum
-from moemerge.merging.methods._geometry import NO_DIRECTION, gram
+from moemerge.merging.methods._arithmetic import NO_DIRECTION, gram, weighted_sum
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import weighted_sum
-from moemerge.merging.methods._task_vectors import Weighted
-from moemerge.merging.methods._weights import shares
+from moemerge.merging.methods._arithmetic import weighted_sum
+from moemerge.merging.methods._weights import Weighted, shares
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import weighted_sum
+from moemerge.merging.methods._arithmetic import weighted_sum
 from moemerge.merging.methods._changes import Spectrum, is_linear
 
 

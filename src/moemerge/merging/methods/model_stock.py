@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import weighted_sum
-from moemerge.merging.methods._geometry import cosine, gram
+from moemerge.merging.methods._arithmetic import cosine, gram, weighted_sum
 
 # Task vectors that cancel make the ratio's divisor vanish; their average is the base's own.
 _LEAST_DIVISOR = 1e-6
@@ -28,7 +27,7 @@ class ModelStockOptions:
     base=BasePolicy.REQUIRED,
     per_model=NoParams,
     options=ModelStockOptions,
-    min_models=2,
+    models=(2, None),
 )
 def model_stock(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: ModelStockOptions, unit: UnitInfo

@@ -10,16 +10,22 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import weighted_sum
-from moemerge.merging.methods._geometry import NO_DIRECTION, gram
-from moemerge.merging.methods._task_vectors import Weighted
-from moemerge.merging.methods._weights import shares
+from moemerge.merging.methods._arithmetic import NO_DIRECTION, gram, weighted_sum
+from moemerge.merging.methods._weights import Weighted, shares
 
 
 @dataclass(frozen=True)
 class MultislerpOptions:
     normalize_weights: bool = param(True, help="divide the weights by their sum")
-    eps: float = param(1e-8, minimum=0, help="norms up to this count as nought")
+    eps: float = param(1e-8, minimum=0, help="norms up to this count as zero")
+
+
+def multislerp_weights(
+    params: Sequence[Weighted], options: MultislerpOptions, unit: UnitInfo
+) -> Sequence[float]:
+    """The models' shares."""
+    weights = [p.weight for p in params]
+    return shares(weights, unit) if options.normalize_weights else weights
 
 
 @merge_method(
@@ -27,6 +33,7 @@ class MultislerpOptions:
     base=BasePolicy.OPTIONAL,
     per_model=Weighted,
     options=MultislerpOptions,
+    weights=multislerp_weights,
 )
 def multislerp(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: MultislerpOptions, unit: UnitInfo
@@ -37,9 +44,7 @@ def multislerp(
     the result is the plain Σ w_i x_i.
     """
     tensors = [i.tensor for i in inputs]
-    weights = [i.params.weight for i in inputs]
-    if options.normalize_weights:
-        weights = shares(weights, unit)
+    weights = multislerp_weights([i.params for i in inputs], options, unit)
     coefficients = _coefficients(gram(tensors, base), weights, options.eps)
     if base is None:
         return weighted_sum(tensors, coefficients)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import blocks, flat, scratch
+from moemerge.merging.methods._arithmetic import chunks, flat, scratch
 
 _LEAST_DISTANCE = 1e-6  # nearer elements count as this near
 
@@ -25,7 +25,7 @@ class NearswapOptions:
     base=BasePolicy.REQUIRED,
     per_model=NoParams,
     options=NearswapOptions,
-    max_models=1,
+    models=(1, 1),
     elementwise=True,
 )
 def nearswap(
@@ -39,9 +39,9 @@ def nearswap(
     origin, other = flat(base), flat(inputs[0].tensor)
     out = torch.empty_like(origin)
     buffers = scratch(origin, 1)
-    for b in blocks(origin):
-        share = buffers[0][: b.stop - b.start]
-        torch.sub(other[b], origin[b], out=share).abs_().clamp_min_(_LEAST_DISTANCE)
+    for at in chunks(origin):
+        share = buffers[0][: at.stop - at.start]
+        torch.sub(other[at], origin[at], out=share).abs_().clamp_min_(_LEAST_DISTANCE)
         share.reciprocal_().mul_(options.t).clamp_(0, 1)
-        torch.lerp(origin[b], other[b], share, out=out[b])
+        torch.lerp(origin[at], other[at], share, out=out[at])
     return out.view(base.shape)

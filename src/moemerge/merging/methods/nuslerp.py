@@ -10,11 +10,8 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import weighted_sum
-from moemerge.merging.methods._geometry import arc_coefficients, cosine, gram
-from moemerge.merging.methods._task_vectors import Weighted
-
-_ZERO_SUM = 1e-8
+from moemerge.merging.methods._arithmetic import arc_coefficients, cosine, gram, weighted_sum
+from moemerge.merging.methods._weights import ZERO_SUM, Weighted
 
 
 @dataclass(frozen=True)
@@ -32,8 +29,7 @@ class NuslerpOptions:
     base=BasePolicy.OPTIONAL,
     per_model=Weighted,
     options=NuslerpOptions,
-    min_models=2,
-    max_models=2,
+    models=(2, 2),
 )
 def nuslerp(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: NuslerpOptions, unit: UnitInfo
@@ -44,7 +40,7 @@ def nuslerp(
     """
     first, second = (i.tensor for i in inputs)
     w1, w2 = (i.params.weight for i in inputs)
-    t = w2 / (w1 + w2) if abs(w1 + w2) >= _ZERO_SUM else 0.5
+    t = w2 / (w1 + w2) if abs(w1 + w2) >= ZERO_SUM else 0.5
     if options.nuslerp_flatten or first.dim() < 2:
         c = torch.tensor(cosine(gram([first, second], base), 0, 1), dtype=torch.float64)
         share1, share2 = (x.item() for x in arc_coefficients(c, t))

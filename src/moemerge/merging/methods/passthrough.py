@@ -21,7 +21,7 @@ class PassthroughParams:
     base=BasePolicy.MEMBER,
     per_model=PassthroughParams,
     options=NoParams,
-    max_models=1,
+    models=(1, 1),
     elementwise=True,
 )
 def passthrough(

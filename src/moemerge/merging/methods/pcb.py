@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import flat
-from moemerge.merging.methods.selection import kept_count
+from moemerge.merging.methods._arithmetic import flat
+from moemerge.merging.methods._selection import kept_count
 
 _LEAST_DIVISOR = 1e-12
 

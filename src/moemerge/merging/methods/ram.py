@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import blocks, flat
+from moemerge.merging.methods._arithmetic import chunks, flat
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ def _merge(
     assert base is not None
     origin, tensors = flat(base), [flat(i.tensor) for i in inputs]
     out = torch.empty_like(origin)
-    for b in blocks(origin):
-        total, own = torch.zeros_like(origin[b]), torch.zeros_like(origin[b])
-        count = torch.zeros_like(origin[b])
+    for at in chunks(origin):
+        total, own = torch.zeros_like(origin[at]), torch.zeros_like(origin[at])
+        count = torch.zeros_like(origin[at])
         for tensor, factor in zip(tensors, factors, strict=True):
-            delta = tensor[b] - origin[b]
+            delta = tensor[at] - origin[at]
             changed = delta.abs() > epsilon
             delta *= changed
             total += delta
             own.add_(delta, alpha=factor)
             count += changed
         merged = torch.where(count > 1, total / count.clamp_min(1), own)
-        torch.add(origin[b], merged, out=out[b])
+        torch.add(origin[at], merged, out=out[at])
     return out.view(base.shape)

@@ -10,10 +10,15 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.errors import NumericalError
-from moemerge.merging.method import ModelTensor, UnitInfo, UnitStatistics, merge_method, param
-from moemerge.merging.methods._data_driven import Share, average, statistics_of
-from moemerge.merging.methods._weights import shares
-from moemerge.merging.remarks import FEW_TOKENS, JITTER
+from moemerge.merging.method import (
+    ModelTensor,
+    Remark,
+    UnitInfo,
+    UnitStatistics,
+    merge_method,
+    param,
+)
+from moemerge.merging.methods._weights import Share, average, params_shares, statistics_of
 
 # Gram matrices are kept in float32, and the rounding of a wide one adds up to some 1e-6 of its
 # diagonal. Directions that hold not clearly more than that are no ground for a correction; jitter
@@ -44,6 +49,7 @@ class RegMeanOptions:
     per_model=Share,
     options=RegMeanOptions,
     statistics="gram",
+    weights=params_shares,
 )
 def regmean(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: RegMeanOptions, unit: UnitInfo
@@ -54,16 +60,16 @@ def regmean(
     routed to it), divided by the number of all its tokens, off-diagonals times `factor`:
     W = (Σ w_i W_i G_i) (Σ w_i G_i)⁻¹. Everything that is no linear layer is averaged.
     """
-    weights = shares([i.params.weight for i in inputs], unit)
-    found = statistics_of(inputs, unit)
+    weights = params_shares([i.params for i in inputs], options, unit)
+    statistics = statistics_of(inputs, unit)
     mean = average(inputs, weights)
-    if found is None:
+    if statistics is None:
         return mean
-    few = _few_tokens(inputs, found, options.min_tokens, unit)
-    lengths = [float(s.domain_tokens) if options.normalize else 1.0 for s in found]
-    counts = [s.tokens for s in found]
+    few = _few_tokens(inputs, statistics, options.min_tokens, unit)
+    lengths = [float(s.domain_tokens) if options.normalize else 1.0 for s in statistics]
+    counts = [s.tokens for s in statistics]
     grams = Grams(
-        [s.values for s in found],
+        [s.values for s in statistics],
         [n / length for n, length in zip(counts, lengths, strict=True)],
         weights,
         options.factor,
@@ -84,13 +90,15 @@ def regmean(
 
 
 def _few_tokens(
-    inputs: Sequence[ModelTensor], found: Sequence[UnitStatistics], least: int, unit: UnitInfo
+    inputs: Sequence[ModelTensor], statistics: Sequence[UnitStatistics], least: int, unit: UnitInfo
 ) -> int:
     """How many tokens the model with the fewest lacks, of those that count at all."""
-    counts = {i.name: s.tokens for i, s in zip(inputs, found, strict=True) if i.params.weight > 0}
+    counts = {
+        i.name: s.tokens for i, s in zip(inputs, statistics, strict=True) if i.params.weight > 0
+    }
     missing = max(0, least - min(counts.values()))
     if missing:
-        unit.remark(FEW_TOKENS, counts)
+        unit.remark(Remark.FEW_TOKENS, counts)
     return missing
 
 
@@ -168,7 +176,7 @@ class Solver:
             lower, failed = torch.linalg.cholesky_ex(matrix)
             if not bool(failed) and float(lower.diagonal().min()) ** 2 >= LEAST_PIVOT:
                 if jitter:
-                    unit.remark(JITTER, {"jitter": jitter})
+                    unit.remark(Remark.JITTER, {"jitter": jitter})
                 return cls(lower, scale)
             jitter = 10 * jitter or LEAST_PIVOT
         raise NumericalError(
@@ -178,5 +186,5 @@ class Solver:
 
     def solve(self, right: Tensor) -> Tensor:
         """X for B of shape (rows, in)."""
-        found = torch.cholesky_solve((right * self.scale).T, self.lower).T
-        return found * self.scale
+        solution = torch.cholesky_solve((right * self.scale).T, self.lower).T
+        return solution * self.scale

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import blocks, scratch
-from moemerge.merging.methods._geometry import gram
+from moemerge.merging.methods._arithmetic import chunks, gram, scratch
+from moemerge.merging.methods._selection import keep_largest_
 from moemerge.merging.methods._task_vectors import TaskVector, add_elected, difference
-from moemerge.merging.methods.selection import keep_largest_
 
 _LEAST_DIVISOR = 1e-6  # mergekit's; matters only to models whose share is below it
 
@@ -58,25 +57,25 @@ def _select_(deltas: Sequence[Tensor], fraction: float) -> None:
     variance = _variance(deltas)
     varying = int(torch.count_nonzero(variance))
     keep_largest_(variance, int(varying * fraction))
-    for b in blocks(variance):
-        dropped = variance[b] == 0
+    for at in chunks(variance):
+        dropped = variance[at] == 0
         for delta in deltas:
-            delta[b].masked_fill_(dropped, 0.0)
+            delta[at].masked_fill_(dropped, 0.0)
 
 
 def _variance(deltas: Sequence[Tensor]) -> Tensor:
-    """Biased variance over models, per element; exactly nought where they agree."""
+    """Biased variance over models, per element; exactly zero where they agree."""
     variance = torch.zeros_like(deltas[0])
     buffers = scratch(variance, 2)
     share = 1 / len(deltas)
-    for b in blocks(variance):
-        mean, deviation = (x[: b.stop - b.start] for x in buffers)
+    for at in chunks(variance):
+        mean, deviation = (x[: at.stop - at.start] for x in buffers)
         mean.zero_()
         # Deviations are taken from the first model's: three equal numbers have no variance, but
         # a mean of their thirds may differ from them by its rounding.
         for delta in deltas[1:]:
-            mean.add_(torch.sub(delta[b], deltas[0][b], out=deviation), alpha=share)
+            mean.add_(torch.sub(delta[at], deltas[0][at], out=deviation), alpha=share)
         for delta in deltas:
-            torch.sub(delta[b], deltas[0][b], out=deviation).sub_(mean)
-            variance[b].addcmul_(deviation, deviation, value=share)
+            torch.sub(delta[at], deltas[0][at], out=deviation).sub_(mean)
+            variance[at].addcmul_(deviation, deviation, value=share)
     return variance

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import weighted_sum
-from moemerge.merging.methods._geometry import cosine, gram
+from moemerge.merging.methods._arithmetic import cosine, gram, weighted_sum
 
 _PARALLEL = 0.9995  # mergekit's: nearer to ±1, the interpolation is linear
 
@@ -22,7 +21,7 @@ class SlerpOptions:
 
 
 @merge_method(
-    "slerp", base=BasePolicy.REQUIRED, per_model=NoParams, options=SlerpOptions, max_models=1
+    "slerp", base=BasePolicy.REQUIRED, per_model=NoParams, options=SlerpOptions, models=(1, 1)
 )
 def slerp(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: SlerpOptions, unit: UnitInfo

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
-from moemerge.merging.methods._blocks import blocks, flat, scratch
-from moemerge.merging.methods._task_vectors import SumOptions, Weighted, weight_sum
+from moemerge.merging.methods._arithmetic import chunks, flat, scratch
+from moemerge.merging.methods._task_vectors import SumOptions
+from moemerge.merging.methods._weights import Weighted, weight_sum
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ def task_arithmetic(
     origin, tensors = flat(base), [flat(i.tensor) for i in inputs]
     out = torch.empty_like(origin)
     buffers = scratch(origin, 2)
-    for b in blocks(origin):
-        delta, total = (x[: b.stop - b.start] for x in buffers)
+    for at in chunks(origin):
+        delta, total = (x[: at.stop - at.start] for x in buffers)
         total.zero_()
         for tensor, weight in zip(tensors, weights, strict=True):
-            total.add_(torch.sub(tensor[b], origin[b], out=delta), alpha=weight)
-        torch.add(origin[b], total, alpha=factor, out=out[b])
+            total.add_(torch.sub(tensor[at], origin[at], out=delta), alpha=weight)
+        torch.add(origin[at], total, alpha=factor, out=out[at])
     return out.view(base.shape)

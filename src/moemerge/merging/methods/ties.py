@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.methods._sparsify import trim_
 from moemerge.merging.methods._task_vectors import (
     ELECTION_HELP,
     SumOptions,
@@ -16,7 +17,6 @@ from moemerge.merging.methods._task_vectors import (
     add_elected,
     task_vector,
 )
-from moemerge.merging.methods.sparsify import trim_
 
 
 @dataclass(frozen=True)

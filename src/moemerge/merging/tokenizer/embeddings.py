@@ -1,16 +1,29 @@
-"""Embeddings and heads brought to the output's vocabulary, before a method sees them."""
+"""Embeddings and heads of models whose vocabularies may differ, brought to the output's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from moemerge.architectures.opened import OpenModel
+from moemerge.architectures.roles import Role, Unit
+from moemerge.checkpoint import locate
 from moemerge.config.models import ModelRef
+from moemerge.config.resolve import NormalisedMerge
+from moemerge.config.schema import TokenizerSettings
 from moemerge.errors import TokenizerError
-from moemerge.merging.tokenizer.plan import MISSING, TokenizerPlan
+from moemerge.merging.plan import Prepare
+from moemerge.merging.tokenizer.plan import (
+    MISSING,
+    TokenizerPlan,
+    plan_tokenizer,
+    refuse_unlike_sizes,
+)
+from moemerge.merging.tokenizer.vocab import read_vocabulary
 
 # Means over models and over a vocabulary are taken in this precision, then rounded to the input's.
 MEAN_DTYPE: Final = torch.float32
@@ -35,9 +48,7 @@ def to_output_vocabulary(
     }
 
 
-def preparer(
-    plan: TokenizerPlan, models: Sequence[ModelRef]
-) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+def preparer(plan: TokenizerPlan, models: Sequence[ModelRef]) -> Prepare:
     """`to_output_vocabulary` for tensors that come as a list, one for each of `models`."""
 
     def prepare(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -76,14 +87,14 @@ def map_rows(
     from `filled`, whose rows belong to the k in `positions`. Rows without a token get the mean.
     """
     rows, tokens, positions = (t.to(embedding.device) for t in (rows, tokens, positions))
-    found = embedding[rows.clamp(min=0)]  # (tokens, width)
+    values = embedding[rows.clamp(min=0)]  # (tokens, width)
     lacking = rows[positions] == MISSING
-    found[positions[lacking]] = filled[lacking].to(found.dtype)
+    values[positions[lacking]] = filled[lacking].to(values.dtype)
     if len(tokens) == size:  # ascending and distinct: they are 0 ... size - 1
-        return found
-    mean = found.mean(0, dtype=_mean_dtype(found)).to(found.dtype)
+        return values
+    mean = values.mean(0, dtype=_mean_dtype(values)).to(values.dtype)
     out = mean.expand(size, *mean.shape).clone()
-    out[tokens] = found
+    out[tokens] = values
     return out
 
 
@@ -113,3 +124,84 @@ def _check(plan: TokenizerPlan, embeddings: Mapping[ModelRef, Tensor]) -> None:
                 f"{model}: an embedding of {embedding.shape[0]} rows, {needed} expected",
                 hint="its embedding and head disagree in size; the checkpoint is damaged",
             )
+
+
+@dataclass(frozen=True)
+class Vocabularies:
+    """What happens to tensors with a row per token. Without a plan: nothing, all are alike."""
+
+    models: Mapping[str, ModelRef]
+    plan: TokenizerPlan | None = None
+    embedding_rows: Mapping[ModelRef, int] | None = None
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        return () if self.plan is None else self.plan.warnings
+
+    def spans(self, unit: Unit) -> bool:
+        """Whether this unit has a row per token and must be brought to another vocabulary."""
+        if self.plan is None or unit.layer is not None or not unit.shape:
+            return False
+        per_token = unit.role in (Role.EMBEDDING, Role.HEAD) and "wpe." not in unit.key
+        return per_token and self._changes
+
+    @property
+    def _changes(self) -> bool:
+        assert self.plan is not None
+        assert self.embedding_rows is not None
+        return any(self.plan.changes(m, rows) for m, rows in self.embedding_rows.items())
+
+    def shape(self, unit: Unit) -> tuple[int, ...]:
+        """The shape of such a unit in the output."""
+        assert self.plan is not None
+        return (self.plan.output_rows, *unit.shape[1:])
+
+    def prepare(self, unit: Unit, order: Sequence[str]) -> Prepare:
+        """Maps the tensors of the models `order` to the output's vocabulary."""
+        assert self.plan is not None
+        refs = [self.models[name] for name in order]
+        absent = [str(m) for m in self.plan.rows if m not in refs]
+        if absent:
+            raise TokenizerError(
+                f"{unit.tensor} is merged without {', '.join(absent)}, but the output's vocabulary "
+                "is made of all models' tokens",
+                hint="let every model take part in the first and the last slice, or leave "
+                "`tokenizer` out",
+            )
+        return preparer(self.plan, refs)
+
+
+def plan_vocabularies(
+    merge: NormalisedMerge, models: Mapping[str, OpenModel], settings: TokenizerSettings | None
+) -> Vocabularies:
+    """Read the tokenizers and plan the output's, or check that none is needed."""
+    rows = {merge.models[name]: _embedding_rows(model) for name, model in models.items()}
+    known = {ref: count for ref, count in rows.items() if count is not None}
+    if settings is None:
+        refuse_unlike_sizes(known)
+        return Vocabularies(merge.models)
+    if len(known) < len(rows):
+        raise TokenizerError(
+            "a model has no embedding that the tokenizer's rows could belong to",
+            hint="leave `tokenizer` and `tokenizer_source` out of the config",
+        )
+    vocabularies = {
+        merge.models[name]: read_vocabulary(model.checkpoint.tokenizer_folder, model.label)
+        for name, model in models.items()
+    }
+    donor = settings.source
+    if isinstance(donor, ModelRef) and donor not in vocabularies:
+        # A tokenizer may come from a model that is not merged; its weights are not looked at.
+        vocabularies[donor] = read_vocabulary(locate(donor.path, donor.revision), str(donor))
+    order = [merge.models[name] for name in models]
+    plan = plan_tokenizer(
+        settings, vocabularies, base=merge.base_model, order=order, embedding_rows=known
+    )
+    return Vocabularies(merge.models, plan, known)
+
+
+def _embedding_rows(model: OpenModel) -> int | None:
+    """Rows of the embedding; the head's, where it has fewer."""
+    names = model.architecture.embedding_names()
+    tensors = model.checkpoint.tensors
+    return min((tensors[n].shape[0] for n in (names.input, names.head) if n), default=None)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moemerge.merging.methods._blocks import (
+from moemerge.merging.methods._arithmetic import (
     bits,
-    block_size,
-    blocks,
+    chunk_size,
+    chunks,
     magnitude,
     total_magnitude,
 )
-from moemerge.merging.methods._task_vectors import TaskVector
-from moemerge.merging.methods.random import Stream, keep_threshold
-from moemerge.merging.methods.selection import (
+from moemerge.merging.methods._random import Stream, keep_threshold
+from moemerge.merging.methods._selection import (
     ascending_order,
     drop_largest_,
     keep_largest_,
     kept_count,
 )
+from moemerge.merging.methods._task_vectors import TaskVector
 
 
 def trim_(vector: TaskVector, density: float, *, rescale: bool) -> None:
@@ -52,14 +52,14 @@ def drop_randomly_(vector: TaskVector, density: float, seed: int, *, rescale: st
     values = vector.values
     if density >= 1 or values.numel() == 0:
         return
-    stream = Stream(seed, min(values.numel(), block_size(values.device)), values.device)
+    stream = Stream(seed, min(values.numel(), chunk_size(values.device)), values.device)
     threshold = keep_threshold(density)
     before = after = 0.0
-    for b in blocks(values):  # measured while the block is in cache, not in passes of their own
-        block = values[b]
-        before += magnitude(block) if rescale == "l1" else 0.0
-        stream.thin_(block, b.start, threshold)
-        after += magnitude(block) if rescale == "l1" else 0.0
+    for at in chunks(values):  # measured while the chunk is in cache, not in passes of their own
+        chunk = values[at]
+        before += magnitude(chunk) if rescale == "l1" else 0.0
+        stream.thin_(chunk, at.start, threshold)
+        after += magnitude(chunk) if rescale == "l1" else 0.0
     if after > 0:
         vector.scale *= before / after
     if rescale == "probability" and density > 0:
@@ -103,19 +103,19 @@ def _keep_probabilities(n: int, density: float, epsilon: float) -> list[float]:
 
 
 def _apply_ranked_(matrix: Tensor, thresholds: Tensor, gains: Tensor, seed: int) -> None:
-    """Multiply each row by its gains where a draw keeps the element, else by nought, in place.
+    """Multiply each row by its gains where a draw keeps the element, else by zero, in place.
 
     Thresholds and gains are by ascending magnitude, and so are the draws.
     """
     columns = matrix.shape[1]
-    step = max(1, block_size(matrix.device) // columns)
+    step = max(1, chunk_size(matrix.device) // columns)
     stream = Stream(seed, min(step, matrix.shape[0]) * columns, matrix.device)
     for first in range(0, matrix.shape[0], step):
-        block = matrix[first : first + step]
-        keep = stream.keep(first * columns, block.numel(), thresholds).view_as(block)
-        ranked = gains.expand(block.shape).contiguous()
+        chunk = matrix[first : first + step]
+        keep = stream.keep(first * columns, chunk.numel(), thresholds).view_as(chunk)
+        ranked = gains.expand(chunk.shape).contiguous()
         bits(ranked).bitwise_and_(keep.to(bits(ranked).dtype))
-        block.mul_(torch.empty_like(block).scatter_(1, ascending_order(block), ranked))
+        chunk.mul_(torch.empty_like(chunk).scatter_(1, ascending_order(chunk), ranked))
 
 
 def _rescale(vector: TaskVector, before: float, *, rescale: bool) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moemerge.merging.methods._blocks import bits, blocks
+from moemerge.merging.methods._arithmetic import bits, chunks
 
 Floats = npt.NDArray[Any]
 
@@ -68,9 +68,9 @@ def drop_largest_(values: Tensor, k: int) -> None:
         return
     cut = magnitude_cut(values, k)
     values[_first_ties(values, cut.magnitude, cut.kept)] = 0.0
-    for b in blocks(values):
-        block = values[b]
-        block.masked_fill_(block.abs() > cut.magnitude, 0.0)
+    for at in chunks(values):
+        chunk = values[at]
+        chunk.masked_fill_(chunk.abs() > cut.magnitude, 0.0)
 
 
 def magnitude_cut(values: Tensor, k: int) -> Cut:
@@ -96,8 +96,8 @@ def _partition_cut(magnitudes: Floats, k: int) -> Cut:
 
 def _shrink_(values: Tensor, threshold: float) -> None:
     """Zero what is not beyond a threshold."""
-    for b in blocks(values):
-        torch.hardshrink(values[b], threshold, out=values[b])
+    for at in chunks(values):
+        torch.hardshrink(values[at], threshold, out=values[at])
 
 
 def _next_below(magnitude: float, dtype: torch.dtype) -> float:
@@ -108,30 +108,30 @@ def _next_below(magnitude: float, dtype: torch.dtype) -> float:
 
 def _first_ties(values: Tensor, magnitude: float, count: int) -> Tensor:
     """The `count` lowest indices of elements of one magnitude."""
-    return _ties(values, blocks(values), magnitude, count)[:count]
+    return _ties(values, chunks(values), magnitude, count)[:count]
 
 
 def _last_ties(values: Tensor, magnitude: float, count: int) -> Tensor:
     """The `count` highest indices of elements of one magnitude."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
-    ties = _ties(values, reversed(list(blocks(values))), magnitude, count)
+    ties = _ties(values, reversed(list(chunks(values))), magnitude, count)
     return ties.sort().values[-count:]
 
 
 def _ties(values: Tensor, walk: Iterable[slice], magnitude: float, count: int) -> Tensor:
-    """Indices of elements of one magnitude, block by block until there are enough."""
-    found, missing = [torch.empty(0, dtype=torch.int64, device=values.device)], count
-    for b in walk:
+    """Indices of elements of one magnitude, chunk by chunk until there are enough."""
+    indices, missing = [torch.empty(0, dtype=torch.int64, device=values.device)], count
+    for at in walk:
         if missing <= 0:
             break
         if values.device.type == "cpu":
-            here = torch.from_numpy(np.flatnonzero(np.abs(values[b].numpy()) == magnitude))
+            here = torch.from_numpy(np.flatnonzero(np.abs(values[at].numpy()) == magnitude))
         else:
-            here = (values[b].abs() == magnitude).nonzero().flatten()
-        found.append(here + b.start)
+            here = (values[at].abs() == magnitude).nonzero().flatten()
+        indices.append(here + at.start)
         missing -= here.numel()
-    return torch.cat(found)
+    return torch.cat(indices)
 
 
 def ascending_order(rows: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Which tensor of one model answers to which tensor of another.
 
 Models of one family may store the same thing under other names and in other stacks. Units have a
-key that is the same in all of them; here every model's units are found by that key, and what one
+key that is the same in all of them; here every model's units are indexed by that key, and what one
 model has and another lacks is settled before anything is read.
 """
 
@@ -14,10 +14,10 @@ from functools import cached_property
 import torch
 
 from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import TensorInfo
 from moemerge.errors import ArchitectureError, CheckpointError
-from moemerge.merging.plan import InputModel
 from moemerge.runtime.devices import dtype_name
 
 SHOWN = 5  # names listed in one message
@@ -27,7 +27,7 @@ SHOWN = 5  # names listed in one message
 class UnitIndex:
     """All units of one model by key, and by stored tensor."""
 
-    model: InputModel
+    model: OpenModel
 
     @cached_property
     def by_tensor(self) -> Mapping[str, tuple[Unit, ...]]:
@@ -50,10 +50,8 @@ class UnitIndex:
 
     def find(self, unit: Unit, key: str | None = None) -> Unit | None:
         """This model's unit for another model's `unit` (under `key`, where layers are moved)."""
-        found = self.by_key.get(unit.key if key is None else key)
-        if found is None and unit.role is Role.HEAD:
-            return self.head
-        return found
+        match = self.by_key.get(unit.key if key is None else key)
+        return self.head if match is None and unit.role is Role.HEAD else match
 
     def info(self, unit: Unit) -> TensorInfo:
         return self.model.checkpoint.tensors[unit.tensor]
@@ -65,56 +63,56 @@ def is_auxiliary(unit: Unit, architecture: Architecture) -> bool:
     return beyond or ".mtp." in f".{unit.key}"
 
 
-def require_one_family(models: Sequence[InputModel]) -> None:
+def require_one_family(models: Sequence[OpenModel]) -> None:
     """All models must be of one family: weights of another mean nothing here."""
     first = models[0]
     for other in models[1:]:
         if other.architecture.model_type != first.architecture.model_type:
             raise ArchitectureError(
-                f"{first.checkpoint.label} is {first.architecture.model_type!r}, but "
-                f"{other.checkpoint.label} is {other.architecture.model_type!r}",
+                f"{first.label} is {first.architecture.model_type!r}, but "
+                f"{other.label} is {other.architecture.model_type!r}",
                 hint="only models of one family, fine-tunes of one base, can be merged",
             )
     for model in models:
         if model.architecture.quantised:
             raise ArchitectureError(
-                f"{model.checkpoint.label} is quantised ({model.architecture.quantised})",
+                f"{model.label} is quantised ({model.architecture.quantised})",
                 hint="dequantise it first: quantised values cannot be merged",
             )
 
 
-def require_layers(models: Sequence[InputModel]) -> None:
+def require_layers(models: Sequence[OpenModel]) -> None:
     """A merge of whole models needs the same number of layers in each."""
     first = models[0]
     for other in models[1:]:
         if other.architecture.num_layers != first.architecture.num_layers:
             raise ArchitectureError(
-                f"{first.checkpoint.label} has {first.architecture.num_layers} layers, but "
-                f"{other.checkpoint.label} has {other.architecture.num_layers}",
+                f"{first.label} has {first.architecture.num_layers} layers, but "
+                f"{other.label} has {other.architecture.num_layers}",
                 hint="choose the layers to merge with `slices:`",
             )
 
 
-def require_one_tying(donor: InputModel, last: InputModel) -> None:
+def require_one_tying(donor: OpenModel, last: OpenModel) -> None:
     """The config says whether the head is the embedding; the last slice brings the head."""
     if donor.architecture.tied == last.architecture.tied:
         return
     tied, untied = (donor, last) if donor.architecture.tied else (last, donor)
     raise ArchitectureError(
-        f"{tied.checkpoint.label} ties its output head to the embeddings, but "
-        f"{untied.checkpoint.label} has one of its own; the result takes its config from "
-        f"{donor.checkpoint.label} and its head from {last.checkpoint.label}",
+        f"{tied.label} ties its output head to the embeddings, but "
+        f"{untied.label} has one of its own; the result takes its config from "
+        f"{donor.label} and its head from {last.label}",
         hint="untie the one first, or let the last slice's first source be the config's model",
     )
 
 
-def require_shape(unit: Unit, mine: UnitIndex, found: Unit, theirs: UnitIndex) -> None:
-    if found.shape == unit.shape:
+def require_shape(unit: Unit, mine: UnitIndex, match: Unit, theirs: UnitIndex) -> None:
+    if match.shape == unit.shape:
         return
     raise CheckpointError(
-        f"tensor {found.tensor} of {theirs.model.checkpoint.label} has shape "
-        f"{list(found.shape)}, but {mine.model.checkpoint.label} has {list(unit.shape)}"
-        + ("" if found.tensor == unit.tensor else f" (in {unit.tensor})"),
+        f"tensor {match.tensor} of {theirs.model.label} has shape "
+        f"{list(match.shape)}, but {mine.model.label} has {list(unit.shape)}"
+        + ("" if match.tensor == unit.tensor else f" (in {unit.tensor})"),
         hint="only models of one size can be merged; the two are not fine-tunes of one base",
     )
 
@@ -128,14 +126,11 @@ def dtype_error(stored: TensorInfo, model: str, dtype: torch.dtype) -> Checkpoin
     )
 
 
-def missing_error(
-    model: InputModel, reference: InputModel, names: Sequence[str]
-) -> CheckpointError:
+def missing_error(model: OpenModel, reference: OpenModel, names: Sequence[str]) -> CheckpointError:
     """`model` lacks tensors that `reference` has."""
     shown = ", ".join(names[:SHOWN])
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return CheckpointError(
-        f"{model.checkpoint.label} lacks {len(names)} tensors that {reference.checkpoint.label} "
-        f"has: {shown}{more}",
+        f"{model.label} lacks {len(names)} tensors that {reference.label} has: {shown}{more}",
         hint="the download may be incomplete, or the models are not fine-tunes of one base",
     )

@@ -3,14 +3,12 @@ from __future__ import annotations
 import pytest
 
 from moemerge.architectures.roles import Role
-from moemerge.config.problems import ProblemsError, path_text
-from moemerge.config.values import (
+from moemerge.config.faults import FaultsError, path_text
+from moemerge.config.parameter_values import (
     ROLE_NAMES,
     Branch,
     Conditional,
-    Gradient,
     evaluate,
-    layer_depth,
     leaves,
     parse_value,
     plain,
@@ -23,30 +21,6 @@ STACK = ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.
 
 def test_roles_agree_with_the_architectures() -> None:
     assert tuple(role.value for role in Role) == ROLE_NAMES
-
-
-@pytest.mark.parametrize(
-    ("points", "t", "expected"),
-    [
-        ([1.0], 0.7, 1.0),
-        ([0, 1], 0.25, 0.25),
-        ([0, 1, 0], 0.5, 1.0),
-        ([0, 1, 0], 0.75, 0.5),
-        ([0, 0.5, 0.3, 0.7, 1], 0.0, 0.0),
-        ([0, 0.5, 0.3, 0.7, 1], 1.0, 1.0),
-        ([0, 0.5, 0.3, 0.7, 1], 0.3, 0.46),
-        ([True, False], 0.25, 0.75),
-    ],
-)
-def test_gradients_interpolate(points: list[float], t: float, expected: float) -> None:
-    value = parse_value(points)
-    assert isinstance(value, Gradient)
-    assert evaluate(value, MLP, None, t) == pytest.approx(expected, abs=1e-15)
-
-
-def test_depth_inside_a_slice() -> None:
-    assert [layer_depth(i, 5) for i in range(5)] == [0, 0.25, 0.5, 0.75, 1]
-    assert layer_depth(0, 1) == 1.0
 
 
 CHOICE = parse_value(
@@ -144,14 +118,14 @@ def test_leaves_know_their_place() -> None:
     ],
 )
 def test_faults_are_placed(raw: object, place: str, said: str) -> None:
-    with pytest.raises(ProblemsError) as caught:
+    with pytest.raises(FaultsError) as caught:
         parse_value(raw)
-    (problem,) = caught.value.found
+    (problem,) = caught.value.faults
     assert path_text(problem.path) == place
     assert said in problem.message
 
 
 def test_every_fault_of_a_value_is_found() -> None:
-    with pytest.raises(ProblemsError) as caught:
+    with pytest.raises(FaultsError) as caught:
         parse_value([{"filter": "role:x", "value": 1}, {"value": [1, "a", "b"]}])
-    assert len(caught.value.found) == 3
+    assert len(caught.value.faults) == 3

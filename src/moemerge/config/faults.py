@@ -1,4 +1,4 @@
-"""Problems of a config: where, what, and whether mergekit passes over them in silence."""
+"""Faults of a config: where, what, and whether mergekit passes over them in silence."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Problem:
+class Fault:
     """One thing that is wrong. `ignorable`: mergekit ignores it, so `lenient` only warns."""
 
     path: Path
     message: str
     ignorable: bool = False
 
-    def under(self, prefix: Path) -> Problem:
+    def under(self, prefix: Path) -> Fault:
         return replace(self, path=(*prefix, *self.path))
 
 
 EMPTY = "must not be empty"
 
 
-class ProblemsError(ValueError):
-    """Raised inside a pydantic validator: several problems, placed relative to the field."""
+class FaultsError(ValueError):
+    """Raised inside a pydantic validator: several faults, placed relative to the field."""
 
-    def __init__(self, found: Sequence[Problem]) -> None:
-        super().__init__("; ".join(p.message for p in found))
-        self.found = tuple(found)
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        super().__init__("; ".join(p.message for p in faults))
+        self.faults = tuple(faults)
 
     @classmethod
-    def one(cls, message: str, *path: str | int, ignorable: bool = False) -> ProblemsError:
-        return cls([Problem(path, message, ignorable)])
+    def one(cls, message: str, *path: str | int, ignorable: bool = False) -> FaultsError:
+        return cls([Fault(path, message, ignorable)])
 
 
 def path_text(path: Iterable[str | int]) -> str:

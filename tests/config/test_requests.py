@@ -8,7 +8,8 @@ import pytest
 
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
-from moemerge.config.statistics import StatisticsRun
+from moemerge.config.models import ModelRef
+from moemerge.config.requests import StatisticsRequest
 
 Load = Callable[..., LoadedConfig]
 Problems = Callable[..., list[str]]
@@ -20,7 +21,7 @@ models:
 """
 
 
-def needs(load: Load, text: str) -> StatisticsRun:
+def needs(load: Load, text: str) -> StatisticsRequest:
     found = load(text).statistics
     assert found is not None
     return found
@@ -142,3 +143,55 @@ def test_statistics_nobody_uses(problems: Problems, load: Load) -> None:
     loaded = load(text, lenient=True)
     assert loaded.config.statistics is None
     assert len(loaded.warnings) == 1
+
+
+MODELS = """merge_method: ties
+base_model: org/base
+parameters: {weight: 0.5}
+models:
+  - {model: org/math@v1, name: math}
+  - {model: ./code}
+"""
+
+
+def test_calibration_pairs_models_with_text(load: Load) -> None:
+    loaded = load(MODELS + "calibration: {data: {math: m.jsonl, code: [c.jsonl, d.jsonl]}}\n")
+    run, block = loaded.calibration, loaded.config.calibration
+    assert run is not None
+    assert block is not None
+    assert dict(run.sources) == {"math": ModelRef("org/math", "v1"), "code": ModelRef("./code")}
+    assert dict(run.data) == {"math": ("m.jsonl",), "code": ("c.jsonl", "d.jsonl")}
+    assert block.settings.alpha == 0.9
+
+
+def test_calibration_takes_the_configs_own_data(load: Load) -> None:
+    loaded = load(MODELS + "data: {math: m, code: c}\ncalibration: {gamma: 0.1}\n")
+    run, block = loaded.calibration, loaded.config.calibration
+    assert run is not None
+    assert block is not None
+    assert dict(run.data) == {"math": ("m",), "code": ("c",)}
+    assert (block.settings.alpha, block.settings.gamma) == (None, 0.1)
+
+
+def test_the_base_may_be_a_source_when_it_has_text(load: Load) -> None:
+    run = load(MODELS + "calibration: {data: {math: m, code: c, base: b}}\n").calibration
+    assert run is not None
+    assert run.sources["base"] == ModelRef("org/base")
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ("[math]", {"math": ModelRef("org/math", "v1")}),
+        ("{math: org/other}", {"math": ModelRef("org/other")}),
+    ],
+)
+def test_sources_can_be_chosen(load: Load, sources: str, expected: dict[str, ModelRef]) -> None:
+    text = MODELS + f"calibration: {{data: {{math: m}}, sources: {sources}}}\n"
+    run = load(text).calibration
+    assert run is not None
+    assert dict(run.sources) == expected
+
+
+def test_without_a_block_there_is_no_calibration(load: Load) -> None:
+    assert load(MODELS).calibration is None

@@ -1,7 +1,7 @@
 """Random masks that depend on a stream's number and an element's index alone.
 
 A hash of the index takes the place of a generator with state, so the order of work, its split
-into blocks, the number of threads and the device cannot change a single bit. One 32-bit word serves
+into chunks, the number of threads and the device cannot change a single bit. One 32-bit word serves
 two neighbouring elements with 16 bits each: a probability is met to 2^-15, far below what a
 tensor's sampling noise could show.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moemerge.merging.methods._blocks import bits
+from moemerge.merging.methods._arithmetic import bits
 
 _WORD = 1 << 32
 _WEYL = 0x9E3779B9  # 2^32 / golden ratio: neighbouring indexes land far apart
@@ -64,7 +64,7 @@ class Stream:
         return drawn.bitwise_right_shift_(_RESOLUTION)
 
     def thin_(self, values: Tensor, start: int, threshold: int) -> None:
-        """Zero in place what is not kept of a flat block whose first element has index `start`."""
+        """Zero in place what is not kept of a flat chunk whose first element has index `start`."""
         kept = bits(values)
         kept.bitwise_and_(self.keep(start, values.numel(), threshold).to(kept.dtype))
 
@@ -82,7 +82,7 @@ class Stream:
 
 
 def _finalise_numpy(h: npt.NDArray[Any], shifted: npt.NDArray[Any], addend: int) -> None:
-    """numpy has unsigned shifts, and calls that cost a third of torch's on small blocks."""
+    """numpy has unsigned shifts, and calls that cost a third of torch's on small chunks."""
     for round_, shift in enumerate(_SHIFTS):
         np.right_shift(h, np.uint32(shift), out=shifted)
         np.bitwise_xor(h, shifted, out=h)

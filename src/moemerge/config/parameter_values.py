@@ -1,5 +1,6 @@
-"""Parameter values as mergekit writes them: a scalar, a gradient over layers, or a list of filters.
+"""Parameter values as mergekit writes them, and the one that counts for a tensor of a model.
 
+A value is
 - a number, `true`/`false` (1 and 0), or a word where a method offers choices;
 - a list of numbers: a gradient. With t in [0, 1] the depth in the slice and n values, the value at
   s = t (n - 1) is interpolated linearly between the neighbours of s;
@@ -8,6 +9,10 @@
   one.
 
 A filter is a plain substring of a name of the tensor, or `role:NAME`, equal to what the tensor is.
+
+Scopes are asked in mergekit's order: a per-model parameter is looked for under the model, then the
+slice, then the module and the top; a parameter of the whole method under the slice, the module and
+the top; then the method's default.
 """
 
 from __future__ import annotations
@@ -18,8 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from moemerge.config.parameters import Scalar
-from moemerge.config.problems import Path, Problem, ProblemsError, shown
+from moemerge.config.faults import Fault, FaultsError, Path, shown
+from moemerge.config.parameters import REQUIRED, MethodSchema, ParameterSpec, Scalar
+from moemerge.errors import ConfigError
 from moemerge.registry import did_you_mean
 
 ROLE_NAMES: Final = (
@@ -100,12 +106,6 @@ def evaluate(
     return value.at(t) if isinstance(value, Gradient) else value
 
 
-def layer_depth(index: int, count: int) -> float:
-    """t of layer `index` in a slice of `count` layers; outside the layers (embeddings, final norm,
-    head) t is 0. A slice of one layer counts as its own end, as in mergekit."""
-    return 1.0 if count == 1 else index / (count - 1)
-
-
 def leaves(value: ParameterValue) -> Iterator[tuple[Path, Scalar]]:
     """Every scalar inside a value, with its place."""
     if isinstance(value, Conditional):
@@ -131,7 +131,7 @@ def plain(value: ParameterValue) -> Any:
 
 
 def parse_value(raw: object) -> ParameterValue:
-    """Read a parameter's value; raises `ProblemsError` with every fault found in it."""
+    """Read a parameter's value; raises `FaultsError` with every fault in it."""
     if isinstance(raw, (Gradient, Conditional)):
         return raw
     if isinstance(raw, Mapping):
@@ -139,7 +139,7 @@ def parse_value(raw: object) -> ParameterValue:
     if not isinstance(raw, (list, tuple)):
         return _scalar(raw)
     if not raw:
-        raise ProblemsError.one("an empty list has no value")
+        raise FaultsError.one("an empty list has no value")
     if any(isinstance(item, Mapping) for item in raw):
         return _conditional(raw)
     return _gradient(raw)
@@ -149,8 +149,8 @@ def _scalar(raw: object) -> Scalar:
     if isinstance(raw, str) or (isinstance(raw, (int, float)) and _finite(raw)):
         return raw
     if isinstance(raw, (int, float)):
-        raise ProblemsError.one(f"expected a finite number, not {shown(raw)}")
-    raise ProblemsError.one(
+        raise FaultsError.one(f"expected a finite number, not {shown(raw)}")
+    raise FaultsError.one(
         f"expected a number, a list of numbers or a list of {{filter, value}}, not {shown(raw)}"
     )
 
@@ -161,60 +161,58 @@ def _finite(number: float) -> bool:
 
 
 def _gradient(raw: Sequence[object]) -> Gradient:
-    found = []
+    faults = []
     points = []
     for i, item in enumerate(raw):
         if isinstance(item, (int, float)) and _finite(item):
             points.append(float(item))
         else:
-            found.append(Problem((i,), f"a gradient is a list of numbers, not {shown(item)}"))
-    if found:
-        raise ProblemsError(found)
+            faults.append(Fault((i,), f"a gradient is a list of numbers, not {shown(item)}"))
+    if faults:
+        raise FaultsError(faults)
     return Gradient(tuple(points))
 
 
 def _conditional(raw: Sequence[object], *, bare: bool = False) -> Conditional:
-    found: list[Problem] = []
+    faults: list[Fault] = []
     branches: list[Branch] = []
     for i, item in enumerate(raw):
         here: Path = () if bare else (i,)
         if branches and branches[-1].catches_all:
-            found.append(
-                Problem(here, "never used: the entry before it matches everything", ignorable=True)
+            faults.append(
+                Fault(here, "never used: the entry before it matches everything", ignorable=True)
             )
             continue
         try:
             branches.append(_branch(item))
-        except ProblemsError as problems:
-            found.extend(p.under(here) for p in problems.found)
-    if found:
-        raise ProblemsError(found)
+        except FaultsError as error:
+            faults.extend(p.under(here) for p in error.faults)
+    if faults:
+        raise FaultsError(faults)
     return Conditional(tuple(branches))
 
 
 def _branch(raw: object) -> Branch:
     if not isinstance(raw, Mapping):
-        raise ProblemsError.one(
-            f"expected {{filter, value}} like the entries beside it, not {raw!r}"
-        )
+        raise FaultsError.one(f"expected {{filter, value}} like the entries beside it, not {raw!r}")
     keys = ("filter", "value")
     unknown = [key for key in raw if key not in keys]
     if unknown:
-        raise ProblemsError(
+        raise FaultsError(
             [
-                Problem((key,), f"unknown key{did_you_mean(str(key), keys) or _known(keys)}", True)
+                Fault((key,), f"unknown key{did_you_mean(str(key), keys) or _known(keys)}", True)
                 for key in unknown
             ]
         )
     if raw.get("value") is None:
-        raise ProblemsError.one("needs a `value`")
+        raise FaultsError.one("needs a `value`")
     pattern = _filter(raw.get("filter"))
     try:
         value = parse_value(raw["value"])
-    except ProblemsError as problems:
-        raise ProblemsError([p.under(("value",)) for p in problems.found]) from None
+    except FaultsError as error:
+        raise FaultsError([p.under(("value",)) for p in error.faults]) from None
     if isinstance(value, Conditional):
-        raise ProblemsError.one("filters cannot be nested: give a number or a gradient", "value")
+        raise FaultsError.one("filters cannot be nested: give a number or a gradient", "value")
     return Branch(pattern, value)
 
 
@@ -226,10 +224,96 @@ def _filter(raw: object) -> str | None:
     if raw is None or raw in (EVERYTHING, ""):
         return None
     if not isinstance(raw, str):
-        raise ProblemsError.one(f"a filter is text, not {raw!r}: put it in quotes", "filter")
+        raise FaultsError.one(f"a filter is text, not {raw!r}: put it in quotes", "filter")
     if raw.startswith(ROLE_PREFIX):
         role = raw[len(ROLE_PREFIX) :]
         if role not in ROLE_NAMES:
             close = did_you_mean(role, ROLE_NAMES) or _known(ROLE_NAMES)
-            raise ProblemsError.one(f"unknown role {role!r}{close}", "filter")
+            raise FaultsError.one(f"unknown role {role!r}{close}", "filter")
     return raw
+
+
+# --- the value for one tensor ---------------------------------------------------------------------
+
+Values = Mapping[str, ParameterValue]
+
+
+@dataclass(frozen=True)
+class Scopes:
+    """Where parameters are written, from the narrow to the wide."""
+
+    models: tuple[Mapping[str, Values], ...]  # slice -> model's name -> what stands under it
+    slices: tuple[Values, ...]
+    outer: tuple[Values, ...]  # module (where there is one), then the top
+
+
+@dataclass(frozen=True)
+class TensorContext:
+    """What the value of a parameter depends on besides the model."""
+
+    slice_index: int
+    names: Sequence[str]  # that filters see
+    role: str | None = None
+    t: float = 0.0  # depth in the slice, for gradients
+
+
+class ParameterReader:
+    """Looks parameters of one method up; the chain of scopes is made once per slice and model.
+
+    `override` comes before every other scope: the parameters of a config's `router:` section.
+    There, per-model parameters still fall through to what the models say (how much of each), but
+    those of the whole method do not: at the top they belong to another method.
+    """
+
+    def __init__(
+        self, schema: MethodSchema, scopes: Scopes, *, override: Values | None = None
+    ) -> None:
+        self.schema = schema
+        self._scopes = scopes
+        self._override = override
+        self._chains: dict[tuple[int, str | None, str], tuple[ParameterValue, ...]] = {}
+
+    def values(self, tensor: TensorContext, model: str | None = None) -> dict[str, Scalar | None]:
+        """All per-model parameters of a model for one tensor, by their YAML names; without a
+        model, all parameters of the whole method."""
+        wanted = (p for p in self.schema.parameters if p.per_model == (model is not None))
+        return {spec.name: self.value(spec, tensor, model) for spec in wanted}
+
+    def value(
+        self, spec: ParameterSpec, tensor: TensorContext, model: str | None = None
+    ) -> Scalar | None:
+        """None is a value only where the default is None."""
+        key = (tensor.slice_index, model, spec.name)
+        chain = self._chains.get(key)
+        if chain is None:
+            chain = self._chains.setdefault(key, self._chain(*key, per_model=spec.per_model))
+        for value in chain:
+            scalar = evaluate(value, tensor.names, tensor.role, tensor.t)
+            if scalar is not None:
+                return spec.convert(scalar)
+        if spec.default is REQUIRED:
+            raise _unset(spec, tensor.names, model)
+        return spec.default
+
+    def is_set(self, slice_index: int, model: str | None, spec: ParameterSpec) -> bool:
+        """Whether any scope gives the parameter, if only for some tensors."""
+        return bool(self._chain(slice_index, model, spec.name, per_model=spec.per_model))
+
+    def _chain(
+        self, slice_index: int, model: str | None, name: str, *, per_model: bool
+    ) -> tuple[ParameterValue, ...]:
+        scopes: list[Values] = [] if self._override is None else [self._override]
+        if per_model and model is not None:
+            scopes.append(self._scopes.models[slice_index].get(model, {}))
+        if per_model or self._override is None:
+            scopes += [self._scopes.slices[slice_index], *self._scopes.outer]
+        return tuple(scope[name] for scope in scopes if name in scope)
+
+
+def _unset(spec: ParameterSpec, names: Sequence[str], model: str | None) -> ConfigError:
+    of_model = f" of model {model!r}" if model is not None else ""
+    return ConfigError(
+        f"no value of parameter {spec.name!r} applies to tensor {names[0]!r}{of_model}: "
+        "every filter passes it by, and the parameter has no default",
+        hint=f"add a catch-all as the last entry of {spec.name}: `- value: ...`",
+    )

@@ -1,0 +1,210 @@
+"""What a config asks for by the models' names: text to calibrate with, and saved statistics.
+
+A model's statistics are saved files, or are computed on the way from its text under `data:`; a
+model that has both is taken from its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from moemerge.config.calibration import CalibrationBlock
+from moemerge.config.collecting import CollectingSettings
+from moemerge.config.faults import Fault, Path, listed
+from moemerge.config.model_names import model_names
+from moemerge.config.models import ModelRef
+from moemerge.config.parameters import MethodSchema, StatisticsKind
+from moemerge.config.resolve import NormalisedMerge
+from moemerge.config.schema import RunConfig
+from moemerge.registry import did_you_mean
+
+# --- calibration ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SourceData:
+    """Source models and the text of each, under the same names."""
+
+    sources: Mapping[str, ModelRef]
+    data: Mapping[str, tuple[str, ...]]
+
+
+def calibration_data(config: RunConfig) -> SourceData | None:
+    """What a checked config calibrates with; None where it has no `calibration:` block."""
+    block = config.calibration
+    if block is None:
+        return None
+    sources, optional = _sources(config, block)
+    data = block.data or config.data or {}
+    chosen = {n: m for n, m in {**sources, **optional}.items() if n in data}
+    return SourceData(chosen, {n: data[n] for n in chosen})
+
+
+def calibration_faults(config: RunConfig) -> list[Fault]:
+    """Each source has text, and each text a source."""
+    faults: list[Fault] = []
+    models = model_names(config)
+    block = config.calibration
+    if block is not None:
+        if isinstance(block.sources, tuple):
+            faults += [
+                Fault(("calibration", "sources", i), _no_model(name, models))
+                for i, name in enumerate(block.sources)
+                if name not in models
+            ]
+        faults += _unpaired(config, block) if not faults else []
+    if config.data is not None and (block is None or block.data is not None):
+        known = {**models, **(_sources(config, block)[0] if block else {})}
+        faults += [
+            Fault(("data", name), _no_model(name, known))
+            for name in config.data
+            if name not in known
+        ]
+    return faults
+
+
+def _sources(
+    config: RunConfig, block: CalibrationBlock
+) -> tuple[dict[str, ModelRef], dict[str, ModelRef]]:
+    """Sources that need text, and models that may have some (the base, unless it is chosen)."""
+    models = model_names(config)
+    if isinstance(block.sources, dict):
+        return dict(block.sources), {}
+    if block.sources is not None:
+        return {name: models[name] for name in block.sources if name in models}, {}
+    bases = {config.base_model, *(s.base_model for s in config.body.slices or ())}
+    return (
+        {name: model for name, model in models.items() if model not in bases},
+        {name: model for name, model in models.items() if model in bases},
+    )
+
+
+def _unpaired(config: RunConfig, block: CalibrationBlock) -> list[Fault]:
+    sources, optional = _sources(config, block)
+    place: Path = ("data",) if block.data is None else ("calibration", "data")
+    data = block.data or config.data
+    if data is None:
+        text = f"needs `data`, the text that calibrates each of: {listed(sources)}"
+        return [Fault(("calibration",), text)]
+    faults = []
+    missing = [name for name in sources if name not in data]
+    for name in data:
+        if name in sources or name in optional:
+            continue
+        faults.append(Fault((*place, name), _no_model(name, sources, missing)))
+        close = [m for m in missing if repr(m) in did_you_mean(name, missing)]
+        missing = [m for m in missing if m not in close]
+    if missing:
+        text = f"no data for {listed(missing)}; every source needs text under its own name"
+        faults.append(Fault(place, text))
+    return faults
+
+
+def _no_model(name: str, models: Mapping[str, ModelRef], likely: list[str] | None = None) -> str:
+    close = did_you_mean(name, likely or models) or did_you_mean(name, models)
+    return f"no model is called {name!r}{close or '; known: ' + listed(models)}"
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+_WORDS: Mapping[StatisticsKind, str] = {
+    "gram": "the second moments of each model's inputs",
+    "fisher": "each model's squared gradients",
+}
+
+
+@dataclass(frozen=True)
+class StatisticsRequest:
+    """The statistics of a merge: what is needed of which model, by the models' names."""
+
+    needs: Mapping[str, tuple[StatisticsKind, ...]]
+    files: Mapping[str, tuple[str, ...]]  # saved ones
+    data: Mapping[str, tuple[str, ...]]  # text of the models that have none saved
+    settings: CollectingSettings  # of what is computed from it; the kind follows from the needs
+
+    @property
+    def complete(self) -> bool:
+        """Whether every model has saved statistics."""
+        return not self.data
+
+
+def statistics_request(config: RunConfig, merge: NormalisedMerge) -> StatisticsRequest | None:
+    """The statistics of a checked config; None where no method needs any."""
+    needs = _needs(merge)
+    if not needs:
+        return None
+    files, data = config.statistics or {}, config.data or {}
+    return StatisticsRequest(
+        needs=needs,
+        files={name: files[name] for name in needs if name in files},
+        data={name: data[name] for name in needs if name not in files},
+        settings=config.collecting or CollectingSettings.model_validate({}),
+    )
+
+
+def statistics_faults(config: RunConfig, merge: NormalisedMerge) -> Iterator[Fault]:
+    """Every model that a data-driven method merges has statistics or text."""
+    needs, files, data = _needs(merge), config.statistics, config.data or {}
+    if not needs:
+        if files is not None:
+            text = f"{merge.schema.name!r} uses no statistics: remove them"
+            yield Fault(("statistics",), text, True)
+        if config.collecting is not None:
+            text = f"{merge.schema.name!r} uses no statistics, so none are collected: remove it"
+            yield Fault(("collecting",), text, True)
+        return
+    if config.collecting is not None and all(name in (files or {}) for name in needs):
+        text = "has no effect: every model's statistics are saved ones"
+        yield Fault(("collecting",), text, True)
+    missing = [name for name in needs if name not in (files or {}) and name not in data]
+    for name in files or {}:
+        if name in needs:
+            continue
+        yield Fault(("statistics", name), _unknown(name, merge, needs, missing))
+        close = [m for m in missing if repr(m) in did_you_mean(name, missing)]
+        missing = [m for m in missing if m not in close]
+    if missing:
+        yield from _lacking(config, merge, missing)
+
+
+def _needs(merge: NormalisedMerge) -> dict[str, tuple[StatisticsKind, ...]]:
+    needs: dict[str, dict[StatisticsKind, None]] = {}
+    for schema in _schemas(merge):
+        for merge_slice in merge.slices:
+            for source in merge_slice.seen_by(schema)[0]:
+                assert schema.statistics is not None
+                needs.setdefault(source.name, {})[schema.statistics] = None
+    return {name: tuple(kinds) for name, kinds in needs.items()}
+
+
+def _schemas(merge: NormalisedMerge) -> list[MethodSchema]:
+    both = (merge.schema, merge.router_schema)
+    return [schema for schema in both if schema is not None and schema.statistics is not None]
+
+
+def _lacking(config: RunConfig, merge: NormalisedMerge, missing: list[str]) -> Iterator[Fault]:
+    if config.statistics is not None or config.data:
+        place: Path = ("statistics",) if config.statistics is not None else ("data",)
+        text = f"no statistics for {listed(missing)}, and no `data` to compute them from"
+        yield Fault(place, f"{text}; every merged model needs one of them under its own name")
+        return
+    for schema in _schemas(merge):
+        assert schema.statistics is not None
+        main = schema is merge.schema
+        text = (
+            f"{schema.name!r} needs {_WORDS[schema.statistics]}: give `statistics` (files made by "
+            f"`moemerge stats`) or `data` (text) for {listed(missing)}"
+        )
+        if config.calibration is not None and config.calibration.data is not None:
+            text += "; the data of `calibration` serves both when it stands at the top"
+        yield Fault(("merge_method",) if main else ("router", "merge_method"), text)
+
+
+def _unknown(
+    name: str, merge: NormalisedMerge, needs: Mapping[str, object], missing: list[str]
+) -> str:
+    if name in merge.models:
+        return f"{name!r} is not merged by {merge.schema.name!r} and needs none: remove it"
+    close = did_you_mean(name, missing or needs) or did_you_mean(name, needs)
+    return f"no model is called {name!r}{close or '; known: ' + listed(needs)}"

@@ -1,0 +1,156 @@
+"""Blocks of elementwise methods, read, merged and rounded chunk by chunk.
+
+A chunk is small enough that a core holds all of it in its own cache: what is read of each model,
+its float32 copy and the result go to memory once instead of once for every step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.tensors import as_bytes
+from moemerge.merging.finite import FiniteCheck, is_finite
+from moemerge.merging.method import UnitInfo
+from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
+
+# Elements of a chunk: an accelerator wants one long launch instead.
+CPU_CHUNK = 2**17
+DEVICE_CHUNK = 2**26
+# Dtypes that are widened to float32, as the sum is taken in.
+_NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+Apply = Callable[[UnitMerge, UnitInfo, Sequence[Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The elements of a block as one model stores them, without a gap."""
+
+    source: UnitInput
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    start: int
+
+    @classmethod
+    def of(cls, source: UnitInput, plan: MergePlan) -> _Run:
+        checkpoint = plan.models[source.model].checkpoint
+        info = checkpoint.tensors[source.tensor]
+        row = 0 if source.slot.rows is None else source.slot.rows[0]
+        return cls(source, checkpoint, info.dtype, row * (info.row_bytes // info.dtype.itemsize))
+
+    def fill(self, buffer: _Buffer, start: int) -> None:
+        self.checkpoint.read_elements(self.source.tensor, self.start + start, buffer.view)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    tensor: Tensor
+    view: memoryview
+
+
+class _Scratch(threading.local):
+    """A thread's own memory, used again for every chunk of the same length."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[object, torch.dtype], _Buffer] = {}
+        self._length = 0
+
+    def buffer(self, name: object, length: int, dtype: torch.dtype) -> _Buffer:
+        if length != self._length:
+            self._buffers.clear()
+            self._length = length
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None:
+            tensor = torch.empty(length, dtype=dtype)
+            buffer = self._buffers[name, dtype] = _Buffer(tensor, as_bytes(tensor))
+        return buffer
+
+
+class ChunkMerger:
+    """Merges the blocks that can be taken apart."""
+
+    def __init__(
+        self, plan: MergePlan, device: torch.device, apply: Apply, finite: FiniteCheck
+    ) -> None:
+        self._plan = plan
+        self._apply = apply
+        self._finite = finite
+        self._cpu = device.type == "cpu"
+        self._length = CPU_CHUNK if self._cpu else DEVICE_CHUNK
+        self._scratch = _Scratch()
+
+    def takes(self, block: Block) -> bool:
+        """Whether a block is one elementwise unit that lies in every model as in the output."""
+        if len(block.merges) != 1:
+            return False
+        (merge,) = block.merges
+        if not merge.method.elementwise or merge.prepare is not None:
+            return False
+        slots = (merge.unit.slot, *(source.slot for source in merge.reads))
+        return all(slot.covers_block for slot in slots) and all(
+            self._plan.models[s.model].checkpoint.has_elements(s.tensor) for s in merge.reads
+        )
+
+    def merge(self, block: Block, unit: UnitInfo, dtype: torch.dtype) -> Tensor:
+        """The merged block in the output's dtype."""
+        (merge,) = block.merges
+        result = torch.empty(block.shape, dtype=dtype)
+        runs = [_Run.of(source, self._plan) for source in merge.reads]
+        weigh = merge.method.weights
+        dtypes = {self._plan.input_dtype or run.dtype for run in runs}
+        if weigh is not None and self._cpu and dtypes <= _NARROW:
+            weights = weigh([source.params for source in merge.inputs], merge.options, unit)
+            for start, chunk in self._chunks(result):
+                self._sum(runs, weights, start, chunk)
+            return result
+        for start, chunk in self._chunks(result):
+            stored = [self._read(run, i, start, len(chunk)) for i, run in enumerate(runs)]
+            chunk.copy_(self._apply(merge, unit, stored))
+        return result
+
+    def _chunks(self, result: Tensor) -> Iterator[tuple[int, Tensor]]:
+        flat = result.view(-1)
+        for start, stop in pairwise([*range(0, len(flat), self._length), len(flat)]):
+            yield start, flat[start:stop]
+
+    def _read(self, run: _Run, i: int, start: int, length: int) -> Tensor:
+        buffer = self._scratch.buffer(i, length, run.dtype)
+        run.fill(buffer, start)
+        if not is_finite(buffer.tensor):
+            self._check_whole([run])
+        return buffer.tensor
+
+    def _sum(self, runs: Sequence[_Run], weights: Sequence[float], start: int, out: Tensor) -> None:
+        """Σ w_i x_i as `weighted_sum` takes it, with one model's chunk in memory at a time."""
+        length = len(out)
+        total = self._scratch.buffer("total", length, torch.float32).tensor
+        wide = self._scratch.buffer("wide", length, torch.float32).tensor
+        for i, (run, weight) in enumerate(zip(runs, weights, strict=True)):
+            stored = self._scratch.buffer("stored", length, run.dtype)
+            run.fill(stored, start)
+            narrow = stored.tensor
+            if self._plan.input_dtype is not None:
+                narrow = narrow.to(self._plan.input_dtype)
+            wide.copy_(narrow)
+            if i == 0:
+                torch.mul(wide, weight, out=total)
+            else:
+                total.add_(wide, alpha=weight)
+        # A term that is not finite makes the sum so, whatever its weight.
+        if not is_finite(total):
+            self._check_whole(runs)
+        out.copy_(total)
+
+    def _check_whole(self, runs: Sequence[_Run]) -> None:
+        """Find the model, if any, whose part of the block holds NaN or infinity."""
+        for run in runs:
+            if not self._finite.is_noted(run.source):
+                stored = run.checkpoint.read(run.source.tensor, run.source.slot.rows)
+                self._finite.read(stored, run.source)

@@ -1,0 +1,112 @@
+"""Sums, inner products and angles of tensors, taken in chunks that stay in a core's cache.
+
+A merge unit has a few million elements; a formula of a dozen elementwise steps over all of it
+would go to memory a dozen times. Every kernel here works on chunks and reuses its scratch.
+
+Means on the sphere are sums Σ c_i x_i whose coefficients depend on inner products alone, so one
+pass gives the Gram matrix and the rest is arithmetic on n numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+# 256 Ki float32 are 1 MiB: a kernel's scratch stays near the core, while threads that
+# work side by side do not meet at the interpreter's lock after every few microseconds.
+CPU_CHUNK = 1 << 18
+# An accelerator wants one large launch; a power of two keeps chunks inside one 2^32 range.
+DEVICE_CHUNK = 1 << 28
+
+# A sum of unit vectors that is shorter than this has no direction: in float32 it is rounding.
+NO_DIRECTION = 1e-6
+# At sin θ below this, interpolation along the arc is replaced by the chord: they agree to 1e-8
+# where the vectors agree, and where they oppose each other every arc is as good.
+_FLAT_ARC = 1e-4
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_SIGN_BITS = {torch.float32: -(1 << 31), torch.float64: -(1 << 63)}
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements in canonical (out, in) order; a copy only where a view is not contiguous."""
+    return tensor.reshape(-1)
+
+
+def chunk_size(device: torch.device) -> int:
+    return CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
+
+
+def chunks(tensor: Tensor) -> Iterator[slice]:
+    """Slices that cover a flat tensor, each small enough for its device's cache."""
+    step = chunk_size(tensor.device)
+    for start in range(0, tensor.numel(), step):
+        yield slice(start, min(start + step, tensor.numel()))
+
+
+def scratch(like: Tensor, count: int) -> list[Tensor]:
+    """`count` uninitialised buffers as long as the longest chunk of `like`."""
+    length = min(like.numel(), chunk_size(like.device))
+    return [like.new_empty(length) for _ in range(count)]
+
+
+def bits(values: Tensor) -> Tensor:
+    """The same memory as signed integers."""
+    return values.view(_INTEGERS[values.dtype])
+
+
+def sign_bit(dtype: torch.dtype) -> int:
+    """The integer that has only the sign bit of `dtype` set."""
+    return _SIGN_BITS[dtype]
+
+
+def magnitude(chunk: Tensor) -> float:
+    """Σ|v| of one chunk."""
+    return float(chunk.abs().sum())
+
+
+def total_magnitude(values: Tensor) -> float:
+    """Σ|v| of a flat tensor; chunks are added in float64."""
+    return sum(magnitude(values[at]) for at in chunks(values))
+
+
+def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Σ w_i x_i in the tensors' shape, as a new contiguous tensor."""
+    flats = [flat(t) for t in tensors]
+    out = torch.empty_like(flats[0])
+    for at in chunks(out):
+        chunk = torch.mul(flats[0][at], weights[0], out=out[at])
+        for x, weight in zip(flats[1:], weights[1:], strict=True):
+            chunk.add_(x[at], alpha=weight)
+    return out.view(tensors[0].shape)
+
+
+def gram(tensors: Sequence[Tensor], origin: Tensor | None = None) -> Tensor:
+    """G_ij = x_i·x_j of the tensors (less `origin`), in float64 on the CPU."""
+    flats = [flat(t) for t in tensors]
+    zero = None if origin is None else flat(origin)
+    total = torch.zeros(len(flats), len(flats), dtype=torch.float64, device=flats[0].device)
+    for at in chunks(flats[0]):
+        rows = torch.stack([x[at] if zero is None else x[at] - zero[at] for x in flats]).double()
+        total += rows @ rows.T
+    return total.cpu()
+
+
+def cosine(g: Tensor, i: int, j: int) -> float:
+    """The cosine of x_i and x_j from their Gram matrix; a zero vector is orthogonal to all."""
+    norms = math.sqrt(g[i, i].item() * g[j, j].item())
+    return max(-1.0, min(1.0, g[i, j].item() / norms)) if norms > 0 else 0.0
+
+
+def arc_coefficients(cosines: Tensor, t: float) -> tuple[Tensor, Tensor]:
+    """Spherical interpolation: (c_0, c_1) with c_0 x_0 + c_1 x_1 at fraction `t` of the arc."""
+    theta = torch.arccos(cosines.clamp(-1, 1))
+    sine = torch.sin(theta)
+    straight = sine < _FLAT_ARC
+    safe = torch.where(straight, 1.0, sine)
+    first = torch.where(straight, 1 - t, torch.sin((1 - t) * theta) / safe)
+    second = torch.where(straight, t, torch.sin(t * theta) / safe)
+    return first, second
