@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/moemerge demo
 
-test: lint typecheck rooms docs unit
+test: lint typecheck rooms unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
