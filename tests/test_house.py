@@ -51,10 +51,7 @@ LONG_LISTS = {
     "testbed/training/run.py:train",
 }
 # Still two classes of one name.
-SHARED_NAMES = {
-    "Cell", "Domain", "Family", "Figure", "Journal", "OutputFolder", "Part", "Piece", "Place",
-    "Prepared", "Problem", "Source", "Trained",
-}  # fmt: skip
+SHARED_NAMES = {"Cell", "Figure", "OutputFolder", "Part", "Piece", "Prepared"}
 
 
 @cache

@@ -23,7 +23,7 @@ LONGEST_REFERENCE: Final = 300.0
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ProgramRun:
     judgement: Judgement
     seconds: float  # processor time
 
@@ -85,16 +85,16 @@ class CodeVerifier:
             future.set_result(run.seconds if run.judgement.right else 0.0)
         return future.result()
 
-    def _run(self, program: str, tests: Tests, limits: Limits) -> _Run:
+    def _run(self, program: str, tests: Tests, limits: Limits) -> _ProgramRun:
         secret = secrets.token_hex(16)
         job = {"program": program, "tests": tests.source, "secret": secret}
         try:
             result = self._sandbox.run(TASK, json.dumps(job).encode(), limits)
         except (SandboxError, OSError) as error:  # a machine out of processes or memory
-            return _Run(Judgement(Grade.UNDECIDED, str(error)), 0.0)
+            return _ProgramRun(Judgement(Grade.UNDECIDED, str(error)), 0.0)
         if result.ended is Ended.TIME:
             detail = f"stopped after {limits.cpu_seconds:g} s of processor time"
-            return _Run(Judgement(Grade.TIMEOUT, detail), result.seconds)
+            return _ProgramRun(Judgement(Grade.TIMEOUT, detail), result.seconds)
         report = _report(result.answer, secret)
         if report is None:
             why = {
@@ -102,12 +102,12 @@ class CodeVerifier:
                 Ended.OUTPUT: "wrote without end",
             }
             detail = why.get(result.ended, "left before its tests were done")
-            return _Run(Judgement(Grade.ERROR, detail), result.seconds)
+            return _ProgramRun(Judgement(Grade.ERROR, detail), result.seconds)
         if report["passed"]:
-            return _Run(RIGHT, report["seconds"])
+            return _ProgramRun(RIGHT, report["seconds"])
         failed = report["detail"].startswith("tests: AssertionError")
         judgement = Judgement(Grade.WRONG if failed else Grade.ERROR, report["detail"])
-        return _Run(judgement, report["seconds"])
+        return _ProgramRun(judgement, report["seconds"])
 
 
 def _report(answer: bytes, secret: str) -> dict[str, Any] | None:
