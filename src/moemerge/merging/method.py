@@ -28,13 +28,13 @@ from torch import Tensor
 from moemerge.architectures.roles import Role
 from moemerge.config.parameters import (
     REQUIRED,
-    BasePolicy,
     MethodSchema,
     ParameterSpec,
     Required,
     Scalar,
     StatisticsKind,
 )
+from moemerge.config.parameters import BasePolicy as BasePolicy  # methods take it from here
 from moemerge.errors import UsageError
 from moemerge.registry import Registry
 
