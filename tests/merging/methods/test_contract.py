@@ -155,6 +155,7 @@ def test_opposite_and_zero_task_vectors_stay_finite(name):
 RESCALING = (
     *("tsv", "iso_c", "iso_cts", "consensus_ta", "consensus_ties", "pcb", "arcee_fusion", "awd"),
     "doge",
+    "cat",
 )
 IDENTICAL = [n for n in NAMES if n not in ("passthrough", "nearswap", "slerp", *RESCALING)]
 

@@ -104,6 +104,8 @@ def nearest_orthogonal(columns: Tensor) -> Tensor:
 
     U (UᵀU)^(-1/2); directions that the columns span twice are taken once.
     """
+    if columns.shape[1] == 0:
+        return columns
     squares, vectors = torch.linalg.eigh(columns.T @ columns)
     # Unit columns: their Gram matrix is known to float64's precision times its size.
     tolerance = squares[-1] * columns.shape[1] * torch.finfo(squares.dtype).eps * 8

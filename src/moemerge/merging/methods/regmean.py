@@ -78,7 +78,7 @@ def regmean(
     solver = Solver.of(grams.sum(counts, made_up), unit)
     first, *others = inputs
     excesses = [grams.excess(i) for i in range(1, len(inputs))]  # each (in, in)
-    step = max(1, _chunk(mean.device) // max(1, mean.shape[1]))
+    step = rows_at_once(mean)
     for start in range(0, mean.shape[0], step):
         unit.check_stopped()
         rows = slice(start, start + step)
@@ -102,8 +102,10 @@ def _few_tokens(
     return missing
 
 
-def _chunk(device: torch.device) -> int:
-    return CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
+def rows_at_once(matrix: Tensor) -> int:
+    """Rows of a layer that are solved for together."""
+    elements = CPU_CHUNK if matrix.device.type == "cpu" else DEVICE_CHUNK
+    return max(1, elements // max(1, matrix.shape[1]))
 
 
 class Grams:

@@ -1,0 +1,62 @@
+"""LOT: RegMean's least squares for task vectors, from the base on (Sun et al. 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.methods._weights import Share, average, params_shares, statistics_of
+from moemerge.merging.methods.regmean import Solver, rows_at_once
+
+
+@dataclass(frozen=True)
+class LotOptions:
+    lambda_: float = param(1.0, key="lambda", help="factor on the merged task vector")
+    normalize: bool = param(
+        True, help="each model's text counts the same, however long; otherwise each token"
+    )
+
+
+@merge_method(
+    "lot",
+    base=BasePolicy.REQUIRED,
+    per_model=Share,
+    options=LotOptions,
+    statistics="gram",
+    weights=params_shares,
+)
+def lot(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: LotOptions, unit: UnitInfo
+) -> Tensor:
+    """Least squared error of each linear layer's change on the models' own inputs.
+
+    With G_i as of `regmean`: θ_0 + λ (Σ w_i τ_i G_i) (Σ w_i G_i)⁻¹. On directions that the inputs
+    do not have, the result stays at the base where RegMean goes to the average. Everything that is
+    no linear layer is averaged.
+    """
+    assert base is not None
+    weights = params_shares([i.params for i in inputs], options, unit)
+    statistics = statistics_of(inputs, unit)
+    if statistics is None:
+        return average(inputs, weights)
+    lengths = [float(s.domain_tokens) if options.normalize else 1.0 for s in statistics]
+    shares = [w * s.tokens / n for w, s, n in zip(weights, statistics, lengths, strict=True)]
+    out = base.clone(memory_format=torch.contiguous_format)
+    if not any(shares):  # no token of any model: nothing is known of the layer's inputs
+        return out
+    grams = [s.values.double().mul_(c) for s, c in zip(statistics, shares, strict=True)]
+    solver = Solver.of(torch.stack(grams).sum(0), unit)
+    step = rows_at_once(out)
+    for start in range(0, out.shape[0], step):
+        unit.check_stopped()
+        rows = slice(start, start + step)
+        right = torch.zeros_like(out[rows], dtype=torch.float64)  # (rows, in)
+        for model, gram in zip(inputs, grams, strict=True):
+            right.addmm_(model.tensor[rows].double() - base[rows].double(), gram)
+        out[rows] += options.lambda_ * solver.solve(right).to(out.dtype)
+    return out

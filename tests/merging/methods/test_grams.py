@@ -1,0 +1,136 @@
+"""lot, slta and cat against the problems they state, in float64 and from the inputs themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moemerge.architectures.roles import Role
+from moemerge.merging.method import UnitStatistics
+from moemerge.merging.methods.slta import equal_share_ridge
+
+OUT, WIDTH = 5, 7
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def texts(counts, width=WIDTH, seed=0):
+    """Correlated inputs of each model, (tokens, width)."""
+    return [
+        normal(n, width, seed=seed + i) @ normal(width, width, seed=50 + i)
+        for i, n in enumerate(counts)
+    ]
+
+
+def statistics(xs):
+    return [UnitStatistics(x.T @ x / len(x), len(x), 2 * len(x) + 10, 4) for x in xs]
+
+
+def shares_of(xs):
+    """Each model's tokens through the unit count by its text's length."""
+    return [1 / (2 * len(x) + 10) for x in xs]
+
+
+@pytest.mark.parametrize("counts", [(60, 60), (40, 200), (30, 60, 90)])
+def test_lot_is_least_squares_for_task_vectors(merge, counts):
+    base, xs = normal(OUT, WIDTH, seed=9), texts(counts)
+    vectors = [normal(OUT, WIDTH, seed=20 + i) for i in range(len(xs))]
+    merged = merge(
+        "lot", [base + t for t in vectors], base=base, statistics=statistics(xs), role=Role.EXPERT
+    )
+    rows = torch.cat([s**0.5 * x for s, x in zip(shares_of(xs), xs, strict=True)])
+    answers = torch.cat(
+        [s**0.5 * x @ t.T for s, x, t in zip(shares_of(xs), xs, vectors, strict=True)]
+    )
+    expected = torch.linalg.lstsq(rows, answers).solution.T
+    torch.testing.assert_close(merged - base, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_lot_stays_at_the_base_where_no_input_goes(merge):
+    base = normal(OUT, WIDTH, seed=9)
+    xs = texts((50, 50))
+    for x in xs:
+        x[:, 3] = 0.0
+    models = [base + normal(OUT, WIDTH, seed=20 + i) for i in range(2)]
+    merged = merge("lot", models, base=base, statistics=statistics(xs))
+    torch.testing.assert_close(merged[:, 3], base[:, 3])
+    assert not torch.allclose(merged[:, 2], base[:, 2])
+
+
+@pytest.mark.parametrize("counts", [(60, 60), (40, 200), (30, 60, 90)])
+def test_slta_is_least_squares_for_the_coefficients(merge, counts):
+    base, xs = normal(OUT, WIDTH, seed=9), texts(counts)
+    vectors = [normal(OUT, WIDTH, seed=20 + i) for i in range(len(xs))]
+    columns, targets = [], []
+    for s, x, t in zip(shares_of(xs), xs, vectors, strict=True):
+        columns.append(torch.stack([s**0.5 * (x @ v.T).flatten() for v in vectors], dim=1))
+        targets.append(s**0.5 * (x @ t.T).flatten())
+    a = torch.linalg.lstsq(torch.cat(columns), torch.cat(targets)[:, None]).solution.flatten()
+    merged = merge(
+        "slta", [base + t for t in vectors], base=base, statistics=statistics(xs), ridge=0.0
+    )
+    expected = base + sum(c * t for c, t in zip(a, vectors, strict=True))
+    torch.testing.assert_close(merged, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_slta_of_equal_models_shares_equally(merge):
+    a, b = torch.ones(2, 2).double(), torch.ones(2).double()
+    torch.testing.assert_close(equal_share_ridge(a, b, 1e-6), torch.full((2,), 0.5).double())
+    zero = torch.zeros(3, 3).double()
+    assert equal_share_ridge(zero, zero[0], 0.0).tolist() == pytest.approx([1 / 3] * 3)
+    base, tau = normal(OUT, WIDTH, seed=9), normal(OUT, WIDTH, seed=1)
+    merged = merge("slta", [base + tau] * 2, base=base, statistics=statistics(texts((30, 30))))
+    torch.testing.assert_close(merged, base + tau)
+
+
+def test_cat_by_hand(merge):
+    # Model 0's inputs lie along e_0, model 1's along e_1. Model 1 answers e_0 in output 0 (it
+    # disturbs) and e_1 in output 1; model 0 leaves e_1 alone.
+    x0, x1 = torch.tensor([[1.0, 0.0]] * 4), torch.tensor([[0.0, 1.0]] * 4)
+    tau0 = torch.tensor([[0.0, 0.0], [2.0, 0.0]])
+    tau1 = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    merged = merge(
+        "cat", [tau0, tau1], base=torch.zeros(2, 2), statistics=statistics([x0, x1]),
+        directions=1, penalty=0.0,
+    )  # fmt: skip
+    # Output 0 of model 1 goes; what is left, (0, 4) in row 1, is scaled back to 5.
+    torch.testing.assert_close(merged, torch.tensor([[0.0, 0.0], [2.0, 5.0]]))
+
+
+def test_cat_without_directions_is_task_arithmetic(merge):
+    base, xs = normal(OUT, WIDTH, seed=9), texts((30, 30))
+    vectors = [normal(OUT, WIDTH, seed=20 + i) for i in range(2)]
+    merged = merge(
+        "cat", [base + t for t in vectors], base=base, statistics=statistics(xs), directions=0
+    )
+    torch.testing.assert_close(merged, base + sum(vectors))
+
+
+def test_cat_lessens_the_disturbance_of_other_inputs(merge):
+    base, xs = torch.zeros(OUT, WIDTH, dtype=torch.float64), texts((40, 40))
+    vectors = [normal(OUT, WIDTH, seed=20 + i) for i in range(2)]
+    merged = merge("cat", vectors, base=base, statistics=statistics(xs), penalty=0.0, directions=3)
+    before = sum(
+        ((sum(vectors) - t) @ x.T).square().sum() for t, x in zip(vectors, xs, strict=True)
+    )
+    after = sum(((merged - t) @ x.T).square().sum() for t, x in zip(vectors, xs, strict=True))
+    assert after < before
+
+
+@pytest.mark.parametrize("name", ["lot", "slta", "cat"])
+def test_units_without_statistics_are_averaged(merge, name):
+    a, b = torch.ones(2, 2), torch.full((2, 2), 3.0)
+    merged = merge(name, [a, b], base=torch.zeros(2, 2), role=Role.NORM)
+    assert torch.equal(merged, torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize("name", ["lot", "slta", "cat"])
+def test_experts_that_no_token_reached(merge, name):
+    base = normal(OUT, WIDTH, seed=9)
+    empty = UnitStatistics(torch.zeros(WIDTH, WIDTH), 0, 100, 4)
+    some = statistics(texts((30,)))[0]
+    models = [base + normal(OUT, WIDTH, seed=20 + i) for i in range(2)]
+    for known in ([empty, empty], [empty, some]):
+        assert torch.isfinite(merge(name, models, base=base, statistics=known)).all()
