@@ -130,9 +130,9 @@ def one(
         plain(source, batches[name] * times, device, dtype, spent)
     own_process()  # as the command says
     with timed(spent, "diagnosis", device):
-        found = moemerge.diagnose(
-            model, sources=sources, data=data, device=str(device), dtype=dtype, swaps=swaps
-        )
+        values = {"device": str(device), "dtype": dtype, "swaps": swaps}
+        settings = moemerge.DiagnosisSettings.model_validate(values)
+        found = moemerge.diagnose(model, sources=sources, data=data, settings=settings)
     spent["mismatch"] = sum(t.mismatch for t in found.totals) / len(found.totals)
     return spent
 

@@ -83,7 +83,7 @@ class Clock:
 
 def collect(spec: dict[str, Any]) -> None:
     from moemerge.collecting import CollectRequest, run_collect
-    from moemerge.config.collecting import CollectingSettings
+    from moemerge.config.settings import CollectingSettings
     from moemerge.config.translate import parse_settings
     from moemerge.runtime.allocator import keep_few_kernels
 

@@ -1,6 +1,6 @@
 """Merge Mixture-of-Experts language models and repair the routers that merging breaks.
 
-Importing this package is instant and changes nothing; torch is imported when a name is first used.
+Importing this package is instant and changes nothing; torch is imported when a name needs it.
 """
 
 from __future__ import annotations
@@ -21,31 +21,45 @@ if TYPE_CHECKING:
     from moemerge.api import swap_routers as swap_routers
     from moemerge.api import validate as validate
     from moemerge.checkpoint import Checkpoint as Checkpoint
+    from moemerge.config.calibration import CalibrationSettings as CalibrationSettings
+    from moemerge.config.settings import CollectingSettings as CollectingSettings
+    from moemerge.config.settings import DiagnosisSettings as DiagnosisSettings
+    from moemerge.config.settings import MergeSettings as MergeSettings
+    from moemerge.errors import ArchitectureError as ArchitectureError
+    from moemerge.errors import CheckpointError as CheckpointError
+    from moemerge.errors import ConfigError as ConfigError
+    from moemerge.errors import DataError as DataError
+    from moemerge.errors import MoeMergeError as MoeMergeError
+    from moemerge.errors import NumericalError as NumericalError
+    from moemerge.errors import ResourceError as ResourceError
+    from moemerge.errors import TokenizerError as TokenizerError
+    from moemerge.errors import UsageError as UsageError
     from moemerge.merging.method import merge_method as merge_method
 
 
-# Public name -> the room it lives in.
+# The public names of each room.
 _PUBLIC = {
-    "Checkpoint": "moemerge.checkpoint",
-    "calibrate": "moemerge.api",
-    "collect_statistics": "moemerge.api",
-    "diagnose": "moemerge.api",
-    "inspect": "moemerge.api",
-    "load_config": "moemerge.api",
-    "merge": "moemerge.api",
-    "merge_method": "moemerge.merging.method",
-    "run": "moemerge.api",
-    "swap_routers": "moemerge.api",
-    "validate": "moemerge.api",
+    "moemerge.api": (
+        "calibrate collect_statistics diagnose inspect load_config merge run swap_routers validate"
+    ),
+    "moemerge.checkpoint": "Checkpoint",
+    "moemerge.config.calibration": "CalibrationSettings",
+    "moemerge.config.settings": "CollectingSettings DiagnosisSettings MergeSettings",
+    "moemerge.errors": (
+        "ArchitectureError CheckpointError ConfigError DataError MoeMergeError NumericalError "
+        "ResourceError TokenizerError UsageError"
+    ),
+    "moemerge.merging.method": "merge_method",
 }
+_ROOM = {name: room for room, names in _PUBLIC.items() for name in names.split()}
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", *_ROOM]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in _ROOM:
         raise AttributeError(f"module 'moemerge' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    return getattr(importlib.import_module(_ROOM[name]), name)
 
 
 def __dir__() -> list[str]:

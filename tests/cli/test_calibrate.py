@@ -13,13 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer.main
 from typer.testing import CliRunner, Result
 
 import zoo
 from calibration import cases
 from moemerge.cli.app import app
-from moemerge.config.calibration import CalibrationSettings
 from moemerge.runtime.unfinished import journal_path
 
 
@@ -60,17 +58,6 @@ def test_json_goes_to_a_file_or_to_stdout(case: cases.Case, tmp_path: Path) -> N
     assert second.stderr == first.stderr == ""
     reports = [json.loads(file.read_text()), json.loads(second.stdout)]
     assert reports[0]["totals"] == reports[1]["totals"]
-
-
-def test_every_setting_is_a_flag_and_its_help_is_its_description() -> None:
-    command = typer.main.get_command(app).get_command(None, "calibrate")  # type: ignore[attr-defined, arg-type]
-    options = {option for p in command.params for option in p.opts}
-    text = " ".join(moemerge("calibrate", "--help").stdout.replace("│", " ").split())
-    for name, field in CalibrationSettings.model_fields.items():
-        assert f"--{name.replace('_', '-')}" in options
-        assert (field.description or "?")[:20].lower() in text.lower()
-    assert "(default: 0.9)" in text
-    assert "moemerge calibrate merged/" in text
 
 
 def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
-import typer.main
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -18,7 +16,6 @@ import zoo
 from calibration import cases
 from moemerge.cli.app import app
 from moemerge.cli.diagnosis_table import bar, diagnosis_report
-from moemerge.config.diagnosis import DiagnosisSettings
 
 
 @pytest.fixture(scope="session")
@@ -83,17 +80,6 @@ def test_the_command_in_the_document_repeats_it(case: cases.Case) -> None:
     again = json.loads(moemerge(*words, "--json", "-").stdout)
     assert again["layers"] == document["layers"]
     assert again["swaps"] == document["swaps"]
-
-
-def test_every_setting_is_a_flag_and_its_help_is_its_description() -> None:
-    command = typer.main.get_command(app).get_command(None, "diagnose")  # type: ignore[attr-defined, arg-type]
-    options = {option for p in command.params for option in p.opts}
-    text = " ".join(moemerge("diagnose", "--help", columns=200).stdout.replace("│", " ").split())
-    for name, field in DiagnosisSettings.model_fields.items():
-        assert f"--{name.replace('_', '-')}" in options
-        assert (field.description or "?")[:20].lower() in text.lower()
-    assert "--no-swaps" in text
-    assert "moemerge diagnose merged/ --source" in text
 
 
 def test_what_is_refused_has_an_exit_code_and_one_message(case: cases.Case) -> None:

@@ -82,7 +82,7 @@ def test_refusals(case: tuple[Path, Path], tmp_path: Path) -> None:
         (3, "--overwrite", (folder, there, "--data", text)),
         (3, "no such file", (folder, tmp_path / "a", "--data", tmp_path / "none.jsonl")),
         (2, "kind", (folder, tmp_path / "a", "--data", text, "--kind", "grams")),
-        (2, "max_tokens", (folder, tmp_path / "a", "--data", text, "--max-tokens", "0")),
+        (2, "--max-tokens", (folder, tmp_path / "a", "--data", text, "--max-tokens", "0")),
         (3, "none", (tmp_path / "none", tmp_path / "a", "--data", text)),
     ):
         result = stats(*args)

@@ -13,7 +13,7 @@ import pytest
 import zoo
 from collecting.cases import Collect
 from moemerge.collecting import CollectReport, CollectRequest, run_collect
-from moemerge.config.collecting import CollectingSettings
+from moemerge.config.settings import CollectingSettings
 from moemerge.runtime.progress import Silent
 
 

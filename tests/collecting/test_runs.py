@@ -18,7 +18,7 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.collecting import CollectRequest, run_collect
 from moemerge.collecting.store import Store
-from moemerge.config.collecting import CollectingSettings
+from moemerge.config.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, CheckpointError, DataError, NumericalError
 from moemerge.runtime.progress import Silent
 from moemerge.statistics import Statistics

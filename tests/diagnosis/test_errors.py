@@ -14,7 +14,7 @@ import torch
 import moemerge
 import zoo
 from calibration import cases
-from moemerge.config.diagnosis import DiagnosisSettings
+from moemerge.config.settings import DiagnosisSettings
 from moemerge.errors import (
     ArchitectureError,
     ConfigError,

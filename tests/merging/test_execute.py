@@ -14,8 +14,14 @@ import moemerge
 import zoo
 from moemerge import api
 from moemerge.checkpoint import CheckpointWriter
-from moemerge.config.options import MergeOptions
-from moemerge.errors import CheckpointError, NumericalError, ResourceError, UsageError
+from moemerge.config.settings import MergeSettings
+from moemerge.errors import (
+    CheckpointError,
+    ConfigError,
+    NumericalError,
+    ResourceError,
+    UsageError,
+)
 from moemerge.merging import METHODS, chunked
 from moemerge.merging import plan as plan_module
 from moemerge.merging.execute import ExecutionSettings, MemoryBudget, execute
@@ -41,7 +47,7 @@ def config(method, models, **parameters):
 
 
 def run(settings, out, **execution):
-    plan = plan_merge(api.load_config(settings), MergeOptions()).plan
+    plan = plan_merge(api.load_config(settings), MergeSettings()).plan
     with CheckpointWriter(out, plan.tensors, shard_bytes=10**9, overwrite=False) as writer:
         execute(plan, writer, ExecutionSettings(CPU, **execution), Silent())
         writer.add_bytes("config.json", b"{}")
@@ -54,7 +60,7 @@ def test_workers_and_sharding_do_not_change_a_bit(models, tmp_path, method):
     settings = config(method, models, density=0.4)
     one = run(settings, tmp_path / "one", workers=1)
     many = run(settings, tmp_path / "many", workers=5, memory_budget=1)
-    moemerge.merge(settings, tmp_path / "shards", MergeOptions(out_shard_size="20kB"))
+    moemerge.merge(settings, tmp_path / "shards", out_shard_size="20kB")
     shards = zoo.tensors(tmp_path / "shards")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
     for name, value in one.items():
@@ -64,8 +70,8 @@ def test_workers_and_sharding_do_not_change_a_bit(models, tmp_path, method):
 
 def test_another_seed_gives_another_mask(models, tmp_path):
     settings = config("dare_ties", models, density=0.4)
-    moemerge.merge(settings, tmp_path / "a", MergeOptions(seed=0))
-    moemerge.merge(settings, tmp_path / "b", MergeOptions(seed=1))
+    moemerge.merge(settings, tmp_path / "a", seed=0)
+    moemerge.merge(settings, tmp_path / "b", seed=1)
     a, b = zoo.tensors(tmp_path / "a"), zoo.tensors(tmp_path / "b")
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     assert not torch.equal(a[name], b[name])
@@ -112,12 +118,12 @@ def test_non_finite_input_stops_a_sum_whatever_its_weight(models, tmp_path, bad)
     with pytest.raises(NumericalError, match=rf"m1: tensor {name} holds 3 non-finite values"):
         moemerge.merge(settings, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
-    moemerge.merge(settings, tmp_path / "out", MergeOptions(allow_nonfinite=True))
+    moemerge.merge(settings, tmp_path / "out", allow_nonfinite=True)
 
 
 def test_a_model_that_is_cut_short_while_it_is_merged_is_named(models, tmp_path):
     settings = {**config("linear", models), "parameters": {"weight": 1.0}}
-    plan = plan_merge(api.load_config(settings), MergeOptions()).plan
+    plan = plan_merge(api.load_config(settings), MergeSettings()).plan
     file = models[1] / "model.safetensors"
     with open(file, "r+b") as opened:
         opened.truncate(file.stat().st_size - 1000)
@@ -149,7 +155,7 @@ def test_non_finite_input_is_named_and_stops(models, tmp_path, bad):
     with pytest.raises(NumericalError, match=rf"m1: tensor {name} holds 3 non-finite values"):
         moemerge.merge(settings, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
-    moemerge.merge(settings, tmp_path / "out", MergeOptions(allow_nonfinite=True))
+    moemerge.merge(settings, tmp_path / "out", allow_nonfinite=True)
 
 
 def test_huge_but_finite_values_are_no_fault(models, tmp_path):
@@ -198,18 +204,16 @@ def test_a_full_disk_is_found_before_the_work(models, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*out*"))
 
 
-@pytest.mark.parametrize(
-    "check", [moemerge.merge, lambda c, out, o: moemerge.validate(c, o, out=out)]
-)
+@pytest.mark.parametrize("check", [moemerge.merge, moemerge.validate])
 def test_options_are_refused_before_a_model_is_opened(tmp_path, check):
     settings = config("ties", ["no/base", "no/a", "no/b"])
     for wrong, said in (
-        (MergeOptions(device="tpu"), "tpu"),
-        (MergeOptions(out_shard_size="much"), "is not a size"),
-        (MergeOptions(), "exists"),
+        ({"device": "tpu"}, "tpu"),
+        ({"out_shard_size": "much"}, "is not a size"),
+        ({}, "exists"),
     ):
-        with pytest.raises((UsageError, CheckpointError), match=said):
-            check(settings, tmp_path, wrong)
+        with pytest.raises((ConfigError, UsageError, CheckpointError), match=said):
+            check(settings, tmp_path, **wrong)
 
 
 def test_a_device_without_memory_is_named(models, tmp_path, monkeypatch):
@@ -220,9 +224,7 @@ def test_a_device_without_memory_is_named(models, tmp_path, monkeypatch):
     method = METHODS.get("linear")
     monkeypatch.setitem(METHODS._entries, "linear", replace(method, function=full, weights=None))
     with pytest.raises(ResourceError, match=r"cpu has too little free memory to merge .*weight"):
-        moemerge.merge(
-            {**settings, "parameters": {"weight": 1}}, tmp_path / "out", MergeOptions(device="cpu")
-        )
+        moemerge.merge({**settings, "parameters": {"weight": 1}}, tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
 
 

@@ -13,12 +13,12 @@ import zoo
 from collecting import direct
 from collecting.cases import token_rows
 from merging.gathered import is_linear, open_model, unit_tensors
-from moemerge.config.options import MergeOptions
+from moemerge.config.settings import MergeSettings
 from moemerge.errors import ConfigError, DataError, NumericalError, ResourceError
 from moemerge.merging import run as merging_run
 from moemerge.statistics.provenance import all_units
 
-CPU = MergeOptions(device="cpu")
+CPU = MergeSettings(device="cpu")
 WORDS = ["sum", "list", "dict", "value", "model", "expert", "router", "code", "math"]
 
 
@@ -55,7 +55,7 @@ def same(a, b):
 @pytest.mark.parametrize(("method", "kind"), [("regmean", "gram"), ("fisher", "fisher")])
 def test_the_same_bytes_as_with_saved_statistics(models, tmp_path, method, kind):
     settings = config(models, method, collecting={"max_length": 8})
-    report = moemerge.merge(settings, tmp_path / "way", CPU).to_json()
+    report = moemerge.merge(settings, tmp_path / "way", settings=CPU).to_json()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["way"]
     saved = {name: tmp_path / f"{name}.stats" for name in ("math", "code")}
     for name, file in saved.items():
@@ -69,7 +69,7 @@ def test_the_same_bytes_as_with_saved_statistics(models, tmp_path, method, kind)
         )
     del settings["data"], settings["collecting"]
     settings["statistics"] = {name: str(file) for name, file in saved.items()}
-    again = moemerge.merge(settings, tmp_path / "saved", CPU).to_json()
+    again = moemerge.merge(settings, tmp_path / "saved", settings=CPU).to_json()
     assert same(tmp_path / "way", tmp_path / "saved")
     assert report["remarks"] == again["remarks"]
     told = report["statistics"]["math"][kind]
@@ -79,7 +79,7 @@ def test_the_same_bytes_as_with_saved_statistics(models, tmp_path, method, kind)
     mixed = {**settings, "statistics": {"math": str(saved["math"])}, "collecting": {}}
     mixed["collecting"] = {"max_length": 8}
     mixed["data"] = {"code": str(models / "code.jsonl")}
-    moemerge.merge(mixed, tmp_path / "mixed", CPU)
+    moemerge.merge(mixed, tmp_path / "mixed", settings=CPU)
     assert same(tmp_path / "mixed", tmp_path / "saved")
 
 
@@ -104,7 +104,7 @@ def rows_of(folder, name):
 def test_regmean_from_text_is_what_plain_transformers_give(others, tmp_path, family):
     """Whole models in float64 with hooks, and the formula term by term."""
     folder = others(family)
-    moemerge.merge(config(folder, "regmean"), tmp_path / "out", CPU)
+    moemerge.merge(config(folder, "regmean"), tmp_path / "out", settings=CPU)
     merged = unit_tensors(tmp_path / "out")
     own = [unit_tensors(folder / name) for name in ("math", "code")]
     rows = [rows_of(folder, name) for name in ("math", "code")]
@@ -136,7 +136,7 @@ def solved(weights, known, lengths, factor=0.9, least=16):
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
 def test_fisher_from_text_is_what_plain_transformers_give(others, tmp_path, family):
     folder = others(family)
-    moemerge.merge(config(folder, "fisher"), tmp_path / "out", CPU)
+    moemerge.merge(config(folder, "fisher"), tmp_path / "out", settings=CPU)
     merged = unit_tensors(tmp_path / "out")
     own = [unit_tensors(folder / name) for name in ("math", "code")]
     rows = [rows_of(folder, name) for name in ("math", "code")]
@@ -156,11 +156,11 @@ def test_fisher_from_text_is_what_plain_transformers_give(others, tmp_path, fami
 
 def test_merged_by_regmean_then_calibrated(models, tmp_path):
     settings = config(models, "regmean", calibration={"device": "cpu"})
-    report = moemerge.run(settings, tmp_path / "out", CPU)
+    report = moemerge.run(settings, tmp_path / "out", settings=CPU)
     assert report.calibration is not None
     assert report.merge.statistics["code"]["gram"]["tokens"] > 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
-    moemerge.merge(config(models, "regmean"), tmp_path / "merged", CPU)
+    moemerge.merge(config(models, "regmean"), tmp_path / "merged", settings=CPU)
     merged, out = zoo.tensors(tmp_path / "merged"), zoo.tensors(tmp_path / "out")
     for name, value in merged.items():
         assert torch.equal(value, out[name]) != name.endswith("mlp.gate.weight")
@@ -177,12 +177,12 @@ def test_the_disk_for_them_is_checked_first(models, tmp_path, monkeypatch):
     settings = config(models, "regmean")
     notices = moemerge.validate(settings).notices
     assert any("statistics of math, code are computed first" in n for n in notices)
-    for act in (moemerge.merge, lambda c, out, o: moemerge.validate(c, o, out=out)):
+    for act in (moemerge.merge, moemerge.validate):
         with pytest.raises(ResourceError, match="too full"):
-            act(settings, tmp_path / "out", CPU)
+            act(settings, tmp_path / "out", settings=CPU)
     plain = {**settings, "merge_method": "linear", "parameters": {"weight": 1.0}}
     with pytest.raises(ResourceError):
-        moemerge.merge(plain, tmp_path / "out", CPU)
+        moemerge.merge(plain, tmp_path / "out", settings=CPU)
     assert asked[0] == asked[1] > asked[2] + 100_000
     assert list(tmp_path.iterdir()) == []
 
@@ -191,14 +191,14 @@ def test_what_fails_on_the_way_leaves_nothing(models, tmp_path):
     settings = config(models, "regmean")
     missing = {**settings, "data": {**settings["data"], "code": str(models / "no.jsonl")}}
     with pytest.raises(DataError, match=r"data 'code': no such file"):
-        moemerge.merge(missing, tmp_path / "a" / "out", CPU)
+        moemerge.merge(missing, tmp_path / "a" / "out", settings=CPU)
     broken = zoo.perturb(models / "math", tmp_path / "broken", 9)
     tensors = zoo.tensors(broken)
     tensors["model.norm.weight"][0] = float("nan")
     zoo.save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     settings["models"][0]["model"] = str(broken)
     with pytest.raises(NumericalError):
-        moemerge.merge(settings, tmp_path / "b" / "out", CPU)
+        moemerge.merge(settings, tmp_path / "b" / "out", settings=CPU)
     assert [p.name for p in tmp_path.iterdir()] == ["broken"]
 
 

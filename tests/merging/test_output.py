@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import moemerge
 import zoo
-from moemerge.config.options import MergeOptions
 from moemerge.errors import (
     ArchitectureError,
     CheckpointError,
@@ -181,7 +180,7 @@ def test_adapters_may_bring_a_larger_vocabulary(models, tmp_path, method):
 def test_an_adapter_is_never_overwritten(models, tmp_path):
     one, _ = resized(models[0], tmp_path / "lora", WORDS)
     with pytest.raises(CheckpointError, match="is the input folder"):
-        moemerge.merge(linear([one]), tmp_path / "lora", MergeOptions(overwrite=True))
+        moemerge.merge(linear([one]), tmp_path / "lora", overwrite=True)
     assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
 
 

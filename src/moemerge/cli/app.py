@@ -21,11 +21,15 @@ from moemerge.cli import (
     testbed,
 )
 from moemerge.cli.console import show_error
+from moemerge.cli.flags import without_types
 from moemerge.errors import MoeMergeError
 
 
 class Verbs(TyperGroup):
     """Turns every error of ours into one message and its exit code."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemerge.cli import options
 from moemerge.cli.console import err, out, show_json
+from moemerge.cli.flags import Device, Json, Quiet, add_verb
 from moemerge.errors import UsageError
 
 if TYPE_CHECKING:
     from moemerge.testbed.demo import Demo, DemoRow
 
 EXAMPLES = """
-Examples:
-
-    moemerge demo
-
-    moemerge demo demo-output --json
-
-    moemerge demo demo-output --set my-specialists/
+  moemerge demo
+  moemerge demo demo-output --json
+  moemerge demo demo-output --set my-specialists/
 """
 INTRODUCTION = """\
 Two specialists of one small {family}, for math and for code, are merged twice.
@@ -41,7 +37,7 @@ MARKER = ".moemerge-demo"
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command("demo", epilog=EXAMPLES)(demo)
+    add_verb(app, demo, EXAMPLES)
 
 
 def demo(
@@ -55,9 +51,9 @@ def demo(
     problems: Annotated[
         int | None, typer.Option(min=1, help="Test problems of each domain (default: 500).")
     ] = None,
-    device: options.Device = "cpu",
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    device: Device = "cpu",
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Merge the specialists that come with moemerge, calibrate the routers, and compare."""
     from dataclasses import asdict

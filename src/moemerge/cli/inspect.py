@@ -6,23 +6,20 @@ from dataclasses import asdict
 
 import typer
 
-from moemerge.cli import options
 from moemerge.cli.console import out, show_json
+from moemerge.cli.flags import Json, Model, add_verb
 
 EXAMPLES = """
-Examples:
-
-    moemerge inspect merged/
-
-    moemerge inspect allenai/OLMoE-1B-7B-0125 --json
+  moemerge inspect merged/
+  moemerge inspect allenai/OLMoE-1B-7B-0125 --json
 """
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command("inspect", epilog=EXAMPLES)(inspect)
+    add_verb(app, inspect, EXAMPLES)
 
 
-def inspect(model: options.Model, json: options.Json = False) -> None:
+def inspect(model: Model, json: Json = False) -> None:
     """Say what MODEL is: family, layers, experts, gate, layout, bytes. Reads no tensor."""
     from moemerge import api
 

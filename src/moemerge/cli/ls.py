@@ -8,13 +8,11 @@ from typing import Annotated
 import typer
 
 from moemerge.cli.console import out, show_json
+from moemerge.cli.flags import Json, add_verb
 
 EXAMPLES = """
-Examples:
-
-    moemerge ls methods
-
-    moemerge ls architectures --json
+  moemerge ls methods
+  moemerge ls architectures --json
 """
 
 
@@ -24,13 +22,10 @@ class What(StrEnum):
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command("ls", epilog=EXAMPLES)(ls)
+    add_verb(app, ls, EXAMPLES)
 
 
-def ls(
-    what: Annotated[What, typer.Argument(help="What to list.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def ls(what: Annotated[What, typer.Argument(help="What to list.")], json: Json = False) -> None:
     """List the merge methods or the model families."""
     from moemerge import api
 

@@ -6,42 +6,36 @@ from typing import Annotated
 
 import typer
 
-from moemerge.cli import options
-from moemerge.cli.console import STDOUT, deliver_json, out, progress
+from moemerge.cli.flags import Model, Out, Overwrite, Reporting, add_verb
 
 EXAMPLES = """
-Examples:
-
-    moemerge swap-routers merged/ --from org/math merged-with-math-routers/
-
-    moemerge swap-routers org/math --from merged/ math-with-merged-routers/ --layers last:4 --link
+  moemerge swap-routers merged/ --from org/math swapped/
+  moemerge swap-routers org/math --from merged/ swapped/ --layers last:4 --link
 """
-# Shards are copied unless links are asked for: a folder of its own cannot surprise anybody.
-LINK = False
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command("swap-routers", epilog=EXAMPLES)(swap_routers)
+    add_verb(app, swap_routers, EXAMPLES, "swap-routers")
 
 
 def swap_routers(
-    model: options.Model,
-    out_folder: options.Out,
+    model: Model,
+    out_folder: Out,
     donor: Annotated[
         str, typer.Option("--from", metavar="OTHER", help="The model whose routers are taken.")
     ],
+    reporting: Reporting,
     layers: Annotated[
-        str, typer.Option("--layers", help="Which layers: all, last:4, 8-15 or 0,2,5-7.")
+        str, typer.Option(metavar="LAYERS", help="Which layers: all, last:4, 8-15 or 0,2,5-7.")
     ] = "all",
+    # Shards are copied unless links are asked for: a folder of its own cannot surprise anybody.
     link: Annotated[
         bool,
         typer.Option(
             "--link/--copy", help="Hard links of the shards without routers, or copies of them."
         ),
-    ] = LINK,
-    overwrite: options.Overwrite = False,
-    json: options.JsonFile = None,
-    quiet: options.Quiet = False,
+    ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write MODEL with the routers of OTHER to OUT: weights, biases and all that moves a choice.
 
@@ -50,7 +44,7 @@ def swap_routers(
     from moemerge import api
     from moemerge.cli.render import facts
 
-    with progress(quiet=quiet) as bar:
+    with reporting.progress() as bar:
         report = api.swap_routers(
             model,
             donor,
@@ -60,14 +54,10 @@ def swap_routers(
             overwrite=overwrite,
             progress=bar,
         )
-    if json is not None:
-        deliver_json(report.to_json(), json)
-    if json != STDOUT:
-        numbers = ", ".join(map(str, report.layers))
-        rows = [
-            ("weights", report.model),
-            ("routers", f"{report.routers_of} ({len(report.tensors)} tensors)"),
-            ("layers", numbers),
-            ("folder", report.output),
-        ]
-        out.print(facts(rows))
+    rows = [
+        ("weights", report.model),
+        ("routers", f"{report.routers_of} ({len(report.tensors)} tensors)"),
+        ("layers", ", ".join(map(str, report.layers))),
+        ("folder", report.output),
+    ]
+    reporting.show(report.to_json(), facts(rows))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemerge.cli import options, testbed_table
-from moemerge.cli.console import deliver_json, out, progress
+from moemerge.cli import testbed_table
+from moemerge.cli.flags import Device, Out, Reporting, Resume, add_verb
 from moemerge.cli.interrupts import interruptible
 from moemerge.runtime.unfinished import saved_path
 
@@ -17,14 +18,10 @@ if TYPE_CHECKING:
     from moemerge.testbed.training import TrainedSet
 
 EXAMPLES = """
-Examples:
-
-    moemerge testbed train --preset tiny --regime soft --arch olmoe --seed 0 specialists/
-
-    moemerge testbed train --preset small --regime plain --arch qwen3_moe --seed 1 \\
-        --device cuda specialists/
-
-    moemerge testbed train --preset tiny --regime soft --arch olmoe --seed 0 --resume specialists/
+  moemerge testbed train --preset tiny --regime soft --arch olmoe specialists/
+  moemerge testbed train --preset small --regime plain --arch qwen3_moe \\
+      --seed 1 --device cuda specialists/
+  moemerge testbed train --preset tiny --resume specialists/
 """
 
 testbed = typer.Typer(
@@ -33,68 +30,56 @@ testbed = typer.Typer(
 
 
 def add_to(app: typer.Typer) -> None:
-    testbed.command("train", epilog=EXAMPLES)(train)
+    add_verb(testbed, train, EXAMPLES)
     testbed_table.add_to(testbed)
     app.add_typer(testbed, name="testbed")
 
 
-def train(
-    out_folder: options.Out,
+@dataclass(frozen=True)
+class Training:
+    """What is trained."""
+
     preset: Annotated[
-        str, typer.Option("--preset", metavar="tiny|small|demo", help="Size and length.")
-    ],
+        str, typer.Option(metavar="WORD", help="Size and length: tiny, small or demo.")
+    ]
     regime: Annotated[
         str,
         typer.Option(
-            "--regime",
-            metavar="soft|plain",
+            metavar="WORD",
             help="soft: routers move much and weights little; plain: ordinary fine-tuning.",
         ),
-    ] = "soft",
+    ] = "soft"
     arch: Annotated[
-        str, typer.Option("--arch", metavar="olmoe|qwen3_moe", help="Family of the models.")
-    ] = "olmoe",
-    seed: Annotated[int, typer.Option("--seed", help="Seed of weights and data.")] = 0,
+        str, typer.Option(metavar="WORD", help="Family of the models: olmoe or qwen3_moe.")
+    ] = "olmoe"
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and data.")] = 0
     domain: Annotated[
         list[str] | None,
-        typer.Option("--domain", help="math, code or chat; repeat it (default: all three)."),
-    ] = None,
+        typer.Option(metavar="WORD", help="math, code or chat; repeat it (default: all three)."),
+    ] = None
     steps_scale: Annotated[
-        float, typer.Option("--steps-scale", help="Factor on the preset's numbers of steps.")
-    ] = 1.0,
-    device: options.Device = "auto",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where a killed training ended.")
-    ] = False,
-    json: options.JsonFile = None,
-    quiet: options.Quiet = False,
+        float, typer.Option(metavar="X", help="Factor on the preset's numbers of steps.")
+    ] = 1.0
+    device: Device = "auto"
+
+
+def train(
+    out_folder: Out, training: Training, reporting: Reporting, resume: Resume = False
 ) -> None:
     """Train a base and its math, code and chat specialists into OUT, with text to calibrate."""
     from moemerge.testbed.tasks import DOMAINS
     from moemerge.testbed.training import train as run
 
+    values = {name: value for name, value in vars(training).items() if name != "domain"}
+    domains = tuple(training.domain or DOMAINS)
     saved = saved_path(out_folder)
 
     def left() -> str | None:
         return "--resume goes on with what was trained" if saved.exists() else None
 
-    with interruptible(left), progress(quiet=quiet) as bar:
-        trained = run(
-            out_folder,
-            preset=preset,
-            regime=regime,
-            arch=arch,
-            seed=seed,
-            domains=tuple(domain) if domain else DOMAINS,
-            steps_scale=steps_scale,
-            device=device,
-            resume=resume,
-            progress=bar,
-        )
-    if json is not None:
-        deliver_json(trained.manifest, json)
-    if json != "-":
-        out.print(_table(trained))
+    with interruptible(left), reporting.progress() as bar:
+        trained = run(out_folder, **values, domains=domains, resume=resume, progress=bar)
+    reporting.show(trained.manifest, _table(trained))
 
 
 def _table(trained: TrainedSet) -> Table:

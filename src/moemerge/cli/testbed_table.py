@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
-from moemerge.cli import options
-from moemerge.cli.console import STDOUT, deliver_json, err, out, progress
+from moemerge.cli.console import out
+from moemerge.cli.flags import Device, Reporting, add_verb
 from moemerge.cli.interrupts import interruptible
 from moemerge.errors import NumericalError, UsageError
 
 if TYPE_CHECKING:
-    from moemerge.testbed.experiments import TablesResult
+    from moemerge.testbed.experiments import TableRequest, TablesResult
     from moemerge.testbed.experiments.tables import TextTable
 
 EXAMPLES = """
-Examples:
-
-    moemerge testbed table two-model results/ --seeds 0-4 --device cuda
-
-    moemerge testbed table two-model hessian results/ --regime soft --regime plain --seeds 0-2
-
-    moemerge testbed table all results/ --preset tiny --seeds 0,1 --steps-scale 0.2 --jobs 2
+  moemerge testbed table two-model results/ --seeds 0-4 --device cuda
+  moemerge testbed table two-model hessian results/ --regime soft --regime plain
+  moemerge testbed table all results/ --preset tiny --steps-scale 0.2 --jobs 2
 """
 EXPERIMENT_HELP = (
     "two-model, three-model, qwen3, hessian, alpha-gamma, data, fraction, last-layers, "
@@ -34,7 +33,85 @@ EXPERIMENT_HELP = (
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command("table", epilog=EXAMPLES)(table)
+    add_verb(app, table, EXAMPLES)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What is measured, on which models, and with how much of everything."""
+
+    preset: Annotated[
+        str, typer.Option(metavar="WORD", help="Size of the models: tiny, small or demo.")
+    ] = "small"
+    regime: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WORD", help="soft or plain; may be repeated (default: soft)."),
+    ] = None
+    arch: Annotated[str, typer.Option(metavar="WORD", help="olmoe or qwen3_moe.")] = "olmoe"
+    seeds: Annotated[str, typer.Option(metavar="SEEDS", help="Such as 0-4 or 0,2,5.")] = "0-4"
+    sets: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of trained sets; missing ones are trained (default: OUT/sets).",
+        ),
+    ] = None
+    work: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of models that are only measured, such as /dev/shm (default: OUT/work).",
+        ),
+    ] = None
+    methods: Annotated[
+        str,
+        typer.Option(metavar="WORDS", help="Merge methods, comma-separated (default: all)."),
+    ] = ""
+    device: Device = "auto"
+    jobs: Annotated[
+        int | None, typer.Option(metavar="N", help="Worker processes (default: one a core).")
+    ] = None
+    problems: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Test problems of each domain (default: 1500)."),
+    ] = None
+    rows: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Rows of calibration text of each domain (default: 512)."),
+    ] = None
+    steps_scale: Annotated[
+        float, typer.Option(metavar="X", help="Train so many times the preset's steps.")
+    ] = 1.0
+
+    def request(self, experiments: list[str], out_folder: Path) -> TableRequest:
+        from dataclasses import replace
+
+        from moemerge.testbed.experiments import Scale, TableRequest
+
+        scale = Scale()
+        if self.steps_scale != 1:
+            steps = max(1, round(self.steps_scale * scale.tuning_steps))
+            scale = replace(scale, tuning_steps=steps)
+        if self.problems is not None:
+            held_out = min(scale.held_out, self.problems)
+            scale = replace(scale, problems=self.problems, held_out=held_out)
+        if self.rows is not None:
+            scale = replace(scale, rows=self.rows)
+        return TableRequest(
+            experiments=tuple(experiments),
+            out=out_folder,
+            preset=self.preset,
+            regimes=tuple(dict.fromkeys(self.regime or ["soft"])),
+            arch=self.arch,
+            seeds=parse_seeds(self.seeds),
+            sets=self.sets,
+            work=self.work,
+            methods=tuple(name.strip() for name in self.methods.split(",") if name.strip()),
+            device=self.device,
+            jobs=self.jobs,
+            scale=scale,
+            steps_scale=self.steps_scale,
+        )
 
 
 def table(
@@ -45,82 +122,24 @@ def table(
         Path,
         typer.Argument(metavar="OUT", help="Folder of the results; finished cells are kept."),
     ],
-    preset: Annotated[str, typer.Option(help="Size of the models: tiny, small, demo.")] = "small",
-    regime: Annotated[
-        list[str] | None, typer.Option(help="soft or plain; may be repeated (default: soft).")
-    ] = None,
-    arch: Annotated[str, typer.Option(help="olmoe or qwen3_moe.")] = "olmoe",
-    seeds: Annotated[str, typer.Option(help="Seeds, such as 0-4 or 0,2,5.")] = "0-4",
-    sets: Annotated[
-        Path | None,
-        typer.Option(help="Folder of trained sets; missing ones are trained (default: OUT/sets)."),
-    ] = None,
-    work: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of models that are only measured, such as /dev/shm (default: OUT/work)."
-        ),
-    ] = None,
-    methods: Annotated[
-        str, typer.Option(help="Merge methods, comma-separated (default: all).")
-    ] = "",
-    device: options.Device = "auto",
-    jobs: Annotated[
-        int | None, typer.Option(help="Worker processes (default: one for each core).")
-    ] = None,
-    problems: Annotated[
-        int | None, typer.Option(help="Test problems of each domain (default: 1500).")
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(help="Rows of calibration text of each domain (default: 512).")
-    ] = None,
-    steps_scale: Annotated[
-        float, typer.Option(help="Train so many times the preset's steps.")
-    ] = 1.0,
+    tables: Tables,
+    reporting: Reporting,
     figures: Annotated[
         bool, typer.Option("--figures/--no-figures", help="Draw them; needs matplotlib.")
     ] = True,
-    json: options.JsonFile = None,
-    quiet: options.Quiet = False,
 ) -> None:
     """Repeat the paper's experiments on small models, over several seeds, into the folder OUT.
 
     Models are trained where they are missing, merged, calibrated and measured, several at once.
     A repeated run goes on where the last one ended, and only measures what is new.
     """
-    from dataclasses import replace
+    from moemerge.testbed.experiments import run_tables
 
-    from moemerge.testbed.experiments import Scale, TableRequest, run_tables
-
-    scale = Scale()
-    if steps_scale != 1:
-        scale = replace(scale, tuning_steps=max(1, round(steps_scale * scale.tuning_steps)))
-    if problems is not None:
-        scale = replace(scale, problems=problems, held_out=min(scale.held_out, problems))
-    if rows is not None:
-        scale = replace(scale, rows=rows)
-    request = TableRequest(
-        experiments=tuple(experiments),
-        out=out_folder,
-        preset=preset,
-        regimes=tuple(dict.fromkeys(regime or ["soft"])),
-        arch=arch,
-        seeds=parse_seeds(seeds),
-        sets=sets,
-        work=work,
-        methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
-        device=device,
-        jobs=jobs,
-        scale=scale,
-        steps_scale=steps_scale,
-    )
+    request = tables.request(experiments, out_folder)
     left = "what is finished is kept, repeat it to go on"
-    with interruptible(lambda: left), progress(quiet=quiet) as bar:
+    with interruptible(lambda: left), reporting.progress() as bar:
         result = run_tables(request, bar, figures=figures)
-    if json is not None:
-        deliver_json(result.to_json(), json)
-    if json != STDOUT:
-        _show(result)
+    reporting.show(result.to_json(), _shown(result))
     if result.failures:
         raise NumericalError(
             f"{len(result.failures)} parts of the tables could not be made; the first: "
@@ -141,19 +160,20 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _show(result: TablesResult) -> None:
+def _shown(result: TablesResult) -> Group:
     from moemerge.testbed.experiments.report import LEGEND, title
     from moemerge.testbed.experiments.tables import SPARED, main_table, verdicts
 
+    parts: list[Text | RichTable] = []
     for summary in result.summaries:
-        out.print(f"[bold]{escape(title(summary))}[/]")
         spared = (*SPARED, *summary.experiment.domains)
-        out.print(_drawn(main_table(summary).within(out.width, spared)))
-        for line in verdicts(summary):
-            out.print(line, markup=False)
-        out.print()
-    err.print(LEGEND, style="dim")
-    out.print(f"All tables and figures: {result.written[0]}", markup=False, soft_wrap=True)
+        parts.append(Text(title(summary), style="bold"))
+        parts.append(_drawn(main_table(summary).within(out.width, spared)))
+        parts += [Text(line) for line in verdicts(summary)]
+        parts.append(Text(""))
+    parts.append(Text(LEGEND, style="dim"))
+    parts.append(Text(f"All tables and figures: {result.written[0]}"))
+    return Group(*parts)
 
 
 def _drawn(text: TextTable) -> RichTable:

@@ -10,8 +10,8 @@ import torch
 
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint import require_space
-from moemerge.config.collecting import CollectingSettings
 from moemerge.config.models import ModelRef
+from moemerge.config.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, DataError
 from moemerge.features.settings import batch_tokens, forward_dtype
 from moemerge.runtime.devices import dtype_name, resolve_device

@@ -2,94 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
 from moemerge.config.faults import FaultsError, shown
-from moemerge.config.fields import (
-    DataFiles,
-    Fraction,
-    PositiveInt,
-    Strict,
-    device_name,
-    layer_selection,
-    model_ref,
-)
+from moemerge.config.fields import DataFiles, Fraction, PositiveInt, Strict, model_ref
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
+from moemerge.config.settings import (
+    DEVICE,
+    DTYPE,
+    LAYERS,
+    LIMIT,
+    MAX_LENGTH,
+    MAX_TOKENS,
+    OFFLOAD,
+    SEED,
+    DeviceField,
+    Dtype,
+    Flag,
+    ForwardKeywords,
+    LayersField,
+    Offload,
+    Seed,
+    Share,
+)
 
-DEFAULT_ALPHA: Final = 0.9
-
-Dtype = Literal["auto", "float32", "float16", "bfloat16", "float64"]
+Curvature = Literal["full", "diagonal", "identity"]
+Objective = Literal["quadratic", "exact"]
+Targets = Literal["merged-features", "source-features"]
+Preconditioner = Literal["auto", "none", "jacobi", "block", "kronecker"]
+Init = Literal["merged", "average", "zero"]
 
 
 class CalibrationSettings(Strict):
     """How routers are calibrated. `alpha` and `gamma` exclude each other: one unsets the other."""
 
     alpha: Fraction | None = Field(
-        DEFAULT_ALPHA,
-        description="share of the full curvature; the rest is its diagonal (not with gamma)",
+        0.9, description="share of the full curvature; the rest is its diagonal (not with gamma)"
     )
     gamma: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = Field(
         None, description="add gamma times the curvature's diagonal instead of blending by alpha"
     )
-    layers: Annotated[LayerSelection, PlainValidator(layer_selection)] = Field(
-        LayerSelection(), description="which MoE layers: all, last:4, 8-15 or 0,2,5-7"
-    )
-    curvature: Literal["full", "diagonal", "identity"] = Field(
-        "full", description="how much of the gate's curvature is kept"
-    )
-    objective: Literal["quadratic", "exact"] = Field(
+    layers: LayersField = LAYERS
+    curvature: Curvature = Field("full", description="how much of the gate's curvature is kept")
+    objective: Objective = Field(
         "quadratic", description="the quadratic model of the KL, or the KL itself (Newton)"
     )
-    targets: Literal["merged-features", "source-features"] = Field(
+    targets: Targets = Field(
         "merged-features",
         description="source routers on the merged model's features, or each source's own routing",
     )
-    preconditioner: Literal["auto", "none", "jacobi", "block", "kronecker"] = Field(
+    preconditioner: Preconditioner = Field(
         "auto", description="what speeds the solver up; auto takes the fastest"
     )
     rtol: Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)] = Field(
         1e-6, description="relative residual at which a solve has converged"
     )
     max_steps: PositiveInt = Field(1000, description="most solver steps per layer")
-    init: Literal["merged", "average", "zero"] = Field(
-        "merged", description="router the solver starts from"
-    )
-    max_tokens: PositiveInt | None = Field(
-        None, description="most tokens of each domain (default: all)"
-    )
-    max_length: PositiveInt = Field(2048, description="tokens at which a row is cut")
-    limit: PositiveInt | None = Field(None, description="most rows of each domain (default: all)")
-    seed: Annotated[int, Field(strict=True, ge=0)] = Field(
-        0, description="seed of every random choice"
-    )
-    holdout: Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)] = Field(
+    init: Init = Field("merged", description="router the solver starts from")
+    max_tokens: PositiveInt | None = MAX_TOKENS
+    max_length: PositiveInt = MAX_LENGTH
+    limit: PositiveInt | None = LIMIT
+    seed: Seed = SEED
+    holdout: Share = Field(
         0.0, description="share of the rows kept out of every solve and measured separately"
     )
-    offload: Literal["auto", "device", "cpu", "disk"] = Field(
-        "auto", description="where hidden states live between layers"
-    )
-    device: Annotated[str, PlainValidator(device_name)] = Field(
-        "auto", description="auto, cpu, cuda or cuda:N"
-    )
-    dtype: Dtype = Field(
-        "auto",
-        description="dtype of the forward pass (auto: the checkpoint's)",
-    )
-    strict: Annotated[bool, Field(strict=True)] = Field(
-        False, description="fail when a layer does not converge"
-    )
+    offload: Offload = OFFLOAD
+    device: DeviceField = DEVICE
+    dtype: Dtype = DTYPE
+    strict: Flag = Field(False, description="fail when a layer does not converge")
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """`gamma` alone unsets `alpha`."""
         if "gamma" not in data:
             return data
         if "alpha" in data:
             raise FaultsError.one("alpha and gamma exclude each other: give one", "gamma")
         return {**data, "alpha": None}
+
+
+class CalibrationKeywords(ForwardKeywords, total=False):
+    """`CalibrationSettings` one by one."""
+
+    alpha: float | None
+    gamma: float | None
+    layers: LayerSelection | str | int | Sequence[str | int]
+    curvature: Curvature
+    objective: Objective
+    targets: Targets
+    preconditioner: Preconditioner
+    rtol: float
+    max_steps: int
+    init: Init
+    holdout: float
+    strict: bool
 
 
 CalibrationSources = dict[str, ModelRef] | tuple[str, ...]

@@ -5,20 +5,38 @@ A validator raises `FaultsError`, so that a fault deep in a value keeps its own 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
-from moemerge.config.faults import EMPTY, Fault, FaultsError, Path, listed, shown
+from moemerge.config.faults import (
+    EMPTY,
+    Fault,
+    FaultsError,
+    Path,
+    listed,
+    path_text,
+    shown,
+)
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import ParameterValue, parse_value
+from moemerge.config.translate import faults_of
 from moemerge.errors import ConfigError, UsageError
 from moemerge.registry import did_you_mean
-from moemerge.runtime.devices import DTYPES
+from moemerge.runtime.dtypes import FLOATS
 
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 MIN_TEMPLATE_LENGTH: Final = 20  # mergekit's rule: anything shorter is a misspelt name
@@ -34,6 +52,18 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     inert: ClassVar[Mapping[str, str]] = {}  # keys that mergekit accepts without any effect
+
+    if not TYPE_CHECKING:  # checkers see a keyword for each field
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                self.__pydantic_validator__.validate_python(values, self_instance=self)
+            except ValidationError as error:
+                texts = [f"{path_text(p.path)}: {p.message}" for p in faults_of(error)]
+                raise ConfigError.from_problems(type(self).__name__, texts) from None
+
+        # Says that validation need not come by here, as it does for an `__init__` with effects.
+        __init__.__pydantic_base_init__ = True
 
     @model_validator(mode="before")
     @classmethod
@@ -104,14 +134,14 @@ def _model_keys(raw: Mapping[str, Any]) -> None:
 def dtype_field(raw: object) -> str:
     """`bfloat16` or `torch.bfloat16`, as the short name."""
     if not isinstance(raw, str):
-        raise FaultsError.one(f"expected a dtype ({listed(DTYPES)}), not {shown(raw)}")
+        raise FaultsError.one(f"expected a dtype ({listed(FLOATS)}), not {shown(raw)}")
     short = raw.removeprefix("torch.")
     if short == "int64":
         raise FaultsError.one(
             "int64 cannot hold weights: merging would round them to whole numbers"
         )
-    if short not in DTYPES:
-        close = did_you_mean(short, DTYPES) or f"; known: {listed(DTYPES)}"
+    if short not in FLOATS:
+        close = did_you_mean(short, FLOATS) or f"; known: {listed(FLOATS)}"
         raise FaultsError.one(f"unknown dtype {raw!r}{close}")
     return short
 
@@ -141,6 +171,15 @@ def device_name(raw: object) -> str:
     if isinstance(raw, str) and _DEVICE.fullmatch(raw):
         return raw
     raise FaultsError.one(f"unknown device {shown(raw)}: use auto, cpu, cuda or cuda:N")
+
+
+def auto_or_number(raw: object) -> Literal["auto"] | float:
+    """`auto`, or a number that is not negative."""
+    if raw == "auto":
+        return "auto"
+    if isinstance(raw, (int, float)) and not isinstance(raw, bool) and 0 <= raw < math.inf:
+        return float(raw)
+    raise FaultsError.one(f"must be auto or a number that is at least 0, not {shown(raw)}")
 
 
 def layer_range(raw: object) -> tuple[int, int]:
@@ -186,4 +225,5 @@ Files = Annotated[
 ]
 DataFiles = Annotated[dict[str, Files], NotEmpty]
 PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+AutoOrNumber = Annotated[Literal["auto"] | float, PlainValidator(auto_or_number)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from moemerge.config.calibration import CalibrationBlock
-from moemerge.config.collecting import CollectingSettings
 from moemerge.config.faults import FaultsError, listed
 from moemerge.config.fields import (
     ChatTemplateField,
@@ -28,6 +27,7 @@ from moemerge.config.fields import (
     model_ref,
 )
 from moemerge.config.models import ModelRef
+from moemerge.config.settings import CollectingSettings
 
 Text = Annotated[str, Field(min_length=1)]
 

@@ -188,11 +188,16 @@ def validate(
             return None
 
 
-def parse_settings(model: type[M], values: Mapping[str, Any], where: str) -> M:
-    """Build settings from Python or command-line values, all faults in one `ConfigError`."""
+def parse_settings(
+    model: type[M], values: Mapping[str, Any], where: str, spelled: Callable[[str], str] = str
+) -> M:
+    """Build settings from Python or command-line values, all faults in one `ConfigError`.
+
+    `spelled` is how a setting's name is written where the values come from.
+    """
     faults: list[Fault] = []
     built = validate(model, WorkingCopy(values), faults.append)
     if faults or built is None:
-        texts = [f"{path_text(p.path)}: {p.message}" for p in faults]
+        texts = [f"{spelled(path_text(p.path))}: {p.message}" for p in faults]
         raise ConfigError.from_problems(where, texts)
     return built

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moemerge.config.diagnosis import DiagnosisSettings
 from moemerge.config.models import ModelRef
+from moemerge.config.settings import DiagnosisSettings
 from moemerge.config.translate import parse_settings
 from moemerge.diagnosis.prepare import DiagnosisRequest, prepare
 from moemerge.diagnosis.run import run_diagnosis

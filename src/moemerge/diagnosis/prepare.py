@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from moemerge.architectures.opened import OpenModel, open_model
-from moemerge.config.diagnosis import DiagnosisSettings
 from moemerge.config.models import ModelRef
+from moemerge.config.settings import DiagnosisSettings
 from moemerge.diagnosis.results import MODEL
 from moemerge.errors import UsageError
 from moemerge.features.settings import batch_tokens, forward_dtype

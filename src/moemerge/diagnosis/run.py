@@ -15,7 +15,7 @@ from torch import Tensor
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.describe import gate_in_words
 from moemerge.architectures.opened import OpenModel
-from moemerge.config.diagnosis import DiagnosisSettings
+from moemerge.config.settings import DiagnosisSettings
 from moemerge.diagnosis.advice import Measurements, advise
 from moemerge.diagnosis.prepare import DiagnosisRequest, Prepared, prepare
 from moemerge.diagnosis.results import (

@@ -19,9 +19,9 @@ from moemerge.checkpoint import (
 )
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
-from moemerge.config.options import MergeOptions
 from moemerge.config.parameters import StatisticsKind
 from moemerge.config.resolve import NormalisedMerge
+from moemerge.config.settings import MergeSettings
 from moemerge.merging.execute import ExecutionSettings, execute
 from moemerge.merging.output import OutputFiles, output_files
 from moemerge.merging.plan import MergePlan
@@ -58,7 +58,7 @@ class MergeJob:
     """A merge that was planned and checked, and can be run."""
 
     loaded: LoadedConfig
-    options: MergeOptions
+    options: MergeSettings
     models: Mapping[str, OpenModel]
     plan: MergePlan
     files: OutputFiles
@@ -114,7 +114,7 @@ class MergeJob:
         return [folder for model in self.plan.models for folder in model.checkpoint.folders]
 
 
-def plan_merge(loaded: LoadedConfig, options: MergeOptions, out: Path | None = None) -> MergeJob:
+def plan_merge(loaded: LoadedConfig, options: MergeSettings, out: Path | None = None) -> MergeJob:
     """Open the models, make the plan and check all of it; reads headers, never a tensor."""
     started = time.perf_counter()
     # What the options alone can get wrong comes first: opening a model may mean a long download.

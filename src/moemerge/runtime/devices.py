@@ -12,13 +12,9 @@ import torch
 
 from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.dtypes import FLOATS
 
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moemerge import api
-from moemerge.config.options import MergeOptions
+from moemerge.config.calibration import Targets
 from moemerge.testbed.accuracy import accuracy
 from moemerge.testbed.agreement import (
     RecordedRouting,
@@ -35,7 +35,7 @@ AS_MERGED = "as merged"
 AVERAGED = "averaged"
 HARC = "HARC"
 SOURCE = "HARC, source targets"
-TARGETS = {HARC: "merged-features", SOURCE: "source-features"}
+TARGETS: dict[str, Targets] = {HARC: "merged-features", SOURCE: "source-features"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Demo:
             yield self._measured(METHODS[method].title, AS_MERGED, merged, clock)
             clock = _Clock()
             control = self.folder / f"{method}-averaged-routers"
-            api.merge(graft_config(merged, averages), control, self._options)
+            api.merge(graft_config(merged, averages), control, device="cpu")
             yield self._measured(METHODS[method].title, AVERAGED, control, clock)
             for label, targets in TARGETS.items():
                 clock = _Clock()
@@ -110,16 +110,12 @@ class Demo:
         )
         return page
 
-    @property
-    def _options(self) -> MergeOptions:
-        return MergeOptions(device="cpu")
-
     def _merge(self, method: str, name: str) -> Path:
         out = self.folder / name
-        api.merge(merge_config(method, self._base, self._models, self._data), out, self._options)
+        api.merge(merge_config(method, self._base, self._models, self._data), out, device="cpu")
         return out
 
-    def _calibrate(self, merged: Path, out: Path, targets: str) -> None:
+    def _calibrate(self, merged: Path, out: Path, targets: Targets) -> None:
         api.calibrate(
             merged,
             out,

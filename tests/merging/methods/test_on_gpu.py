@@ -110,10 +110,10 @@ def test_workers_may_all_begin_with_linear_algebra(tmp_path, zoo_folder):
     base = zoo_folder("olmoe")
     models = [zoo.perturb(base, tmp_path / str(seed), seed) for seed in (1, 2)]
     code = (
-        "import moemerge; from moemerge.config.options import MergeOptions; "
+        "import moemerge; "
         f"moemerge.merge({{'merge_method': 'wudi', 'base_model': {str(base)!r}, 'models': "
         f"[{{'model': {str(models[0])!r}}}, {{'model': {str(models[1])!r}}}], "
         f"'parameters': {{'solver': 'exact'}}}}, {str(tmp_path / 'out')!r}, "
-        "MergeOptions(device='cuda'))"
+        "device='cuda')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from moemerge import api
-from moemerge.config.options import MergeOptions
 from moemerge.testbed.accuracy import LONGEST_ANSWER, accuracy
 from moemerge.testbed.agreement import RecordedRouting, compare_recorded, record_routing
 from moemerge.testbed.experiments.forced import generate_forced
@@ -101,7 +100,7 @@ class Bench:
 
     def _merge(self, config: Mapping[str, Any], out: Path) -> None:
         # On a CPU in any case: models this small keep no GPU busy, and WUDI's steps the least.
-        api.merge(config, out, MergeOptions(device="cpu"))
+        api.merge(config, out, device="cpu")
 
     def _calibrate(self, model: Calibrated, out: Path) -> None:
         texts = {domain: self.text(model.text, domain) for domain in model.domains}

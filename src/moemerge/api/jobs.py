@@ -1,0 +1,211 @@
+"""Jobs that run models: calibrate, diagnose, swap routers, collect statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
+from moemerge.config.fields import Strict
+from moemerge.config.layers import LayerSelection
+from moemerge.config.models import ModelRef
+from moemerge.config.settings import (
+    CollectingKeywords,
+    CollectingSettings,
+    DiagnosisKeywords,
+    DiagnosisSettings,
+    OutputKeywords,
+    OutputSettings,
+    with_keywords,
+)
+from moemerge.config.translate import parse_settings
+from moemerge.errors import UsageError
+from moemerge.runtime.progress import Progress, Silent
+
+# Running models imports transformers: only when it is asked for.
+if TYPE_CHECKING:
+    from moemerge.calibration import CalibrationReport, CalibrationRequest
+    from moemerge.collecting import CollectReport
+    from moemerge.diagnosis import Diagnosis, SwapReport
+    from moemerge.diagnosis.page import BeforeAndAfter
+    from moemerge.text.rows import TextSource
+
+S = TypeVar("S", bound=Strict)
+Model = str | Path | ModelRef
+if TYPE_CHECKING:
+    Files = str | Path | Sequence[TextSource]  # files, or rows in memory
+
+
+class CalibrateKeywords(CalibrationKeywords, OutputKeywords, total=False):
+    """Keywords of `calibrate`."""
+
+
+def settings_for(model: type[S], settings: S | None, values: Mapping[str, Any], job: str) -> S:
+    """Settings given as a whole, or made of single values."""
+    if settings is None:
+        return parse_settings(model, values, f"settings of {job}")
+    if values:
+        raise UsageError(
+            f"{job}: settings were given as a whole and also one by one: {', '.join(values)}",
+            hint="give either `settings` or single values",
+        )
+    return settings
+
+
+def output_for(keywords: Mapping[str, Any], job: str) -> tuple[OutputSettings, dict[str, Any]]:
+    """The keywords that say how an output is written, as settings, and the others."""
+    values = {n: v for n, v in keywords.items() if n in OutputSettings.model_fields}
+    others = {n: v for n, v in keywords.items() if n not in values}
+    return parse_settings(OutputSettings, values, f"settings of {job}"), others
+
+
+@with_keywords(CalibrateKeywords, CalibrationSettings, OutputSettings)
+def calibrate(
+    merged: Model,
+    out: str | Path,
+    *,
+    sources: Mapping[str, Model],
+    data: Mapping[str, Files],
+    settings: CalibrationSettings | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[CalibrateKeywords],
+) -> CalibrationReport:
+    """Solve for the routers of `merged` and write the calibrated model to `out`.
+
+    `sources` are the merged models and `data` their text (JSON lines or parquet), under the same
+    names. Settings are given as a whole, or one by one: `calibrate(..., alpha=0.5, layers="8-15")`.
+    `report` is an HTML page to write: a diagnosis before and after, on the rows held out (on the
+    same rows, where none are). `resume` goes on where a killed run ended.
+    """
+    from moemerge.calibration import CalibrationRequest, run_calibration
+
+    output, values = output_for(keywords, "calibrate")
+    request = CalibrationRequest(
+        merged=merged,
+        out=Path(out),
+        sources=sources,
+        data={name: _files(files) for name, files in data.items()},
+        settings=settings_for(CalibrationSettings, settings, values, "calibrate"),
+        overwrite=output.overwrite,
+        resume=output.resume,
+    )
+    progress = Silent() if progress is None else progress
+    page = before_and_after(output.report, request)
+    done = run_calibration(request, progress)
+    if page is not None:
+        page.write(progress)
+    return done
+
+
+def _files(files: Files) -> tuple[TextSource, ...]:
+    return (files,) if isinstance(files, str | Path) else tuple(files)
+
+
+def before_and_after(
+    report: str | Path | None,
+    done: CalibrationRequest,
+    label: str | None = None,
+    command: str | None = None,
+) -> BeforeAndAfter | None:
+    """The page of a calibration, if one is wanted."""
+    if report is None:
+        return None
+    from moemerge.diagnosis.page import BeforeAndAfter
+
+    settings = {name: getattr(done.settings, name) for name in CalibrationSettings.model_fields}
+    models = (done.merged, done.out)
+    return BeforeAndAfter.of(
+        report, models, done.sources, done.data, settings, label=label, command=command
+    )
+
+
+@with_keywords(DiagnosisKeywords, DiagnosisSettings)
+def diagnose(
+    model: Model,
+    *,
+    sources: Mapping[str, Model],
+    data: Mapping[str, Files],
+    against: Sequence[Model] = (),
+    settings: DiagnosisSettings | None = None,
+    report: str | Path | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[DiagnosisKeywords],
+) -> Diagnosis:
+    """Measure what a merge did to the routing of `model`, whoever merged it.
+
+    `sources` are the merged models and `data` text of each (best held out from any calibration),
+    under the same names; models in `against` are measured beside it. Settings are given as a
+    whole, or one by one: `diagnose(..., swaps=True, max_tokens=20_000)`. `report` is an HTML page
+    to write.
+    """
+    from moemerge.diagnosis import DiagnosisRequest, run_diagnosis
+    from moemerge.diagnosis.page import page_path
+    from moemerge.report.page import write_page
+
+    request = DiagnosisRequest(
+        model=model,
+        sources=sources,
+        data={name: _files(files) for name, files in data.items()},
+        against=(against,) if isinstance(against, str | Path | ModelRef) else tuple(against),
+        settings=settings_for(DiagnosisSettings, settings, keywords, "diagnose"),
+    )
+    page = None if report is None else page_path(report)
+    found = run_diagnosis(request, Silent() if progress is None else progress)
+    if page is not None:
+        write_page(found.to_json(), page)
+    return found
+
+
+def swap_routers(
+    model: Model,
+    donor: Model,
+    out: str | Path,
+    *,
+    layers: object = "all",
+    link: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> SwapReport:
+    """Write `model` with the routers of `donor` (of the same family) to `out`.
+
+    `link` makes hard links of the shards that hold no router, where the disk allows it.
+    """
+    from moemerge.diagnosis import swap_routers as swap
+
+    return swap(
+        model,
+        donor,
+        Path(out),
+        layers=LayerSelection.parse(layers),
+        link=link,
+        overwrite=overwrite,
+        progress=Silent() if progress is None else progress,
+    )
+
+
+@with_keywords(CollectingKeywords, CollectingSettings)
+def collect_statistics(
+    model: Model,
+    out: str | Path,
+    *,
+    data: Files,
+    settings: CollectingSettings | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **keywords: Unpack[CollectingKeywords],
+) -> CollectReport:
+    """Gather Grams or Fisher values of `model` over its text `data` into the file `out`.
+
+    Settings are given as a whole, or one by one: `collect_statistics(..., kind="fisher")`.
+    """
+    from moemerge.collecting import CollectRequest, run_collect
+
+    request = CollectRequest(
+        model=model,
+        out=Path(out),
+        data=_files(data),
+        settings=settings_for(CollectingSettings, settings, keywords, "collect_statistics"),
+        overwrite=overwrite,
+    )
+    return run_collect(request, Silent() if progress is None else progress)

@@ -1,0 +1,272 @@
+"""Merging: read a config, check it, merge, and calibrate where the config says so."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack, cast
+
+from moemerge import merging
+from moemerge.api.jobs import before_and_after, output_for, settings_for
+from moemerge.architectures import describe
+from moemerge.architectures.families import FAMILIES
+from moemerge.checkpoint import Checkpoint, check_output
+from moemerge.checkpoint.passing import passing_folder
+from moemerge.config.calibration import CalibrationBlock, CalibrationKeywords
+from moemerge.config.load import LoadedConfig
+from moemerge.config.load import load_config as _load_config
+from moemerge.config.parameters import REQUIRED, MethodSchema
+from moemerge.config.settings import (
+    MergeKeywords,
+    MergeSettings,
+    OutputKeywords,
+    OutputSettings,
+    with_keywords,
+)
+from moemerge.config.translate import parse_settings
+from moemerge.errors import UsageError
+from moemerge.merging import METHODS
+from moemerge.merging.report import MergeReport
+from moemerge.runtime.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from moemerge.calibration import CalibrationReport
+
+ConfigSource = str | Path | Mapping[str, Any] | LoadedConfig
+# What a page calls a merge that only lives while `run` works.
+MERGE_ALONE = "the merge before calibration"
+
+
+class RunKeywords(MergeKeywords, OutputKeywords, total=False):
+    """Keywords of `run`."""
+
+
+def load_config(source: ConfigSource, *, lenient: bool = False) -> LoadedConfig:
+    """Read and check a config (a YAML path, or its content as a mapping)."""
+    if isinstance(source, LoadedConfig):
+        return source
+    merging.load_plugins()
+    schemas = {name: METHODS.get(name).schema for name in METHODS}
+    return _load_config(source, schemas=schemas, lenient=lenient)
+
+
+@with_keywords(MergeKeywords, MergeSettings)
+def merge(
+    config: ConfigSource,
+    out: str | Path,
+    *,
+    settings: MergeSettings | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[MergeKeywords],
+) -> MergeReport:
+    """Merge models as `config` says into the folder `out`, which appears whole or not at all.
+
+    Settings are given as a whole, or one by one: `merge(..., overwrite=True, device="cpu")`.
+    """
+    settings = settings_for(MergeSettings, settings, keywords, "merge")
+    loaded = load_config(config, lenient=settings.lenient)
+    return _merge(loaded, Path(out), settings, progress or Silent())
+
+
+def _merge(
+    loaded: LoadedConfig,
+    out: Path,
+    settings: MergeSettings,
+    progress: Progress,
+    *,
+    temporary: bool = False,
+) -> MergeReport:
+    """Merge; statistics that the config has text for instead are made first, and go at the end."""
+    job = merging.plan_merge(loaded, settings, out)  # before models are run for hours
+    wanted = loaded.statistics
+    if wanted is None or wanted.complete:
+        return merging.run_merge(job, out, progress, temporary=temporary)
+    from moemerge.collecting.on_the_way import computed_statistics
+
+    models, device = loaded.merge.models, settings.device
+    with computed_statistics(wanted, models, out, device, progress) as files:
+        job = job.with_statistics(files)
+        return merging.run_merge(job, out, progress, temporary=temporary)
+
+
+@with_keywords(MergeKeywords, MergeSettings)
+def validate(
+    config: ConfigSource,
+    out: str | Path | None = None,
+    *,
+    settings: MergeSettings | None = None,
+    **keywords: Unpack[MergeKeywords],
+) -> MergeReport:
+    """Plan a merge (into `out`) and check all that can be checked without reading a tensor."""
+    settings = settings_for(MergeSettings, settings, keywords, "validate")
+    loaded = load_config(config, lenient=settings.lenient)
+    return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What `run` did; `calibration` is None for a config that asks for none."""
+
+    merge: MergeReport
+    calibration: CalibrationReport | None
+
+    def to_json(self) -> dict[str, Any]:
+        found = {"merge": self.merge.to_json()}
+        if self.calibration is not None:
+            found["calibration"] = self.calibration.to_json()
+        return found
+
+
+@with_keywords(RunKeywords, MergeSettings, OutputSettings)
+def run(
+    config: ConfigSource,
+    out: str | Path,
+    *,
+    settings: MergeSettings | None = None,
+    calibration: CalibrationKeywords | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[RunKeywords],
+) -> RunReport:
+    """Merge, then calibrate where the config has a `calibration:` block, into the folder `out`.
+
+    `calibration` holds settings that beat the block's. The uncalibrated merge exists only while
+    this runs; a killed run that is resumed merges again and goes on with the first unfinished
+    layer. `report` is an HTML page to write, as of `calibrate`.
+    """
+    output, values = output_for(keywords, "run")
+    if "overwrite" in keywords:
+        values["overwrite"] = output.overwrite
+    settings = settings_for(MergeSettings, settings, values, "run")
+    report = output.report
+    given = cast(Mapping[str, Any], calibration or {})
+    loaded = load_config(config, lenient=settings.lenient)
+    progress = Silent() if progress is None else progress
+    out = Path(out)
+    if loaded.calibration is None:
+        _refuse_without_calibration(report, given)
+        return RunReport(_merge(loaded, out, settings, progress), None)
+    loaded = _with_settings(loaded, given)
+    wanted, block = loaded.calibration, loaded.config.calibration
+    assert wanted is not None  # `_with_settings` keeps what there was
+    assert block is not None
+    from moemerge.calibration import CalibrationRequest, run_calibration
+    from moemerge.calibration.after_merge import check_calibration
+
+    check_output(out, overwrite=settings.overwrite)
+    check_calibration(wanted)
+    if report is not None:
+        from moemerge.diagnosis.page import page_path
+
+        page_path(report)
+    with passing_folder(out) as folder:
+        merged = _merge(loaded, folder / "merged", settings, progress, temporary=True)
+        request = CalibrationRequest(
+            merged=folder / "merged",
+            out=out,
+            sources=wanted.sources,
+            data=wanted.data,
+            settings=block.settings,
+            overwrite=settings.overwrite,
+            resume=output.resume,
+            passing=True,
+        )
+        command = _run_command(config, out, given, report)
+        page = before_and_after(report, request, MERGE_ALONE, command)
+        calibrated = run_calibration(request, progress)
+        if page is not None:
+            page.write(progress)
+    return RunReport(replace(merged, output=str(out)), calibrated)
+
+
+def _refuse_without_calibration(report: str | Path | None, given: Mapping[str, Any]) -> None:
+    """What only makes sense with a calibration: block."""
+    if report is not None:
+        raise UsageError(
+            f"a report {report} is asked for, but the config has no calibration: block",
+            hint="its sources and data are what routing is measured with; or use "
+            "`moemerge diagnose` on the merged model",
+        )
+    idle = [name for name in given if name not in MergeSettings.model_fields]
+    if idle:
+        raise UsageError(
+            f"settings of a calibration are given ({', '.join(idle)}), but the config has no "
+            "calibration: block",
+            hint="add the block (an empty one means defaults), or leave the settings out",
+        )
+
+
+def _run_command(
+    config: ConfigSource, out: Path, given: Mapping[str, Any], report: str | Path | None
+) -> str:
+    """The command line that repeats a run; CONFIG stands for one that was no file."""
+    words = ["moemerge", "run", str(config) if isinstance(config, str | Path) else "CONFIG"]
+    words += [str(out), "--report", str(report)]
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        words += [flag] if value is True else [flag, str(value)]
+    return shlex.join(words)
+
+
+def _with_settings(loaded: LoadedConfig, given: Mapping[str, Any]) -> LoadedConfig:
+    block = loaded.config.calibration
+    if not given or block is None:
+        return loaded
+    values = {name: getattr(block, name) for name in CalibrationBlock.model_fields}
+    for one, other in (("alpha", "gamma"), ("gamma", "alpha")):
+        if one in given:
+            values.pop(other)
+    values = {name: value for name, value in values.items() if value is not None}
+    changed = parse_settings(CalibrationBlock, {**values, **given}, "calibration settings")
+    return replace(loaded, config=loaded.config.model_copy(update={"calibration": changed}))
+
+
+def inspect(model: str | Path) -> describe.Description:
+    """What a model folder or hub model is, from its headers alone."""
+    checkpoint = Checkpoint.open(model)
+    return describe.describe(checkpoint.config, checkpoint.tensors)
+
+
+def list_methods() -> list[dict[str, Any]]:
+    """Every merge method with its parameters."""
+    merging.load_plugins()
+    rows = []
+    for name in sorted(METHODS):
+        schema = METHODS.get(name).schema
+        rows.append(
+            {
+                "method": name,
+                "what_it_does": schema.summary,
+                "base_model": schema.base.value,
+                "statistics": schema.statistics,
+                "per_model": _parameters(schema, per_model=True),
+                "options": _parameters(schema, per_model=False),
+            }
+        )
+    return rows
+
+
+def _parameters(schema: MethodSchema, *, per_model: bool) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": p.name,
+            "default": "required" if p.default is REQUIRED else p.default,
+            "help": p.help,
+        }
+        for p in schema.parameters
+        if p.per_model == per_model
+    ]
+
+
+def list_architectures() -> list[dict[str, Any]]:
+    """Every MoE family of the table, and whether its routers can be calibrated."""
+    return [
+        {
+            "family": family.model_type,
+            "also": [name for name in family.model_types if name != family.model_type],
+            "calibration": "yes" if family.served else "no",
+            "why": family.reason,
+        }
+        for family in FAMILIES
+    ]

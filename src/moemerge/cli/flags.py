@@ -1,0 +1,252 @@
+"""Flags: those that verbs share, and those that are made from the fields of settings.
+
+A verb is a function. A parameter whose type is a settings class stands for one flag a field, with
+the field's description as help; one whose type is a dataclass stands for the flags of its fields;
+one whose type is a dict is given as NAME=VALUE, repeatedly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+from rich.markup import escape
+from typer.core import TyperCommand
+
+from moemerge.cli.console import STDOUT, Bar, deliver_json, err, out, progress
+from moemerge.config.fields import Strict
+from moemerge.config.settings import Setting, settings_of
+from moemerge.config.translate import parse_settings
+from moemerge.errors import UsageError
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A merge config (YAML).")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; appears whole or not.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a hub id org/name@rev.")]
+Sources = Annotated[
+    dict[str, str],
+    typer.Option("--source", metavar="NAME=MODEL", help="A model that was merged. Repeat it."),
+]
+Texts = Annotated[
+    dict[str, list[str]],
+    typer.Option(
+        "--data",
+        metavar="NAME=FILE",
+        help="Text of that source (.jsonl, .jsonl.gz, .parquet). Repeat it.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no notes.")]
+Page = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write an HTML page of the routing there."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where a killed run ended.")]
+
+
+Device = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")
+]
+
+
+def _writable(target: str | None) -> str | None:
+    """Told before any work, which would be lost."""
+    if target is None or target == STDOUT:
+        return target
+    path = Path(target)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(
+            f"--json {target}: "
+            + ("is a folder" if path.is_dir() else f"there is no folder {path.parent}"),
+            hint="name a file in a folder that exists, or - for stdout",
+        )
+    return target
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """What a verb says while it works and when it is done: flags of every verb that works."""
+
+    json: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Write the report there; - is stdout.", callback=_writable
+        ),
+    ] = None
+    quiet: Quiet = False
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Say more.")] = False
+
+    def progress(self) -> AbstractContextManager[Bar]:
+        return progress(quiet=self.quiet)
+
+    def show(
+        self,
+        document: Mapping[str, Any],
+        *tables: Any,
+        notices: Iterable[str] = (),
+        page: Path | None = None,
+    ) -> None:
+        """The report as JSON where it is wanted; tables on stdout, unless JSON takes their place;
+        notices and where the page lies on stderr."""
+        if self.json is not None:
+            deliver_json(document, self.json)
+        if not self.quiet:
+            for notice in notices:
+                err.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
+        if self.json != STDOUT:
+            for table in tables:
+                out.print(table)
+        if page is not None and not self.quiet:
+            err.print(f"page: {page}", markup=False, soft_wrap=True)
+
+
+class Verb(TyperCommand):
+    """A command whose help ends with examples that can be copied."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        examples, self.epilog = self.epilog, None
+        super().format_help(ctx, formatter)
+        self.epilog = examples
+        if examples:
+            out.print(f"Examples:\n\n{examples.strip(chr(10))}\n", markup=False, soft_wrap=True)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_types(super().get_params(ctx))
+
+
+def without_types(parameters: list[Any]) -> list[Any]:
+    """Switches take no value, so help should show none."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) or getattr(parameter, "count", False):
+            parameter.metavar = ""
+    return parameters
+
+
+def add_verb(
+    app: typer.Typer, function: Callable[..., None], examples: str, name: str | None = None
+) -> None:
+    """Make a function a command of `app`."""
+    app.command(name or function.__name__, epilog=examples, cls=Verb)(with_flags(function))
+
+
+Values = Mapping[str, Any]
+
+
+def with_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """`function` as typer reads it: one parameter for each flag."""
+    flags: dict[str, inspect.Parameter] = {}
+    build: dict[str, Callable[[Values], Any]] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        made, build[parameter.name] = _declare(parameter)
+        for flag in made:
+            # The first declaration counts: two settings classes may share a flag.
+            flags.setdefault(flag.name, flag.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def command(**values: Any) -> None:
+        function(**{name: make(values) for name, make in build.items()})
+
+    command.__doc__ = function.__doc__
+    command.__name__ = function.__name__
+    command.__annotations__ = {flag.name: flag.annotation for flag in flags.values()}
+    command.__signature__ = inspect.Signature(list(flags.values()))  # type: ignore[attr-defined]
+    return command
+
+
+def _declare(
+    parameter: inspect.Parameter,
+) -> tuple[list[inspect.Parameter], Callable[[Values], Any]]:
+    """The flags that stand for a parameter, and how its value is made of theirs."""
+    kind, name = parameter.annotation, parameter.name
+    if inspect.isclass(kind) and issubclass(kind, Strict):
+        return [_flag(setting) for setting in settings_of(kind)], lambda v: _settings(kind, v)
+    if inspect.isclass(kind) and dataclasses.is_dataclass(kind):
+        fields = list(inspect.signature(kind, eval_str=True).parameters.values())
+        return fields, lambda v: kind(**{field.name: v[field.name] for field in fields})
+    if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is dict:
+        pairs, option = get_args(kind)
+        flag = f"--{name.replace('_', '-')}" if option.default is ... else option.default
+        single = get_args(pairs)[1] is str
+        texts = parameter.replace(annotation=Annotated[list[str], option])
+        return [texts], lambda v: named(flag, v[name] or (), single=single)
+    return [parameter], lambda v: v[name]
+
+
+def _flag(setting: Setting) -> inspect.Parameter:
+    """The flag of a settings' field; None means that it was not given."""
+    kinds, many = setting.kinds, tuple in setting.kinds
+    words = f"--{setting.name.replace('_', '-')}"
+    kind: Any = next((k for k in (bool, int, float) if kinds == {k}), str)
+    more: dict[str, Any] = {}
+    if kind is bool:
+        words += f"/--no-{words[2:]}" if setting.default is True else ""
+    elif kind is not str:
+        more["metavar"] = "N" if kind is int else "X"
+    else:
+        words_only, last = setting.choices, setting.name.rpartition("_")[2]
+        more["metavar"] = "WORD" if words_only else "FILE" if Path in kinds else last.upper()
+        if _has_numbers(setting):
+            more["parser"] = _number_or_word
+    if setting.choices:
+        more["autocompletion"] = lambda: list(setting.choices)
+    option = typer.Option(words, help=_help(setting), show_default=False, **more)
+    annotation: Any = Annotated[(list[kind] if many else kind) | None, option]
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def _has_numbers(setting: Setting) -> bool:
+    return bool(setting.kinds & {int, float})
+
+
+def _number_or_word(text: str) -> int | float | str:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _help(setting: Setting) -> str:
+    """`Router the solver starts from: merged, average or zero (default: merged).`"""
+    words = setting.help[:1].upper() + setting.help[1:]
+    if setting.choices and not all(choice in words for choice in setting.choices):
+        *first, last = (*setting.choices, *(["a number"] if _has_numbers(setting) else []))
+        words += f": {', '.join(first)} or {last}"
+    # A default of None is told in the description, where it means something.
+    untold = setting.default is None or setting.default is False or setting.default in ("", ())
+    return f"{words}." if untold else f"{words} (default: {setting.default})."
+
+
+def _settings(model: type[Strict], values: Values) -> Strict:
+    given = {n: values[n] for n in model.model_fields if values[n] not in (None, ())}
+    return parse_settings(model, given, "command line", lambda name: f"--{name.replace('_', '-')}")
+
+
+def given(settings: Strict) -> Any:
+    """The settings that flags were given for, by name."""
+    values = ((name, getattr(settings, name)) for name in settings.model_fields_set)
+    return {name: value for name, value in values if value is not None}
+
+
+def named(flag: str, given: Iterable[str], *, single: bool = False) -> dict[str, Any]:
+    """NAME=VALUE texts by name, in their order: the value, or a list where there may be several."""
+    result: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise UsageError(f"{flag} {text}: expected NAME=VALUE", hint=f"{flag} math=PATH")
+        if single and name in result:
+            raise UsageError(f"{flag}: {name!r} is given twice", hint="a source has one model")
+        if single:
+            result[name] = value
+        else:
+            result.setdefault(name, []).append(value)
+    return result

@@ -1,0 +1,212 @@
+"""How jobs are run: each job's settings as one frozen class, written once.
+
+Command-line flags and Python keywords are made from these fields: a field's description is the help
+of its flag, its default the flag's default. The `...Keywords` beside each class are the same names
+for editors and type checkers; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pydantic import Field, PlainValidator
+from pydantic.fields import FieldInfo
+
+from moemerge.config.fields import PositiveInt, Strict, device_name, layer_selection
+from moemerge.config.layers import LayerSelection
+
+F = TypeVar("F", bound=Callable[..., Any])
+Dtype = Literal["auto", "float32", "float16", "bfloat16", "float64"]
+Offload = Literal["auto", "device", "cpu", "disk"]
+DeviceField = Annotated[str, PlainValidator(device_name)]
+LayersField = Annotated[LayerSelection, PlainValidator(layer_selection)]
+Flag = Annotated[bool, Field(strict=True)]
+Share = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
+Seed = Annotated[int, Field(strict=True, ge=0)]
+
+# What every job that runs a model over text can be told, in the same words and with one default.
+LAYERS: Any = Field(LayerSelection(), description="which MoE layers: all, last:4, 8-15 or 0,2,5-7")
+MAX_TOKENS: Any = Field(None, description="most tokens of each domain (default: all)")
+MAX_LENGTH: Any = Field(2048, description="tokens at which a row is cut")
+LIMIT: Any = Field(None, description="most rows of each domain (default: all)")
+SEED: Any = Field(0, description="seed of every random choice")
+OFFLOAD: Any = Field("auto", description="where hidden states live between layers")
+DEVICE: Any = Field("auto", description="where to compute: auto, cpu, cuda or cuda:N")
+DTYPE: Any = Field("auto", description="dtype of the forward pass (auto: the checkpoint's)")
+
+
+class ForwardKeywords(TypedDict, total=False):
+    """Keywords of every job that runs a model over text."""
+
+    max_tokens: int | None
+    max_length: int
+    limit: int | None
+    seed: int
+    offload: Offload
+    device: str
+    dtype: Dtype
+
+
+class MergeSettings(Strict):
+    """How a merge is run, as opposed to what it makes."""
+
+    device: DeviceField = DEVICE
+    out_shard_size: str = Field("5GB", description="largest shard, such as 5GB or 500MB")
+    seed: Seed = Field(0, description="seed of the methods that draw at random")
+    overwrite: Flag = Field(False, description="replace OUT if it exists")
+    lenient: Flag = Field(
+        False, description="warn about keys that mergekit would ignore, do not refuse"
+    )
+    allow_nonfinite: Flag = Field(False, description="merge models that hold NaN or infinity")
+
+
+class MergeKeywords(TypedDict, total=False):
+    """`MergeSettings` one by one."""
+
+    device: str
+    out_shard_size: str
+    seed: int
+    overwrite: bool
+    lenient: bool
+    allow_nonfinite: bool
+
+
+class OutputSettings(Strict):
+    """How the output of a repair is written; no part of what a config records."""
+
+    overwrite: Flag = Field(False, description="replace OUT if it exists")
+    resume: Flag = Field(False, description="go on where a killed run ended")
+    report: Path | None = Field(None, description="write an HTML page of the routing there")
+
+
+class OutputKeywords(TypedDict, total=False):
+    """`OutputSettings` one by one."""
+
+    overwrite: bool
+    resume: bool
+    report: str | Path | None
+
+
+class DiagnosisSettings(Strict):
+    """How a model's routing is measured."""
+
+    layers: LayersField = LAYERS
+    max_tokens: PositiveInt | None = MAX_TOKENS
+    max_length: PositiveInt = MAX_LENGTH
+    limit: PositiveInt | None = LIMIT
+    seed: Seed = SEED
+    holdout: Share = Field(
+        0.0, description="measure on those rows alone that calibrate --holdout spares (same seed)"
+    )
+    offload: Offload = OFFLOAD
+    device: DeviceField = DEVICE
+    dtype: Dtype = DTYPE
+    swaps: Flag = Field(
+        False,
+        description="also run the model with each source's routers, and each source with the "
+        "model's (twice the time)",
+    )
+
+
+class DiagnosisKeywords(ForwardKeywords, total=False):
+    """`DiagnosisSettings` one by one."""
+
+    layers: LayerSelection | str | int | Sequence[str | int]
+    holdout: float
+    swaps: bool
+
+
+class CollectingSettings(Strict):
+    """What is gathered over text, over how much of it, and where the model runs."""
+
+    kind: Literal["gram", "fisher"] = Field(
+        "gram", description="gram: second moments of inputs (regmean); fisher: squared gradients"
+    )
+    max_tokens: PositiveInt | None = MAX_TOKENS
+    max_length: PositiveInt = MAX_LENGTH
+    limit: PositiveInt | None = LIMIT
+    seed: Seed = Field(0, description="seed of the choice of rows")
+    offload: Offload = OFFLOAD
+    device: DeviceField = DEVICE
+    dtype: Dtype = DTYPE
+
+
+class CollectingKeywords(ForwardKeywords, total=False):
+    """`CollectingSettings` one by one."""
+
+    kind: Literal["gram", "fisher"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a settings class, as far as a command line has to know it."""
+
+    name: str
+    help: str
+    default: Any
+    kinds: frozenset[type]  # what its value may be: bool, int, float, str, Path, tuple or dict
+    choices: tuple[str, ...] = ()  # the words it may be, where only these are allowed
+
+    @classmethod
+    def of(cls, name: str, field: FieldInfo) -> Setting:
+        kinds: set[type] = set()
+        choices: list[str] = []
+        for form in _forms(field.annotation):
+            if get_origin(form) is Literal:
+                choices += map(str, get_args(form))
+                kinds.add(str)
+            else:
+                plain = get_origin(form) or form
+                kinds.add(plain if plain in (bool, int, float, Path, tuple, dict) else str)
+        default = field.get_default(call_default_factory=True)
+        return cls(name, field.description or "", default, frozenset(kinds), tuple(choices))
+
+
+def _forms(annotation: Any) -> list[Any]:
+    """The alternatives of a type, None left out and `Annotated` taken off."""
+    if annotation is type(None):
+        return []
+    if get_origin(annotation) is Annotated:
+        return _forms(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [form for part in get_args(annotation) for form in _forms(part)]
+    return [annotation]
+
+
+def settings_of(model: type[Strict]) -> tuple[Setting, ...]:
+    """The fields of a settings class in their order."""
+    return tuple(Setting.of(name, field) for name, field in model.model_fields.items())
+
+
+def with_keywords(keywords: type, *models: type[Strict]) -> Callable[[F], F]:
+    """Let `help()` list what a function's `**keywords` may be, with the settings' defaults."""
+    defaults = {s.name: s.default for model in models for s in settings_of(model)}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    listed = [
+        inspect.Parameter(name, kind, default=defaults[name], annotation=hint)
+        for name, hint in get_type_hints(keywords).items()
+    ]
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        own = list(signature.parameters.values())[:-1]
+        shown = signature.replace(parameters=[*own, *listed])
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        return function
+
+    return decorate

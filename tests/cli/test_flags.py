@@ -1,0 +1,147 @@
+"""Flags made from settings, and help as a user reads it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pytest
+import typer
+from pydantic import Field
+from typer.testing import CliRunner
+
+from moemerge.cli.app import app
+from moemerge.cli.flags import add_verb, given
+from moemerge.config.calibration import CalibrationSettings
+from moemerge.config.fields import AutoOrNumber, Strict
+from moemerge.config.settings import (
+    CollectingSettings,
+    DiagnosisSettings,
+    MergeSettings,
+    settings_of,
+)
+from moemerge.errors import ConfigError, UsageError
+
+
+class Knobs(Strict):
+    ridge: AutoOrNumber = Field("auto", description="strength")
+    count: int | None = Field(None, description="most of them (default: all)")
+    parts: tuple[str, ...] = Field((), description="parts")
+    loud: bool = Field(True, description="say more")
+    dry: bool = Field(False, description="do nothing")
+    mode: Literal["one", "two"] = Field("one", description="way")
+    out_size: str = Field("5GB", description="size")
+
+
+@dataclass(frozen=True)
+class Group:
+    first: Annotated[int, typer.Option(help="one")] = 1
+
+
+def outcome(*args: str) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    def verb(
+        knobs: Knobs, data: Annotated[dict[str, list[str]], typer.Option()], group: Group
+    ) -> None:
+        seen.update(given(knobs), knobs=knobs, data=data, group=group)
+
+    # `eval_str` reads annotations in the module, where local names are not.
+    verb.__annotations__ = {"knobs": Knobs, "data": DATA, "group": Group}
+    tool = typer.Typer()
+    add_verb(tool, verb, "  tool --help")
+    result = CliRunner().invoke(tool, list(args))
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return {**seen, "help": result.output}
+
+
+DATA = Annotated[dict[str, list[str]], typer.Option(metavar="NAME=FILE")]
+
+
+def test_every_kind_of_field_becomes_a_flag() -> None:
+    seen = outcome(
+        *shlex.split(
+            "--ridge 0.5 --count 3 --parts a --parts b --no-loud --dry --mode two --out-size 2GB "
+            "--data m=1 --data m=2 --first 7"
+        )
+    )
+    wanted = Knobs(
+        ridge=0.5, count=3, parts=("a", "b"), loud=False, dry=True, mode="two", out_size="2GB"
+    )
+    assert seen["knobs"] == wanted
+    assert seen["data"] == {"m": ["1", "2"]}
+    assert seen["group"] == Group(7)
+
+
+def test_what_is_not_given_keeps_its_default_and_is_known_not_to_be() -> None:
+    seen = outcome("--data", "a=b", "--ridge", "auto")
+    assert seen["knobs"] == Knobs()
+    assert {name for name in Knobs.model_fields if name in seen} == {"ridge"}
+
+
+def test_wrong_values_are_named_by_their_flags() -> None:
+    with pytest.raises(ConfigError) as caught:
+        outcome("--data", "a=b", "--mode", "twoo", "--ridge", "-1")
+    assert "--mode: must be one of one, two, not 'twoo', did you mean 'two'?" in str(caught.value)
+    assert "--ridge: must be auto or a number that is at least 0, not -1" in str(caught.value)
+    with pytest.raises(UsageError, match="expected NAME=VALUE"):
+        outcome("--data", "a")
+
+
+def test_help_tells_default_choices_and_no_type_of_switches() -> None:
+    text = " ".join(outcome("--help")["help"].replace("│", " ").split())
+    assert "--ridge WORD Strength: auto or a number (default: auto)." in text
+    assert "Way: one or two (default: one)." in text
+    assert "Most of them (default: all)." in text
+    assert "--loud --no-loud Say more (default: True)." in text
+    assert "bool" not in text.lower()
+
+
+def commands(node: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Every verb by its words."""
+    inner = getattr(node, "commands", None)
+    if inner is None:
+        return {path: node}
+    return {k: v for name, c in inner.items() for k, v in commands(c, (*path, name)).items()}
+
+
+VERBS = commands(typer.main.get_command(app))
+
+
+@pytest.mark.parametrize(
+    ("verb", "settings"),
+    [
+        ("merge", MergeSettings),
+        ("validate", MergeSettings),
+        ("run", MergeSettings),
+        ("run", CalibrationSettings),
+        ("calibrate", CalibrationSettings),
+        ("diagnose", DiagnosisSettings),
+        ("stats", CollectingSettings),
+    ],
+)
+def test_every_setting_is_a_flag_with_its_own_words(verb: str, settings: type[Strict]) -> None:
+    by_name = {option.name: option for option in VERBS[verb,].params}
+    for setting in settings_of(settings):
+        option = by_name[setting.name]
+        assert option.opts == [f"--{setting.name.replace('_', '-')}"]
+        assert option.help[1:].startswith(setting.help[1:]) or verb == "run"
+
+
+@pytest.mark.parametrize("path", VERBS, ids=" ".join)
+def test_examples_survive_copying_from_a_narrow_terminal(path: tuple[str, ...]) -> None:
+    result = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [*path, "--help"])
+    assert result.exit_code == 0
+    assert "<bool>" not in result.output
+    _, _, examples = result.output.partition("Examples:\n")
+    assert max(map(len, result.output.splitlines())) <= 80
+    lines = examples.replace("\\\n", " ").strip().splitlines()
+    assert lines
+    for line in lines:
+        words = shlex.split(line)
+        assert words[: len(path) + 1] == ["moemerge", *path], line
+        # Parsed as the shell would hand it over; unknown flags or missing arguments raise.
+        VERBS[path].make_context(" ".join(path), words[len(path) + 1 :])

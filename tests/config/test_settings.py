@@ -1,0 +1,107 @@
+"""Settings classes, their keywords for editors, and what a command line learns of them."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from pydantic import Field
+
+from moemerge import api
+from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
+from moemerge.config.fields import AutoOrNumber, DataFiles, Files, PositiveInt, Strict
+from moemerge.config.layers import LayerSelection
+from moemerge.config.settings import (
+    CollectingKeywords,
+    CollectingSettings,
+    DiagnosisKeywords,
+    DiagnosisSettings,
+    MergeKeywords,
+    MergeSettings,
+    Setting,
+    settings_of,
+)
+from moemerge.errors import ConfigError
+
+PAIRS = [
+    (MergeSettings, MergeKeywords),
+    (CalibrationSettings, CalibrationKeywords),
+    (DiagnosisSettings, DiagnosisKeywords),
+    (CollectingSettings, CollectingKeywords),
+]
+
+
+def alternatives(annotation: Any) -> set[Any]:
+    """The members of a union, constraints taken off."""
+    if hasattr(annotation, "__metadata__"):
+        return alternatives(annotation.__origin__)
+    if type(annotation).__name__ in ("UnionType", "_UnionGenericAlias", "Union"):
+        return {form for part in get_args(annotation) for form in alternatives(part)}
+    return {annotation}
+
+
+@pytest.mark.parametrize(("settings", "keywords"), PAIRS, ids=lambda c: c.__name__)
+def test_keywords_are_the_fields_of_the_settings(settings: Any, keywords: Any) -> None:
+    hints = get_type_hints(keywords)
+    assert set(hints) == set(settings.model_fields)
+    for name, field in settings.model_fields.items():
+        assert alternatives(field.annotation) <= alternatives(hints[name]), name
+        assert field.description, name
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        (api.merge, MergeSettings),
+        (api.validate, MergeSettings),
+        (api.run, MergeSettings),
+        (api.calibrate, CalibrationSettings),
+        (api.diagnose, DiagnosisSettings),
+        (api.collect_statistics, CollectingSettings),
+    ],
+    ids=lambda c: c.__name__,
+)
+def test_help_lists_every_setting_with_its_default(function: Any, settings: Any) -> None:
+    shown = function.__signature__.parameters
+    assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
+    for name, field in settings.model_fields.items():
+        assert shown[name].default == field.default, name
+
+
+def test_settings_given_twice_are_refused() -> None:
+    with pytest.raises(Exception, match="as a whole and also one by one: seed"):
+        api.validate({}, settings=MergeSettings(), seed=1)
+    with pytest.raises(ConfigError, match=r"settings of validate.*\n  sed: unknown key, did you"):
+        api.validate({}, sed=1)  # type: ignore[call-arg]
+
+
+def test_wrong_values_are_our_errors_with_every_problem() -> None:
+    with pytest.raises(ConfigError) as caught:
+        CalibrationSettings(alpha=2, layers="x", rtol=0)  # type: ignore[arg-type]
+    assert str(caught.value).startswith("CalibrationSettings: 3 problems")
+    assert "alpha: must be at most 1, not 2" in str(caught.value)
+    assert MergeSettings.model_validate({"seed": 3}) == MergeSettings(seed=3)
+
+
+class Many(Strict):
+    """A field of every kind."""
+
+    ridge: AutoOrNumber = Field("auto", description="strength")
+    count: PositiveInt | None = None
+    parts: tuple[str, ...] = ()
+    files: Files | None = None
+    data: DataFiles | None = None
+    loud: bool = True
+    layers: LayerSelection = LayerSelection()
+
+
+def test_what_a_command_line_learns_of_a_field() -> None:
+    known = {setting.name: setting for setting in settings_of(Many)}
+    assert known["ridge"] == Setting(
+        "ridge", "strength", "auto", frozenset({str, float}), ("auto",)
+    )
+    assert known["count"].kinds == {int}
+    assert known["parts"].kinds == known["files"].kinds == {tuple}
+    assert known["data"].kinds == {dict}
+    assert (known["loud"].kinds, known["loud"].default) == ({bool}, True)
+    assert known["layers"].kinds == {str}
