@@ -22,8 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moemerge.checkpoint import Checkpoint, Place
-from moemerge.checkpoint.lora import AdaptedCheckpoint
+from moemerge.checkpoint import AdaptedCheckpoint, Checkpoint
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
 
@@ -224,35 +223,6 @@ def test_adapters_on_single_experts_in_both_layouts(tmp_path: Path) -> None:
         torch.testing.assert_close(fused[f"{owner}.gate_up_proj"][e], torch.cat([gate, up]))
         torch.testing.assert_close(fused.read(f"{owner}.down_proj", (e, e + 1))[0], down)
     check_rows(fused)
-
-
-def test_the_caller_may_say_where_a_parameter_lies(tmp_path: Path) -> None:
-    folder = saved(
-        tmp_path,
-        olmoe,
-        fused=False,
-        dtype=torch.float32,
-        target_modules=[],
-        target_parameters=EXPERTS,
-    )
-    base = {n: t for n, t in Checkpoint.open(folder / "base").items()}
-    renamed = {n.replace(".mlp.experts.", ".moe.e"): t.contiguous() for n, t in base.items()}
-    (folder / "base" / "model.safetensors").unlink()
-    save_file(renamed, folder / "base" / "model.safetensors")
-
-    def expand(parameter: str, expert: int | None) -> list[Place]:
-        if expert is None:
-            return []
-        owner, _, stack = parameter.rpartition(".")
-        names = ["gate_proj", "up_proj"] if stack == "gate_up_proj" else ["down_proj"]
-        owner = owner.replace(".mlp.experts", ".moe.e")
-        return [Place(f"{owner}{expert}.{name}.weight") for name in names]
-
-    ours = Checkpoint.open(f"{folder / 'base'}+{folder / 'adapter'}", expand=expand)
-    merged = Checkpoint.open(folder / "merged")
-    for name in merged:
-        on_disk = name.replace(".mlp.experts.", ".moe.e")
-        torch.testing.assert_close(ours[on_disk], merged[name])
 
 
 @pytest.fixture

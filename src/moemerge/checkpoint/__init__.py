@@ -1,11 +1,9 @@
 """Model folders: lazy reading, crash-safe writing, adapters, the files beside the weights."""
 
 from moemerge.checkpoint.locate import hub_ids, locate
-from moemerge.checkpoint.lora import AdaptedCheckpoint
 from moemerge.checkpoint.output import check_output, require_space
 from moemerge.checkpoint.patch import CheckpointPatch
-from moemerge.checkpoint.placement import Expand, Place
-from moemerge.checkpoint.reader import Checkpoint
+from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
 from moemerge.checkpoint.sizes import format_size, parse_size
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.checkpoint.writer import CheckpointWriter
@@ -15,8 +13,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointPatch",
     "CheckpointWriter",
-    "Expand",
-    "Place",
     "TensorInfo",
     "check_output",
     "format_size",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from moemerge.checkpoint.reader import ADAPTER_WEIGHTS, TensorFile, open_file, read_json
+from moemerge.checkpoint.folder import ADAPTER_WEIGHTS, TensorFile, open_file, read_json
 from moemerge.errors import CheckpointError
 
 CONFIG: Final = "adapter_config.json"

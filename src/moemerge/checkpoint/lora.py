@@ -1,4 +1,4 @@
-"""`model+lora`: a checkpoint whose tensors come out with a PEFT adapter added, one at a time.
+"""What a PEFT adapter does to the tensors of a checkpoint, one tensor at a time.
 
 A read gives W + scaling * B @ A, computed in float32 (float64 for a float64 W) and rounded once to
 W's dtype; with DoRA the rows are rescaled to the trained magnitudes. PEFT's own merge rounds the
@@ -7,31 +7,48 @@ product to W's dtype first, so the two may differ by a rounding of W's dtype, ne
 
 from __future__ import annotations
 
-import hashlib
-import json
+import re
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from moemerge.checkpoint.adapter import Adapter, LoraPair, listed, open_adapter
-from moemerge.checkpoint.companions import companion_files
-from moemerge.checkpoint.placement import Expand, Place, find_places
-from moemerge.checkpoint.reader import SAMPLE_BYTES, Checkpoint, TensorFile
+from moemerge.checkpoint.adapter import Adapter, LoraPair, listed
+from moemerge.checkpoint.folder import TensorFile
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
-
-__all__ = ["AdaptedCheckpoint", "Expand", "Place"]
 
 CACHE_BYTES: Final = 256 * 2**20
 _ADAPTABLE: Final = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 # PEFT reads stacks of these families as (experts, in, out); it matters where they are square.
 _TRANSPOSED_STACKS: Final = frozenset({"gpt_oss", "aria", "aria_text", "openai_privacy_filter"})
+
+# A stacked parameter and the names of its matrices where every expert is stored on its own.
+_SPLITS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",), ("w3",)),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+_EXPERT: Final = re.compile(r"(?P<owner>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>\w+)\.weight")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A matrix in a stored tensor: all of it, or one row of a stack, or a part of either.
+
+    `part` cuts the output axis, `transposed` says that the matrix is stored (in, out); None: not
+    known yet.
+    """
+
+    tensor: str
+    row: int | None = None
+    part: slice | None = None
+    transposed: bool | None = None
 
 
 class _Factors:
@@ -91,59 +108,57 @@ class _Update:
         return a.to(dtype), b[self.out].to(dtype)
 
 
-class AdaptedCheckpoint(Checkpoint):
-    """A base checkpoint with one adapter on top; every adapter tensor is used, or it is refused."""
+class LoraChanges:
+    """The places of all adapter tensors in a base, and its tensors with the adapter added.
+
+    An adapter tensor that has no place in the base at `path` is refused. `infos` are the tensors
+    whose shape changes, a resized vocabulary's.
+    """
 
     def __init__(
-        self, path: Path, adapter: Path, label: str | None = None, *, expand: Expand | None = None
+        self,
+        adapter: Adapter,
+        path: Path,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, TensorInfo],
     ) -> None:
-        super().__init__(path, label if label is not None else f"{path}+{adapter}")
-        try:
-            self.adapter = open_adapter(adapter)
-        except BaseException:
-            super().close()
-            raise
-        try:
-            self._bind(_Binding(self, self.adapter, expand))
-        except BaseException:
-            self.close()
-            raise
+        self._adapter = adapter
+        self._config = config
+        self._tensors = tensors
+        self._shapes = adapter.file.tensors
+        self._factors = _Factors(adapter.file)
+        self._updates: dict[str, list[_Update]] = defaultdict(list)
+        self._biases: dict[str, list[LoraPair]] = defaultdict(list)
+        self._replaced: dict[str, str] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        self._unmatched: set[str] = set()
+        for parameter, name in adapter.replacements.items():
+            self._replace(parameter, name)
+        for pair in adapter.pairs:
+            self._add(pair)
+        if self._unmatched:
+            tied = config.get("tie_word_embeddings")
+            raise CheckpointError(
+                f"{len(self._unmatched)} tensors of the adapter {adapter.path} match nothing "
+                f"in {path}: {listed(self._unmatched)}",
+                hint="name the base model that the adapter was trained on"
+                + ("; its output layer is tied to the embeddings, so it has none" if tied else ""),
+            )
 
-    def _bind(self, binding: _Binding) -> None:
-        binding.run()
-        self._factors = _Factors(self.adapter.file)
-        self._updates = binding.updates
-        self._biases = binding.biases
-        self._replaced = binding.replaced
-        self._adopt_vocabulary(binding.infos)
-        self.tensors = {**self.tensors, **binding.infos}
+    def touches(self, name: str) -> bool:
+        """Whether a tensor of the base comes out changed."""
+        return name in self._updates or name in self._biases or name in self._replaced
 
-    def _adopt_vocabulary(self, infos: Mapping[str, TensorInfo]) -> None:
-        """An adapter saved with resized embeddings changes the config's `vocab_size` too."""
-        for name, info in infos.items():
-            old = self.tensors[name].rows
-            if info.rows != old and self.config.get("vocab_size") == old:
-                self.config = {**self.config, "vocab_size": info.rows}
-
-    def has_elements(self, name: str) -> bool:
-        touched = name in self._updates or name in self._biases or name in self._replaced
-        return not touched and super().has_elements(name)
-
-    def read(
-        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        changed = name in self._updates or name in self._biases
+    def read(self, name: str, rows: tuple[int, int] | None, base: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is touched, or rows of it; `base` gives what the base stores there."""
         if name in self._replaced:
-            block = self.adapter.file.read(self._replaced[name], rows).to(self.tensors[name].dtype)
-        elif changed:
-            block = super().read(name, rows)
+            block = self._adapter.file.read(self._replaced[name], rows)
+            block = block.to(self._tensors[name].dtype)
         else:
-            return super().read(name, rows, out)
-        if changed:
-            block = self._adapted(name, block, rows[0] if rows else 0)
-        return block if out is None else out.copy_(block)
-
-    def _adapted(self, name: str, block: Tensor, start: int) -> Tensor:
+            block = base()
+        if name not in self._updates and name not in self._biases:
+            return block
+        start = rows[0] if rows else 0
         work = block.to(torch.float64 if block.dtype == torch.float64 else torch.float32)
         for update in self._updates.get(name, ()):
             update.apply(work, start, self._factors)
@@ -152,67 +167,8 @@ class AdaptedCheckpoint(Checkpoint):
             work.add_(bias.to(work.dtype), alpha=pair.scaling)
         return work.to(block.dtype)
 
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        return (self.path, self.adapter.path)
-
-    @property
-    def tokenizer_folder(self) -> Path:
-        """The adapter's, where it was saved with a tokenizer: it may have added tokens."""
-        own = (self.adapter.path / "tokenizer.json").is_file()
-        return self.adapter.path if own else self.path
-
-    def companions(self) -> dict[str, Path]:
-        """The base's files; a tokenizer or template saved with the adapter goes before."""
-        return dict(sorted({**super().companions(), **companion_files(self.adapter.path)}.items()))
-
-    def fingerprint(self) -> str:
-        """The base's fingerprint, with the adapter's settings and tensors on top."""
-        digest = hashlib.sha256(super().fingerprint().encode())
-        digest.update(json.dumps(self.adapter.config, sort_keys=True).encode())
-        for name in sorted(self.adapter.file.tensors):
-            digest.update(name.encode() + self.adapter.file.sample(name, SAMPLE_BYTES))
-        return digest.hexdigest()
-
-    def close(self) -> None:
-        super().close()
-        self.adapter.file.close()
-
-
-class _Binding:
-    """Finds the places of all adapter tensors in a base checkpoint, and refuses what has none."""
-
-    def __init__(self, base: Checkpoint, adapter: Adapter, expand: Expand | None) -> None:
-        self._base = base
-        self._adapter = adapter
-        self._expand = expand
-        self._shapes = adapter.file.tensors
-        self.updates: dict[str, list[_Update]] = defaultdict(list)
-        self.biases: dict[str, list[LoraPair]] = defaultdict(list)
-        self.replaced: dict[str, str] = {}
-        self.infos: dict[str, TensorInfo] = {}
-        self._unmatched: set[str] = set()
-
-    def run(self) -> None:
-        for parameter, name in self._adapter.replacements.items():
-            self._replace(parameter, name)
-        for pair in self._adapter.pairs:
-            self._add(pair)
-        if self._unmatched:
-            tied = self._base.config.get("tie_word_embeddings")
-            raise CheckpointError(
-                f"{len(self._unmatched)} tensors of the adapter {self._adapter.path} match nothing "
-                f"in {self._base.path}: {listed(self._unmatched)}",
-                hint="name the base model that the adapter was trained on"
-                + ("; its output layer is tied to the embeddings, so it has none" if tied else ""),
-            )
-
     def _places(self, parameter: str, expert: int | None, out: int) -> list[Place]:
-        if self._expand is not None:
-            found = list(self._expand(parameter, expert))
-            if found:
-                return found
-        return list(find_places(parameter, expert, out, self._base.tensors))
+        return list(find_places(parameter, expert, out, self._tensors))
 
     def _replace(self, parameter: str, name: str) -> None:
         given = self._shapes[name]
@@ -221,20 +177,20 @@ class _Binding:
             if not self._is_tied_copy(parameter, name):
                 self._unmatched.add(name)
             return
-        info = self._base.tensors[places[0].tensor]
+        info = self._tensors[places[0].tensor]
         if len(info.shape) != len(given.shape) or info.shape[1:] != given.shape[1:]:
             raise CheckpointError(
                 f"the adapter replaces {info.name!r} of shape {list(info.shape)} by {name!r} of "
                 f"shape {list(given.shape)}; only the vocabulary may change",
                 hint="name the base model that the adapter was trained on",
             )
-        self.replaced[info.name] = name
+        self._replaced[info.name] = name
         self.infos[info.name] = TensorInfo.of(info.name, info.dtype, given.shape)
 
     def _is_tied_copy(self, parameter: str, name: str) -> bool:
         """An output layer that the base does not store, saved as a copy of its embeddings."""
         twin = self._adapter.replacements.get("model.embed_tokens.weight")
-        tied = self._base.config.get("tie_word_embeddings") and parameter == "lm_head.weight"
+        tied = self._config.get("tie_word_embeddings") and parameter == "lm_head.weight"
         file = self._adapter.file
         return bool(tied and twin and torch.equal(file.read(name), file.read(twin)))
 
@@ -256,33 +212,33 @@ class _Binding:
     def _is_stack(self, parameter: str) -> bool:
         """Whether a pair on a parameter with one expert means a stack of one."""
         places = [p for p in self._places(parameter, None, 0) if p.row is None]
-        infos = [self._base.tensors.get(place.tensor) for place in places]
+        infos = [self._tensors.get(place.tensor) for place in places]
         return any(info is not None and len(info.shape) == 3 for info in infos)
 
     def _add_matrix(
         self, pair: LoraPair, expert: int | None, experts: int, rows: int, columns: int
     ) -> None:
         places = self._places(pair.parameter, expert, rows)
-        if not places or any(place.tensor not in self._base.tensors for place in places):
+        if not places or any(place.tensor not in self._tensors for place in places):
             self._unmatched.update(pair.names)
             return
         share, left = divmod(rows, len(places))
         for i, place in enumerate(places):
             oriented = None if left else self._oriented(pair, place, share, columns)
             if oriented is None:
-                info = self._base.tensors[place.tensor]
+                info = self._tensors[place.tensor]
                 raise CheckpointError(
                     f"the adapter's pair for {pair.parameter!r} makes a {rows} x {columns} matrix, "
                     f"which does not fit {place.tensor!r} of shape {list(info.shape)}",
                     hint="name the base model that the adapter was trained on",
                 )
             out = slice(i * share, (i + 1) * share)
-            self.updates[place.tensor].append(_Update(pair, oriented, out, expert, experts))
+            self._updates[place.tensor].append(_Update(pair, oriented, out, expert, experts))
 
     def _oriented(self, pair: LoraPair, place: Place, rows: int, columns: int) -> Place | None:
         """The place with its orientation decided, or None where a (rows, columns) term does not
         fit there."""
-        info = self._base.tensors[place.tensor]
+        info = self._tensors[place.tensor]
         shape = self.infos.get(info.name, info).shape
         matrix = shape if place.row is None else shape[1:]
         if info.dtype not in _ADAPTABLE:
@@ -310,11 +266,9 @@ class _Binding:
             )
         if pair.embedding:  # A is (rank, vocabulary), B is (width, rank)
             return (True,)
-        if place.transposed is not None:
-            return (place.transposed,)
         if place.row is None:
             return (self._adapter.settings.fan_in_fan_out,)
-        transposed = self._base.config.get("model_type") in _TRANSPOSED_STACKS
+        transposed = self._config.get("model_type") in _TRANSPOSED_STACKS
         return (transposed, not transposed)
 
     def _add_bias(self, pair: LoraPair) -> None:
@@ -323,4 +277,61 @@ class _Binding:
         if len(places) != 1 or places[0].row is not None:
             self._unmatched.add(str(pair.bias))
             return
-        self.biases[places[0].tensor].append(pair)
+        self._biases[places[0].tensor].append(pair)
+
+
+# --- where a parameter of the model in memory lies on disk ---------------------------------------
+# An adapter names parameters as the model in memory does (`mlp.experts.gate_up_proj`, a stack); a
+# checkpoint may store them one expert at a time, or the other way round.
+
+
+def find_places(
+    parameter: str, expert: int | None, out_features: int, tensors: Mapping[str, TensorInfo]
+) -> Sequence[Place]:
+    """The places of a matrix (`expert` None) or of one expert's matrix in a stacked parameter."""
+    for name in _aliases(parameter):
+        if name in tensors:
+            return [Place(name, row=expert)]
+        if expert is None:
+            found = _one_expert(name, out_features, tensors)
+        else:
+            found = _split(name, expert, tensors)
+        if found:
+            return found
+    return []
+
+
+def _aliases(parameter: str) -> list[str]:
+    """The same parameter under names that checkpoints of the same model use."""
+    names = [parameter, parameter.removeprefix("model."), f"model.{parameter}"]
+    names += [name.replace(".mlp.", ".block_sparse_moe.") for name in names]
+    return list(dict.fromkeys(names))
+
+
+def _split(name: str, expert: int, tensors: Mapping[str, TensorInfo]) -> Sequence[Place]:
+    """A stacked parameter in memory, one tensor per expert and projection on disk."""
+    owner, _, stack = name.rpartition(".")
+    for matrices in _SPLITS.get(stack, ()):
+        names = [f"{owner}.{expert}.{matrix}.weight" for matrix in matrices]
+        if all(n in tensors for n in names):
+            return [Place(n) for n in names]
+    return []
+
+
+def _one_expert(name: str, out_features: int, tensors: Mapping[str, TensorInfo]) -> Sequence[Place]:
+    """One expert's matrix in memory, a stack on disk."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return []
+    expert = int(match["expert"])
+    for stack, splits in _SPLITS.items():
+        info = tensors.get(f"{match['owner']}.{stack}")
+        for matrices in splits:
+            if info is None or match["matrix"] not in matrices or len(info.shape) != 3:
+                continue
+            if expert >= info.shape[0]:
+                return []
+            start = matrices.index(match["matrix"]) * out_features
+            part = None if len(matrices) == 1 else slice(start, start + out_features)
+            return [Place(info.name, expert, part)]
+    return []

@@ -14,15 +14,9 @@ from typing import Final, Protocol
 from torch import Tensor
 
 from moemerge.checkpoint.companions import CARRIED_FOLDERS, folder_files, is_weights
-from moemerge.checkpoint.lora import AdaptedCheckpoint
+from moemerge.checkpoint.folder import INDEX, PICKLED_INDEX, TensorFile, is_inside
 from moemerge.checkpoint.output import OutputFolder, copy_file, write_file, writing
-from moemerge.checkpoint.reader import (
-    INDEX,
-    PICKLED_INDEX,
-    Checkpoint,
-    TensorFile,
-    is_inside,
-)
+from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.checkpoint.writer import CheckpointWriter

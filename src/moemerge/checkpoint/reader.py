@@ -5,54 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
 
 from torch import Tensor
 
+from moemerge.checkpoint.adapter import open_adapter
 from moemerge.checkpoint.companions import companion_files
+from moemerge.checkpoint.folder import TensorFile, config_hint, open_folder, read_json
 from moemerge.checkpoint.locate import locate
-from moemerge.checkpoint.pickled import PickledFile
+from moemerge.checkpoint.lora import LoraChanges
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
 
-if TYPE_CHECKING:
-    from moemerge.checkpoint.placement import Expand
-
-__all__ = ["Checkpoint", "TensorInfo", "read_json"]
-
 SAMPLE_BYTES: Final = 1024
-SINGLE: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
-PICKLED_SINGLE: Final = "pytorch_model.bin"
-PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
-ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
-_SHARD: Final = re.compile(r"(.*)-(\d+)-of-(\d+)\.(safetensors|bin)")
-
-
-class TensorFile(Protocol):
-    """One file of tensors; reading is safe from any thread."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def read(
-        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
-    ) -> Tensor: ...
-
-    def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None: ...
-
-    def sample(self, name: str, limit: int) -> bytes: ...
-
-    def close(self) -> None: ...
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -64,26 +34,21 @@ class Checkpoint(Mapping[str, Tensor]):
     def __init__(self, path: Path, label: str | None = None) -> None:
         self.path = path
         self.label = label if label is not None else str(path)
-        self.config: dict[str, Any] = read_json(path / "config.json", _config_hint(path))
-        self.files, self._file_of = _open_folder(path)
+        self.config: dict[str, Any] = read_json(path / "config.json", config_hint(path))
+        self.files, self._file_of = open_folder(path)
         self.tensors: Mapping[str, TensorInfo] = {
             name: file.tensors[name] for name, file in self._file_of.items()
         }
 
     @classmethod
-    def open(cls, ref: str | Path | ModelRef, *, expand: Expand | None = None) -> Checkpoint:
-        """A folder, a hub id (`org/name@revision`), or either with an adapter (`model+lora`).
-
-        `expand` tells an adapter where a parameter lies on disk (see `placement.Expand`).
-        """
+    def open(cls, ref: str | Path | ModelRef) -> Checkpoint:
+        """A folder, a hub id (`org/name@revision`), or either with an adapter (`model+lora`)."""
         model = as_ref(ref)
         folder = locate(model.path, model.revision)
         if model.lora is None:
             return Checkpoint(folder, str(ref))
-        from moemerge.checkpoint.lora import AdaptedCheckpoint  # it builds on this module
-
         adapter = locate(model.lora, model.lora_revision)
-        return AdaptedCheckpoint(folder, adapter, str(ref), expand=expand)
+        return AdaptedCheckpoint(folder, adapter, str(ref))
 
     def read(
         self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
@@ -185,6 +150,70 @@ class Checkpoint(Mapping[str, Tensor]):
         self.close()
 
 
+class AdaptedCheckpoint(Checkpoint):
+    """A base checkpoint with one adapter on top; every adapter tensor is used, or it is refused."""
+
+    def __init__(self, path: Path, adapter: Path, label: str | None = None) -> None:
+        super().__init__(path, label if label is not None else f"{path}+{adapter}")
+        try:
+            self.adapter = open_adapter(adapter)
+        except BaseException:
+            super().close()
+            raise
+        try:
+            self._changes = LoraChanges(self.adapter, path, self.config, self.tensors)
+        except BaseException:
+            self.close()
+            raise
+        self._adopt_vocabulary(self._changes.infos)
+        self.tensors = {**self.tensors, **self._changes.infos}
+
+    def _adopt_vocabulary(self, infos: Mapping[str, TensorInfo]) -> None:
+        """An adapter saved with resized embeddings changes the config's `vocab_size` too."""
+        for name, info in infos.items():
+            old = self.tensors[name].rows
+            if info.rows != old and self.config.get("vocab_size") == old:
+                self.config = {**self.config, "vocab_size": info.rows}
+
+    def has_elements(self, name: str) -> bool:
+        return not self._changes.touches(name) and super().has_elements(name)
+
+    def read(
+        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        read = super().read
+        if not self._changes.touches(name):
+            return read(name, rows, out)
+        block = self._changes.read(name, rows, lambda: read(name, rows))
+        return block if out is None else out.copy_(block)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.path, self.adapter.path)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The adapter's, where it was saved with a tokenizer: it may have added tokens."""
+        own = (self.adapter.path / "tokenizer.json").is_file()
+        return self.adapter.path if own else self.path
+
+    def companions(self) -> dict[str, Path]:
+        """The base's files; a tokenizer or template saved with the adapter goes before."""
+        return dict(sorted({**super().companions(), **companion_files(self.adapter.path)}.items()))
+
+    def fingerprint(self) -> str:
+        """The base's fingerprint, with the adapter's settings and tensors on top."""
+        digest = hashlib.sha256(super().fingerprint().encode())
+        digest.update(json.dumps(self.adapter.config, sort_keys=True).encode())
+        for name in sorted(self.adapter.file.tensors):
+            digest.update(name.encode() + self.adapter.file.sample(name, SAMPLE_BYTES))
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        super().close()
+        self.adapter.file.close()
+
+
 def as_ref(ref: str | Path | ModelRef) -> ModelRef:
     """What was given as a reference; an existing folder is taken whole, `@` and `+` included."""
     if isinstance(ref, ModelRef):
@@ -192,158 +221,3 @@ def as_ref(ref: str | Path | ModelRef) -> ModelRef:
     if isinstance(ref, Path) or os.path.isdir(os.path.expanduser(ref)):
         return ModelRef(path=str(ref))
     return ModelRef.parse(ref)
-
-
-def read_json(path: Path, hint: str) -> dict[str, Any]:
-    """A JSON file that must be there and hold an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", hint=hint) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}", hint=hint) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path} holds a JSON {type(value).__name__}, expected an object", hint=hint
-        )
-    return value
-
-
-def _config_hint(folder: Path) -> str:
-    if (folder / "adapter_config.json").exists():
-        return f"{folder} is a PEFT adapter; name it with its model: BASE+{folder}"
-    return "a model folder has a config.json; point at the folder that does"
-
-
-def open_file(path: Path) -> TensorFile:
-    return SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
-
-
-def _open_folder(folder: Path) -> tuple[tuple[TensorFile, ...], dict[str, TensorFile]]:
-    """All weight files of a folder, and which of them holds which tensor."""
-    index = _index_path(folder)
-    weight_map = {} if index is None else _read_index(index)
-    names = sorted(set(weight_map.values())) if index is not None else _weight_files(folder)
-    files: dict[str, TensorFile] = {}
-    try:
-        for name in names:
-            files[name] = open_file(folder / name)
-        file_of = _union(files, weight_map, index)
-    except BaseException:
-        for file in files.values():
-            file.close()
-        raise
-    return tuple(files.values()), file_of
-
-
-def _index_path(folder: Path) -> Path | None:
-    for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED_SINGLE)):
-        if (folder / index).exists():
-            if (folder / single).exists() and single not in _read_index(folder / index).values():
-                raise CheckpointError(
-                    f"{folder} holds {single} and also {index}, which does not name it; "
-                    "it is unclear which of the two is the model",
-                    hint="remove (or move away) the one that is out of date",
-                )
-            return folder / index
-        if (folder / single).exists():
-            return None
-        if index == INDEX and any(_loose(folder, "*.safetensors")):
-            return None
-    return None
-
-
-def _loose(folder: Path, pattern: str) -> list[str]:
-    names = (p.name for p in folder.glob(pattern) if p.is_file())
-    return sorted(name for name in names if name not in ADAPTER_WEIGHTS)
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """The files of a folder without an index: `model.safetensors`, or all there are."""
-    for single, pattern in ((SINGLE, "*.safetensors"), (PICKLED_SINGLE, "pytorch_model*.bin")):
-        if (folder / single).exists():
-            return [single]
-        names = _loose(folder, pattern)
-        if names:
-            _check_numbering(folder, names)
-            return names
-    raise CheckpointError(
-        f"{folder} has no weights: no {SINGLE}, {INDEX}, other *.safetensors or {PICKLED_SINGLE}",
-        hint=_config_hint(folder)
-        if (folder / "adapter_config.json").exists()
-        else "point at a model folder whose download is complete",
-    )
-
-
-def _check_numbering(folder: Path, names: Sequence[str]) -> None:
-    """Without an index only the numbers in the names tell that a shard is missing."""
-    for match in filter(None, (_SHARD.fullmatch(name) for name in names)):
-        stem, number, count, suffix = match.groups()
-        for i in range(1, int(count) + 1):
-            wanted = f"{stem}-{i:0{len(number)}d}-of-{count}.{suffix}"
-            if wanted not in names:
-                raise CheckpointError(
-                    f"{folder} has {match[0]} but not {wanted}", hint="fetch the missing file"
-                )
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    hint = "fetch the index again, or remove it if all weights are in one file"
-    weight_map = read_json(path, hint).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            f"{path} has no weight_map that maps tensor names to files", hint=hint
-        )
-    good: set[str] = set()  # thousands of tensors, few files
-    for name, file in weight_map.items():
-        if isinstance(file, str) and file in good:
-            continue
-        if not isinstance(file, str) or not is_inside(file):
-            raise CheckpointError(
-                f"{path}: tensor {name!r} is said to lie in {file!r}, outside the model folder",
-                hint="an index may only name files of its own folder; do not trust this model",
-            )
-        if not file.endswith((".safetensors", ".bin")):
-            raise CheckpointError(
-                f"{path}: tensor {name!r} is said to lie in {file!r}, "
-                "expected a .safetensors or .bin file",
-                hint=hint,
-            )
-        good.add(file)
-    return weight_map
-
-
-def is_inside(name: str) -> bool:
-    """Whether a file name stays in its folder, judged by the name: the hub's cache is made of
-    symlinks that leave it for good reason."""
-    path = PurePosixPath(name)
-    bad = path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name
-    return not bad and bool(path.parts)
-
-
-def _union(
-    files: Mapping[str, TensorFile], weight_map: Mapping[str, str], index: Path | None
-) -> dict[str, TensorFile]:
-    """Which file holds which tensor. The index decides where it speaks; tensors that it forgot
-    are read as well, since a tensor must not get lost silently."""
-    for name, place in weight_map.items():
-        if name not in files[place].tensors:
-            raise CheckpointError(
-                f"{index} says that {place} holds {name!r}, but it does not"
-                f"{did_you_mean(name, files[place].tensors)}",
-                hint="index and shards are of different models or versions; fetch both again",
-            )
-    file_of: dict[str, TensorFile] = {}
-    for file_name, file in files.items():
-        for name in file.tensors:
-            if weight_map.get(name, file_name) != file_name:
-                continue
-            if name in file_of:
-                raise CheckpointError(
-                    f"tensor {name!r} is in {file_of[name].path} and in {file.path}",
-                    hint="the folder mixes two models; keep the files of one, or add an index",
-                )
-            file_of[name] = file
-    return file_of

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from moemerge.checkpoint.direct import LEAST_BYTES, Buffer, Buffers, OutputFile
+from moemerge.checkpoint.folder import INDEX, SINGLE, is_inside
 from moemerge.checkpoint.output import OutputFolder, copy_file, output_error, write_file, writing
-from moemerge.checkpoint.reader import INDEX, SINGLE, is_inside
 from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_label
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
