@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import typer
 from typer.testing import CliRunner
 
 import zoo
@@ -34,7 +37,8 @@ def models(
 ) -> dict[str, Path]:
     """The models that the documents speak of, under the names they have there."""
     folder = tmp_path_factory.mktemp("models")
-    base = Path(shutil.copytree(zoo_folder("olmoe"), folder / "base"))
+    built = zoo_folder("olmoe", num_hidden_layers=4)  # some examples ask for `--layers last:4`
+    base = Path(shutil.copytree(built, folder / "base"))
     zoo.tiny_tokenizer(base, chat_template=True)
     tuned = {
         name: zoo.perturb(base, folder / name, seed) for seed, name in enumerate(["math", "code"])
@@ -61,23 +65,63 @@ def scratch(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
     return tmp_path
 
 
-def commands(block: str) -> list[list[str]]:
+def commands(block: str, *, slow: bool = False) -> list[list[str]]:
     """The moemerge commands of a shell block; comments and other programs are left out."""
     joined = block.replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in joined.splitlines()]
-    return [words[1:] for words in lines if words[:1] == ["moemerge"] and words[1] not in SLOW]
+    every = [words[1:] for words in lines if words[:1] == ["moemerge"]]
+    return [words for words in every if slow or words[0] not in SLOW]
 
 
 def remove(out: str) -> None:
     """A page may write the same folder twice, by a command and from Python, say."""
-    shutil.rmtree(out, ignore_errors=True)
+    folder = Path(out)
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(words: list[str]) -> None:
     if words[0] in WRITES:
-        remove(words[WRITES[words[0]]])
+        remove(words[WRITES[words[0]]].rstrip("/"))
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, f"moemerge {shlex.join(words)}\n{result.output}"
+
+
+def verbs(group: Any = None, *path: str) -> Iterator[tuple[str, Any]]:
+    """Every command of the command line with its name, `testbed train` among them."""
+    for name, command in (group or typer.main.get_command(app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from verbs(command, *path, name)
+        else:
+            yield " ".join([*path, name]), command
+
+
+VERBS = dict(verbs())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_of_help_run(verb: str, scratch: Path, models: dict[str, Path]) -> None:
+    text = VERBS[verb].epilog
+    assert all(len(line) <= 80 for line in text.splitlines()), "cannot be copied from a terminal"
+    examples = [words for words in commands(text, slow=True) if shlex.join(words).startswith(verb)]
+    assert len(examples) >= 2
+    for name, source in {"A": "math", "B": "code", "model": "math"}.items():
+        (scratch / name).symlink_to(models[source])
+    shutil.copytree(models["math"], scratch / "calibrated")
+    for source, copy in {"math": "a", "code": "b"}.items():
+        shutil.copy(f"{source}.jsonl", f"{copy}.jsonl")
+    for name in ("ties", "wudi"):
+        config = (scratch / "examples" / f"{name}.yml").read_text(encoding="utf-8")
+        block = "calibration: {data: {math: math.jsonl, code: code.jsonl}}\n"
+        (scratch / f"{name}.yml").write_text(config.replace("steps: 300", "steps: 3") + block)
+    for words in examples:
+        words = [word if torch.cuda.is_available() or word != "cuda" else "cpu" for word in words]
+        if words[0] in SLOW:  # its flags exist
+            own = words[len(verb.split()) :]
+            VERBS[verb].make_context(verb, own)
+        else:
+            run(words)
 
 
 def test_commands_are_found_in_a_block() -> None:
