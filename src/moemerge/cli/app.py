@@ -1,28 +1,23 @@
-"""The verbs, put together."""
+"""The verbs, put together: every module of this room that is neither a table nor a helper."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from moemerge.cli import (
-    INTERRUPTED,
-    NOTHING_LEFT,
-    calibrate,
-    demo,
-    diagnose,
-    inspect,
-    ls,
-    merge,
-    stats,
-    swap_routers,
-    testbed,
-)
+from moemerge import cli
+from moemerge.cli import INTERRUPTED, NOTHING_LEFT
 from moemerge.cli.console import show_error
 from moemerge.cli.flags import without_types
 from moemerge.errors import MoeMergeError
+
+# In --help verbs stand in the order in which people need them; others come after these.
+FIRST = ("merge", "calibrate", "diagnose", "swap_routers", "stats", "inspect", "ls", "demo")
+HELPERS = ("app", "console", "flags", "interrupts", "render")
 
 
 class Verbs(TyperGroup):
@@ -70,12 +65,11 @@ def moemerge(
     """Merge Mixture-of-Experts models and repair the routers that merging breaks."""
 
 
-merge.add_to(app)
-calibrate.add_to(app)
-diagnose.add_to(app)
-swap_routers.add_to(app)
-stats.add_to(app)
-inspect.add_to(app)
-ls.add_to(app)
-demo.add_to(app)
-testbed.add_to(app)
+def _add_verbs() -> None:
+    names = sorted(module.name for module in pkgutil.iter_modules(cli.__path__))
+    others = (n for n in names if n not in (*FIRST, *HELPERS) and not n.endswith("_table"))
+    for name in (*FIRST, *others):
+        importlib.import_module(f"{cli.__name__}.{name}").add_to(app)
+
+
+_add_verbs()
