@@ -30,7 +30,7 @@ Apply = Callable[[UnitMerge, UnitInfo, Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
-class _Run:
+class _InputRun:
     """The elements of a block as one model stores them, without a gap."""
 
     source: UnitInput
@@ -39,7 +39,7 @@ class _Run:
     start: int
 
     @classmethod
-    def of(cls, source: UnitInput, plan: MergePlan) -> _Run:
+    def of(cls, source: UnitInput, plan: MergePlan) -> _InputRun:
         checkpoint = plan.models[source.model].checkpoint
         info = checkpoint.tensors[source.tensor]
         row = 0 if source.slot.rows is None else source.slot.rows[0]
@@ -102,7 +102,7 @@ class ChunkMerger:
         """The merged block in the output's dtype."""
         (merge,) = block.merges
         result = torch.empty(block.shape, dtype=dtype)
-        runs = [_Run.of(source, self._plan) for source in merge.reads]
+        runs = [_InputRun.of(source, self._plan) for source in merge.reads]
         weigh = merge.method.weights
         dtypes = {self._plan.input_dtype or run.dtype for run in runs}
         if weigh is not None and self._cpu and dtypes <= _NARROW:
@@ -120,14 +120,16 @@ class ChunkMerger:
         for start, stop in pairwise([*range(0, len(flat), self._length), len(flat)]):
             yield start, flat[start:stop]
 
-    def _read(self, run: _Run, i: int, start: int, length: int) -> Tensor:
+    def _read(self, run: _InputRun, i: int, start: int, length: int) -> Tensor:
         buffer = self._scratch.buffer(i, length, run.dtype)
         run.fill(buffer, start)
         if not is_finite(buffer.tensor):
             self._check_whole([run])
         return buffer.tensor
 
-    def _sum(self, runs: Sequence[_Run], weights: Sequence[float], start: int, out: Tensor) -> None:
+    def _sum(
+        self, runs: Sequence[_InputRun], weights: Sequence[float], start: int, out: Tensor
+    ) -> None:
         """Σ w_i x_i as `weighted_sum` takes it, with one model's chunk in memory at a time."""
         length = len(out)
         total = self._scratch.buffer("total", length, torch.float32).tensor
@@ -148,7 +150,7 @@ class ChunkMerger:
             self._check_whole(runs)
         out.copy_(total)
 
-    def _check_whole(self, runs: Sequence[_Run]) -> None:
+    def _check_whole(self, runs: Sequence[_InputRun]) -> None:
         """Find the model, if any, whose part of the block holds NaN or infinity."""
         for run in runs:
             if not self._finite.is_noted(run.source):
