@@ -501,4 +501,25 @@ def test_dtypes_lose_their_prefix(load: Load) -> None:
 
 
 def test_null_means_not_given(load: Load) -> None:
-    assert load(HEAD + "slices:\ndtype: ~\ncalibration:\n").config == load(HEAD).config
+    assert load(HEAD + "slices:\ndtype: ~\nchat_template:\n").config == load(HEAD).config
+
+
+def test_an_empty_block_means_its_defaults(load: Load, problems: Problems) -> None:
+    data = "data: {math: m.jsonl, code: c.jsonl}\n"
+    assert (
+        load(HEAD + data + "calibration:\n").config == load(HEAD + data + "calibration: {}").config
+    )
+    assert problems(HEAD + "calibration:\n") == [
+        "line 7: calibration: needs `data`, the text that calibrates each of: math, code"
+    ]
+    assert problems(HEAD + "router:\n") == ["line 7: router: give either `merge_method` or `keep`"]
+
+
+def test_a_misspelt_role_is_one_problem(problems: Problems) -> None:
+    for value in (
+        "[{filter: role:rooter, value: 1}, {value: 0.5}]",
+        "{filter: role:rooter, value: 1}",
+    ):
+        text = HEAD.replace("{weight: 0.5}", f"{{weight: 1, density: {value}}}")
+        (said,) = problems(text)
+        assert "unknown role 'rooter', did you mean 'router'?" in said

@@ -69,3 +69,4 @@ def test_mapping_forms() -> None:
 def test_label_is_the_last_component() -> None:
     assert ModelRef.parse("org/name@v1").label == "name"
     assert ModelRef.parse("./out/math/").label == "math"
+    assert ModelRef.parse("org/base@v1+./loras/math").label == "base+math"

@@ -22,6 +22,7 @@ FULL: dict[str, Any] = {
         {"model": "org/math@v1", "name": "math", "parameters": {"weight": [0, 1]}},
         {
             "model": {"model": "org/code", "lora": {"path": "l", "revision": "r"}},
+            "name": "code",
             "parameters": {"weight": [{"filter": "mlp", "value": [0, 1]}, {"value": 0.5}]},
         },
     ],

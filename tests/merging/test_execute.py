@@ -118,7 +118,8 @@ def test_non_finite_input_stops_a_sum_whatever_its_weight(models, tmp_path, bad)
     with pytest.raises(NumericalError, match=rf"m1: tensor {name} holds 3 non-finite values"):
         moemerge.merge(settings, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
-    moemerge.merge(settings, tmp_path / "out", allow_nonfinite=True)
+    report = moemerge.merge(settings, tmp_path / "out", allow_nonfinite=True)
+    assert f"{models[1]}: 1 tensor holds NaN or infinity ({name})" in report.notices
 
 
 def test_a_model_that_is_cut_short_while_it_is_merged_is_named(models, tmp_path):
@@ -155,7 +156,8 @@ def test_non_finite_input_is_named_and_stops(models, tmp_path, bad):
     with pytest.raises(NumericalError, match=rf"m1: tensor {name} holds 3 non-finite values"):
         moemerge.merge(settings, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
-    moemerge.merge(settings, tmp_path / "out", allow_nonfinite=True)
+    report = moemerge.merge(settings, tmp_path / "out", allow_nonfinite=True)
+    assert f"{models[1]}: 1 tensor holds NaN or infinity ({name})" in report.notices
 
 
 def test_huge_but_finite_values_are_no_fault(models, tmp_path):

@@ -68,6 +68,56 @@ def test_gradient_runs_over_the_layers_and_starts_outside_them(dense, tmp_path):
         torch.testing.assert_close(value, t * ta[name] + (1 - t) * tb[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("self_atn", "'self_atn' matches no tensor, did you mean 'self_attn'?"),
+        ("experts.99.", "'experts.99.' matches no tensor; a filter is part of a tensor's name"),
+        ("role:shared_expert", "'role:shared_expert' matches no tensor; the merged tensors have"),
+        ("layers.0.mlp.gate", "'layers.0.mlp.gate' has no effect: all its tensors get their"),
+    ],
+)
+def test_a_filter_that_decides_nothing_is_refused(olmoe, wanted, said):
+    _, a, b = olmoe
+    config = linear([a, b])
+    config["models"][1]["parameters"]["weight"] = [
+        {"filter": "role:router", "value": 0.3},
+        {"filter": wanted, "value": 0.5},
+        {"value": 1.0},
+    ]
+    with pytest.raises(ConfigError) as caught:
+        moemerge.validate(config)
+    assert f"models[1].parameters.weight[1].filter: {said}" in str(caught.value)
+    assert "1 problem" in str(caught.value)
+    (notice,) = moemerge.validate(config, lenient=True).notices
+    assert said in notice
+
+
+def test_a_filter_of_routers_that_a_router_section_overrides(olmoe):
+    _, a, b = olmoe
+    config = linear([a, b], router={"merge_method": "linear", "parameters": {"weight": 1}})
+    config["models"][0]["parameters"]["weight"] = [
+        {"filter": "role:router", "value": 0.3},
+        {"value": 1.0},
+    ]
+    with pytest.raises(ConfigError, match="'role:router' has no effect"):
+        moemerge.validate(config)
+    config["router"] = {"merge_method": "linear"}  # which takes each model's weight from the models
+    assert moemerge.validate(config).notices == ()
+
+
+@pytest.mark.parametrize("method", ["linear", "multislerp"])
+def test_weights_that_sum_to_zero_are_refused_before_a_tensor_is_read(olmoe, method):
+    _, a, b = olmoe
+    config = {**linear([a, b]), "merge_method": method}
+    config["models"][1]["parameters"]["weight"] = [
+        {"filter": "mlp.gate", "value": -1.0},
+        {"value": 1},
+    ]
+    with pytest.raises(ConfigError, match=r"mlp\.gate.*the weights 1, -1 sum to 0"):
+        moemerge.validate(config)
+
+
 def test_filters_name_experts_and_roles(olmoe, tmp_path):
     _, a, b = olmoe
     weight = [

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from moemerge.config.faults import Fault, Path, listed
 from moemerge.config.model_names import entries
 from moemerge.config.models import ModelRef
-from moemerge.config.parameter_values import ParameterReader, ParameterValue, leaves
+from moemerge.config.parameter_values import (
+    Branch,
+    Conditional,
+    ParameterReader,
+    ParameterValue,
+    leaves,
+)
 from moemerge.config.parameters import REQUIRED, BasePolicy, MethodSchema, ParameterSpec
 from moemerge.config.resolve import NormalisedMerge, normalise, shared_range
 from moemerge.config.schema import RunConfig, SliceEntry
@@ -69,6 +75,19 @@ class _Scope:
     known: Mapping[str, ParameterSpec]
     method: str
     kind: str = "wide"  # or "model", or "base": a model that stands apart
+
+
+@dataclass(frozen=True)
+class ConfigFilter:
+    """A filter of the file: one of the branches of a value."""
+
+    path: Path
+    value: Conditional
+    number: int
+
+    @property
+    def branch(self) -> Branch:
+        return self.value.branches[self.number]
 
 
 @dataclass(frozen=True)
@@ -135,6 +154,15 @@ class MethodCheck:
                 yield Fault(scope.path, f"{text} (mergekit ignores them): remove them", True)
             elif scope.kind != "base":
                 yield from self._scope_faults(scope)
+
+    def filters(self) -> Iterator[ConfigFilter]:
+        """Every filter, with its place."""
+        for scope in self._scopes():
+            for name, value in scope.values.items():
+                if isinstance(value, Conditional):
+                    for i, branch in enumerate(value.branches):
+                        if not branch.catches_all:
+                            yield ConfigFilter((*scope.path, name, i, "filter"), value, i)
 
     def misspelt(self) -> set[str]:
         """Known parameters that an unknown one was probably meant to be."""

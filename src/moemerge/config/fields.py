@@ -52,6 +52,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     inert: ClassVar[Mapping[str, str]] = {}  # keys that mergekit accepts without any effect
+    blocks: ClassVar[tuple[str, ...]] = ()  # keys that, left empty, mean a block of defaults
 
     if not TYPE_CHECKING:  # checkers see a keyword for each field
 
@@ -77,7 +78,8 @@ class Strict(BaseModel):
         ]
         if faults:
             raise FaultsError(faults)
-        return cls.prepare({key: value for key, value in data.items() if value is not None})
+        given = {k: {} if v is None and k in cls.blocks else v for k, v in data.items()}
+        return cls.prepare({key: value for key, value in given.items() if value is not None})
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,13 @@ is a fault too; `lenient` turns exactly those into warnings and takes the ineffe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any, Final
 
 from moemerge.config.checks import (
+    ConfigFilter,
     MethodCheck,
     body_prefix,
     method_faults,
@@ -42,10 +43,36 @@ _UNNAMED: Final = "config"
 
 
 @dataclass(frozen=True)
+class FaultReporter:
+    """Says what is wrong with a config, with the file's name and lines."""
+
+    where: str
+    document: Document
+    lenient: bool
+
+    def judge(self, faults: Sequence[Fault]) -> tuple[str, ...]:
+        """One error for all faults; those that `lenient` forgives come back as warnings."""
+        unique = dict.fromkeys(faults)  # a fault met twice is said once
+        ordered = sorted(unique, key=lambda f: self.document.line(f.path) or 0)
+        wrong = [f for f in ordered if not (self.lenient and f.ignorable)]
+        if wrong:
+            raise ConfigError.from_problems(self.where, [self._text(f) for f in wrong])
+        return tuple(f"{self._text(f)} (ignored)" for f in ordered)
+
+    def _text(self, fault: Fault) -> str:
+        line = self.document.line(fault.path)
+        parts = [f"line {line}"] if line is not None else []
+        parts += [path_text(fault.path)] if fault.path else []
+        return ": ".join([*parts, fault.message])
+
+
+@dataclass(frozen=True)
 class LoadedConfig:
     """A config without faults; all but `config` is what the runners work from."""
 
     config: RunConfig
+    reporter: FaultReporter
+    filters: tuple[ConfigFilter, ...]  # for those who know the tensors
     warnings: tuple[str, ...]
     merge: NormalisedMerge
     calibration: SourceData | None  # what to calibrate with, where the config asks for it
@@ -63,7 +90,7 @@ def load_config(
     Raises ConfigError with every fault. File and model paths are kept as written.
     """
     where, document = _read(source)
-    return _Check(document, where, schemas, lenient).run()
+    return _Check(document, schemas, FaultReporter(where, document, lenient)).run()
 
 
 def _read(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
@@ -86,9 +113,8 @@ def _read(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
 @dataclass
 class _Check:
     document: Document
-    where: str
     schemas: Mapping[str, MethodSchema]
-    lenient: bool
+    reporter: FaultReporter
     faults: list[Fault] = field(default_factory=list)
 
     def run(self) -> LoadedConfig:
@@ -98,17 +124,20 @@ class _Check:
         if config is not None:
             later = self._check(config, work)
             self.faults += [replace(p, path=work.original(p.path)) for p in later]
-            self._raise_if_wrong()
+            self.reporter.judge(self.faults)
             ineffective = [p for p in later if p.ignorable]
             if ineffective and work.remove(ineffective, {}):
                 config = validate(RunConfig, work, self.faults.append)
-        self._raise_if_wrong()
+        warnings = self.reporter.judge(self.faults)
         assert config is not None  # otherwise a fault was noted
         config = with_models(config)
         merge = normalise(config, self.schemas)
+        filters = MethodCheck(config, self.schemas).filters()
         return LoadedConfig(
             config=config,
-            warnings=tuple(f"{self._text(p)} (ignored)" for p in self._sorted(self.faults)),
+            reporter=self.reporter,
+            filters=tuple(replace(f, path=work.original(f.path)) for f in filters),
+            warnings=warnings,
             merge=merge,
             calibration=calibration_data(config),
             statistics=statistics_request(config, merge),
@@ -150,7 +179,7 @@ class _Check:
         if not lacks_base:
             merge = normalised_for_checks(config, self.schemas)
             faults += check.counts(merge)
-            misspelt = set() if self.lenient else check.misspelt()  # reported as such
+            misspelt = set() if self.reporter.lenient else check.misspelt()  # reported as such
             if not work.lost(*_BODIES, ("parameters",), ("router",)):
                 faults += check.required(merge, misspelt)
             if not work.lost(("statistics",), ("data",)):
@@ -171,20 +200,3 @@ class _Check:
             text = "'base' means the base_model's tokenizer, and there is no base_model"
             faults += [Fault(path, text) for path in needs_base]
         return faults
-
-    def _raise_if_wrong(self) -> None:
-        wrong = [p for p in self.faults if not (self.lenient and p.ignorable)]
-        if wrong:
-            texts = [self._text(p) for p in self._sorted(wrong)]
-            raise ConfigError.from_problems(self.where, texts)
-
-    def _sorted(self, faults: list[Fault]) -> list[Fault]:
-        """In the file's order; a fault met twice is said once."""
-        unique = list(dict.fromkeys(faults))
-        return sorted(unique, key=lambda p: self.document.line(p.path) or 0)
-
-    def _text(self, fault: Fault) -> str:
-        line = self.document.line(fault.path)
-        parts = [f"line {line}"] if line is not None else []
-        parts += [path_text(fault.path)] if fault.path else []
-        return ": ".join([*parts, fault.message])

@@ -48,8 +48,9 @@ class ModelRef:
 
     @property
     def label(self) -> str:
-        """The last component of the path: what a model is called where it has no `name`."""
-        return os.path.basename(self.path.rstrip("/")) or self.path
+        """The last component of each path: what a model is called where it has no `name`."""
+        paths = (self.path,) if self.lora is None else (self.path, self.lora)
+        return "+".join(os.path.basename(path.rstrip("/")) or path for path in paths)
 
     def __str__(self) -> str:
         text = _joined(self.path, self.revision)

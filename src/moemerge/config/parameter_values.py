@@ -46,6 +46,16 @@ EVERYTHING: Final = "*"
 
 
 @dataclass(frozen=True)
+class TensorContext:
+    """What the value of a parameter depends on besides the model."""
+
+    slice_index: int
+    names: Sequence[str]  # that filters see
+    role: str | None = None
+    t: float = 0.0  # depth in the slice, for gradients
+
+
+@dataclass(frozen=True)
 class Gradient:
     """Values spread evenly over the layers of a slice."""
 
@@ -70,13 +80,13 @@ class Branch:
     def catches_all(self) -> bool:
         return self.filter is None
 
-    def matches(self, names: Sequence[str], role: str | None) -> bool:
+    def matches(self, tensor: TensorContext) -> bool:
         if self.filter is None:
             return True
         if self.filter.startswith(ROLE_PREFIX):
-            return role == self.filter[len(ROLE_PREFIX) :]
+            return tensor.role == self.filter[len(ROLE_PREFIX) :]
         wanted = self.filter
-        return any(wanted in name for name in names)
+        return any(wanted in name for name in tensor.names)
 
 
 @dataclass(frozen=True)
@@ -85,25 +95,12 @@ class Conditional:
 
     branches: tuple[Branch, ...]
 
-    @property
-    def complete(self) -> bool:
-        """Whether every tensor gets a value."""
-        return any(branch.catches_all for branch in self.branches)
+    def choose(self, tensor: TensorContext) -> int | None:
+        """The number of the first branch that matches."""
+        return next((i for i, b in enumerate(self.branches) if b.matches(tensor)), None)
 
 
 ParameterValue = Scalar | Gradient | Conditional
-
-
-def evaluate(
-    value: ParameterValue, names: Sequence[str], role: str | None, t: float
-) -> Scalar | None:
-    """The value for a tensor called `names`, at depth `t`; None when no filter matches."""
-    if isinstance(value, Conditional):
-        for branch in value.branches:
-            if branch.matches(names, role):
-                return branch.value.at(t) if isinstance(branch.value, Gradient) else branch.value
-        return None
-    return value.at(t) if isinstance(value, Gradient) else value
 
 
 def leaves(value: ParameterValue) -> Iterator[tuple[Path, Scalar]]:
@@ -247,16 +244,6 @@ class Scopes:
     outer: tuple[Values, ...]  # module (where there is one), then the top
 
 
-@dataclass(frozen=True)
-class TensorContext:
-    """What the value of a parameter depends on besides the model."""
-
-    slice_index: int
-    names: Sequence[str]  # that filters see
-    role: str | None = None
-    t: float = 0.0  # depth in the slice, for gradients
-
-
 class ParameterReader:
     """Looks parameters of one method up; the chain of scopes is made once per slice and model.
 
@@ -272,6 +259,8 @@ class ParameterReader:
         self._scopes = scopes
         self._override = override
         self._chains: dict[tuple[int, str | None, str], tuple[ParameterValue, ...]] = {}
+        # Of every list of filters that was asked (by its id), the branches that decided.
+        self.decided: dict[int, set[int]] = {}
 
     def values(self, tensor: TensorContext, model: str | None = None) -> dict[str, Scalar | None]:
         """All per-model parameters of a model for one tensor, by their YAML names; without a
@@ -288,12 +277,20 @@ class ParameterReader:
         if chain is None:
             chain = self._chains.setdefault(key, self._chain(*key, per_model=spec.per_model))
         for value in chain:
-            scalar = evaluate(value, tensor.names, tensor.role, tensor.t)
-            if scalar is not None:
-                return spec.convert(scalar)
+            chosen = self._branch(value, tensor) if isinstance(value, Conditional) else value
+            if chosen is not None:
+                return spec.convert(chosen.at(tensor.t) if isinstance(chosen, Gradient) else chosen)
         if spec.default is REQUIRED:
             raise _unset(spec, tensor.names, model)
         return spec.default
+
+    def _branch(self, value: Conditional, tensor: TensorContext) -> Scalar | Gradient | None:
+        number = value.choose(tensor)
+        decided = self.decided.setdefault(id(value), set())
+        if number is None:
+            return None
+        decided.add(number)
+        return value.branches[number].value
 
     def is_set(self, slice_index: int, model: str | None, spec: ParameterSpec) -> bool:
         """Whether any scope gives the parameter, if only for some tensors."""

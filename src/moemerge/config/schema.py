@@ -179,6 +179,7 @@ class RunConfig(Body):
         "name": "a name for the merge belongs to files of several merges (mergekit-multi), "
         "which are not supported: remove it"
     }
+    blocks: ClassVar[tuple[str, ...]] = ("router", "calibration")
 
     merge_method: Text
     base_model: ModelField | None = None

@@ -118,6 +118,8 @@ class WorkingCopy:
                 self.removed.add(fault.path[:1])
                 continue
             target = self.existing(fault.path)
+            if target[-1:] == ("filter",):  # its value would count for everything without it
+                target = target[:-1]
             if not target:
                 return False
             targets.add(target)

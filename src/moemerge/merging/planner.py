@@ -18,7 +18,7 @@ from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.merging import matching
 from moemerge.merging.destinations import Destination, Destinations
 from moemerge.merging.matching import UnitIndex
-from moemerge.merging.method import METHODS, MergeMethod, yaml_key
+from moemerge.merging.method import METHODS, MergeMethod, UnitInfo, yaml_key
 from moemerge.merging.plan import (
     Account,
     Block,
@@ -77,7 +77,9 @@ class Planner:
         self.input_dtype = None if dtype is None else parse_dtype(dtype)
         self.ledger = Ledger()
         self.missing: dict[tuple[str, str], list[str]] = defaultdict(list)
+        self.names: dict[str, set[str]] = defaultdict(set)  # of all that is merged, by role
         self._params: dict[tuple[Any, ...], Any] = {}
+        self._weighed: set[tuple[Any, ...]] = set()
 
     # -- the whole ---------------------------------------------------------------------------
 
@@ -218,10 +220,14 @@ class Planner:
             base = None
         for s in models:
             tensor = TensorContext(to.slice_index, matches[s.name][i].names, role, to.t)
+            self.names[role].update(tensor.names)
             values = reader.values(tensor, s.name)
             inputs.append(source(s, self._build(method.per_model, values)))
         placed = self._placed(unit, info, to)
-        options = reader.values(TensorContext(to.slice_index, placed.names, role, to.t))
+        tensor = TensorContext(to.slice_index, placed.names, role, to.t)
+        self.names[role].update(tensor.names)
+        options = self._build(method.options, reader.values(tensor))
+        self._check_weights(method, [u.params for u in inputs], options, placed)
         prepare = None
         if self.vocabularies.spans(unit):
             order = [s.name for s in (*models, *([] if base is None else [base]))]
@@ -230,7 +236,7 @@ class Planner:
         return UnitMerge(
             unit=placed,
             method=method,
-            options=self._build(method.options, options),
+            options=options,
             inputs=tuple(inputs),
             base=None if base is None else source(base),
             prepare=prepare,
@@ -248,6 +254,15 @@ class Planner:
         if key not in self._params:
             self._params[key] = cls(**{f.name: values[yaml_key(f)] for f in fields(cls)})
         return self._params[key]
+
+    def _check_weights(
+        self, method: MergeMethod, params: Sequence[Any], options: Any, unit: Unit
+    ) -> None:
+        """Refuse weights that cannot be, before a tensor is read; the same ones are asked once."""
+        key = (method.name, options, *params)
+        if method.weights is not None and key not in self._weighed:
+            method.weights(params, options, UnitInfo(unit.key, unit.role))
+            self._weighed.add(key)
 
     def _placed(self, unit: Unit, info: TensorInfo, to: Destination) -> Unit:
         """The reference model's unit under its name in the output."""

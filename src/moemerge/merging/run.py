@@ -23,6 +23,7 @@ from moemerge.config.parameters import StatisticsKind
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.settings import MergeSettings
 from moemerge.merging.execute import ExecutionSettings, execute
+from moemerge.merging.filters import filter_faults
 from moemerge.merging.output import OutputFiles, output_files
 from moemerge.merging.plan import MergePlan
 from moemerge.merging.planner import Planner, open_models
@@ -127,6 +128,8 @@ def plan_merge(loaded: LoadedConfig, options: MergeSettings, out: Path | None = 
     vocabularies = plan_vocabularies(merge, models, config.tokenizer)
     planner = Planner(merge, models, vocabularies, config.dtype, config.out_dtype)
     output = planner.plan()
+    readers = [reader for reader in (merge.reader, merge.router_reader) if reader is not None]
+    ineffective = list(filter_faults(loaded.filters, readers, planner.names))
     files = output_files(merge, models, vocabularies, output, config.chat_template)
     plan = MergePlan(
         models=tuple(models.values()),
@@ -135,7 +138,12 @@ def plan_merge(loaded: LoadedConfig, options: MergeSettings, out: Path | None = 
         accounts=output.accounts,
         input_dtype=planner.input_dtype,
         seed=options.seed,
-        notices=(*loaded.warnings, *output.notices, *files.notices),
+        notices=(
+            *loaded.warnings,
+            *loaded.reporter.judge(ineffective),
+            *output.notices,
+            *files.notices,
+        ),
     )
     job = MergeJob(loaded, options, models, plan, files, started)
     if loaded.statistics is not None:
