@@ -39,7 +39,9 @@ def test_a_bar_for_each_layer_then_totals_and_advice(case: cases.Case) -> None:
     assert all(len(line) <= 80 for line in lines)
     assert "…" not in result.stdout
     assert lines[0].startswith("The routing")
-    heads = next(at for at, line in enumerate(lines) if line.split() == ["math", "code"])
+    heads = next(
+        at for at, line in enumerate(lines) if line.split() == ["math", "math", "code", "code"]
+    )
     assert lines[heads + 1].split() == ["layer", "mismatch", "KL", "mismatch", "KL"]
     assert [line.split()[0] for line in lines[heads + 2 : heads + 5]] == ["0", "1", "2"]
     assert all(line.count("█") + line.count("▏") for line in lines[heads + 2 : heads + 5])
@@ -139,7 +141,7 @@ def test_calibrate_writes_a_page_of_before_and_after(case: cases.Case, tmp_path:
     assert str(out) in text
     assert str(case.merged) in text
     assert f"page: {page}" in result.stderr
-    assert "held out  KL math" in result.stdout
+    assert "held out      KL math" in result.stdout
     assert "…" not in result.stdout
     nowhere = tmp_path / "none" / "page.html"
     result = moemerge("calibrate", case.merged, tmp_path / "b", *flags(case), "--report", nowhere)

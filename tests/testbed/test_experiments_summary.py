@@ -22,7 +22,6 @@ from moemerge.testbed.experiments.recipes import SetKey
 from moemerge.testbed.experiments.report import markdown, write_report
 from moemerge.testbed.experiments.summary import summarise
 from moemerge.testbed.experiments.tables import (
-    TextTable,
     comparison_table,
     main_table,
     verdicts,
@@ -156,14 +155,3 @@ def test_every_experiment_has_its_figure(journal, tmp_path, name):
     page = (tmp_path / "index.html").read_text()
     assert "<svg" in page
     assert "accuracy" in svg.read_text() or "KL" in svg.read_text()
-
-
-def test_a_narrow_screen_gets_fewer_columns_and_keeps_the_words():
-    table = TextTable(("merge", "variant", "mean", "KL"), (("TIES", "HARC", "61.0", "0.085"),))
-    assert table.width == len("merge  variant  mean     KL")
-    assert table.within(80, ("KL",)) == table
-    narrow = table.within(20, ("KL", "seeds", "mean"))
-    assert narrow.headings == ("merge", "variant", "mean")
-    assert narrow.rows == (("TIES", "HARC", "61.0"),)
-    assert table.within(15, ("KL", "mean")).headings == ("merge", "variant")
-    assert table.within(3, ()) == table

@@ -20,8 +20,10 @@ def main() -> None:
     code: object = 0
     try:
         from moemerge.cli.app import app
+        from moemerge.cli.console import use_any_encoding
         from moemerge.runtime.allocator import keep_few_kernels, own_process
 
+        use_any_encoding()
         own_process()
         keep_few_kernels()
         app(prog_name="moemerge")

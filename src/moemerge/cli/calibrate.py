@@ -98,7 +98,7 @@ def run(
         )
     tables = [merge_report(done.merge, verbose=reporting.verbose)]
     if done.calibration is not None:
-        tables.append(calibration_report(done.calibration, verbose=reporting.verbose))
+        tables += ["", calibration_report(done.calibration, verbose=reporting.verbose)]
     reporting.show(done.to_json(), *tables, notices=done.merge.notices, page=output.report)
 
 

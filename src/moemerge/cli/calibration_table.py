@@ -7,26 +7,40 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
-from moemerge.cli.render import facts
+from moemerge.cli.render import FirstThatFits, NumberTable, facts
+from moemerge.report.words import Quantity
 
 if TYPE_CHECKING:
     from moemerge.calibration import CalibrationReport
+
+# Heading, part of the row, name there, and what it is.
+Column = tuple[str, str, str, Quantity]
+COLUMNS: tuple[Column, ...] = (
+    ("KL", "", "kl", Quantity.NATS),
+    ("mismatch", "", "mismatch", Quantity.SHARE),
+)
+HELD_OUT: Column = ("KL, held out", "holdout", "kl", Quantity.NATS)
 
 
 def calibration_report(report: CalibrationReport, *, verbose: bool) -> RenderableType:
     """A row for each router, means below; with `verbose` also what was left alone."""
     total = report.totals
     rows = [
-        ("routers", f"{total['routers']} solved for, {total['converged']} converged"),
+        ("KL, mismatch", "before → after, on the merged model's features"),
+        (
+            "routers",
+            f"{total['routers']} solved for in {total['iterations']} steps, "
+            f"{total['converged']} converged",
+        ),
         ("tokens", ", ".join(f"{name} {count}" for name, count in total["tokens"].items())),
         ("time", f"{report.seconds:.1f} s on {report.device}, {report.dtype}"),
         ("folder", report.output),
     ]
     if "holdout" in total:
-        rows.insert(1, ("held out", f"KL {', '.join(_held_out(total, list(report.sources)))}"))
+        changes = (f"{name} {_change(total, HELD_OUT, name)}" for name in report.sources)
+        rows.insert(1, ("held out", f"KL {', '.join(changes)}"))
     reasons = Counter(skipped.reason for skipped in report.skipped)
     rows += [("left alone", f"{count}: {reason}") for reason, count in reasons.items()]
     if verbose:
@@ -36,12 +50,12 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
 
 
 def _timings(report: CalibrationReport) -> list[tuple[str, str]]:
-    """Where the time went: one after the other, and beside that."""
+    """Where the time went: one after the other, and in the background."""
     timings = report.timings
     rows = [("solved", f"{timings.solved:.1f} s from the start to the last router")]
     rows += [("", f"{seconds:.2f} s {name}") for name, seconds in timings.seconds.items()]
     rows += [
-        ("", f"{seconds:.2f} s {name} beside it ({nbytes / 1e9:.2f} GB)")
+        ("", f"{seconds:.2f} s {name} in the background ({nbytes / 1e9:.2f} GB)")
         for name, (seconds, nbytes) in timings.beside.items()
     ]
     if timings.peak_memory is not None:
@@ -49,50 +63,44 @@ def _timings(report: CalibrationReport) -> list[tuple[str, str]]:
     return rows
 
 
-def _table(report: CalibrationReport, *, verbose: bool) -> Table:
-    table = Table(box=None, pad_edge=False)
+def _table(report: CalibrationReport, *, verbose: bool) -> RenderableType:
+    """A row for each router; where that is too wide, a row for each of its domains."""
     names = list(report.sources)
+    columns = [*COLUMNS, HELD_OUT] if verbose and "holdout" in report.totals else [*COLUMNS]
     repeated = len({row["layer"] for row in report.layers}) < len(report.layers)
-    with_router = verbose or repeated
-    columns = ["\nlayer", "\nsteps", "\nresidual"]
-    columns += [f"KL\n{name}" for name in names] + [f"mismatch\n{name}" for name in names]
-    for column in columns:  # two lines of header: two domains fit a terminal of 80 columns
-        table.add_column(escape(column), justify="right", no_wrap=True)
-    held_out = verbose and "holdout" in report.totals  # without, there is no room: a mean below
-    if held_out:
-        table.add_column("KL\nheld out", justify="right", no_wrap=True)
-    if with_router:
-        table.add_column("router", overflow="fold")
-    for row in (*report.layers, {**report.totals, "layer": "mean", "router": ""}):
-        held = [escape("\n".join(_held_out(row, names)))] if held_out else []
-        table.add_row(*_cells(row, names), *held, *([escape(row["router"])] * with_router))
-    return table
+    solver = ["layer", "steps", "residual", *(["router"] if verbose or repeated else [])]
+    words = [at for at, heading in enumerate(solver) if heading == "router"]
+    across = [f"{heading}\n{name}" for heading, *_ in columns for name in names]
+    wide = NumberTable([f"\n{text}" for text in solver] + across, keys=len(solver), words=words)
+    solves = NumberTable(solver, words=words)
+    domains = NumberTable(
+        ["layer", "domain", *(column[0] for column in columns)], keys=2, words=[1]
+    )
+    for row in (*report.layers, {**report.totals, "layer": "mean"}):
+        of_solver = _solve_cells(row)[: len(solver)]
+        changes = {name: [_change(row, column, name) for column in columns] for name in names}
+        by_column = zip(*changes.values(), strict=True)
+        wide.add(*of_solver, *(cell for column in by_column for cell in column))
+        if "router" in row:
+            solves.add(*of_solver)
+        for at, name in enumerate(names):
+            domains.add(of_solver[0] if at == 0 else "", name, *changes[name])
+    return FirstThatFits(wide, Group(domains, "", solves))
 
 
-def _cells(row: Mapping[str, Any], names: list[str]) -> list[str]:
-    residual = row.get("residual")
-    steps = str(row["iterations"])
-    if row.get("status") not in (None, "converged"):
-        steps = f"[red]{steps} {escape(str(row['status']))}[/]"
-    cells = [
-        str(row["layer"]),
-        steps,
-        "" if residual is None else f"{residual:.1e}",
-    ]
-    cells += [_change(row, "kl", name, "{:.2g}") for name in names]
-    cells += [_change(row, "mismatch", name, "{:.1%}") for name in names]
-    return cells
+def _solve_cells(row: Mapping[str, Any]) -> list[str | Text]:
+    """Layer, steps, residual and router; of the means, only what they are."""
+    if "router" not in row:
+        return [row["layer"], "", "", ""]
+    residual, status = row["residual"], row["status"]
+    steps = Text(str(row["iterations"]))
+    if status != "converged":
+        steps = Text(f"{steps} {status}", style="red")
+    return [str(row["layer"]), steps, "" if residual is None else f"{residual:.1e}", row["router"]]
 
 
-def _held_out(row: Mapping[str, Any], names: list[str]) -> list[str]:
-    """What became of the KL on each domain's held-out rows."""
-    changes = {name: _change(row.get("holdout", {}), "kl", name, "{:.2g}") for name in names}
-    return [f"{name} {text}" for name, text in changes.items() if text]
-
-
-def _change(row: Mapping[str, Any], what: str, name: str, form: str) -> str:
-    before = row.get(f"{what}_before", {}).get(name)
-    after = row.get(f"{what}_after", {}).get(name)
-    if before is None or after is None:
-        return ""
-    return f"{form.format(before)}→{form.format(after)}"
+def _change(row: Mapping[str, Any], column: Column, name: str) -> str:
+    _, part, figure, quantity = column
+    values = row.get(part, {}) if part else row
+    ends = [values.get(f"{figure}_{end}", {}).get(name) for end in ("before", "after")]
+    return "" if None in ends else "→".join(map(quantity.text, ends))

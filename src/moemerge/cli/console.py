@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import os
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import filesize
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -31,8 +34,35 @@ from rich.text import Text
 
 from moemerge.errors import CheckpointError
 
+UNLIMITED = 1_000_000  # characters of a line where no terminal ends it
+
 
 class _Stdout(Console):
+    """Results: as wide as the terminal, and without limit in a pipe or a file.
+
+    There no line is wrapped or padded, unless COLUMNS says how wide it should be.
+    """
+
+    @property  # type: ignore[misc]  # nobody sets it
+    def size(self) -> ConsoleDimensions:
+        size = super().size
+        limited = self.is_terminal or self._environ.get("COLUMNS")
+        return size if limited else ConsoleDimensions(UNLIMITED, size.height)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        options = {"crop": False, **options}  # no number is ever cut
+        if self.is_terminal:
+            super().print(*objects, **options)
+            return
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        text = "\n".join(line.rstrip() for line in captured.get().split("\n"))
+        try:
+            self.file.write(text)
+            self.file.flush()
+        except BrokenPipeError:
+            self.on_broken_pipe()
+
     def on_broken_pipe(self) -> None:
         """`moemerge ls methods | head`: the reader left, and that is no error."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -43,6 +73,32 @@ class _Stdout(Console):
 out = _Stdout(highlight=False, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)
 
+# What stands in for characters that a terminal's encoding lacks.
+SUBSTITUTES = {
+    "→": "->", "…": "...", "–": "-", "−": "-", "‖": "||", "×": "x", "•": "*", "·": "|", "’": "'",
+    "≤": "<=", "≥": ">=", "½": "1/2", "Σ": "sum", "█": "#",
+    **dict.fromkeys("▋▊▉", "="), **dict.fromkeys("▏▎▍▌", "-"),
+}  # fmt: skip
+
+
+def substitute(error: UnicodeError) -> tuple[str, int]:
+    """A codec's answer to characters that it cannot encode: those above, bare letters, or `?`."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = []
+    for character in error.object[error.start : error.end]:
+        letters = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+        text.append(SUBSTITUTES.get(character) or letters or "?")
+    return "".join(text), error.end
+
+
+def use_any_encoding() -> None:
+    """Let stdout and stderr write whatever they are given, in ASCII and cp1252 too."""
+    codecs.register_error("moemerge", substitute)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="moemerge")
+
 
 def show_error(message: str) -> None:
     first, _, rest = message.partition("\n")
@@ -52,8 +108,10 @@ def show_error(message: str) -> None:
 
 
 def show_json(value: Any) -> None:
-    """One JSON document on stdout, for programs."""
-    out.print(json.dumps(value, indent=2, ensure_ascii=False), markup=False, soft_wrap=True)
+    """One JSON document on stdout, for programs: in an encoding that lacks characters, escaped."""
+    escaped = not out.encoding.startswith("utf")
+    text = json.dumps(value, indent=2, ensure_ascii=escaped)
+    out.print(text, markup=False, soft_wrap=True)
 
 
 STDOUT = "-"
@@ -69,12 +127,6 @@ def deliver_json(value: Any, target: str) -> None:
         Path(target).write_text(text, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"--json {target}: cannot be written: {error.strerror}") from error
-
-
-def tell_page(path: Path | None, *, quiet: bool) -> None:
-    """Where the HTML page lies, if one was asked for."""
-    if path is not None and not quiet:
-        err.print(f"page: {path}", markup=False, soft_wrap=True)
 
 
 # Seconds between two lines of progress where no bar can be drawn: a log stays short.
@@ -122,21 +174,21 @@ class _Log:
     def __init__(self, unit: str) -> None:
         self._unit = unit
         self._total = self._done = 0
-        self._begun = self._told = time.monotonic()
+        self._begun = self._last = time.monotonic()
 
     def add_task(self, what: str, total: int) -> str:
         self._total = total
         return what
 
     def start(self) -> None:
-        self._begun = self._told = time.monotonic()
+        self._begun = self._last = time.monotonic()
 
     def advance(self, task: str, amount: int) -> None:
         self._done = min(self._done + amount, self._total)
         now = time.monotonic()
-        if self._done == 0 or now - self._told < LOG_EVERY:
+        if self._done == 0 or now - self._last < LOG_EVERY:
             return
-        self._told = now
+        self._last = now
         left = timedelta(seconds=round((now - self._begun) * (self._total / self._done - 1)))
         if self._unit == "B":
             so_far = f"{filesize.decimal(self._done)} of {filesize.decimal(self._total)}"

@@ -27,12 +27,11 @@ In every layer a router sends each token to {top_k} of {experts} experts. Comput
   solved    percent of {problems} test problems that the model answers right
   rerouted  percent of the specialist's expert choices that the model changes
 """
-HEADINGS = (
-    ("", "", "", "solved", "", "", "rerouted"),
-    ("model", "routers", "math", "code", "mean", "math", "code"),
-)
+GROUPS = ("", "", "", "solved", "", "", "rerouted")
+HEADINGS = ("model", "routers", "math", "code", "mean", "math", "code")
 WIDTHS = (10, 22, 8, 8, 8, 12, 8)
 WORDS = 2  # columns of words, which stand on the left
+SOLVED = 3  # columns after them
 MARKER = ".moemerge-demo"
 
 
@@ -67,21 +66,23 @@ def demo(
     _clear(folder)
     what = api.inspect(specialists.base)
     if not json:
-        told = {"family": what.family, "top_k": what.top_k, "experts": what.experts}
-        out.print(INTRODUCTION.format(problems=count, **told), markup=False)
-        for headings in HEADINGS:
-            out.print(_line(headings), markup=False, style="bold")
+        words = {"family": what.family, "top_k": what.top_k, "experts": what.experts}
+        out.print(INTRODUCTION.format(problems=count, **words), markup=False)
+        if out.width >= sum(WIDTHS):
+            for headings in (GROUPS, HEADINGS):
+                out.print(_line(headings), markup=False, style="bold")
     show = Demo(specialists, folder, device=device, problems=count)
     rows: list[DemoRow] = []
     with one_thread():
         for row in show.rows():
             if not json:
-                out.print(_line(_cells(row, rows)), markup=False)
+                line = _line if out.width >= sum(WIDTHS) else _stacked
+                out.print(line(_cells(row, rows)), markup=False)
             rows.append(row)
         page = _page(show, quiet=quiet or json)
     if json:
-        found = {"rows": [asdict(row) for row in rows], "findings": findings(rows)}
-        show_json({**found, "page": page and str(page), "folder": str(folder)})
+        content = {"rows": [asdict(row) for row in rows], "findings": findings(rows)}
+        show_json({**content, "page": page and str(page), "folder": str(folder)})
         return
     out.print()
     for text in findings(rows):
@@ -118,6 +119,14 @@ def _line(cells: Sequence[str]) -> str:
     columns = enumerate(zip(cells, WIDTHS, strict=True))
     words = [text.ljust(w) if n < WORDS else text.rjust(w) for n, (text, w) in columns]
     return "".join(words).rstrip()
+
+
+def _stacked(cells: Sequence[str]) -> str:
+    """The same on lines of their own, where the table has no room."""
+    pairs = [f"{name} {text}" for name, text in zip(HEADINGS, cells, strict=True)][WORDS:]
+    solved, rerouted = ", ".join(pairs[:SOLVED]), ", ".join(pairs[SOLVED:])
+    name = " ".join(filter(None, cells[:WORDS]))
+    return f"{name}\n  solved {solved}\n  rerouted {rerouted}"
 
 
 def _clear(folder: Path) -> None:

@@ -1,12 +1,19 @@
-"""Tables for the terminal."""
+"""Tables for the terminal: words may wrap, numbers are never cut."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
+
+from moemerge.checkpoint.sizes import format_size
+from moemerge.cli.console import UNLIMITED
 
 if TYPE_CHECKING:
     from moemerge.architectures.describe import Description
@@ -15,13 +22,81 @@ if TYPE_CHECKING:
 SHOWN_NAMES = 3  # of each reason, without --verbose
 
 
-def size(nbytes: float) -> str:
-    """1234567890 -> `1.23 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000 or unit == "GB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1000
-    raise AssertionError("unreachable")
+class NumberTable:
+    """A table whose numbers are never cut.
+
+    Where it is wider than the terminal, its columns are shown in turn, below each other; the first
+    `keys` columns say what a row is about and stand in every part. Columns in `words` are flush
+    left and may wrap; the others hold numbers.
+    """
+
+    def __init__(
+        self,
+        headings: Sequence[str],
+        *,
+        keys: int = 1,
+        words: Collection[int] = (0,),
+        title: str = "",
+    ) -> None:
+        self._headings = headings
+        self._keys = keys
+        self._words = words
+        self._title = title
+        self._rows: list[tuple[str | Text, ...]] = []
+
+    def add(self, *cells: str | Text) -> None:
+        """A row; texts are taken as they are, without markup."""
+        self._rows.append(cells)
+
+    def _part(self, columns: Sequence[int]) -> Table:
+        title = escape(self._title) or None
+        table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+        for column in columns:
+            heading = self._headings[column]
+            if column in self._words:
+                table.add_column(Text(heading), overflow="fold")
+            else:
+                texts = [heading, *(str(row[column]) for row in self._rows)]
+                width = max(cell_len(line) for text in texts for line in text.split("\n"))
+                table.add_column(Text(heading), justify="right", no_wrap=True, min_width=width)
+        for row in self._rows:
+            cells = (row[column] for column in columns)
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+        return table
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._part(range(len(self._headings))))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        keys, rest = range(self._keys), range(self._keys, len(self._headings))
+        while rest:
+            for count in range(len(rest), 0, -1):
+                part = self._part([*keys, *rest[:count]])
+                least = _least(console, part)
+                if least <= options.max_width:
+                    break
+            rest = rest[count:]
+            # A column that is too wide by itself stays whole: a terminal wraps it.
+            yield from console.render(part, options.update(width=max(options.max_width, least)))
+            if rest:
+                yield ""
+
+
+class FirstThatFits:
+    """Layouts of the same numbers: the first that the terminal has room for, or the last."""
+
+    def __init__(self, *layouts: RenderableType) -> None:
+        self._layouts = layouts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        fits = (one for one in self._layouts if _least(console, one) <= options.max_width)
+        yield next(fits, self._layouts[-1])
+
+
+def _least(console: Console, table: RenderableType) -> int:
+    """The width at which every number is whole."""
+    options = console.options.update(width=UNLIMITED)
+    return Measurement.get(console, options, table).minimum
 
 
 def count(number: float) -> str:
@@ -44,45 +119,37 @@ def facts(rows: list[tuple[str, str]]) -> Table:
 
 
 def merge_report(report: MergeReport, *, verbose: bool) -> RenderableType:
-    rows = [
-        ("method", report.method + (f"; {report.router}" if report.router else "")),
+    rows = [("method", report.method)]
+    if report.router:
+        rows.append(("routers", report.router))
+    rows += [
         (
             "output",
             f"{report.output_tensors} tensors, {count(report.output_parameters)} parameters, "
-            f"{size(report.output_bytes)}, {' and '.join(report.dtypes)}",
+            f"{format_size(report.output_bytes)}, {' and '.join(report.dtypes)}",
         ),
-        ("reads", size(report.bytes_read)),
-        ("largest step", f"{size(report.peak_block_bytes)} of memory"),
+        ("reads", format_size(report.bytes_read)),
+        ("largest step", f"{format_size(report.peak_block_bytes)} of memory"),
     ]
     if report.seconds is not None:
         speed = report.output_bytes / max(report.seconds, 1e-9)
-        rows.append(("time", f"{report.seconds:.1f} s on {report.device} ({size(speed)}/s)"))
+        rows.append(
+            ("time", f"{report.seconds:.1f} s on {report.device} ({format_size(round(speed))}/s)")
+        )
         rows.append(("folder", report.output or ""))
     else:
         rows.append(("status", "ready to run; nothing was written"))
     return Group(facts(rows), "", _inputs(report, verbose=verbose))
 
 
-def _inputs(report: MergeReport, *, verbose: bool) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("input", "tensors", "merged", "copied", "dropped"):
-        table.add_column(column, justify="left" if column == "input" else "right")
-    table.add_column("why", overflow="fold")
+def _inputs(report: MergeReport, *, verbose: bool) -> NumberTable:
+    headings = ("input", "tensors", "merged", "copied", "dropped", "why")
+    table = NumberTable(headings, words=(0, headings.index("why")))
     for m in report.models:
-        copied, dropped = (sum(map(len, group.values())) for group in (m.copied, m.dropped))
-        why = [
-            _names(reason, names, verbose=verbose)
-            for group in (m.copied, m.dropped)
-            for reason, names in group.items()
-        ]
-        table.add_row(
-            escape(m.name),
-            str(m.tensors),
-            str(m.merged),
-            str(copied),
-            str(dropped),
-            escape("\n".join(why)),
-        )
+        groups = (m.copied, m.dropped)
+        why = [_names(r, names, verbose=verbose) for g in groups for r, names in g.items()]
+        copied, dropped = (sum(map(len, group.values())) for group in groups)
+        table.add(m.name, *map(str, (m.tensors, m.merged, copied, dropped)), "\n".join(why))
     return table
 
 
@@ -111,7 +178,7 @@ def description_table(description: Description) -> RenderableType:
             f"{count(d.parameters)}, {count(d.active_parameters)} active, "
             f"{count(d.router_parameters)} in routers",
         ),
-        ("bytes", f"{size(d.total_bytes)}: {_shares(d)}"),
+        ("bytes", f"{format_size(d.total_bytes)}: {_shares(d)}"),
         ("dtypes", ", ".join(f"{k} ({count(v)})" for k, v in d.parameters_by_dtype.items())),
         ("embeddings", "tied to the head" if d.tied else "not tied"),
         ("quantised", d.quantised or ""),
@@ -130,7 +197,7 @@ def _experts(d: Description) -> str:
 
 def _shares(d: Description) -> str:
     order = sorted(d.bytes_by_role.items(), key=lambda item: -item[1])
-    return ", ".join(f"{role} {size(nbytes)}" for role, nbytes in order if nbytes)
+    return ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in order if nbytes)
 
 
 def _calibration(d: Description) -> str:

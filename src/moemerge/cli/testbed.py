@@ -13,8 +13,7 @@ from moemerge.cli.interrupts import interruptible
 from moemerge.runtime.unfinished import saved_path
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from moemerge.cli.render import NumberTable
     from moemerge.testbed.training import TrainedSet
 
 EXAMPLES = """
@@ -82,16 +81,17 @@ def train(
     reporting.show(trained.manifest, _table(trained))
 
 
-def _table(trained: TrainedSet) -> Table:
+def _table(trained: TrainedSet) -> NumberTable:
     """Accuracy of every model on every domain, and how far it moved from the base."""
-    from rich.table import Table
+    from moemerge.cli.render import NumberTable
 
-    told = trained.manifest
-    domains = list(trained.models)
-    table = Table("model", *(f"{name} %" for name in domains), "routers moved", "weights moved")
-    for model, accuracy in told["accuracy"].items():
-        moved = told["moved"].get(model)
+    manifest, domains = trained.manifest, list(trained.models)
+    table = NumberTable(
+        ["model", *(f"{name} %" for name in domains), "routers moved", "weights moved"]
+    )
+    for model, accuracy in manifest["accuracy"].items():
+        moved = manifest["moved"].get(model)
         distances = ("", "") if moved is None else (f"{v:.0%}" for v in moved.values())
         shares = (f"{100 * accuracy[name]:.1f}" for name in domains)
-        table.add_row(model, *shares, *distances)
+        table.add(model, *shares, *distances)
     return table

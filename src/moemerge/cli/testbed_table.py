@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
-from rich.markup import escape
-from rich.table import Table as RichTable
 from rich.text import Text
 
-from moemerge.cli.console import out
 from moemerge.cli.flags import Device, Reporting, add_verb
 from moemerge.cli.interrupts import interruptible
 from moemerge.errors import NumericalError, UsageError
 
 if TYPE_CHECKING:
+    from moemerge.cli.render import NumberTable
     from moemerge.testbed.experiments import TableRequest, TablesResult
     from moemerge.testbed.experiments.tables import TextTable
 
@@ -162,13 +160,12 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 def _shown(result: TablesResult) -> Group:
     from moemerge.testbed.experiments.report import LEGEND, title
-    from moemerge.testbed.experiments.tables import SPARED, main_table, verdicts
+    from moemerge.testbed.experiments.tables import main_table, verdicts
 
-    parts: list[Text | RichTable] = []
+    parts: list[Text | NumberTable] = []
     for summary in result.summaries:
-        spared = (*SPARED, *summary.experiment.domains)
         parts.append(Text(title(summary), style="bold"))
-        parts.append(_drawn(main_table(summary).within(out.width, spared)))
+        parts.append(_drawn(main_table(summary)))
         parts += [Text(line) for line in verdicts(summary)]
         parts.append(Text(""))
     parts.append(Text(LEGEND, style="dim"))
@@ -176,14 +173,12 @@ def _shown(result: TablesResult) -> Group:
     return Group(*parts)
 
 
-def _drawn(text: TextTable) -> RichTable:
-    drawn = RichTable(box=None, pad_edge=False)
-    for number, heading in enumerate(text.headings):
-        left = number < text.left
-        drawn.add_column(heading, justify="left" if left else "right", no_wrap=not left)
+def _drawn(text: TextTable) -> NumberTable:
+    from moemerge.cli.render import NumberTable
+
+    table = NumberTable(text.headings, keys=text.left, words=range(text.left))
     group = None
     for row in text.rows:
-        name = "" if row[0] == group else row[0]
+        table.add("" if row[0] == group else row[0], *row[1:])
         group = row[0]
-        drawn.add_row(escape(name), *map(escape, row[1:]))
-    return drawn
+    return table

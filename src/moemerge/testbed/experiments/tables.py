@@ -21,34 +21,10 @@ class TextTable:
     rows: tuple[tuple[str, ...], ...]
     left: int = 2
 
-    @property
-    def width(self) -> int:
-        """Characters of a line, two spaces between columns."""
-        lines = zip(self.headings, *self.rows, strict=True)
-        return sum(2 + max(map(len, column)) for column in lines) - 2
-
-    def within(self, width: int, spared: Sequence[str]) -> TextTable:
-        """Without as many of the `spared` columns, the first ones first, as the width asks for."""
-        table = self
-        for name in spared:
-            if table.width <= width:
-                break
-            if name in table.headings:
-                table = table._without(table.headings.index(name))
-        return table
-
-    def _without(self, place: int) -> TextTable:
-        headings, *rows = (line[:place] + line[place + 1 :] for line in (self.headings, *self.rows))
-        return TextTable(headings, tuple(rows), self.left - (place < self.left))
-
     def markdown(self) -> str:
         bars = ["---" if n < self.left else "---:" for n in range(len(self.headings))]
         lines = [self.headings, tuple(bars), *self.rows]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-# Columns of a main table that a narrow screen does without, the least missed first.
-SPARED = ("KL", "p, problems", "seeds", "p, seeds")
 
 
 def main_table(summary: Summary) -> TextTable:

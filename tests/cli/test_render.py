@@ -1,0 +1,225 @@
+"""Tables show every number whole: in terminals of any width, in pipes, in poor encodings."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+from typer.testing import CliRunner
+
+import moemerge
+import zoo
+from calibration import cases
+from moemerge.api.merging import RunReport
+from moemerge.cli.app import app
+from moemerge.cli.calibration_table import calibration_report
+from moemerge.cli.console import substitute
+from moemerge.cli.demo import HEADINGS, _line, _stacked
+from moemerge.cli.diagnosis_table import diagnosis_report
+from moemerge.cli.render import FirstThatFits, NumberTable, merge_report
+from moemerge.report.words import Quantity
+from moemerge.routing.figures import FIGURES
+
+
+def printed(renderable: RenderableType, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(renderable, crop=False)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+# --- the parts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [12, 25, 40, 60, 80, 200])
+def test_no_cell_is_cut_at_any_width(width: int) -> None:
+    rng = random.Random(width)
+    table = NumberTable(["name", *(f"two\nlines {n}" for n in range(9))])
+    numbers = []
+    for row in range(4):
+        cells = [f"{rng.random():.{rng.randint(1, 9)}f}→{rng.random():.3g}" for _ in range(9)]
+        table.add(f"row {row}", *cells)
+        numbers += cells
+    text = printed(table, width)
+    assert sorted(numbers) == sorted(word for word in text.split() if "→" in word)
+    widest = max(map(len, numbers)) + len("name  ")
+    assert all(len(line.rstrip()) <= max(width, widest) for line in text.splitlines())
+    parts = text.count("name")
+    assert parts == 1 if width == 200 else parts > 1
+
+
+def test_numbers_with_spaces_stay_on_one_line() -> None:
+    table = NumberTable(["layer", "steps", "residual"])
+    table.add("0", "1000 max_steps", "1e-3")
+    for width in (5, 20, 80):
+        assert "1000 max_steps" in printed(table, width)
+
+
+def test_words_wrap_so_that_numbers_have_room() -> None:
+    table = NumberTable(["name", "number", "why"], words=(0, 2))
+    table.add("a name of several words", "123456789", "because it is so, and not otherwise")
+    text = printed(table, 40)
+    assert text.count("name") == 2  # the heading and the name: one part
+    assert "123456789" in text
+    assert all(len(line.rstrip()) <= 40 for line in text.splitlines())
+
+
+def test_markup_in_a_cell_is_text() -> None:
+    table = NumberTable(["[bold]a", "b"], title="[red]title")
+    table.add("[/]", "[1]")
+    text = printed(table, 80)
+    assert [word in text for word in ("[bold]a", "[red]title", "[/]", "[1]")] == [True] * 4
+
+
+def test_the_first_layout_that_fits_is_taken() -> None:
+    wide, narrow = NumberTable(["a" * 50, "c"]), NumberTable(["b", "c"])
+    assert "a" in printed(FirstThatFits(wide, narrow), 60)
+    assert "a" not in printed(FirstThatFits(wide, narrow), 40)
+    assert "a" in printed(FirstThatFits(wide, wide), 40)
+
+
+def test_a_demo_without_room_has_rows_of_their_own() -> None:
+    cells = ["WUDI", "HARC, source targets", "43.2", "50.0", "46.6", "40.1", "38.2"]
+    assert len(HEADINGS) == len(cells)
+    assert _line(cells).split()[-5:] == cells[2:]
+    assert _stacked(cells) == (
+        "WUDI HARC, source targets\n"
+        "  solved math 43.2, code 50.0, mean 46.6\n"
+        "  rerouted math 40.1, code 38.2"
+    )
+
+
+# --- what commands show -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    folder = tmp_path_factory.mktemp("tables")
+    return cases.make_case(zoo_folder("olmoe"), folder, sources=3, rows=6)
+
+
+@pytest.fixture(scope="module")
+def config(case: cases.Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("config")
+    content = {
+        "merge_method": "task_arithmetic",
+        "base_model": str(zoo.perturb(case.merged, folder / "base", seed=9)),
+        "models": [
+            {"model": str(path), "name": name, "parameters": {"weight": 0.4}}
+            for name, path in case.sources.items()
+        ],
+        "calibration": {
+            "data": {name: str(path) for name, path in case.data.items()},
+            "holdout": 0.3,
+        },
+    }
+    path = folder / "run.yml"
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def report(config: Path, tmp_path_factory: pytest.TempPathFactory) -> RunReport:
+    return moemerge.run(config, tmp_path_factory.mktemp("run") / "out")
+
+
+def numbers_of(report: RunReport) -> list[str]:
+    """Every number of the summary, as it should be printed."""
+    assert report.calibration is not None
+    rows: list[dict[str, Any]] = [*report.calibration.layers, report.calibration.totals]
+    changes = [
+        f"{quantity.text(row[f'{figure}_before'][name])}→{quantity.text(row[f'{figure}_after'][name])}"
+        for row in rows
+        for figure, quantity in (("kl", Quantity.NATS), ("mismatch", Quantity.SHARE))
+        for name in report.calibration.sources
+    ]
+    solves = [(row["iterations"], f"{row['residual']:.1e}") for row in report.calibration.layers]
+    inputs = [(model.tensors, model.merged) for model in report.merge.models]
+    return changes + [str(one) for pair in (*solves, *inputs) for one in pair]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_run_of_three_sources_shows_every_number(
+    report: RunReport, width: int, verbose: bool
+) -> None:
+    assert report.calibration is not None
+    text = printed(merge_report(report.merge, verbose=verbose), width)
+    text += printed(calibration_report(report.calibration, verbose=verbose), width)
+    words = text.replace(",", " ").split()
+    assert [number for number in numbers_of(report) if number not in words] == []
+    assert "…" not in text
+    if not verbose:  # the name of a router is a word that cannot wrap
+        assert all(len(line.rstrip()) <= width for line in text.splitlines())
+
+
+def test_a_pipe_has_no_width(report: RunReport, config: Path, tmp_path: Path) -> None:
+    result = CliRunner(env={"COLUMNS": ""}).invoke(app, ["run", str(config), f"{tmp_path}/out"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) > 100
+    assert [line for line in lines if line != line.rstrip()] == []
+    words = result.stdout.split()
+    assert [number for number in numbers_of(report) if number not in words] == []
+
+
+def test_a_diagnosis_shows_every_figure(case: cases.Case) -> None:
+    diagnosis = moemerge.diagnose(
+        case.merged, sources=case.sources, data=case.data, against=[case.sources["math"]]
+    )
+    summary = [figure for figure in FIGURES.values() if figure.summary]
+    for width in (60, 80, 200):
+        words = printed(diagnosis_report(diagnosis, verbose=False), width).split()
+        long = printed(diagnosis_report(diagnosis, verbose=True), width).split()
+        for total in diagnosis.totals:
+            assert {figure.text(total.figures) for figure in summary} <= set(words)
+        for row in diagnosis.layers:
+            assert Quantity.SHARE.text(row.mismatch) in words
+            assert {FIGURES[name].text(row.figures) for name in ("kl", "drift", "dead")} <= {*long}
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_terminals_without_our_characters(
+    encoding: str, report: RunReport, config: Path, tmp_path: Path
+) -> None:
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [sys.executable, "-m", "moemerge", *map(str, arguments)],
+            capture_output=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": encoding},
+            timeout=120,
+        )
+
+    out = tmp_path / "größe→ü"
+    result = run("run", config, out)
+    assert result.returncode == 0, result.stderr
+    assert (out / "config.json").exists()
+    text = result.stdout.decode(encoding)
+    words = text.split()
+    numbers = [number.replace("→", "->") for number in numbers_of(report)]
+    assert [number for number in numbers if number not in words] == []
+    assert b"\\u2192" not in result.stderr
+    content = json.loads(config.read_text())
+    content["models"][0]["name"] = "größe→ü"
+    del content["calibration"]
+    (tmp_path / "named.yml").write_text(json.dumps(content))
+    checked = run("validate", tmp_path / "named.yml", "--json", "-")
+    assert "größe→ü" in json.loads(checked.stdout.decode(encoding))["inputs"]
+
+
+def test_what_stands_in_for_a_character() -> None:
+    def plain(text: str, encoding: str) -> str:
+        error = UnicodeEncodeError(encoding, text, 0, len(text), "no such character")
+        return substitute(error)[0]
+
+    assert plain("→…█▌é日‖", "ascii") == "->...#-e?||"
+    with pytest.raises(UnicodeDecodeError):
+        substitute(UnicodeDecodeError("ascii", b"\xff", 0, 1, "not text"))
