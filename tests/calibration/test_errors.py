@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from calibration import cases
-from moemerge.calibration import prepare, streams
+from moemerge.architectures.opened import open_model
 from moemerge.errors import (
     ArchitectureError,
     CheckpointError,
@@ -27,7 +27,8 @@ from moemerge.errors import (
     TokenizerError,
     UsageError,
 )
-from moemerge.lockstep import memory
+from moemerge.features.settings import forward_dtype
+from moemerge.lockstep import streams
 
 CaseOf = Callable[..., cases.Case]
 
@@ -218,8 +219,7 @@ def test_an_output_is_overwritten_only_on_request(case: cases.Case, tmp_path: Pa
 def test_too_little_memory_is_told_before_the_work(
     case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (streams, memory):
-        monkeypatch.setattr(module, "available_memory", lambda device: 100_000)
+    monkeypatch.setattr(streams, "available_memory", lambda device: 100_000)
     match = r"(?s)calibration needs about .* MB on cpu.*usable.*lower --max-tokens"
     refused(case, tmp_path, ResourceError, match)
 
@@ -229,7 +229,7 @@ def test_activations_go_to_disk_where_memory_is_short(
 ) -> None:
     plain = case.calibrate(tmp_path / "plain")
     parked = plain.memory - streams.PROCESS_BYTES  # which is there already
-    monkeypatch.setattr(memory, "available_memory", lambda device: parked)  # HEADROOM cuts it
+    monkeypatch.setattr(streams, "available_memory", lambda device: parked)  # HEADROOM cuts it
     spilled = case.calibrate(tmp_path / "spilled")
     assert (plain.offload, spilled.offload) == ("device", "disk")
     assert cases.weights(tmp_path / "plain") == cases.weights(tmp_path / "spilled")
@@ -281,6 +281,6 @@ def test_a_quantised_model_is_refused(case: cases.Case, tmp_path: Path) -> None:
 
 
 def test_auto_dtype_is_the_checkpoint_s(case_of: CaseOf) -> None:
-    model = prepare.open_model("merged", case_of("olmoe", dtype=torch.bfloat16).merged)
-    assert prepare.forward_dtype("auto", model) == torch.bfloat16
-    assert prepare.forward_dtype("float32", model) == torch.float32
+    model = open_model("merged", case_of("olmoe", dtype=torch.bfloat16).merged)
+    assert forward_dtype("auto", model) == torch.bfloat16
+    assert forward_dtype("float32", model) == torch.float32

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from calibration import cases
-from moemerge.calibration.journal import Entry, Journal
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.runtime.unfinished import journal_path
 
@@ -214,62 +212,3 @@ def test_a_run_that_cannot_succeed_leaves_no_journal(case_of: CaseOf, tmp_path: 
     with pytest.raises(NumericalError, match="did not converge"):
         case_of("olmoe").calibrate(tmp_path / "deep" / "out", max_steps=2, strict=True)
     assert not list(tmp_path.iterdir())
-
-
-# --- the journal itself -------------------------------------------------------------------------
-
-
-def entry(number: int, bias: bool = False) -> Entry:
-    weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).bfloat16()
-    return Entry(f"r{number}", weight, torch.ones(3) if bias else None, {"layer": number})
-
-
-def test_entries_come_back_as_they_were(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "out", {"merged": "m"}, resume=False)
-    assert not journal.folder.exists()
-    for number in range(3):
-        journal.add(entry(number, bias=number == 1))
-    journal.close()
-    again = Journal.open(tmp_path / "out", {"merged": "m"}, resume=True)
-    for number, found in enumerate(again.entries):
-        wanted = entry(number, bias=number == 1)
-        assert found.router == wanted.router
-        assert found.row == wanted.row
-        assert found.weight.dtype == torch.bfloat16
-        assert torch.equal(found.weight, wanted.weight)
-        assert (found.bias is None) == (wanted.bias is None)
-    assert len(again.entries) == 3
-    again.remove()
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("damage", ["missing", "cut", "changed", "json"])
-def test_a_damaged_entry_ends_what_is_finished(damage: str, tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "out", {}, resume=False)
-    for number in range(3):
-        journal.add(entry(number))
-    journal.close()
-    binary = journal.folder / "0001.bin"
-    if damage == "missing":
-        binary.unlink()
-    elif damage == "json":
-        (journal.folder / "0001.json").write_text('{"router":')
-    else:
-        data = binary.read_bytes()
-        binary.write_bytes(data[:-1] if damage == "cut" else data[:-1] + b"?")
-    again = Journal.open(tmp_path / "out", {}, resume=True)
-    assert [e.router for e in again.entries] == ["r0"]
-    again.add(entry(1))
-    again.close()
-    assert len(Journal.open(tmp_path / "out", {}, resume=True).entries) == 3
-
-
-def test_a_journal_in_use_is_left_alone(tmp_path: Path) -> None:
-    first = Journal.open(tmp_path / "out", {}, resume=False)
-    first.add(entry(0))
-    for resume in (False, True):
-        with pytest.raises(CheckpointError, match="another calibration is writing"):
-            Journal.open(tmp_path / "out", {}, resume=resume)
-    first.add(entry(1))
-    first.close()
-    assert len(Journal.open(tmp_path / "out", {}, resume=True).entries) == 2

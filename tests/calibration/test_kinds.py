@@ -16,7 +16,7 @@ from calibration import cases, dense
 from moemerge.architectures.opened import open_model
 from moemerge.checkpoint import Checkpoint
 from moemerge.features.router_stream import RouterStream
-from moemerge.lockstep.models import read_router
+from moemerge.lockstep.models import StoredRouters
 from moemerge.text.batches import make_batches
 from moemerge.text.domains import Domain
 
@@ -100,7 +100,8 @@ def test_the_model_goes_on_with_the_bias_that_is_stored(case_of: CaseOf, tmp_pat
     ) as stream:
         stop = next(iter(stream))
         weight, bias = stop.weight + 0.1234567, torch.full((zoo.EXPERTS,), 0.1234567)
-        stop.replace_router(weight, bias)
+        assert stop.bias_name is not None
+        stop.replace_stored({stop.weight_name: weight, stop.bias_name: bias})
         assert stop.bias is not None
         assert torch.equal(stop.bias, bias)
         assert torch.equal(stop.weight, weight.bfloat16().float())
@@ -245,7 +246,8 @@ def test_shards_are_kept(case_of: CaseOf, tmp_path: Path) -> None:
 
 def test_a_router_is_read_with_its_bias(case_of: CaseOf) -> None:
     model = open_model("merged", case_of("gpt_oss").merged)
-    router = read_router(model, model.architecture.routers()[0])
+    infos = model.architecture.routers()
+    router = StoredRouters(model, infos).weights(infos[0])
     assert router.matrix.shape == (zoo.EXPERTS, zoo.HIDDEN + 1)
     assert router.bias is not None
     assert torch.equal(router.matrix[:, -1], router.bias.double())

@@ -121,7 +121,10 @@ def test_replaced_routers_act_from_there_on(family: str, zoo_folder: Folder) -> 
             new[stop.path] = stop.weight + 0.5 * noise * mean
             if stop.bias is not None:
                 biases[stop.path] = stop.bias + 1
-            stop.replace_router(new[stop.path], biases.get(stop.path))
+            tensors = {stop.weight_name: new[stop.path]}
+            if stop.bias_name is not None:
+                tensors[stop.bias_name] = biases[stop.path]
+            stop.replace_stored(tensors)
     model = reference.whole_model(folder)
     unchanged, _ = reference.run_whole(model, tuple(found), batches)
     with torch.no_grad():
@@ -188,16 +191,17 @@ def test_replaced_router_is_rounded_to_what_is_stored(zoo_folder: Folder) -> Non
     with RouterStream(Checkpoint.open(folder), reference.batches()) as stream:
         stop = next(iter(stream))
         weight = stop.weight + 1e-3 * torch.randn(stop.weight.shape)
-        stop.replace_router(weight)
+        stop.replace_stored({stop.weight_name: weight})
         assert stop.weight.dtype == torch.float32
         assert torch.equal(stop.weight, weight.bfloat16().float())
         assert not torch.equal(stop.weight, weight)
         with pytest.raises(UsageError, match="expected"):
-            stop.replace_router(weight[:2])
-        with pytest.raises(UsageError, match="no bias"):
-            stop.replace_router(weight, torch.zeros(8))
+            stop.replace_stored({stop.weight_name: weight[:2]})
+        assert stop.bias_name is None
+        with pytest.raises(CheckpointError, match="no parameter of its own"):
+            stop.replace_stored({"model.layers.0.mlp.experts.0.up_proj.weight": weight})
         with pytest.raises(NumericalError, match=r"layers\.0\.mlp\.gate\.weight"):
-            stop.replace_router(weight * torch.nan)
+            stop.replace_stored({stop.weight_name: weight * torch.nan})
 
 
 def test_padding_is_left_out_and_domains_stay_apart(zoo_folder: Folder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -92,6 +93,8 @@ def calibrate(
     )
     progress = Silent() if progress is None else progress
     page = before_and_after(output.report, request)
+    if page is not None:
+        request = replace(request, text=page.text)
     done = run_calibration(request, progress)
     if page is not None:
         page.write(progress)

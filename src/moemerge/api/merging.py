@@ -83,7 +83,7 @@ def _merge(
     wanted = loaded.statistics
     if wanted is None or wanted.complete:
         return merging.run_merge(job, out, progress, temporary=temporary)
-    from moemerge.collecting.on_the_way import computed_statistics
+    from moemerge.collecting.run import computed_statistics
 
     models, device = loaded.merge.models, settings.device
     with computed_statistics(wanted, models, out, device, progress) as files:
@@ -152,7 +152,7 @@ def run(
     assert wanted is not None  # `_with_settings` keeps what there was
     assert block is not None
     from moemerge.calibration import CalibrationRequest, run_calibration
-    from moemerge.calibration.after_merge import check_calibration
+    from moemerge.calibration.job import check_calibration
 
     check_output(out, overwrite=settings.overwrite)
     check_calibration(wanted)
@@ -170,10 +170,12 @@ def run(
             settings=block.settings,
             overwrite=settings.overwrite,
             resume=output.resume,
-            passing=True,
+            temporary=True,
         )
         command = _run_command(config, out, given, report)
         page = before_and_after(report, request, MERGE_ALONE, command)
+        if page is not None:
+            request = replace(request, text=page.text)
         calibrated = run_calibration(request, progress)
         if page is not None:
             page.write(progress)

@@ -1,6 +1,6 @@
 """HARC: solve for the routers of a merged model, layer by layer."""
 
-from moemerge.calibration.prepare import CalibrationRequest
+from moemerge.calibration.job import CalibrationRequest
 from moemerge.calibration.report import CalibrationReport
 from moemerge.calibration.run import run_calibration
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moemerge.collecting.checks import require_finite_weights
 from moemerge.collecting.forward import Forward, run_forward
-from moemerge.collecting.prepare import Prepared
+from moemerge.collecting.job import CollectingJob
 from moemerge.collecting.routed import RoutedGradients
 from moemerge.collecting.squares import add_ragged_squares, add_squares, new_total
 from moemerge.errors import ArchitectureError, DataError, NumericalError, ResourceError
@@ -39,40 +39,40 @@ SAME = 0.05
 
 
 def collect_fishers(
-    prepared: Prepared, writer: StatisticsWriter, progress: Progress
+    job: CollectingJob, writer: StatisticsWriter, progress: Progress
 ) -> tuple[list[str], list[str]]:
     """Write the Fisher values of every matrix; gives notices and the units of unvisited experts."""
-    if not any(len(row) > 1 for row in prepared.domain.rows):
+    if not any(len(row) > 1 for row in job.domain.rows):
         raise DataError(
             "every row of the text is a single token, so there is nothing to predict",
             hint="give rows of at least two tokens",
         )
-    with run_forward(prepared, progress) as forward:
-        back = _WayBack(prepared, forward, writer)
+    with run_forward(job, progress) as forward:
+        back = _WayBack(job, forward, writer)
         try:
-            with deterministic(prepared.device), attention_without_plans():
+            with deterministic(job.stream.device), attention_without_plans():
                 back.run(progress)
         finally:
             back.close()
     return back.notices, back.unvisited
 
 
-def predicting(prepared: Prepared) -> int:
+def predicting(job: CollectingJob) -> int:
     """Sequences that predict at least one token: what the mean is over."""
-    return sum(len(row) > 1 for row in prepared.domain.rows)
+    return sum(len(row) > 1 for row in job.domain.rows)
 
 
 class _WayBack:
-    def __init__(self, prepared: Prepared, forward: Forward, writer: StatisticsWriter) -> None:
-        self._prepared = prepared
+    def __init__(self, job: CollectingJob, forward: Forward, writer: StatisticsWriter) -> None:
+        self._job = job
         self._forward = forward
         self._writer = writer
         self._model = forward.model
-        self._device = prepared.device
-        self._sequences = predicting(prepared)
-        checkpoint = prepared.model.checkpoint
-        self._weights = Weights(self._model, checkpoint, prepared.device, prepared.dtype)
-        self._units = UnitMap(checkpoint, prepared.model.architecture, self._weights.names)
+        self._device = job.stream.device
+        self._sequences = predicting(job)
+        checkpoint = job.model.checkpoint
+        self._weights = Weights(self._model, checkpoint, job.stream.device, job.stream.dtype)
+        self._units = UnitMap(checkpoint, job.model.architecture, self._weights.names)
         self._gradients: list[Tensor] = []  # d loss / d output of the layer at hand, by batch
         self._expected: Tensor | None = None  # the first batch's input of the layer above
         self.notices: list[str] = [forward.taps.notice] if forward.taps.notice else []
@@ -111,7 +111,7 @@ class _WayBack:
     def _head(self) -> None:
         head = self._forward.taps.head
         total = None if head is None else new_total(head.shape, self._device)
-        for number, batch in enumerate(self._prepared.batches):
+        for number, batch in enumerate(self._job.batches):
             hidden = self._forward.store.take((len(self._forward.anatomy.layers), number))
             found: list[Tensor] = []
             for rows, part in _row_groups(batch, HEAD_TOKENS.get(self._device.type, 512)):
@@ -129,7 +129,7 @@ class _WayBack:
                     self._add(total, heard, part)
             self._gradients.append(torch.cat(found))
         if head is not None and total is not None:
-            self._write_linear(head, total, self._prepared.domain.tokens)
+            self._write_linear(head, total, self._job.domain.tokens)
 
     # --- a layer ---
 
@@ -142,9 +142,9 @@ class _WayBack:
         routed = {t.path: RoutedGradients(t.count) for t in taps if isinstance(t, ExpertsTap)}
         passed: dict[str, int] = {}
         path = forward.anatomy.layers[number]
-        require_finite_weights(self._model, taps, self._prepared.model.label)
+        require_finite_weights(self._model, taps, self._job.model.label)
         finite = torch.ones((), dtype=torch.bool, device=self._device)
-        for at, batch in enumerate(self._prepared.batches):
+        for at, batch in enumerate(self._job.batches):
             hidden = forward.store.take((number, at))
             call = forward.calls.pop((number, at))
             with self._telling(path):
@@ -160,7 +160,7 @@ class _WayBack:
             self._sum(heard, batch, totals, routed, passed)
         if not bool(finite):
             raise NumericalError(
-                f"{self._prepared.model.label}: non-finite gradients below {path}",
+                f"{self._job.model.label}: non-finite gradients below {path}",
                 hint="try --dtype float32",
             )
         for tap in taps:
@@ -221,7 +221,7 @@ class _WayBack:
     def _check_same(self, path: str, out: Tensor) -> None:
         if self._expected is None:
             return
-        real = self._prepared.batches[0].mask.to(self._device)
+        real = self._job.batches[0].mask.to(self._device)
         wanted, got = self._expected[real].float(), out[real].float()  # (tokens, d)
         if float((got - wanted).abs().mean()) > SAME * float(wanted.abs().mean()):
             raise ArchitectureError(
@@ -277,7 +277,7 @@ class _WayBack:
     @contextlib.contextmanager
     def _telling(self, where: str) -> Iterator[None]:
         """A failure inside the model's own code, told by where it happened."""
-        label = self._prepared.model.label
+        label = self._job.model.label
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moemerge.collecting.prepare import Prepared
+from moemerge.collecting.job import CollectingJob
 from moemerge.collecting.store import Store
 from moemerge.errors import ArchitectureError
 from moemerge.features.calls import Call
@@ -53,19 +53,19 @@ class Forward:
 
 
 @contextlib.contextmanager
-def run_forward(prepared: Prepared, progress: Progress) -> Iterator[Forward]:
+def run_forward(job: CollectingJob, progress: Progress) -> Iterator[Forward]:
     """Stream the model once; inside, everything that was kept is there."""
-    ear = _Ear(prepared)
+    ear = _Ear(job)
     # What is parked is kept for the way back in any case.
-    settings = StreamSettings(prepared.device, prepared.dtype, offload="device")
+    settings = StreamSettings(job.stream.device, job.stream.dtype, offload="device")
     with ModelStream(
-        prepared.model.checkpoint,
-        prepared.batches,
+        job.model.checkpoint,
+        job.batches,
         settings,
         on_output=lambda batch, hidden: None,
         progress=progress,
     ) as stream:
-        units = UnitMap(prepared.model.checkpoint, prepared.model.architecture, stream.names)
+        units = UnitMap(job.model.checkpoint, job.model.architecture, stream.names)
         units.require_experts(stream.taps)
         forward = ear.attach(stream)
         try:
@@ -78,9 +78,9 @@ def run_forward(prepared: Prepared, progress: Progress) -> Iterator[Forward]:
 
 
 class _Ear:
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
-        self._numbers = {id(batch): number for number, batch in enumerate(prepared.batches)}
+    def __init__(self, job: CollectingJob) -> None:
+        self._job = job
+        self._numbers = {id(batch): number for number, batch in enumerate(job.batches)}
         self._after: set[str] = set()
 
     def attach(self, stream: ModelStream) -> Forward:
@@ -94,23 +94,23 @@ class _Ear:
         ]
         stream.listen([*anatomy.layers, *tails], self.on_calls)
         store = Store(
-            self._place(stream), self._prepared.device, self._prepared.request.out.absolute().parent
+            self._place(stream), self._job.stream.device, self._job.request.out.absolute().parent
         )
         self.forward = Forward(stream.model, anatomy, stream.taps, "", store)
         return self.forward
 
     def _place(self, stream: ModelStream) -> Offload:
-        wanted = self._prepared.request.settings.offload
+        wanted = self._job.request.settings.offload
         if wanted != "auto":
             return wanted
         config: Any = stream.model.config.get_text_config()
-        padded = sum(batch.input_ids.numel() for batch in self._prepared.batches)
+        padded = sum(batch.input_ids.numel() for batch in self._job.batches)
         depth = len(stream.anatomy.layers) + 1
-        nbytes = padded * int(config.hidden_size) * self._prepared.dtype.itemsize * depth
-        if nbytes <= SHARE * available_memory(self._prepared.device):
+        nbytes = padded * int(config.hidden_size) * self._job.stream.dtype.itemsize * depth
+        if nbytes <= SHARE * available_memory(self._job.stream.device):
             return "device"
         host = torch.device("cpu")
-        if self._prepared.device != host and nbytes <= SHARE * available_memory(host):
+        if self._job.stream.device != host and nbytes <= SHARE * available_memory(host):
             return "cpu"
         return "disk"
 
@@ -134,7 +134,7 @@ class _Ear:
         if len(self._after) != 1:
             found = ", ".join(sorted(self._after)) or "nothing"
             raise ArchitectureError(
-                f"{self._prepared.model.label}: expected one norm after the last layer, found "
+                f"{self._job.model.label}: expected one norm after the last layer, found "
                 f"{found}; gradients cannot be sent back through it",
                 hint="gram statistics need the forward pass alone: --kind gram",
             )

@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+from moemerge.checkpoint.passing import passing_folder
 from moemerge.collecting.fishers import collect_fishers, predicting
 from moemerge.collecting.grams import GramCollector
-from moemerge.collecting.prepare import CollectRequest, Prepared, prepare
-from moemerge.collecting.report import CollectReport
-from moemerge.features.settings import StreamSettings
+from moemerge.collecting.job import CollectingJob, CollectRequest, prepare
+from moemerge.config.models import ModelRef
+from moemerge.config.requests import StatisticsRequest
 from moemerge.features.stream import ModelStream
 from moemerge.features.units import UnitMap
 from moemerge.runtime.progress import Progress
-from moemerge.statistics import Statistics, StatisticsWriter
+from moemerge.statistics import Provenance, Statistics, StatisticsWriter
+from moemerge.text.rows import check_files
+
+
+@dataclass(frozen=True)
+class CollectReport:
+    """The file that was written."""
+
+    kind: str
+    output: str
+    provenance: Provenance
+    units: int  # that have statistics
+    units_without: int  # of the checkpoint: norms, biases, embeddings, and what `notices` names
+    unvisited_experts: tuple[str, ...]  # units of experts that no token was routed to
+    nbytes: int
+    seconds: float
+    notices: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "provenance": self.provenance.to_json()}
 
 
 def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
     """Gather what is asked for; the file appears whole or not at all."""
     begin = time.perf_counter()
-    prepared = prepare(request)
+    job = prepare(request)
     with StatisticsWriter(
         request.out,
         kind=request.settings.kind,
-        provenance=prepared.provenance,
-        keys=prepared.keys,
+        provenance=job.provenance,
+        keys=job.keys,
         overwrite=request.overwrite,
-        device=prepared.device,
+        device=job.stream.device,
     ) as writer:
         if request.settings.kind == "gram":
-            notices, unvisited = _grams(prepared, writer, progress)
+            notices, unvisited = _grams(job, writer, progress)
         else:
-            notices, unvisited = collect_fishers(prepared, writer, progress)
-        writer.commit(sequences=predicting(prepared), notices=notices)
+            notices, unvisited = collect_fishers(job, writer, progress)
+        writer.commit(sequences=predicting(job), notices=notices)
     with Statistics.open(request.out) as written:
         return CollectReport(
             kind=request.settings.kind,
             output=str(request.out),
-            provenance=prepared.provenance,
+            provenance=job.provenance,
             units=len(written.units),
-            units_without=len(prepared.keys) - len(written.units),
+            units_without=len(job.keys) - len(written.units),
             unvisited_experts=tuple(unvisited),
             nbytes=request.out.stat().st_size,
             seconds=time.perf_counter() - begin,
@@ -47,17 +72,17 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
 
 
 def _grams(
-    prepared: Prepared, writer: StatisticsWriter, progress: Progress
+    job: CollectingJob, writer: StatisticsWriter, progress: Progress
 ) -> tuple[list[str], list[str]]:
     collector = GramCollector(writer)
     with ModelStream(
-        prepared.model.checkpoint,
-        prepared.batches,
-        StreamSettings(prepared.device, prepared.dtype, offload=prepared.request.settings.offload),
+        job.model.checkpoint,
+        job.batches,
+        job.stream,
         on_output=collector.on_output,
         progress=progress,
     ) as stream:
-        units = UnitMap(prepared.model.checkpoint, prepared.model.architecture, stream.names)
+        units = UnitMap(job.model.checkpoint, job.model.architecture, stream.names)
         units.require_experts(stream.taps)
         collector.attach(stream, units)
         for stop in stream:
@@ -65,3 +90,37 @@ def _grams(
                 collector.on_layer(stop.layer - 1)
         collector.finish()
     return collector.notices, collector.unvisited
+
+
+@contextlib.contextmanager
+def computed_statistics(
+    wanted: StatisticsRequest,
+    models: Mapping[str, ModelRef],
+    out: Path,
+    device: str,
+    progress: Progress,
+) -> Iterator[Mapping[str, Sequence[Path]]]:
+    """Files of the models that have text instead, beside `out` while the context lasts.
+
+    They are the very files that `moemerge stats` writes with the same settings.
+    """
+    check_files(wanted.data)
+    settings = wanted.settings
+    if device != "auto":
+        settings = settings.model_copy(update={"device": device})
+    with passing_folder(out) as folder:
+        made: dict[str, list[Path]] = {}
+        for number, (name, files) in enumerate(wanted.data.items()):
+            for kind in wanted.needs[name]:
+                file = folder / f"{number}.{kind}.stats"
+                run_collect(
+                    CollectRequest(
+                        model=models[name],
+                        out=file,
+                        data=files,
+                        settings=settings.model_copy(update={"kind": kind}),
+                    ),
+                    progress,
+                )
+                made.setdefault(name, []).append(file)
+        yield made

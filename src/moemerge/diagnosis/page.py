@@ -10,9 +10,10 @@ from typing import Any
 from moemerge.config.models import ModelRef
 from moemerge.config.settings import DiagnosisSettings
 from moemerge.config.translate import parse_settings
-from moemerge.diagnosis.prepare import DiagnosisRequest, prepare
-from moemerge.diagnosis.run import run_diagnosis
+from moemerge.diagnosis.job import DiagnosisRequest, prepare
+from moemerge.diagnosis.run import diagnose
 from moemerge.errors import MoeMergeError, UsageError
+from moemerge.lockstep.inputs import JobText
 from moemerge.report.page import require_page, write_page
 from moemerge.runtime.progress import Progress
 from moemerge.text.rows import TextSource
@@ -36,6 +37,7 @@ class BeforeAndAfter:
     """The page of a calibration: `request` diagnoses the merge, `out` is the calibrated model."""
 
     request: DiagnosisRequest
+    text: JobText  # of the calibration and of the page
     out: Path
     path: Path
 
@@ -68,14 +70,13 @@ class BeforeAndAfter:
             command=command,
         )
         path = page_path(report)
-        prepare(request)
-        return cls(request, models[1], path)
+        return cls(request, prepare(request).text, models[1], path)
 
     def write(self, progress: Progress) -> None:
         """Diagnose both and write the page; what hinders it leaves the calibrated model be."""
         try:
-            found = run_diagnosis(replace(self.request, against=(self.out,)), progress)
-            write_page(found.to_json(), self.path)
+            job = prepare(replace(self.request, against=(self.out,)), self.text)
+            write_page(diagnose(job, progress).to_json(), self.path)
         except MoeMergeError as error:
             raise type(error)(
                 f"{self.out} is written and whole, but not the page {self.path}: {error.message}",

@@ -17,7 +17,7 @@ from moemerge.architectures.describe import gate_in_words
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.settings import DiagnosisSettings
 from moemerge.diagnosis.advice import Measurements, advise
-from moemerge.diagnosis.prepare import DiagnosisRequest, Prepared, prepare
+from moemerge.diagnosis.job import DiagnosisJob, DiagnosisRequest, prepare
 from moemerge.diagnosis.results import (
     MODEL,
     Diagnosis,
@@ -28,12 +28,15 @@ from moemerge.diagnosis.results import (
     NamedModel,
     Swap,
 )
-from moemerge.diagnosis.streams import Side, SwappedSide, open_lockstep, sides_of
+from moemerge.diagnosis.sides import MeasuredSide, SwappedSide, memory_need, sides_of
 from moemerge.diagnosis.verdict import judge
 from moemerge.errors import ArchitectureError
 from moemerge.features.router_stream import RouterStop
+from moemerge.lockstep.inputs import settings_data
 from moemerge.lockstep.models import PairedRouter
-from moemerge.lockstep.streams import Lockstep
+from moemerge.lockstep.output import Output
+from moemerge.lockstep.streams import Stops, open_lockstep
+from moemerge.lockstep.walk import Visitor, walk
 from moemerge.report.document import REPORT_NAME
 from moemerge.report.words import display_names
 from moemerge.routing.measure import FigureSums, RouterView, compare
@@ -45,52 +48,50 @@ from moemerge.version import __version__
 
 def run_diagnosis(request: DiagnosisRequest, progress: Progress) -> Diagnosis:
     """Stream all models over the text, and say what became of the routing."""
+    return diagnose(prepare(request), progress)
+
+
+def diagnose(job: DiagnosisJob, progress: Progress) -> Diagnosis:
+    """The same for what was checked already."""
     start = time.perf_counter()
-    prepared = prepare(request)
-    for notice in prepared.notices:
+    for notice in job.notices:
         progress.note(notice)
-    sides = sides_of(prepared)
-    with open_lockstep(prepared, sides, progress) as lockstep:
-        walk = _Walk(prepared, sides)
-        walk.run(lockstep)
-    return _diagnosis(prepared, sides, walk, time.perf_counter() - start)
+    sides = sides_of(job)
+    comparison = RoutingComparison(job, sides)
+    with open_lockstep(
+        sides,
+        job.batches,
+        job.stream,
+        layers=job.routers.layers,
+        need=memory_need(job, sides),
+        progress=progress,
+    ) as lockstep:
+        walk(lockstep, job.routers.pairs, comparison, Output())
+    return _diagnosis(job, sides, comparison, job.text.seconds + time.perf_counter() - start)
 
 
-class _Walk:
-    """Router after router: every subject against every source, on the same tokens."""
+class RoutingComparison(Visitor):
+    """Visits routers: every subject against every source, on the same tokens."""
 
-    def __init__(self, prepared: Prepared, sides: Mapping[str, Side]) -> None:
-        self.prepared = prepared
+    def __init__(self, job: DiagnosisJob, sides: Mapping[str, MeasuredSide]) -> None:
+        self.job = job
         self.swapped = {n: side for n, side in sides.items() if isinstance(side, SwappedSide)}
         self.rows: list[LayerDiagnosis] = []
         # Which tokens met a mismatch at some router: a (tokens,) bool per batch.
         self._missed: dict[tuple[str, str], list[Tensor]] = {}
         self._swap_sums: dict[str, FigureSums] = {}
 
-    def run(self, lockstep: Lockstep) -> None:
-        left = {pair.place.weight: pair for pair in self.prepared.routers}
-        label = self.prepared.model.label
-        for stop, beside in lockstep:
-            pair = left.pop(stop.weight_name, None)
-            if pair is None:
-                raise ArchitectureError(
-                    f"{label}: {stop.weight_name} is run as a router, but the table of families "
-                    "knows nothing of it"
-                )
-            self._compare(pair, {MODEL: stop, **beside})
-        if left:
-            raise ArchitectureError(
-                f"{label}: the model never ran {', '.join(sorted(left))}",
-                hint="config.json and weights may not belong together",
-            )
+    def visit(self, pair: PairedRouter, stops: Stops) -> None:
+        """All models wait at a router."""
+        self._compare(pair, {MODEL: stops.lead, **stops.others})
 
     def _compare(self, pair: PairedRouter, stops: Mapping[str, RouterStop]) -> None:
-        for name, source in self.prepared.sources.items():
+        for name, source in self.job.sources.items():
             wanted = router_view(source, pair.sources[name], stops[name])
             own = stops[name].by_batch(name)
-            for subject in self.prepared.subjects:
-                place = pair.place if subject.name == MODEL else pair.sources[subject.name]
-                view = router_view(subject, place, stops[subject.name])
+            for subject in self.job.subjects:
+                info = pair.info if subject.name == MODEL else pair.sources[subject.name]
+                view = router_view(subject, info, stops[subject.name])
                 sums = FigureSums()
                 missed = []
                 for (batch, x), (same, y) in zip(
@@ -105,8 +106,8 @@ class _Walk:
                     LayerDiagnosis(
                         model=subject.name,
                         domain=name,
-                        layer=pair.place.layer,
-                        router=pair.place.weight,
+                        layer=pair.info.layer,
+                        router=pair.info.weight,
                         **vars(sums.result()),
                     )
                 )
@@ -125,90 +126,94 @@ class _Walk:
         for key, side in self.swapped.items():
             if side.domain != name:
                 continue
-            place = pair.place if side.weights_of == MODEL else pair.sources[name]
-            view = router_view(side.model, place, stops[key])
+            info = pair.info if side.weights_of == MODEL else pair.sources[name]
+            view = router_view(side.model, info, stops[key])
             sums = self._swap_sums.setdefault(key, FigureSums(["mismatch"]))
             for (_, x), (_, y) in zip(stops[key].by_batch(name), own, strict=True):
                 sums.add(compare(wanted, view, y, x))
 
     def any_mismatch(self, subject: str, domain: str) -> float:
         """The share of tokens with a mismatch at any router."""
-        found = self._missed[subject, domain]
-        return float(torch.cat(found).double().mean())
+        return float(torch.cat(self._missed[subject, domain]).double().mean())
 
     def swap_mismatch(self, key: str) -> float:
         """A swapped model's mismatch, the mean over tokens and routers."""
         return float(self._swap_sums[key].result().mismatch)
 
 
-def router_view(model: OpenModel, place: RouterInfo, stop: RouterStop) -> RouterView:
+def router_view(model: OpenModel, info: RouterInfo, stop: RouterStop) -> RouterView:
     """A stopped model's router as it computes, its selection bias with it."""
-    if place.gate is None:
-        raise ArchitectureError(f"layer {place.layer}: no gate is known for {place.weight}")
+    if info.gate is None:
+        raise ArchitectureError(f"layer {info.layer}: no gate is known for {info.weight}")
     selection = None
-    if place.selection_bias is not None:
-        stored = model.checkpoint.read(place.selection_bias)
-        selection = stored.reshape(-1)[: place.rows].to(stop.weight.device)
-    bias = None if stop.bias is None else stop.bias[: place.rows]
-    return RouterView(place.gate, stop.weight[: place.rows], bias, selection)
+    if info.selection_bias is not None:
+        stored = model.checkpoint.read(info.selection_bias)
+        selection = stored.reshape(-1)[: info.rows].to(stop.weight.device)
+    bias = None if stop.bias is None else stop.bias[: info.rows]
+    return RouterView(info.gate, stop.weight[: info.rows], bias, selection)
 
 
 # --- the end ------------------------------------------------------------------------------------
 
 
-def _total(walk: _Walk, sides: Mapping[str, Side], subject: str, domain: str) -> DomainTotal:
+def _total(
+    comparison: RoutingComparison, sides: Mapping[str, MeasuredSide], subject: str, domain: str
+) -> DomainTotal:
     return DomainTotal.of(
-        [row for row in walk.rows if row.model == subject and row.domain == domain],
-        any_mismatch=walk.any_mismatch(subject, domain),
+        [row for row in comparison.rows if row.model == subject and row.domain == domain],
+        any_mismatch=comparison.any_mismatch(subject, domain),
         loss=sides[subject].loss.mean(domain),
         loss_source=sides[domain].loss.mean(domain),
     )
 
 
 def _swaps(
-    walk: _Walk, sides: Mapping[str, Side], totals: Sequence[DomainTotal]
+    comparison: RoutingComparison, sides: Mapping[str, MeasuredSide], totals: Sequence[DomainTotal]
 ) -> tuple[Swap, ...]:
     """For each domain the model, with the source's routers, the source with its, the source."""
-    found = []
-    for domain in walk.prepared.sources if walk.swapped else ():
+    swaps = []
+    for domain in comparison.job.sources if comparison.swapped else ():
         total = next(t for t in totals if t.model == MODEL and t.domain == domain)
-        found.append(Swap(domain, MODEL, MODEL, total.mismatch, total.loss))
-        for key, side in walk.swapped.items():
+        swaps.append(Swap(domain, MODEL, MODEL, total.mismatch, total.loss))
+        for key, side in comparison.swapped.items():
             if side.domain == domain:
-                mismatch = walk.swap_mismatch(key)
+                mismatch = comparison.swap_mismatch(key)
                 loss = sides[key].loss.mean(domain)
-                found.append(Swap(domain, side.weights_of, side.routers_of, mismatch, loss))
-        found.append(Swap(domain, domain, domain, 0.0, total.loss_source))
-    return tuple(found)
+                swaps.append(Swap(domain, side.weights_of, side.routers_of, mismatch, loss))
+        swaps.append(Swap(domain, domain, domain, 0.0, total.loss_source))
+    return tuple(swaps)
 
 
 def _diagnosis(
-    prepared: Prepared, sides: Mapping[str, Side], walk: _Walk, seconds: float
+    job: DiagnosisJob,
+    sides: Mapping[str, MeasuredSide],
+    comparison: RoutingComparison,
+    seconds: float,
 ) -> Diagnosis:
-    request = prepared.request
+    request = job.request
     totals = tuple(
-        _total(walk, sides, subject.name, domain)
-        for subject in prepared.subjects
-        for domain in prepared.sources
+        _total(comparison, sides, subject.name, domain)
+        for subject in job.subjects
+        for domain in job.sources
     )
-    rows = tuple(walk.rows)
-    swaps = _swaps(walk, sides, totals)
-    calibrations = {m.name: found for m in prepared.subjects if (found := _calibration_of(m))}
-    models = tuple(NamedModel(model.name, model.label) for model in prepared.subjects)
+    rows = tuple(comparison.rows)
+    swaps = _swaps(comparison, sides, totals)
+    calibrations = {m.name: done for m in job.subjects if (done := _calibration_of(m))}
+    models = tuple(NamedModel(model.name, model.label) for model in job.subjects)
     shown = display_names([model.label for model in models])
     names = {model.name: name for model, name in zip(models, shown, strict=True)}
-    routed = sorted({p.layer for p in prepared.model.architecture.routers() if p.served})
+    routed = sorted({p.layer for p in job.model.architecture.routers() if p.served})
     words = advise(Measurements(rows, totals, swaps, calibrations, names, routed))
     return Diagnosis(
         version=__version__,
         command=request.command or command_of(request),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        model=_facts(prepared),
+        model=_facts(job),
         models=models,
-        sources={n: NamedModel(n, model.label) for n, model in prepared.sources.items()},
+        sources={n: NamedModel(n, model.label) for n, model in job.sources.items()},
         domains={
             d.name: DomainFacts(d.tokens, len(d.rows), source_names(request.data[d.name]))
-            for d in prepared.domains
+            for d in job.domains
         },
         layers=rows,
         totals=totals,
@@ -218,26 +223,25 @@ def _diagnosis(
         verdict=judge(totals, names),
         advice=words,
         settings=settings_data(request.settings),
-        device=str(prepared.device),
-        dtype=dtype_name(prepared.dtype),
-        notices=prepared.notices,
+        device=str(job.stream.device),
+        dtype=dtype_name(job.stream.dtype),
+        notices=job.notices,
         seconds=seconds,
     )
 
 
-def _facts(prepared: Prepared) -> ModelFacts:
-    model = prepared.model
-    place = prepared.routers[0].place
-    gate = place.gate
+def _facts(job: DiagnosisJob) -> ModelFacts:
+    model = job.model
+    gate = job.routers.pairs[0].info.gate
     assert gate is not None  # `router_view` refused it otherwise
     return ModelFacts(
         label=model.label,
         architecture=model.architecture.model_type or "unknown",
         layers=model.architecture.num_layers,
-        experts=max(pair.place.rows for pair in prepared.routers),
+        experts=max(pair.info.rows for pair in job.routers.pairs),
         top_k=gate.top_k,
         gate=gate_in_words(gate),
-        routers=len(prepared.routers),
+        routers=len(job.routers.pairs),
     )
 
 
@@ -245,16 +249,11 @@ def _calibration_of(model: OpenModel) -> dict[str, Any] | None:
     """The calibration part of the folder's own report, where it was calibrated."""
     path = model.checkpoint.path / REPORT_NAME
     try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("calibration")
+        section = json.loads(path.read_text(encoding="utf-8")).get("calibration")
     except (OSError, ValueError, AttributeError):
         return None  # none, or not ours: a diagnosis does not depend on it
-    return found if isinstance(found, dict) and isinstance(found.get("layers"), list) else None
-
-
-def settings_data(settings: DiagnosisSettings) -> dict[str, Any]:
-    """The settings as plain data."""
-    values = {name: getattr(settings, name) for name in DiagnosisSettings.model_fields}
-    return values | {"layers": str(settings.layers)}
+    ours = isinstance(section, dict) and isinstance(section.get("layers"), list)
+    return section if ours else None
 
 
 def command_of(request: DiagnosisRequest) -> str:

@@ -16,7 +16,7 @@ from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError
 from moemerge.lockstep.models import layers_among, require_same_family
-from moemerge.lockstep.swapped import pair_routing
+from moemerge.lockstep.overlay import pair_routing
 from moemerge.report.document import (
     CARD_NAME,
     CONFIG_NAME,

@@ -211,6 +211,13 @@ class NameMap:
             return None
         return recipe.sources[0][1]
 
+    def in_memory(self, stored: str) -> str:
+        """The parameter that this stored tensor is, unchanged."""
+        for name, recipe in self.recipes.items():
+            if recipe.converter is None and recipe.sources[0][1] == stored:
+                return name
+        raise CheckpointError(f"{stored} is no parameter of its own in the model")
+
 
 def map_names(model: PreTrainedModel, checkpoint: Checkpoint) -> NameMap:
     """Names on disk -> names in memory, by transformers' own table."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.errors import ArchitectureError, UsageError
+from moemerge.errors import ArchitectureError
 from moemerge.features.routers import RouterModule
 from moemerge.features.settings import StreamSettings
 from moemerge.features.stops import Arrival, Stop
@@ -39,15 +39,6 @@ class RouterStop(Stop):
         """(experts,), where one is added to the logits."""
         name = self._router.bias
         return None if name is None else self._weights.model.get_parameter(name).detach()
-
-    def replace_router(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Go on with this router."""
-        tensors = {self._router.weight: weight}
-        if bias is not None:
-            if self._router.bias is None:
-                raise UsageError(f"{self.path} has no bias to replace")
-            tensors[self._router.bias] = bias
-        self.replace(tensors)
 
     def _on_disk(self, name: str) -> str:
         stored = self._weights.names.on_disk(name)

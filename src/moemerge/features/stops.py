@@ -75,5 +75,9 @@ class Stop:
         for name, value in tensors.items():
             self._weights.put(name, value)
 
+    def replace_stored(self, tensors: Mapping[str, Tensor]) -> None:
+        """The same by name on disk, for parameters that are stored as one tensor each."""
+        self.replace({self._weights.names.in_memory(n): t for n, t in tensors.items()})
+
     def release(self) -> None:
         self._arrivals = ()

@@ -29,17 +29,17 @@ PINNED_BYTES = UPLOAD_BUFFERS * BUFFER_BYTES
 
 
 @dataclass(frozen=True)
-class Part:
+class Fetch:
     """Parameters on their way: allocated, and filled by `pieces`; `others` need a conversion."""
 
     tensors: dict[str, Tensor]  # by name in memory, on the device
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredSlice, ...]
     others: tuple[Recipe, ...]
     tied: dict[str, str]  # a second name of a parameter -> the first
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredSlice:
     """A stored tensor, or rows of it, and the place in a parameter that it goes to."""
 
     name: str  # on disk
@@ -136,10 +136,10 @@ class Weights:
             recipe = self.names.recipes.get(self._tied[name])
         return recipe
 
-    def _part(self, names: Iterable[str]) -> Part:
+    def _part(self, names: Iterable[str]) -> Fetch:
         """Memory for what is read straight to its place, and the reads it takes."""
         tensors: dict[str, Tensor] = {}
-        pieces: list[Piece] = []
+        pieces: list[StoredSlice] = []
         others: dict[str, Recipe] = {}
         tied: dict[str, str] = {}
         for name in names:
@@ -160,7 +160,7 @@ class Weights:
                 tied[name] = target
         if self._uploads is not None:
             self._uploads.begin()
-        return Part(tensors, tuple(pieces), tuple(others.values()), tied)
+        return Fetch(tensors, tuple(pieces), tuple(others.values()), tied)
 
     def _shape_on_disk(
         self, target: str, columns: tuple[tuple[str, ...], ...], *, stacked: bool
@@ -176,7 +176,7 @@ class Weights:
 
     def _pieces(
         self, out: Tensor, columns: tuple[tuple[str, ...], ...], stacked: bool
-    ) -> Iterator[Piece]:
+    ) -> Iterator[StoredSlice]:
         """Experts go straight to their place in the stack: no second copy of a layer."""
         if not stacked:
             yield from self._in_rows(columns[0][0], out)
@@ -192,19 +192,19 @@ class Weights:
                 yield from self._in_rows(name, slot)
             start = stop
 
-    def _in_rows(self, name: str, slot: Tensor) -> Iterator[Piece]:
+    def _in_rows(self, name: str, slot: Tensor) -> Iterator[StoredSlice]:
         """Whole on a CPU; towards a GPU in pieces of a buffer's size, read side by side."""
         nbytes = slot.numel() * slot.element_size()
         if self._uploads is None or nbytes <= BUFFER_BYTES:
-            yield Piece(name, None, slot)
+            yield StoredSlice(name, None, slot)
             return
         rows = slot.shape[0]
         step = max(1, rows * BUFFER_BYTES // nbytes)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            yield Piece(name, (start, stop), slot[start:stop])
+            yield StoredSlice(name, (start, stop), slot[start:stop])
 
-    def _read(self, part: Part) -> dict[str, Tensor]:
+    def _read(self, part: Fetch) -> dict[str, Tensor]:
         begin = time.perf_counter()
         jobs = [self._pool.submit(self._fill, piece) for piece in part.pieces]
         made = dict(part.tensors)
@@ -217,7 +217,7 @@ class Weights:
         self._stopwatch.aside("read", time.perf_counter() - begin, size)
         return made
 
-    def _fill(self, piece: Piece) -> None:
+    def _fill(self, piece: StoredSlice) -> None:
         if self._uploads is None:
             self._read_into(piece, piece.slot)
             return
@@ -226,7 +226,7 @@ class Weights:
             self._read_into(piece, host)
             pinned.send(host, piece.slot)
 
-    def _read_into(self, piece: Piece, out: Tensor) -> None:
+    def _read_into(self, piece: StoredSlice, out: Tensor) -> None:
         if self.checkpoint.tensors[piece.name].dtype == out.dtype:
             self.checkpoint.read(piece.name, piece.rows, out)
         else:
@@ -266,7 +266,7 @@ class Weights:
         One that has this dtype already is taken as it is; any other must be finite when rounded.
         """
         parameter = _current(self.model, name)
-        if value.shape != parameter.shape:
+        if value.numel() != parameter.numel() or value.shape[-1:] != parameter.shape[-1:]:
             raise UsageError(
                 f"{name}: got shape {list(value.shape)}, expected {list(parameter.shape)}"
             )
@@ -276,7 +276,7 @@ class Weights:
             if not bool(torch.isfinite(value).all()):
                 raise NumericalError(f"{name}: the new weights are not finite in {stored}")
         with torch.no_grad():
-            parameter.copy_(value)
+            parameter.copy_(value.reshape(parameter.shape))
 
     def free(self, names: Iterable[str]) -> None:
         """Parameters go back to meta; buffers (small, and partly not on disk) stay."""

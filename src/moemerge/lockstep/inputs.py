@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from moemerge.architectures.opened import OpenModel
+from moemerge.config.layers import LayerSelection
 from moemerge.errors import ArchitectureError, TokenizerError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.text.domains import Domain, JobSettings, TextSettings, load_domains
 from moemerge.text.rows import TextSource
 from moemerge.text.tokens import load_tokenizer
+
+
+def settings_data(settings: Any) -> dict[str, Any]:
+    """A job's settings as plain data."""
+    values = {name: getattr(settings, name) for name in type(settings).model_fields}
+    return {n: str(v) if isinstance(v, LayerSelection) else v for n, v in values.items()}
 
 
 def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> None:
@@ -37,17 +46,32 @@ def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> No
         )
 
 
-def read_domains(
+@dataclass(frozen=True)
+class JobText:
+    """The text of a job, tokenized by one model's tokenizer."""
+
+    domains: tuple[Domain, ...]
+    tokenizer: Any
+    seconds: float  # taken to read and tokenize it
+
+    @property
+    def notices(self) -> list[str]:
+        return [notice for domain in self.domains for notice in domain.notices]
+
+
+def read_text(
     model: OpenModel,
     sources: Collection[str],
     data: Mapping[str, Sequence[TextSource]],
     settings: JobSettings,
-) -> tuple[tuple[Domain, ...], Any]:
-    """Each source's text through the model's tokenizer, and the tokenizer."""
+) -> JobText:
+    """Each source's text through the model's tokenizer."""
+    begin = time.perf_counter()
     tokenizer = load_tokenizer(model.checkpoint.tokenizer_folder)
     # In the sources' order, so that the order of --data does not matter.
     chosen = {name: data[name] for name in sources}
-    return load_domains(chosen, tokenizer, TextSettings.of(settings)), tokenizer
+    domains = load_domains(chosen, tokenizer, TextSettings.of(settings))
+    return JobText(domains, tokenizer, time.perf_counter() - begin)
 
 
 def require_streamable(model: OpenModel, other: OpenModel, *, what: str, hint: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.layers import LayerSelection
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
+from moemerge.lockstep.overlay import OverlaidCheckpoint
 from moemerge.runtime.devices import DTYPES, dtype_name
 
 MERGED = "merged"
@@ -23,7 +25,7 @@ MERGED = "merged"
 class PairedRouter:
     """One router of the merged model, and the same router in every source."""
 
-    place: RouterInfo
+    info: RouterInfo
     sources: Mapping[str, RouterInfo]
 
 
@@ -34,6 +36,27 @@ class SkippedRouter:
     layer: int
     router: str
     reason: str
+
+
+@dataclass(frozen=True)
+class ChosenRouters:
+    """The routers of a job, with their counterparts, and those it leaves alone."""
+
+    layers: tuple[int, ...]
+    pairs: tuple[PairedRouter, ...]
+    skipped: tuple[SkippedRouter, ...]
+
+    @classmethod
+    def of(
+        cls,
+        merged: OpenModel,
+        others: Sequence[OpenModel],
+        selection: LayerSelection,
+        verb: str = "calibrate",
+    ) -> ChosenRouters:
+        """Those in the layers meant; `verb` is what is to be done with them."""
+        layers = chosen_layers(merged, selection, verb)
+        return cls(layers, pair_routers(merged, others, layers), skipped_routers(merged, layers))
 
 
 @dataclass(frozen=True)
@@ -109,43 +132,43 @@ def pair_routers(
         for source in sources
     }
     paired = []
-    for place in merged.architecture.routers():
-        if not place.served or place.layer not in layers:
+    for router in merged.architecture.routers():
+        if not router.served or router.layer not in layers:
             continue
-        key = merged.architecture.key(place.weight)
-        found = {}
+        key = merged.architecture.key(router.weight)
+        counterparts = {}
         for source in sources:
             other = by_key[source.name].get(key)
             if other is None:
                 raise ArchitectureError(
-                    f"{source.what} has no router in layer {place.layer},"
-                    f" but {merged.label} has {place.weight}",
+                    f"{source.what} has no router in layer {router.layer},"
+                    f" but {merged.label} has {router.weight}",
                     hint="a source has the layers of the merged model",
                 )
-            _require_same_shape(merged, place, source, other)
-            found[source.name] = other
-        paired.append(PairedRouter(place, found))
+            _require_same_shape(merged, router, source, other)
+            counterparts[source.name] = other
+        paired.append(PairedRouter(router, counterparts))
     return tuple(paired)
 
 
 def _require_same_shape(
-    merged: OpenModel, place: RouterInfo, source: OpenModel, other: RouterInfo
+    merged: OpenModel, router: RouterInfo, source: OpenModel, other: RouterInfo
 ) -> None:
-    for here, there in ((place.weight, other.weight), (place.bias, other.bias)):
+    for here, there in ((router.weight, other.weight), (router.bias, other.bias)):
         if (here is None) != (there is None):
             has, lacks = (merged, source) if there is None else (source, merged)
             raise ArchitectureError(
-                f"layer {place.layer}: the router of {has.label} has a bias ({here or there}), "
+                f"layer {router.layer}: the router of {has.label} has a bias ({here or there}), "
                 f"that of {lacks.label} has none"
             )
         if here is None or there is None:
             continue
         mine, theirs = merged.checkpoint.tensors[here], source.checkpoint.tensors[there]
-        if mine.shape != theirs.shape or place.rows != other.rows:
+        if mine.shape != theirs.shape or router.rows != other.rows:
             raise ArchitectureError(
-                f"layer {place.layer}: the router of {source.what} is "
+                f"layer {router.layer}: the router of {source.what} is "
                 f"{list(theirs.shape)} with {other.rows} experts, that of {merged.label} is "
-                f"{list(mine.shape)} with {place.rows}",
+                f"{list(mine.shape)} with {router.rows}",
                 hint="a source is a model that was merged: same experts, same width",
             )
         for model, info in ((merged, mine), (source, theirs)):
@@ -159,7 +182,7 @@ def _require_same_shape(
 
 def gate_notices(merged: OpenModel, sources: Sequence[OpenModel], pair: PairedRouter) -> list[str]:
     """What a user should know of gates: approximations, and sources that route otherwise."""
-    gate = pair.place.gate
+    gate = pair.info.gate
     notices = []
     if gate is not None and gate.approximate:
         notices.append(f"{merged.label}: {gate.approximate}")
@@ -183,10 +206,10 @@ def chosen_layers(
 
     `verb` is what is to be done with their routers.
     """
-    places = merged.architecture.routers()
-    with_routers = sorted({place.layer for place in places if place.served})
+    routers = merged.architecture.routers()
+    with_routers = sorted({router.layer for router in routers if router.served})
     if not with_routers:
-        reasons = sorted({place.reason for place in places if place.reason})
+        reasons = sorted({router.reason for router in routers if router.reason})
         raise ArchitectureError(
             f"{merged.label}: no router can be {verb}d"
             + (f" ({'; '.join(reasons)})" if reasons else "")
@@ -213,41 +236,49 @@ def layers_among(
 def skipped_routers(merged: OpenModel, layers: Collection[int]) -> tuple[SkippedRouter, ...]:
     """Routers that stay as merged: not chosen, or not to be solved for."""
     skipped = []
-    for place in merged.architecture.routers():
-        reason = place.reason if not place.served else None
-        if reason is None and place.layer not in layers:
+    for router in merged.architecture.routers():
+        reason = router.reason if not router.served else None
+        if reason is None and router.layer not in layers:
             reason = "not chosen by --layers"
         if reason is not None:
-            skipped.append(SkippedRouter(place.layer, place.weight, reason))
+            skipped.append(SkippedRouter(router.layer, router.weight, reason))
     return tuple(skipped)
 
 
 # --- tensors ------------------------------------------------------------------------------------
 
 
-def read_router(model: OpenModel, place: RouterInfo) -> RouterWeights:
-    """One router's own tensors; nothing else of the model is read."""
-    weight = model.checkpoint.read(place.weight)
-    bias = None if place.bias is None else model.checkpoint.read(place.bias).reshape(-1)
-    selection = None
-    if place.selection_bias is not None:
-        selection = model.checkpoint.read(place.selection_bias).reshape(-1)[: place.rows]
-    return RouterWeights(weight, bias, selection, place.rows)
+class StoredRouters:
+    """The routers of one model, each read from disk once, refused where they are not finite."""
 
+    def __init__(self, model: OpenModel, routers: Sequence[RouterInfo]) -> None:
+        self._model = model
+        self._tensors: dict[str, Tensor] = {}  # as they lie on disk
+        digest = hashlib.sha256()
+        for router in routers:
+            for name in (router.weight, router.bias, router.selection_bias):
+                if name is None:
+                    continue
+                tensor = self._tensors[name] = model.checkpoint.read(name)
+                if not bool(torch.isfinite(tensor).all()):
+                    raise NumericalError(
+                        f"{model.label}: {name} (layer {router.layer}) holds NaN or infinity",
+                        hint="the checkpoint is damaged, or its training diverged",
+                    )
+                digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+                digest.update(as_bytes(tensor.contiguous()))
+        self.digest = digest.hexdigest()  # of every byte
 
-def digest_routers(model: OpenModel, places: Sequence[RouterInfo]) -> str:
-    """A digest of every router's bytes; refuses routers that hold NaN or infinity."""
-    digest = hashlib.sha256()
-    for place in places:
-        for name in (place.weight, place.bias, place.selection_bias):
-            if name is None:
-                continue
-            tensor = model.checkpoint.read(name)
-            if not bool(torch.isfinite(tensor).all()):
-                raise NumericalError(
-                    f"{model.label}: {name} (layer {place.layer}) holds NaN or infinity",
-                    hint="the checkpoint is damaged, or its training diverged",
-                )
-            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            digest.update(as_bytes(tensor.contiguous()))
-    return digest.hexdigest()
+    def weights(self, router: RouterInfo) -> RouterWeights:
+        bias = None if router.bias is None else self._tensors[router.bias].reshape(-1)
+        selection = None
+        if router.selection_bias is not None:
+            selection = self._tensors[router.selection_bias].reshape(-1)[: router.rows]
+        return RouterWeights(self._tensors[router.weight], bias, selection, router.rows)
+
+    @property
+    def model(self) -> OpenModel:
+        """The model, which takes these tensors from memory from now on."""
+        overlay = {name: partial(self._tensors.__getitem__, name) for name in self._tensors}
+        checkpoint = OverlaidCheckpoint(self._model.checkpoint, overlay)
+        return replace(self._model, checkpoint=checkpoint)

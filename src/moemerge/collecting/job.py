@@ -1,9 +1,10 @@
-"""Everything that can be refused, before the first layer is read."""
+"""Statistics: what is asked for, and the same once all that can be refused was checked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from moemerge.checkpoint import require_space
 from moemerge.config.models import ModelRef
 from moemerge.config.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, DataError
-from moemerge.features.settings import batch_tokens, forward_dtype
+from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
 from moemerge.runtime.devices import dtype_name, resolve_device
 from moemerge.statistics import Provenance
 from moemerge.statistics.packing import packed_size
@@ -47,20 +48,23 @@ class CollectRequest:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class CollectingJob:
     """Statistics that can be gathered."""
 
     request: CollectRequest
     model: OpenModel
     domain: Domain
-    batches: tuple[Batch, ...]
-    device: torch.device
-    dtype: torch.dtype
+    stream: StreamSettings
     provenance: Provenance
     keys: tuple[str, ...]  # of all units
 
+    @cached_property
+    def batches(self) -> tuple[Batch, ...]:
+        most = min(DEFAULT_BATCH_TOKENS, batch_tokens(self.model, self.stream.device))
+        return make_batches([self.domain], batch_tokens=most)
 
-def prepare(request: CollectRequest) -> Prepared:
+
+def prepare(request: CollectRequest) -> CollectingJob:
     """Check output, files, model and space; read the text."""
     settings = request.settings
     check_output_file(request.out, overwrite=request.overwrite)
@@ -80,15 +84,11 @@ def prepare(request: CollectRequest) -> Prepared:
     folder = model.checkpoint.tokenizer_folder
     domain = load_domain(DOMAIN, request.data, load_tokenizer(folder), TextSettings.of(settings))
     dtype = _forward_dtype(settings, model)
-    return Prepared(
+    return CollectingJob(
         request=request,
         model=model,
         domain=domain,
-        batches=make_batches(
-            [domain], batch_tokens=min(DEFAULT_BATCH_TOKENS, batch_tokens(model, device))
-        ),
-        device=device,
-        dtype=dtype,
+        stream=StreamSettings(device, dtype, settings.offload),
         provenance=Provenance(
             model=model.label,
             family=family_name(model.architecture),

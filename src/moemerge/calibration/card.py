@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moemerge.calibration.prepare import Prepared, settings_data
+from moemerge.calibration.job import CalibrationJob
 from moemerge.calibration.report import CalibrationReport
 from moemerge.checkpoint import hub_ids
 from moemerge.config.dump import dump_config
@@ -15,6 +15,7 @@ from moemerge.config.schema import RunConfig
 from moemerge.config.translate import parse_settings
 from moemerge.config.yaml_lines import read_yaml
 from moemerge.errors import ConfigError
+from moemerge.lockstep.inputs import settings_data
 from moemerge.report.card import model_card
 from moemerge.report.document import (
     CARD_NAME,
@@ -27,11 +28,11 @@ from moemerge.report.document import (
 SECTION = "Router calibration"
 
 
-def output_files(prepared: Prepared, report: CalibrationReport, version: str) -> dict[str, bytes]:
+def output_files(job: CalibrationJob, report: CalibrationReport, version: str) -> dict[str, bytes]:
     """The three files that moemerge adds to a calibrated model."""
-    folder = prepared.merged.checkpoint.path
+    folder = job.merged.checkpoint.path
     earlier = _earlier_report(folder)
-    config = resolved_config(prepared, report)
+    config = resolved_config(job, report)
     document = report_document(version, merge=earlier.get("merge"), calibration=report.to_json())
     return {
         CONFIG_NAME: config.encode(),
@@ -53,18 +54,18 @@ def _earlier_report(folder: Path) -> dict[str, Any]:
 # --- config -------------------------------------------------------------------------------------
 
 
-def resolved_config(prepared: Prepared, report: CalibrationReport) -> str:
+def resolved_config(job: CalibrationJob, report: CalibrationReport) -> str:
     """The config with which `moemerge run` makes this model again.
 
     The merge's own config with a `calibration:` block; for a model that another tool merged, or
     that was calibrated before, a config that takes it as it is.
     """
-    folder = prepared.merged.checkpoint.path
+    folder = job.merged.checkpoint.path
     written = folder / CONFIG_NAME
-    if prepared.request.passing and written.is_file():
+    if job.request.temporary and written.is_file():
         return written.read_text(encoding="utf-8")
     block = {
-        **settings_data(prepared.request.settings),
+        **settings_data(job.request.settings),
         "sources": dict(report.sources),
         "data": {name: list(files) for name, files in report.data.items()},
     }

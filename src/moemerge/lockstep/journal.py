@@ -1,8 +1,9 @@
-"""Finished layers on disk, so that a killed run can go on and end with the same bytes.
+"""Finished work on disk, so that a killed run can go on and end with the same bytes.
 
-The journal is a hidden folder beside OUT (`.OUT.journal`). `key.json` tells what was calibrated
-with what; each router adds `NNNN.bin` (its tensors' bytes) and then `NNNN.json` (its row of the
-report, and a digest of the bytes). An entry counts once its JSON is there and the digest agrees.
+The journal is a hidden folder next to OUT (`.OUT.journal`). `key.json` says what was done with
+what; each finished entry (a router, a layer) adds `NNNN.bin` (its tensors' bytes) and then
+`NNNN.json` (their names, its row of the report, and a digest of the bytes). An entry counts once
+its JSON is there and the digest agrees. Tensors of entries are read back when they are asked for.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,46 @@ from moemerge.runtime.devices import dtype_name, parse_dtype
 from moemerge.runtime.unfinished import journal_path
 
 KEY_FILE = "key.json"
-FORMAT = 1  # of the files; raised when an older journal can no longer be read
+FORMAT = 2  # of the files; raised when an older journal can no longer be read
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A solved router: its tensors as stored, and its row of the report."""
+    """Finished work: its tensors as they will be stored, and its row of the report."""
 
-    router: str  # name on disk
-    weight: Tensor  # (all rows, d)
-    bias: Tensor | None
+    name: str  # of what was finished: a router's tensor, a layer
+    tensors: Mapping[str, Tensor]  # by name on disk
     row: dict[str, Any]
 
 
+class StoredTensors(Mapping[str, Tensor]):
+    """An entry's tensors, read from its file one by one."""
+
+    def __init__(self, file: Path, headers: Sequence[Mapping[str, Any]]) -> None:
+        self._file = file
+        self._places: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
+        offset = 0
+        for header in headers:
+            dtype, shape = parse_dtype(header["dtype"]), torch.Size(header["shape"])
+            self._places[header["name"]] = (offset, dtype, shape)
+            offset += shape.numel() * dtype.itemsize
+
+    def __getitem__(self, name: str) -> Tensor:
+        offset, dtype, shape = self._places[name]
+        with self._file.open("rb") as stream:
+            stream.seek(offset)
+            data = bytearray(stream.read(shape.numel() * dtype.itemsize))  # writable, for torch
+        return torch.frombuffer(data, dtype=dtype).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 class Journal:
-    """Open with `Journal.open`; `entries` are the finished routers in order."""
+    """Open with `Journal.open`; `entries` are what is finished, in order."""
 
     def __init__(self, folder: Path, key: Mapping[str, Any], entries: list[Entry]) -> None:
         self.folder = folder
@@ -77,23 +103,25 @@ class Journal:
     def add(self, entry: Entry) -> None:
         """Write an entry so that it outlives a crash."""
         stem = f"{len(self.entries):04d}"
-        parts = [entry.weight] if entry.bias is None else [entry.weight, entry.bias]
-        data = b"".join(bytes(as_bytes(part.contiguous())) for part in parts)
-        content = {
-            "router": entry.router,
-            "tensors": [{"dtype": dtype_name(p.dtype), "shape": list(p.shape)} for p in parts],
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "row": entry.row,
-        }
+        headers = [
+            {"name": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+            for name, tensor in entry.tensors.items()
+        ]
         with writing(self.folder):
             if not self._begun:
                 self._begin()
-            write_file(self.folder / f"{stem}.bin", data)
+            binary = self.folder / f"{stem}.bin"
+            content = {
+                "entry": entry.name,
+                "tensors": headers,
+                "sha256": _write_tensors(binary, entry.tensors.values()),
+                "row": entry.row,
+            }
             whole = self.folder / f"{stem}.json"
             write_file(whole.with_suffix(".tmp"), json.dumps(content).encode())
             os.rename(whole.with_suffix(".tmp"), whole)
             sync_folder(self.folder)
-        self.entries.append(entry)
+        self.entries.append(replace(entry, tensors=StoredTensors(binary, headers)))
 
     def remove(self) -> None:
         """The journal is no longer needed."""
@@ -130,14 +158,14 @@ class Journal:
         except BlockingIOError:
             os.close(fd)
             raise self._in_use(what) from None
-        except OSError:  # a file system without locks: nothing can be told, so nothing is refused
+        except OSError:  # a file system without locks: others cannot be seen, so nothing is refused
             os.close(fd)
             return
         self._lock = fd
 
     def _in_use(self, what: Path) -> CheckpointError:
         return CheckpointError(
-            f"another calibration is writing {what} (its journal {self.folder} is in use)",
+            f"another run is writing {what} (its journal {self.folder} is in use)",
             hint="wait for it, or choose another output folder",
         )
 
@@ -165,23 +193,28 @@ class Journal:
             binary = self.folder / f"{number:04d}.bin"
             if content is None or not binary.exists():
                 return
-            data = binary.read_bytes()
-            if hashlib.sha256(data).hexdigest() != content["sha256"]:
+            if _digest(binary) != content["sha256"]:
                 return
-            parts = _tensors(data, content["tensors"])
-            bias = parts[1] if len(parts) > 1 else None
-            yield Entry(content["router"], parts[0], bias, content["row"])
+            tensors = StoredTensors(binary, content["tensors"])
+            yield Entry(content["entry"], tensors, content["row"])
 
 
-def _tensors(data: bytes, headers: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    found, offset = [], 0
-    for header in headers:
-        dtype, shape = parse_dtype(header["dtype"]), torch.Size(header["shape"])
-        nbytes = shape.numel() * dtype.itemsize
-        chunk = bytearray(data[offset : offset + nbytes])  # writable, as torch wants it
-        found.append(torch.frombuffer(chunk, dtype=dtype).reshape(shape))
-        offset += nbytes
-    return found
+def _write_tensors(file: Path, tensors: Iterable[Tensor]) -> str:
+    """One after the other, durably; gives the digest of all bytes."""
+    digest = hashlib.sha256()
+    with file.open("wb") as stream:
+        for tensor in tensors:
+            data = as_bytes(tensor.contiguous())
+            stream.write(data)
+            digest.update(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return digest.hexdigest()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _read_json(path: Path) -> Any:
@@ -199,10 +232,10 @@ def _plain(value: Any) -> Any:
 def _differences(stored: Any, now: Any, path: str = "") -> Iterator[str]:
     if isinstance(stored, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*stored, *now]):
-            place = f"{path}.{key}" if path else str(key)
-            yield from _differences(stored.get(key), now.get(key), place)
+            below = f"{path}.{key}" if path else str(key)
+            yield from _differences(stored.get(key), now.get(key), below)
     elif stored != now:
         digests = all(isinstance(v, str) and len(v) == hashlib.sha256().digest_size * 2
                       for v in (stored, now))  # fmt: skip
-        told = "its content has changed" if digests else f"{stored} then, {now} now"
-        yield f"{path or 'the journal'}: {told}"
+        change = "its content has changed" if digests else f"{stored} then, {now} now"
+        yield f"{path or 'the journal'}: {change}"

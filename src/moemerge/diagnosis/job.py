@@ -1,34 +1,32 @@
-"""Everything about a diagnosis that can be refused before a layer is read."""
+"""A diagnosis: what is asked for, and the same once all that can be refused was checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-
-import torch
 
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.config.models import ModelRef
 from moemerge.config.settings import DiagnosisSettings
 from moemerge.diagnosis.results import MODEL
 from moemerge.errors import UsageError
-from moemerge.features.settings import batch_tokens, forward_dtype
+from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
 from moemerge.lockstep.inputs import (
+    JobText,
     check_names,
     check_same_tokens,
-    read_domains,
+    read_text,
     require_streamable,
 )
 from moemerge.lockstep.models import (
+    ChosenRouters,
     PairedRouter,
-    chosen_layers,
-    pair_routers,
     require_calibratable,
     require_same_family,
-    skipped_routers,
 )
-from moemerge.lockstep.swapped import pair_routing
+from moemerge.lockstep.overlay import pair_routing
 from moemerge.runtime.devices import resolve_device
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
 from moemerge.text.domains import Domain
@@ -55,27 +53,37 @@ class DiagnosisRequest:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class DiagnosisJob:
     """A diagnosis that was checked and can be run."""
 
     request: DiagnosisRequest
     subjects: tuple[OpenModel, ...]  # the diagnosed model, then those it is compared with
     sources: Mapping[str, OpenModel]
-    layers: tuple[int, ...]
-    routers: tuple[PairedRouter, ...]  # counterparts in sources and subjects, by their names
-    domains: tuple[Domain, ...]
-    batches: tuple[Batch, ...]
-    device: torch.device
-    dtype: torch.dtype
+    routers: ChosenRouters  # counterparts in sources and subjects, by their names
+    text: JobText
+    stream: StreamSettings
     notices: tuple[str, ...]
 
     @property
     def model(self) -> OpenModel:
         return self.subjects[0]
 
+    @property
+    def domains(self) -> tuple[Domain, ...]:
+        """What is measured on: the rows that a calibration spares, or all of them."""
+        if not self.request.settings.holdout:
+            return self.text.domains
+        return tuple(Domain(domain.name, domain.holdout) for domain in self.text.domains)
 
-def prepare(request: DiagnosisRequest) -> Prepared:
-    """Check names, files, models and text; make the batches."""
+    @cached_property
+    def batches(self) -> tuple[Batch, ...]:
+        fit = LOGITS_BYTES // (vocabulary(self.model) * self.stream.dtype.itemsize)
+        most = min(batch_tokens(self.model, self.stream.device), DEFAULT_BATCH_TOKENS, fit)
+        return make_batches(self.domains, batch_tokens=max(1, most))
+
+
+def prepare(request: DiagnosisRequest, text: JobText | None = None) -> DiagnosisJob:
+    """Check names, files, models and text, which may have been read before."""
     settings = request.settings
     check_names(request.sources, request.data)
     if MODEL in request.sources:
@@ -90,25 +98,18 @@ def prepare(request: DiagnosisRequest) -> Prepared:
     for other in others:
         require_same_family(model, other, hint=SAME_MODELS)
         require_streamable(model, other, what=other.what, hint=SAME_MODELS)
-    layers = chosen_layers(model, settings.layers, "diagnose")
-    routers = pair_routers(model, others, layers)
+    routers = ChosenRouters.of(model, others, settings.layers, "diagnose")
     if settings.swaps:
         for source in sources.values():
             pair_routing(model, source)
-    domains, notices = _text(request, subjects, sources)
-    dtype = forward_dtype(settings.dtype, model)
-    return Prepared(
-        request=request,
-        subjects=subjects,
-        sources=sources,
-        layers=layers,
-        routers=routers,
-        domains=domains,
-        batches=make_batches(domains, batch_tokens=_batch_tokens(model, device, dtype)),
-        device=device,
-        dtype=dtype,
-        notices=(*_passed_over(model, layers), *_gates(routers[0], others), *notices),
-    )
+    text = text or read_text(model, sources, request.data, settings)
+    notices = [*_left_out(routers), *_gates(routers.pairs[0], others), *text.notices]
+    for other in others:
+        read = [domain for domain in text.domains if sources.get(domain.name, other) is other]
+        read = read or list(text.domains)  # a model that is compared reads everything
+        notices += check_same_tokens(read, text.tokenizer, other, what=other.what, hint=SAME_MODELS)
+    stream = StreamSettings(device, forward_dtype(settings.dtype, model), settings.offload)
+    return DiagnosisJob(request, subjects, sources, routers, text, stream, tuple(notices))
 
 
 def _subjects(request: DiagnosisRequest) -> tuple[OpenModel, ...]:
@@ -116,32 +117,17 @@ def _subjects(request: DiagnosisRequest) -> tuple[OpenModel, ...]:
     if request.label is not None:
         model.checkpoint.label = request.label
     require_calibratable(model, "diagnose")
-    found = {MODEL: model}
+    subjects = {MODEL: model}
     for ref in request.against:
         label = str(ref)
-        if label in found or label in request.sources or label == model.label:
+        if label in subjects or label in request.sources or label == model.label:
             raise UsageError(
                 f"--against {label}: that name is taken",
                 hint="name another model than the diagnosed one, its sources and the others, or "
                 "write its path in full",
             )
-        found[label] = open_model(label, ref)
-    return tuple(found.values())
-
-
-def _text(
-    request: DiagnosisRequest, subjects: Sequence[OpenModel], sources: Mapping[str, OpenModel]
-) -> tuple[tuple[Domain, ...], list[str]]:
-    settings = request.settings
-    domains, tokenizer = read_domains(subjects[0], sources, request.data, settings)
-    notices = [notice for domain in domains for notice in domain.notices]
-    if settings.holdout:
-        domains = tuple(Domain(domain.name, domain.holdout) for domain in domains)
-    for other in (*subjects[1:], *sources.values()):
-        read = [domain for domain in domains if sources.get(domain.name, other) is other]
-        read = read or list(domains)  # a model that is compared reads everything
-        notices += check_same_tokens(read, tokenizer, other, what=other.what, hint=SAME_MODELS)
-    return domains, notices
+        subjects[label] = open_model(label, ref)
+    return tuple(subjects.values())
 
 
 def vocabulary(model: OpenModel) -> int:
@@ -151,29 +137,24 @@ def vocabulary(model: OpenModel) -> int:
     return model.checkpoint.tensors[name].rows if name else 1
 
 
-def _batch_tokens(model: OpenModel, device: torch.device, dtype: torch.dtype) -> int:
-    fits = LOGITS_BYTES // (vocabulary(model) * dtype.itemsize)
-    return max(1, min(batch_tokens(model, device), DEFAULT_BATCH_TOKENS, fits))
-
-
-def _passed_over(model: OpenModel, layers: Sequence[int]) -> list[str]:
+def _left_out(routers: ChosenRouters) -> list[str]:
     """Routers that cannot be compared; layers that were not asked for need no word."""
     return [
         f"layer {skipped.layer}: {skipped.router} is left out: {skipped.reason}"
-        for skipped in skipped_routers(model, layers)
-        if skipped.layer in layers or not skipped.reason.startswith("not chosen")
+        for skipped in routers.skipped
+        if skipped.layer in routers.layers or not skipped.reason.startswith("not chosen")
     ]
 
 
 def _gates(pair: PairedRouter, others: Sequence[OpenModel]) -> list[str]:
     """Approximated gates, and models that choose otherwise by their config."""
-    gate = pair.place.gate
-    found = [gate.approximate] if gate is not None and gate.approximate else []
+    gate = pair.info.gate
+    notices = [gate.approximate] if gate is not None and gate.approximate else []
     for other in others:
         theirs = pair.sources[other.name].gate
         if theirs != gate:
-            found.append(
+            notices.append(
                 f"{other.what} routes otherwise by its config ({theirs}) than the diagnosed model "
                 f"({gate}): choices are each model's own, distributions the diagnosed model's"
             )
-    return found
+    return notices

@@ -1,9 +1,10 @@
-"""A model with the routers of another."""
+"""A model with some tensors of another: its routers, say, without a file being written."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -13,34 +14,31 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
 
 
-class SwappedCheckpoint(Checkpoint):
-    """A checkpoint, some tensors of which are read from another one.
+class OverlaidCheckpoint(Checkpoint):
+    """A checkpoint, some tensors of which come from elsewhere: another one, or memory.
 
-    It shares the files of both, and so has nothing of its own to close.
+    It shares the files of its base, and so has nothing of its own to close.
     """
 
-    def __init__(
-        self, base: Checkpoint, donor: Checkpoint, names: Mapping[str, str], label: str
-    ) -> None:
+    def __init__(self, base: Checkpoint, overlay: Mapping[str, Callable[[], Tensor]]) -> None:
         self.path = base.path
-        self.label = label
+        self.label = base.label
         self.config = base.config
         self.files, self._file_of = base.files, base._file_of
         self.tensors = base.tensors
         self._base = base
-        self._donor = donor
-        self._names = names
+        self._overlay = overlay
 
     def read(
         self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        if name not in self._names:
+        if name not in self._overlay:
             return self._base.read(name, rows, out)
         info = self.tensors[name]
-        block = self._donor.read(self._names[name]).to(info.dtype).reshape(info.shape)
+        block = self._overlay[name]().to(info.dtype).reshape(info.shape)
         if rows is not None:
-            block = block[rows[0] : rows[1]].clone()
-        return block if out is None else out.copy_(block)
+            block = block[rows[0] : rows[1]]
+        return block.clone() if out is None else out.copy_(block)
 
     def close(self) -> None: ...
 
@@ -50,7 +48,7 @@ def routing_tensors(model: OpenModel, layers: Collection[int] | None = None) -> 
 
     Layers that a model never runs (multi-token prediction) are left out.
     """
-    found = {}
+    names = {}
     for name in model.checkpoint.tensors:
         layer = model.architecture.layer_of(name)
         if layer is None or layer >= model.architecture.num_layers:
@@ -58,8 +56,8 @@ def routing_tensors(model: OpenModel, layers: Collection[int] | None = None) -> 
         if layers is not None and layer not in layers:
             continue
         if model.architecture.role(name) in ROUTING_ROLES:
-            found[model.architecture.key(name)] = name
-    return found
+            names[model.architecture.key(name)] = name
+    return names
 
 
 def pair_routing(
@@ -94,6 +92,7 @@ def with_routers_of(
 ) -> OpenModel:
     """`model` as it would be with the routers of `donor`; nothing is written."""
     names = pair_routing(model, donor, layers)
-    label = f"{model.label} with the routers of {donor.label}"
-    checkpoint = SwappedCheckpoint(model.checkpoint, donor.checkpoint, names, label)
+    overlay = {name: partial(donor.checkpoint.read, other) for name, other in names.items()}
+    checkpoint = OverlaidCheckpoint(model.checkpoint, overlay)
+    checkpoint.label = f"{model.label} with the routers of {donor.label}"
     return OpenModel(model.name, checkpoint, model.architecture)

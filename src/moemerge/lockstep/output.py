@@ -1,0 +1,181 @@
+"""Where finished work goes: into a journal as it comes, at the end into OUT."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from moemerge.checkpoint import Checkpoint, CheckpointPatch, require_space
+from moemerge.errors import (
+    ArchitectureError,
+    CheckpointError,
+    DataError,
+    NumericalError,
+    UsageError,
+)
+from moemerge.lockstep.journal import Entry, Journal
+from moemerge.runtime.threads import thread_pool
+
+# Report, card and config next to the weights.
+COMPANION_BYTES = 16 * 2**20
+
+
+class RefusedResultError(NumericalError):
+    """A result that only the settings refuse: with others, what is finished is of use."""
+
+
+# After these a second attempt would end the same: what is finished is of no use.
+HOPELESS = (ArchitectureError, DataError, NumericalError, UsageError)
+
+
+class Output:
+    """Finished entries, kept in memory alone: nothing is written, not even a journal."""
+
+    def __init__(self) -> None:
+        self.entries: Sequence[Entry] = []
+        self.resumed = 0  # entries of a killed run
+        self._number = 0
+
+    @property
+    def copied(self) -> tuple[float, int]:
+        """Seconds and bytes of the copy of what stays as it was."""
+        return 0.0, 0
+
+    def begin(self, key: Mapping[str, Any], names: Collection[str], *, resume: bool) -> None:
+        """The work begins: `key` is all that its result depends on, as plain data, and `names` are
+        the stored tensors that will change."""
+
+    def finished(self, name: str) -> Entry | None:
+        """The next entry, where a killed run had finished it; it must be of `name`."""
+        number = self._number
+        self._number += 1
+        if number >= self.resumed:
+            return None
+        entry = self.entries[number]
+        if entry.name != name:
+            raise CheckpointError(
+                f"{self.where}: entry {number} is of {entry.name}, but the model runs {name} there",
+                hint="the journal is damaged; start anew without --resume",
+            )
+        return entry
+
+    @property
+    def where(self) -> str:
+        return "memory"
+
+    def add(self, entry: Entry) -> None:
+        self.entries = [*self.entries, entry]
+
+    def check(self) -> None:
+        """Raise what has gone wrong in the background, if anything has."""
+
+    def finish(self, files: Mapping[str, bytes]) -> None:
+        """All entries are there; `files` are put next to the weights."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class PatchedOutput(Output):
+    """OUT as a copy of a model in which tensors are replaced: whole, or not at all.
+
+    What stays is copied in the background from `begin` on. A run that is killed or interrupted
+    leaves a journal of its entries next to OUT.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        out: Path,
+        *,
+        inputs: Sequence[Path],
+        overwrite: bool = False,
+        link: bool = False,
+        in_background: bool = False,
+    ) -> None:
+        """Refuses an output that must not be written, or for which there is no room.
+
+        `inputs` are folders that OUT must not touch. `link` takes hard links for unchanged shards.
+        """
+        super().__init__()
+        self._out = out
+        self._journal: Journal | None = None
+        # A GPU goes on to the next entry in the time that a disk takes to make one durable.
+        self._later: ThreadPoolExecutor | None = None
+        if in_background:
+            self._later = thread_pool(1, "moemerge-journal")
+        self._adding: Future[None] | None = None
+        self._patch = CheckpointPatch(source, out, overwrite=overwrite, link=link, inputs=inputs)
+        try:
+            require_space(out, source.total_bytes + COMPANION_BYTES)
+        except BaseException:
+            self._patch.abort()
+            raise
+
+    @property
+    def copied(self) -> tuple[float, int]:
+        return self._patch.copied
+
+    @property
+    def where(self) -> str:
+        return "memory" if self._journal is None else str(self._journal.folder)
+
+    def begin(self, key: Mapping[str, Any], names: Collection[str], *, resume: bool) -> None:
+        self._journal = Journal.open(self._out, key, resume=resume)
+        self.entries = self._journal.entries
+        self.resumed = len(self.entries)
+        self._patch.begin(names)
+
+    def add(self, entry: Entry) -> None:
+        assert self._journal is not None
+        self._wait()
+        if self._later is None:
+            self._journal.add(entry)
+        else:
+            self._adding = self._later.submit(self._journal.add, entry)
+
+    def check(self) -> None:
+        self._wait()
+        self._patch.poll()
+
+    def _wait(self) -> None:
+        """Until what was added is durable."""
+        adding, self._adding = self._adding, None
+        if adding is not None:
+            adding.result()
+
+    def finish(self, files: Mapping[str, bytes]) -> None:
+        assert self._journal is not None
+        self._wait()
+        for entry in self.entries:
+            for name, tensor in entry.tensors.items():
+                self._patch.write(name, tensor)
+        for name, data in files.items():
+            self._patch.add_bytes(name, data)
+        self._patch.commit()
+        self._journal.remove()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._later is not None:
+            self._later.shutdown(wait=True)
+        # The journal first: OUT's parents can be removed only once nothing is in them.
+        if self._journal is not None:
+            if isinstance(error, HOPELESS) and not isinstance(error, RefusedResultError):
+                self._journal.remove()
+            self._journal.close()
+        self._patch.abort()

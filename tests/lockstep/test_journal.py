@@ -1,0 +1,83 @@
+"""A journal gives back what was put into it, as far as it is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moemerge.errors import CheckpointError
+from moemerge.lockstep.journal import Entry, Journal
+
+
+def entry(number: int, bias: bool = False) -> Entry:
+    weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).bfloat16()
+    tensors = {f"r{number}.weight": weight}
+    if bias:
+        tensors[f"r{number}.bias"] = torch.ones(1, 3)
+    return Entry(f"r{number}", tensors, {"layer": number})
+
+
+def test_entries_come_back_as_they_were(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "out", {"merged": "m"}, resume=False)
+    assert not journal.folder.exists()
+    for number in range(3):
+        journal.add(entry(number, bias=number == 1))
+    journal.close()
+    again = Journal.open(tmp_path / "out", {"merged": "m"}, resume=True)
+    for number, stored in enumerate(again.entries):
+        wanted = entry(number, bias=number == 1)
+        assert stored.name == wanted.name
+        assert stored.row == wanted.row
+        assert list(stored.tensors) == list(wanted.tensors)
+        assert len(stored.tensors) == len(wanted.tensors)
+        for name, tensor in wanted.tensors.items():
+            assert stored.tensors[name].dtype == tensor.dtype
+            assert torch.equal(stored.tensors[name], tensor)
+    assert len(again.entries) == 3
+    again.remove()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed", "json"])
+def test_a_damaged_entry_ends_what_is_finished(damage: str, tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "out", {}, resume=False)
+    for number in range(3):
+        journal.add(entry(number))
+    journal.close()
+    binary = journal.folder / "0001.bin"
+    if damage == "missing":
+        binary.unlink()
+    elif damage == "json":
+        (journal.folder / "0001.json").write_text('{"entry":')
+    else:
+        data = binary.read_bytes()
+        binary.write_bytes(data[:-1] if damage == "cut" else data[:-1] + b"?")
+    again = Journal.open(tmp_path / "out", {}, resume=True)
+    assert [e.name for e in again.entries] == ["r0"]
+    again.add(entry(1))
+    again.close()
+    assert len(Journal.open(tmp_path / "out", {}, resume=True).entries) == 3
+
+
+def test_a_journal_in_use_is_left_alone(tmp_path: Path) -> None:
+    first = Journal.open(tmp_path / "out", {}, resume=False)
+    first.add(entry(0))
+    for resume in (False, True):
+        with pytest.raises(CheckpointError, match="another run is writing"):
+            Journal.open(tmp_path / "out", {}, resume=resume)
+    first.add(entry(1))
+    first.close()
+    assert len(Journal.open(tmp_path / "out", {}, resume=True).entries) == 2
+
+
+def test_tensors_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+    """A layer of a large model does not stay in memory once it is durable."""
+    journal = Journal.open(tmp_path / "out", {}, resume=False)
+    journal.add(entry(0))
+    (kept,) = journal.entries
+    assert torch.equal(kept.tensors["r0.weight"], entry(0).tensors["r0.weight"])
+    first = kept.tensors["r0.weight"]
+    assert kept.tensors["r0.weight"].data_ptr() != first.data_ptr()
+    journal.remove()

@@ -1,0 +1,107 @@
+"""Finished entries on their way into OUT, with the journal written in the background."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import zoo
+from calibration import cases
+from moemerge.checkpoint.reader import Checkpoint
+from moemerge.errors import CheckpointError, NumericalError, UsageError
+from moemerge.lockstep.journal import Entry
+from moemerge.lockstep.output import Output, PatchedOutput, RefusedResultError
+
+KEY = {"merged": "m"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.build("olmoe", tmp_path_factory.mktemp("model") / "olmoe")
+
+
+def entries(model: Path) -> list[Entry]:
+    """New routers, as a job would find them."""
+    tensors = zoo.tensors(model)
+    names = [f"model.layers.{number}.mlp.gate.weight" for number in range(3)]
+    return [Entry(name, {name: tensors[name] + 1}, {"layer": name}) for name in names]
+
+
+def opened(model: Path, out: Path) -> PatchedOutput:
+    return PatchedOutput(Checkpoint.open(model), out, inputs=[], in_background=True)
+
+
+def add_and_raise(output: Output, some: list[Entry], error: BaseException) -> None:
+    with output:
+        output.begin(KEY, [entry.name for entry in some], resume=False)
+        for entry in some:
+            output.add(entry)
+        raise error
+
+
+def test_what_is_added_later_is_written_all_the_same(model: Path, tmp_path: Path) -> None:
+    out, some = tmp_path / "out", entries(model)
+    with pytest.raises(KeyboardInterrupt):
+        add_and_raise(opened(model, out), some[:2], KeyboardInterrupt())
+    assert cases.leftovers(out) == [".out.journal"]
+    with opened(model, out) as output:
+        output.begin(KEY, [entry.name for entry in some], resume=True)
+        assert output.resumed == 2
+        finished = [output.finished(entry.name) for entry in some]
+        assert [e and e.name for e in finished] == [some[0].name, some[1].name, None]
+        output.add(some[2])
+        output.check()
+        assert len(output.entries) == 3
+        output.finish({"note.txt": b"done"})
+    changed = zoo.tensors(out)
+    for name, tensor in zoo.tensors(model).items():
+        assert torch.equal(changed[name], tensor + 1 if "gate.weight" in name else tensor)
+    assert (out / "note.txt").read_bytes() == b"done"
+    assert not cases.leftovers(out)
+
+
+def test_an_entry_of_something_else_is_not_replayed(model: Path, tmp_path: Path) -> None:
+    out, some = tmp_path / "out", entries(model)
+    with pytest.raises(KeyboardInterrupt):
+        add_and_raise(opened(model, out), some[:1], KeyboardInterrupt())
+    with opened(model, out) as output:
+        output.begin(KEY, [], resume=True)
+        with pytest.raises(CheckpointError, match=r"entry 0 is of .*layers\.0.*runs other"):
+            output.finished("other")
+
+
+def test_a_journal_that_cannot_be_written_is_an_error(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with opened(model, out) as output:
+        output.begin(KEY, [], resume=False)
+        (tmp_path / ".out.journal").write_text("in the way")
+        output.add(entries(model)[0])
+        with pytest.raises(CheckpointError, match="in use"):
+            output.check()
+    assert not out.exists()
+
+
+def test_a_hopeless_error_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with pytest.raises(UsageError):
+        add_and_raise(opened(model, out), entries(model)[:1], UsageError("no"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_only_the_settings_refuse_is_kept(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(NumericalError):
+        add_and_raise(opened(model, tmp_path / "out"), entries(model)[:1], RefusedResultError("no"))
+    assert cases.leftovers(tmp_path / "out") == [".out.journal"]
+
+
+def test_without_writing_entries_stay_in_memory(model: Path) -> None:
+    some = entries(model)
+    with Output() as output:
+        output.begin(KEY, [], resume=False)
+        for entry in some:
+            assert output.finished(entry.name) is None
+            output.add(entry)
+        output.finish({})
+    assert [entry.name for entry in output.entries] == [entry.name for entry in some]
