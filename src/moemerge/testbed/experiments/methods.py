@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from moemerge.errors import UsageError
-from moemerge.merging import METHODS as PRODUCT_METHODS
 from moemerge.registry import did_you_mean
 
 
@@ -20,7 +19,6 @@ class MethodRecipe:
     merge_method: str
     weights: tuple[float, ...] = ()  # of two models; more models share equally
     each: Mapping[str, float] = field(default_factory=dict)  # parameters of every model
-    options: Mapping[str, float | str | bool] = field(default_factory=dict)
     needs_text: bool = False
     needs_base: bool = True
 
@@ -53,11 +51,6 @@ def chosen(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in METHODS if not names or name in names)
 
 
-def missing(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of `names` whose merge method is not installed."""
-    return tuple(name for name in names if METHODS[name].merge_method not in PRODUCT_METHODS)
-
-
 def merge_config(
     method: str,
     base: Path,
@@ -76,8 +69,6 @@ def merge_config(
         for (name, path), share in zip(models.items(), shares, strict=True)
     ]
     config: dict[str, Any] = {"merge_method": recipe.merge_method, "models": entries}
-    if recipe.options:
-        config["parameters"] = dict(recipe.options)
     if recipe.needs_base:
         config["base_model"] = str(base)
     if recipe.needs_text:

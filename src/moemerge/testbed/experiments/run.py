@@ -92,7 +92,6 @@ class Plan:
 
     request: TableRequest
     tables: tuple[Table, ...]
-    notices: tuple[str, ...]
 
     def cells(self) -> dict[SetKey, dict[str, Cell]]:
         found: dict[SetKey, dict[str, Cell]] = {}
@@ -106,13 +105,7 @@ class Plan:
 def make_plan(request: TableRequest) -> Plan:
     """Check the request, and lay out its tables."""
     _check(request)
-    wanted = methods.chosen(request.methods)
-    absent = methods.missing(wanted)
-    notices = [f"{methods.METHODS[m].title} is left out: it is not installed" for m in absent]
-    present = tuple(m for m in wanted if m not in absent)
-    if not present:
-        raise UsageError(f"none of the methods {', '.join(wanted)} is installed")
-    scope = Scope(present, PRESETS[request.preset].layers)
+    scope = Scope(methods.chosen(request.methods), PRESETS[request.preset].layers)
     names = EXPERIMENTS if ALL in request.experiments else dict.fromkeys(request.experiments)
     tables = []
     for regime in request.regimes:
@@ -121,7 +114,7 @@ def make_plan(request: TableRequest) -> Plan:
             arch = one.arch or request.arch
             keys = tuple(SetKey(arch, request.preset, regime, seed) for seed in request.seeds)
             tables.append(Table(one, regime, tuple(one.rows(scope)), keys))
-    return Plan(request, tuple(tables), tuple(notices))
+    return Plan(request, tuple(tables))
 
 
 def _check(request: TableRequest) -> None:
@@ -152,14 +145,12 @@ class TablesResult:
 
     summaries: tuple[Summary, ...]
     failures: tuple[Failure, ...]
-    notices: tuple[str, ...]
     written: tuple[Path, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "tables": [summary.to_json() for summary in self.summaries],
             "failures": [asdict(failure) for failure in self.failures],
-            "notices": list(self.notices),
             "files": [str(path) for path in self.written],
         }
 
@@ -169,8 +160,6 @@ def run_tables(request: TableRequest, progress: Progress, *, figures: bool = Tru
     if figures:
         require_matplotlib()
     plan = make_plan(request)
-    for notice in plan.notices:
-        progress.note(notice)
     try:
         request.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -180,7 +169,7 @@ def run_tables(request: TableRequest, progress: Progress, *, figures: bool = Tru
     failures = run_cells(plan, journal, progress)
     summaries = tuple(table.summary(journal) for table in plan.tables)
     written = write_report(request.out, summaries, figures=figures)
-    return TablesResult(summaries, tuple(failures), plan.notices, tuple(written))
+    return TablesResult(summaries, tuple(failures), tuple(written))
 
 
 # --- training -----------------------------------------------------------------------------------

@@ -1,12 +1,26 @@
-"""Whether a completion is right: equal to the answer, or a program that does the same."""
+"""Whether a completion is right: equal to the answer, or a program that does the same.
+
+Programs are expressions of `s`, run in the sandbox. The task that runs them
+(`expression_task.py`) refuses all syntax but slices, operators and a few string methods before it
+runs anything. It answers program by program, so when one brings its process down, the next
+process goes on from there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 
-from moemerge.testbed.tasks.expressions import run_programs
 from moemerge.testbed.tasks.problem import Problem
 from moemerge.testbed.tasks.programs import HIDDEN_INPUTS, SYNTHESIS, program_of
+from moemerge.verification.sandbox.limits import MIB, Limits
+from moemerge.verification.sandbox.protections import strongest
+
+TASK = "moemerge.testbed.tasks.expression_task:evaluate"
+# For all programs of one process; a healthy thousand takes a tenth of a second.
+LIMITS = Limits(cpu_seconds=5, wall_seconds=10, memory=512 * MIB, file_bytes=MIB)
+
+Results = list[list[str] | None]
 
 
 def check(problem: Problem, completion: str) -> bool:
@@ -35,3 +49,29 @@ def check_all(problems: Sequence[Problem], completions: Sequence[str]) -> list[b
         assert expected is not None, problems[place]
         right[place] = results[program_of(completions[place])] == expected
     return right
+
+
+def run_programs(programs: Sequence[str], inputs: Sequence[str]) -> Results:
+    """What each program gives for each input; None where it fails or gives no strings."""
+    return all_answers(programs, lambda some: _confined(some, inputs))
+
+
+def all_answers(programs: Sequence[str], ask: Callable[[Sequence[str]], Results]) -> Results:
+    """One answer for each program; `ask` answers the leading ones, up to one that ends it."""
+    results: Results = []
+    while len(results) < len(programs):
+        leading = ask(programs[len(results) :])
+        results.extend(leading)
+        # A process that ends may have been worn out by programs before the one it ended with, so
+        # that one gets a process of its own; if it ends that as well, it is to blame.
+        if not leading:
+            results.append(None)
+    return results
+
+
+def _confined(programs: Sequence[str], inputs: Sequence[str]) -> Results:
+    request = json.dumps({"programs": list(programs), "inputs": list(inputs)})
+    sandbox, _protections = strongest()
+    answer = sandbox.run(TASK, request.encode(), LIMITS).answer
+    whole = answer[: answer.rfind(b"\n") + 1].splitlines()
+    return [json.loads(line) for line in whole[: len(programs)]]

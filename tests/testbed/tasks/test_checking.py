@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moemerge.testbed.tasks.expressions import all_answers, run_programs
+from moemerge.testbed.tasks.checking import all_answers, run_programs
 
 
 def test_results_come_in_order():
