@@ -135,6 +135,35 @@ def test_run_merges_and_calibrates(case: cases.Case, tmp_path: Path) -> None:
     assert "--overwrite" in again.stderr
 
 
+def test_its_own_config_makes_a_run_again_from_anywhere(
+    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, folder in case.sources.items():
+        shutil.copytree(folder, tmp_path / name)
+        zoo.tiny_tokenizer(tmp_path / name)
+        shutil.copy(case.data[name], tmp_path / f"{name}.jsonl")
+    names = list(case.sources)
+    models = "".join(f"- {{model: {name}, parameters: {{weight: 1}}}}\n" for name in names)
+    data = "".join(f"  {name}: {name}.jsonl\n" for name in names)
+    text = f"merge_method: linear\nmodels:\n{models}data:\n{data}calibration:\n"
+    (tmp_path / "config.yml").write_text(text)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert moemerge("run", "config.yml", "out", "--alpha", "0.7").exit_code == 0
+    merged = moemerge("merge", "config.yml", "merged")
+    assert "`calibration:` of the config is left out" in merged.stderr
+    assert "calibration" not in Path("merged/README.md").read_text()
+    assert "calibration" not in Path("merged/moemerge_config.yml").read_text()
+    flags = [f"--source={n}={n}" for n in names] + [f"--data={n}={n}.jsonl" for n in names]
+    assert moemerge("calibrate", "merged", "later", "--alpha", "0.7", *flags).exit_code == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for made in ("out", "later"):
+        again = moemerge("run", f"../{made}/moemerge_config.yml", made)
+        assert again.exit_code == 0, again.output
+        for path in (tmp_path / made).glob("*.safetensors"):
+            assert path.read_bytes() == Path(made, path.name).read_bytes()
+
+
 def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: Path) -> None:
     """Ctrl-C once a layer is finished: exit code 130, and a word about --resume."""
     out = tmp_path / "out"

@@ -77,6 +77,26 @@ def test_another_seed_gives_another_mask(models, tmp_path):
     assert not torch.equal(a[name], b[name])
 
 
+def shards(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def test_its_own_config_makes_a_merge_again_from_anywhere(models, tmp_path, monkeypatch):
+    """Seed and whole paths are in it: same bytes, though the method draws at random."""
+    settings = config("dare_ties", [models[0], "m1", "m2"], density=0.4)
+    monkeypatch.chdir(models[1].parent)
+    moemerge.merge(settings, "out", seed=7)
+    written = (tmp_path / "out" / "moemerge_config.yml").read_text()
+    assert "seed: 7" in written
+    assert written in (tmp_path / "out" / "README.md").read_text()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    moemerge.merge("../out/moemerge_config.yml", "again")
+    assert shards(tmp_path / "out") == shards(tmp_path / "elsewhere" / "again")
+    moemerge.merge("../out/moemerge_config.yml", "other", seed=8)  # a flag beats the config
+    assert shards(tmp_path / "out") != shards(tmp_path / "elsewhere" / "other")
+
+
 def test_runs_of_rows_equal_the_whole(models, tmp_path, monkeypatch):
     """Elementwise methods may cut a large tensor; the cut must not show."""
     settings = config("task_arithmetic", models)

@@ -66,7 +66,7 @@ def merge(
     Settings are given as a whole, or one by one: `merge(..., overwrite=True, device="cpu")`.
     """
     settings = settings_for(MergeSettings, settings, keywords, "merge")
-    loaded = load_config(config, lenient=settings.lenient)
+    loaded = load_config(config, lenient=settings.lenient).merge_alone()
     return _merge(loaded, Path(out), settings, progress or Silent())
 
 

@@ -78,7 +78,7 @@ def resolved_config(job: CalibrationJob, report: CalibrationReport) -> str:
             "calibration": block,
         }
         found = parse_settings(RunConfig, plain, "the resolved config")
-    return dump_config(found)
+    return dump_config(found, absolute=True)
 
 
 def _merge_config(path: Path, block: Mapping[str, Any]) -> RunConfig | None:

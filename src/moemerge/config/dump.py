@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -16,45 +18,57 @@ from moemerge.config.yaml_lines import Dumper
 
 _ALWAYS = ("calibration",)  # written with their defaults, which a later version may change
 _FIRST = ("merge_method", "base_model")
+_FILES = ("data", "statistics")  # whose values are file names
 
 
-def dump_config(config: RunConfig) -> str:
-    """YAML text of a config, with the settings of a calibration spelt out."""
-    text: str = yaml.dump(config_data(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+def dump_config(config: RunConfig, *, absolute: bool = False) -> str:
+    """YAML text of a config, with the settings of a calibration spelt out.
+
+    With `absolute` it means the same in every working directory: files and local models are
+    written with their whole path.
+    """
+    data = config_data(config, absolute=absolute)
+    text: str = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 
-def config_data(config: RunConfig) -> dict[str, Any]:
+def config_data(config: RunConfig, *, absolute: bool = False) -> dict[str, Any]:
     """The config as plain data: what a YAML or JSON file holds."""
-    data: dict[str, Any] = _mapping(config)
+    data = _Writer(absolute).mapping(config)
     first = {key: data[key] for key in _FIRST if key in data}
     return {**first, **{key: value for key, value in data.items() if key not in first}}
 
 
-def _mapping(model: BaseModel, *, full: bool = False) -> dict[str, Any]:
-    result = {}
-    for name, info in type(model).model_fields.items():
-        value = getattr(model, name)
-        default = info.get_default(call_default_factory=True)
-        if value is not None and (full or value != default):
-            result[name] = _plain(value, full=full or name in _ALWAYS)
-    return result
+@dataclass(frozen=True)
+class _Writer:
+    absolute: bool
 
+    def mapping(self, model: BaseModel, *, full: bool = False) -> dict[str, Any]:
+        result = {}
+        for name, info in type(model).model_fields.items():
+            value = getattr(model, name)
+            default = info.get_default(call_default_factory=True)
+            if value is None or not (full or value != default):
+                continue
+            if name in _FILES and self.absolute:
+                value = {key: list(map(os.path.abspath, files)) for key, files in value.items()}
+            result[name] = self.plain(value, full=full or name in _ALWAYS)
+        return result
 
-def _plain(value: Any, *, full: bool) -> Any:
-    if isinstance(value, BaseModel):
-        return _mapping(value, full=full)
-    if isinstance(value, ModelRef):
-        return _model(value)
-    if isinstance(value, LayerSelection):
-        return str(value)
-    if isinstance(value, (Gradient, Conditional)):
-        return plain(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(item, full=full) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, full=full) for item in value]
-    return value
+    def plain(self, value: Any, *, full: bool) -> Any:
+        if isinstance(value, BaseModel):
+            return self.mapping(value, full=full)
+        if isinstance(value, ModelRef):
+            return _model(value.absolute() if self.absolute else value)
+        if isinstance(value, LayerSelection):
+            return str(value)
+        if isinstance(value, (Gradient, Conditional)):
+            return plain(value)
+        if isinstance(value, Mapping):
+            return {key: self.plain(item, full=full) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.plain(item, full=full) for item in value]
+        return value
 
 
 def _model(ref: ModelRef) -> Any:

@@ -78,6 +78,20 @@ class LoadedConfig:
     calibration: SourceData | None  # what to calibrate with, where the config asks for it
     statistics: StatisticsRequest | None = None
 
+    def merge_alone(self) -> LoadedConfig:
+        """Without what `run` does after the merge, and a warning about it."""
+        repairs = [key for key in RunConfig.repairs if getattr(self.config, key) is not None]
+        if not repairs:
+            return self
+        named = " and ".join(f"`{key}:`" for key in repairs)
+        warning = f"{named} of the config is left out: `moemerge run` merges and does that as well"
+        return replace(
+            self,
+            config=self.config.model_copy(update=dict.fromkeys(repairs)),
+            calibration=None,
+            warnings=(*self.warnings, warning),
+        )
+
 
 def load_config(
     source: str | FilePath | Mapping[str, Any],

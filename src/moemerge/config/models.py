@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moemerge.errors import ConfigError
 
@@ -52,9 +52,18 @@ class ModelRef:
         paths = (self.path,) if self.lora is None else (self.path, self.lora)
         return "+".join(os.path.basename(path.rstrip("/")) or path for path in paths)
 
+    def absolute(self) -> ModelRef:
+        """The same with whole paths where they are folders; a hub id stays one."""
+        lora = None if self.lora is None else _absolute(self.lora)
+        return replace(self, path=_absolute(self.path), lora=lora)
+
     def __str__(self) -> str:
         text = _joined(self.path, self.revision)
         return text if self.lora is None else f"{text}+{_joined(self.lora, self.lora_revision)}"
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(path) if os.path.exists(path) else path
 
 
 def _joined(path: str, revision: str | None) -> str:

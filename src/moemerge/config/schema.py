@@ -180,10 +180,12 @@ class RunConfig(Body):
         "which are not supported: remove it"
     }
     blocks: ClassVar[tuple[str, ...]] = ("router", "calibration")
+    repairs: ClassVar[tuple[str, ...]] = ("calibration",)  # what `run` does after the merge
 
     merge_method: Text
     base_model: ModelField | None = None
     modules: Modules | None = None
+    seed: Annotated[int, Field(strict=True, ge=0)] | None = None  # of methods that draw at random
     dtype: DtypeField | None = None
     out_dtype: DtypeField | None = None
     tokenizer_source: TokenizerSource | None = None

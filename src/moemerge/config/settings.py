@@ -67,7 +67,9 @@ class MergeSettings(Strict):
 
     device: DeviceField = DEVICE
     out_shard_size: str = Field("5GB", description="largest shard, such as 5GB or 500MB")
-    seed: Seed = Field(0, description="seed of the methods that draw at random")
+    seed: Seed | None = Field(
+        None, description="seed of the methods that draw at random (default: the config's, or 0)"
+    )
     overwrite: Flag = Field(False, description="replace OUT if it exists")
     lenient: Flag = Field(
         False, description="warn about keys that mergekit would ignore, do not refuse"
@@ -80,7 +82,7 @@ class MergeKeywords(TypedDict, total=False):
 
     device: str
     out_shard_size: str
-    seed: int
+    seed: int | None
     overwrite: bool
     lenient: bool
     allow_nonfinite: bool

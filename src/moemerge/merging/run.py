@@ -59,7 +59,7 @@ class MergeJob:
     """A merge that was planned and checked, and can be run."""
 
     loaded: LoadedConfig
-    options: MergeSettings
+    settings: MergeSettings
     models: Mapping[str, OpenModel]
     plan: MergePlan
     files: OutputFiles
@@ -115,15 +115,16 @@ class MergeJob:
         return [folder for model in self.plan.models for folder in model.checkpoint.folders]
 
 
-def plan_merge(loaded: LoadedConfig, options: MergeSettings, out: Path | None = None) -> MergeJob:
+def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None = None) -> MergeJob:
     """Open the models, make the plan and check all of it; reads headers, never a tensor."""
     started = time.perf_counter()
-    # What the options alone can get wrong comes first: opening a model may mean a long download.
-    parse_size(options.out_shard_size)
-    resolve_device(options.device)
+    # What the settings alone can get wrong comes first: opening a model may mean a long download.
+    parse_size(settings.out_shard_size)
+    resolve_device(settings.device)
     if out is not None:
-        check_output(out, overwrite=options.overwrite)
+        check_output(out, overwrite=settings.overwrite)
     config, merge = loaded.config, loaded.merge
+    seed = settings.seed if settings.seed is not None else config.seed or 0
     models = open_models(merge)
     vocabularies = plan_vocabularies(merge, models, config.tokenizer)
     planner = Planner(merge, models, vocabularies, config.dtype, config.out_dtype)
@@ -137,7 +138,7 @@ def plan_merge(loaded: LoadedConfig, options: MergeSettings, out: Path | None = 
         blocks=output.blocks,
         accounts=output.accounts,
         input_dtype=planner.input_dtype,
-        seed=options.seed,
+        seed=seed,
         notices=(
             *loaded.warnings,
             *loaded.reporter.judge(ineffective),
@@ -145,13 +146,13 @@ def plan_merge(loaded: LoadedConfig, options: MergeSettings, out: Path | None = 
             *files.notices,
         ),
     )
-    job = MergeJob(loaded, options, models, plan, files, started)
+    job = MergeJob(loaded, settings, models, plan, files, started)
     if loaded.statistics is not None:
         job = job.with_statistics(loaded.statistics.files)
         pending = pending_bytes(loaded.statistics, models)
         job = replace(job, pending_bytes=pending)
     if out is not None:
-        check_output(out, overwrite=options.overwrite, inputs=job.input_folders)
+        check_output(out, overwrite=settings.overwrite, inputs=job.input_folders)
         require_space(out, plan.bytes_written + COMPANION_BYTES + job.pending_bytes)
     return job
 
@@ -163,21 +164,21 @@ def run_merge(
 
     A `temporary` merge is read again at once, and so best left in the page cache.
     """
-    options, plan = job.options, job.plan
-    device = resolve_device(options.device)
+    settings, plan = job.settings, job.plan
+    device = resolve_device(settings.device)
     writer = CheckpointWriter(
         out,
         plan.tensors,
-        shard_bytes=parse_size(options.out_shard_size),
-        overwrite=options.overwrite,
+        shard_bytes=parse_size(settings.out_shard_size),
+        overwrite=settings.overwrite,
         inputs=job.input_folders,
         direct=not temporary,
     )
     with writer:
         report = replace(job.report, device=str(device), output=str(out))
         _write_companions(writer, job, report)  # now, while the disk has nothing else to do
-        settings = ExecutionSettings(device=device, allow_nonfinite=options.allow_nonfinite)
-        outcome = execute(plan, writer, settings, progress)
+        execution = ExecutionSettings(device=device, allow_nonfinite=settings.allow_nonfinite)
+        outcome = execute(plan, writer, execution, progress)
         report = replace(
             report,
             remarks=outcome.remarks.to_json(),
@@ -194,7 +195,8 @@ def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeRepo
     """All files beside the weights but the report, which says how long they took."""
     for name, path in job.files.copied.items():
         writer.add_file(path, name)
-    config_text = dump_config(job.loaded.config)
+    config = job.loaded.config.model_copy(update={"seed": job.plan.seed})
+    config_text = dump_config(config, absolute=True)
     made = {
         **job.files.made,
         CONFIG_NAME: config_text.encode(),
