@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moemerge.collecting import squares
-from moemerge.collecting.moments import CHUNK, Moment, gram_sum
-from moemerge.collecting.routed import Routed, RoutedGradients
+from moemerge.collecting.moments import CHUNK, Moment, Routed, gram_sum
+from moemerge.collecting.squares import RoutedGradients
 from moemerge.features.tokens import sort_by_expert
 
 

@@ -17,7 +17,7 @@ from collecting.cases import Collect, Folder
 from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.collecting import CollectRequest, run_collect
-from moemerge.collecting.store import Store
+from moemerge.collecting.forward import StateStore
 from moemerge.config.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, CheckpointError, DataError, NumericalError
 from moemerge.runtime.progress import Silent
@@ -120,7 +120,7 @@ def test_states_on_disk_give_the_same_bytes(
 
 
 def test_a_full_disk_is_told_and_left_clean(tmp_path: Path) -> None:
-    store = Store("disk", torch.device("cpu"), tmp_path)
+    store = StateStore("disk", torch.device("cpu"), tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:

@@ -370,6 +370,20 @@ def test_nan_in_the_last_layer_is_met_where_the_output_is_used(
         list(stream)
 
 
+@pytest.mark.parametrize("expert", [0, 7])
+def test_nan_after_the_last_stop_is_not_overlooked(
+    expert: int, zoo_folder: Folder, tmp_path: Path
+) -> None:
+    """The last layer's experts are not run where nobody asks for the output."""
+    name = f"model.layers.2.mlp.experts.{expert}.down_proj.weight"
+    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", _poison(name))
+    with (
+        RouterStream(checkpoint, reference.batches()) as stream,
+        pytest.raises(NumericalError, match=r"layers\.2\.mlp\.experts\.down_proj holds NaN"),
+    ):
+        list(stream)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 4), (2, 3, 2, 4), (6, 4)])
 def test_only_real_tokens_must_be_finite(shape: tuple[int, ...]) -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])

@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemerge.collecting.checks import require_finite_weights
 from moemerge.collecting.forward import Forward, run_forward
 from moemerge.collecting.job import CollectingJob
-from moemerge.collecting.routed import RoutedGradients
-from moemerge.collecting.squares import add_ragged_squares, add_squares, new_total
+from moemerge.collecting.squares import (
+    RoutedGradients,
+    add_ragged_squares,
+    add_squares,
+    new_total,
+)
 from moemerge.errors import ArchitectureError, DataError, NumericalError, ResourceError
 from moemerge.features.gradients import Heard, expert_deltas, experts_call, head_back, run_back
-from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap, projections
+from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap, linear_weights, projections
 from moemerge.features.tokens import as_sequences, real_tokens
 from moemerge.features.units import UnitMap
 from moemerge.features.weights import Weights
@@ -48,7 +51,7 @@ def collect_fishers(
             hint="give rows of at least two tokens",
         )
     with run_forward(job, progress) as forward:
-        back = _WayBack(job, forward, writer)
+        back = _Backward(job, forward, writer)
         try:
             with deterministic(job.stream.device), attention_without_plans():
                 back.run(progress)
@@ -62,7 +65,7 @@ def predicting(job: CollectingJob) -> int:
     return sum(len(row) > 1 for row in job.domain.rows)
 
 
-class _WayBack:
+class _Backward:
     def __init__(self, job: CollectingJob, forward: Forward, writer: StatisticsWriter) -> None:
         self._job = job
         self._forward = forward
@@ -115,7 +118,7 @@ class _WayBack:
             hidden = self._forward.store.take((len(self._forward.anatomy.layers), number))
             found: list[Tensor] = []
             for rows, part in _row_groups(batch, HEAD_TOKENS.get(self._device.type, 512)):
-                with self._telling("the head"):
+                with self._errors_named("the head"):
                     back, heard = head_back(
                         self._model,
                         self._forward.anatomy.owner,
@@ -142,12 +145,12 @@ class _WayBack:
         routed = {t.path: RoutedGradients(t.count) for t in taps if isinstance(t, ExpertsTap)}
         passed: dict[str, int] = {}
         path = forward.anatomy.layers[number]
-        require_finite_weights(self._model, taps, self._job.model.label)
+        self._weights.require_finite(linear_weights(taps))
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         for at, batch in enumerate(self._job.batches):
             hidden = forward.store.take((number, at))
             call = forward.calls.pop((number, at))
-            with self._telling(path):
+            with self._errors_named(path):
                 out, back, heard = run_back(
                     self._model, path, hidden, call, self._gradients[at], taps
                 )
@@ -275,7 +278,7 @@ class _WayBack:
         self._writer.add(key, shape, values, units={key: shape}, tokens=tokens)
 
     @contextlib.contextmanager
-    def _telling(self, where: str) -> Iterator[None]:
+    def _errors_named(self, where: str) -> Iterator[None]:
         """A failure inside the model's own code, told by where it happened."""
         label = self._job.model.label
         try:

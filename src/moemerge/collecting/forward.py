@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moemerge.checkpoint.output import writing
+from moemerge.checkpoint.tensors import as_bytes
 from moemerge.collecting.job import CollectingJob
-from moemerge.collecting.store import Store
 from moemerge.errors import ArchitectureError
 from moemerge.features.calls import Call
 from moemerge.features.routers import Anatomy
@@ -30,6 +34,52 @@ SHARE = 0.3
 Rerun = Callable[[nn.Module, Tensor], Any]  # calls a layer again, on hidden states
 
 
+Key = tuple[int, int]  # (layer, batch)
+
+
+class StateStore:
+    """Hidden states that wait for the way back, under a key; each is taken once."""
+
+    def __init__(self, where: Offload, device: torch.device, folder: Path) -> None:
+        self._where = where
+        self._device = device
+        self._kept: dict[Key, Tensor] = {}
+        self._files: dict[Key, tuple[Path, torch.dtype, torch.Size]] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if where == "disk":
+            with writing(folder):
+                self._folder = tempfile.TemporaryDirectory(prefix=".moemerge-states-", dir=folder)
+
+    def put(self, key: Key, value: Tensor) -> None:
+        """Keep a copy, unless the device keeps it anyway."""
+        value = value.detach()
+        if self._folder is not None:
+            file = Path(self._folder.name) / f"{key[0]}-{key[1]}.bin"
+            with writing(file), file.open("wb") as stream:
+                stream.write(as_bytes(value.cpu().contiguous()))
+            self._files[key] = (file, value.dtype, value.shape)
+        elif self._where == "cpu" and self._device.type != "cpu":
+            host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._kept[key] = host.copy_(value, non_blocking=True)
+        else:
+            self._kept[key] = value
+
+    def take(self, key: Key) -> Tensor:
+        """On the device; forgotten here."""
+        if key in self._files:
+            file, dtype, shape = self._files.pop(key)
+            flat = torch.from_numpy(np.fromfile(file, dtype=np.uint8))
+            file.unlink()
+            return flat.view(dtype).reshape(shape).to(self._device)
+        return self._kept.pop(key).to(self._device, non_blocking=True)
+
+    def close(self) -> None:
+        self._kept.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
 @dataclass
 class Forward:
     """What the way back needs."""
@@ -38,7 +88,7 @@ class Forward:
     anatomy: Anatomy
     taps: Taps
     tail: str  # the norm after the last layer
-    store: Store  # (layer, batch) -> its input; beyond the last layer: the tail's
+    store: StateStore  # (layer, batch) -> its input; beyond the last layer: the tail's
     calls: dict[tuple[int, int], Rerun] = field(default_factory=dict)
 
     @property
@@ -55,7 +105,7 @@ class Forward:
 @contextlib.contextmanager
 def run_forward(job: CollectingJob, progress: Progress) -> Iterator[Forward]:
     """Stream the model once; inside, everything that was kept is there."""
-    ear = _Ear(job)
+    keeper = _InputKeeper(job)
     # What is parked is kept for the way back in any case.
     settings = StreamSettings(job.stream.device, job.stream.dtype, offload="device")
     with ModelStream(
@@ -67,17 +117,17 @@ def run_forward(job: CollectingJob, progress: Progress) -> Iterator[Forward]:
     ) as stream:
         units = UnitMap(job.model.checkpoint, job.model.architecture, stream.names)
         units.require_experts(stream.taps)
-        forward = ear.attach(stream)
+        forward = keeper.attach(stream)
         try:
             for _ in stream:
                 raise AssertionError("no stop was asked for")
-            ear.check()
+            keeper.check()
             yield forward
         finally:
             forward.store.close()
 
 
-class _Ear:
+class _InputKeeper:
     def __init__(self, job: CollectingJob) -> None:
         self._job = job
         self._numbers = {id(batch): number for number, batch in enumerate(job.batches)}
@@ -93,7 +143,7 @@ class _Ear:
             if not any(path.startswith(f"{anatomy.owner}.{name}.") for path in anatomy.layers)
         ]
         stream.listen([*anatomy.layers, *tails], self.on_calls)
-        store = Store(
+        store = StateStore(
             self._place(stream), self._job.stream.device, self._job.request.out.absolute().parent
         )
         self.forward = Forward(stream.model, anatomy, stream.taps, "", store)

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.roles import Unit
-from moemerge.collecting.checks import require_finite_weights
-from moemerge.collecting.moments import Moment
-from moemerge.collecting.routed import Routed
+from moemerge.collecting.moments import Moment, Routed
 from moemerge.errors import ArchitectureError
 from moemerge.features.calls import Call
 from moemerge.features.stream import ModelStream
-from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap, head_input
+from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap, head_input, linear_weights
 from moemerge.features.tokens import real_tokens
 from moemerge.features.units import ExpertKey, UnitMap
 from moemerge.statistics import StatisticsWriter
@@ -117,9 +115,9 @@ class GramCollector:
     def on_layer(self, number: int) -> None:
         """Every batch has passed the layer."""
         layer, self._layer = self._layer, _Layer()
-        stream = self._stream
-        require_finite_weights(stream.model, stream.taps.layers[number], stream.checkpoint.label)
-        for tap in self._stream.taps.layers[number]:
+        taps = self._stream.taps.layers[number]
+        self._stream.weights.require_finite(linear_weights(taps))
+        for tap in taps:
             if isinstance(tap, ExpertsTap):
                 if tap.path in layer.routed:
                     self._write_experts(tap, layer.routed.pop(tap.path))

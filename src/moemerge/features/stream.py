@@ -229,6 +229,9 @@ class ModelStream:
                 self._bring(self.anatomy.layers.index(pause.key))
             elif pause.kind == "end":
                 break
+        if not self._to_the_end and self._layer is not None:
+            # What comes after the last stop is not run, so hidden states cannot show its NaN.
+            self.weights.require_finite(self.weights.names_under(self.anatomy.layers[self._layer]))
         self._progress.finish()
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,15 @@ class Taps:
         if not kinds:
             return None
         return f"no linear maps of tokens, so without statistics: {', '.join(kinds)}"
+
+
+def linear_weights(taps: Iterable[Tap]) -> list[str]:
+    """The matrices of the linear maps among taps, by their names in memory.
+
+    Fused attention may take NaN for a masked place, so hidden states do not always show one. What
+    an expert makes of its tokens does; one that none came to is no harm to statistics.
+    """
+    return [tap.weight for tap in taps if isinstance(tap, LinearTap)]
 
 
 def find_taps(model: PreTrainedModel, anatomy: Anatomy) -> Taps:

@@ -295,6 +295,23 @@ class Weights:
                 hint="the folder lacks weights its config.json asks for, or names them otherwise",
             )
 
+    def require_finite(self, names: Iterable[str]) -> None:
+        """Refuse NaN and infinity in those of these parameters that are in memory."""
+        values = {name: _current(self.model, name) for name in names}
+        there = {n: v for n, v in values.items() if v.is_floating_point() and not v.is_meta}
+        if not there:
+            return
+        # A finite sum has only finite terms; one wait for the device.
+        sums = torch.stack([value.sum(dtype=torch.float32) for value in there.values()])
+        if bool(sums.isfinite().all()):
+            return
+        bad = [name for name, value in there.items() if not bool(value.isfinite().all())]
+        if bad:
+            raise NumericalError(
+                f"{self.checkpoint.label}: {', '.join(bad)} holds NaN or infinity",
+                hint="repair that model; if it is sound on disk, it overflows: try --dtype float32",
+            )
+
     def _stored(self, name: str) -> str:
         recipe = self._recipe(name)
         return name if recipe is None else recipe.sources[0][1]
