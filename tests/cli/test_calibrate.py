@@ -135,6 +135,37 @@ def test_run_merges_and_calibrates(case: cases.Case, tmp_path: Path) -> None:
     assert "--overwrite" in again.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "layers", "said"),
+    [
+        (None, "all", "no such file"),
+        ("", "all", "the file is empty, expected rows of text"),
+        ('{"text": "fine"}\n{"txt": "what"}\n', "all", "row 2: unknown form, keys found: 'txt'"),
+        ('{"text": "fine"}\nnot json\n', "all", "row 2: not JSON"),
+        ('{"text": "fine"}\n', "3-9", "the model has 3 layers, 0 to 2"),
+        ('{"text": "fine"}\n', "last:9", "layers, 0 to"),
+    ],
+)
+def test_validate_checks_text_and_layers_of_a_calibration(
+    case: cases.Case, tmp_path: Path, content: str | None, layers: str, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / "text.jsonl").write_text(content)
+    lines = ["merge_method: linear", "models:"]
+    lines += [
+        f"- {{model: {f}, name: {n}, parameters: {{weight: 1}}}}" for n, f in case.sources.items()
+    ]
+    lines += ["data:", *(f"  {name}: {tmp_path / 'text.jsonl'}" for name in case.sources)]
+    lines += [f"calibration: {{layers: '{layers}'}}", ""]
+    (tmp_path / "config.yml").write_text("\n".join(lines))
+    for verb in (["validate"], ["run"]):
+        out = [tmp_path / "out"] if verb == ["run"] else []
+        result = moemerge(*verb, tmp_path / "config.yml", *out)
+        assert result.exit_code in (2, 3), result.output
+        assert said in " ".join(result.stderr.split()), result.stderr
+        assert not (tmp_path / "out").exists()
+
+
 def test_its_own_config_makes_a_run_again_from_anywhere(
     case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,9 +27,11 @@ from moemerge.config.settings import (
 )
 from moemerge.config.translate import parse_settings
 from moemerge.errors import UsageError
+from moemerge.lockstep.models import check_sources
 from moemerge.merging import METHODS
 from moemerge.merging.report import MergeReport
 from moemerge.runtime.progress import Progress, Silent
+from moemerge.text.rows import check_text
 
 if TYPE_CHECKING:
     from moemerge.calibration import CalibrationReport
@@ -99,9 +101,13 @@ def validate(
     settings: MergeSettings | None = None,
     **keywords: Unpack[MergeKeywords],
 ) -> MergeReport:
-    """Plan a merge (into `out`) and check all that can be checked without reading a tensor."""
+    """Plan a merge (into `out`) and check all that can be checked without reading a tensor.
+
+    Of text the first rows are read; of a `calibration:` block its sources and layers are checked.
+    """
     settings = settings_for(MergeSettings, settings, keywords, "validate")
     loaded = load_config(config, lenient=settings.lenient)
+    _check_calibration(loaded)
     return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
 
 
@@ -151,11 +157,10 @@ def run(
     wanted, block = loaded.calibration, loaded.config.calibration
     assert wanted is not None  # `_with_settings` keeps what there was
     assert block is not None
-    from moemerge.calibration import CalibrationRequest, run_calibration
-    from moemerge.calibration.job import check_calibration
-
     check_output(out, overwrite=settings.overwrite)
-    check_calibration(wanted)
+    _check_calibration(loaded)
+    from moemerge.calibration import CalibrationRequest, run_calibration
+
     if report is not None:
         from moemerge.diagnosis.page import page_path
 
@@ -180,6 +185,14 @@ def run(
         if page is not None:
             page.write(progress)
     return RunReport(replace(merged, output=str(out)), calibrated)
+
+
+def _check_calibration(loaded: LoadedConfig) -> None:
+    """What can be refused of a calibration before its merge is made."""
+    wanted, block = loaded.calibration, loaded.config.calibration
+    if wanted is not None and block is not None:
+        check_text(wanted.data)
+        check_sources(wanted.sources, block.layers)
 
 
 def _refuse_without_calibration(report: str | Path | None, given: Mapping[str, Any]) -> None:

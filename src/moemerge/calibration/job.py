@@ -12,7 +12,6 @@ from typing import Any
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.config.models import ModelRef
-from moemerge.config.requests import SourceData
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
 from moemerge.lockstep.inputs import (
     JobText,
@@ -122,15 +121,6 @@ class CalibrationJob:
 
 
 # --- checks, in the order in which they are made ------------------------------------------------
-
-
-def check_calibration(wanted: SourceData) -> None:
-    """What can be refused of a config's calibration before its merge is made."""
-    check_files(wanted.data)
-    opened = [open_model(name, ref) for name, ref in wanted.sources.items()]
-    for model in opened:
-        require_same_family(opened[0], model)
-        require_calibratable(model)
 
 
 def open_models(request: CalibrationRequest) -> tuple[OpenModel, dict[str, OpenModel]]:

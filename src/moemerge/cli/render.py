@@ -132,10 +132,11 @@ def merge_report(report: MergeReport, *, verbose: bool) -> RenderableType:
         ("largest step", f"{format_size(report.peak_block_bytes)} of memory"),
     ]
     if report.seconds is not None:
-        speed = report.output_bytes / max(report.seconds, 1e-9)
-        rows.append(
-            ("time", f"{report.seconds:.1f} s on {report.device} ({format_size(round(speed))}/s)")
-        )
+        merging = report.seconds - (report.statistics_seconds or 0.0)
+        speed = format_size(round(report.output_bytes / max(merging, 1e-9)))
+        rows.append(("time", f"{merging:.1f} s on {report.device} ({speed}/s)"))
+        if report.statistics_seconds is not None:
+            rows.append(("statistics", f"{report.statistics_seconds:.1f} s before that"))
         rows.append(("folder", report.output or ""))
     else:
         rows.append(("status", "ready to run; nothing was written"))

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.architecture import RouterInfo
-from moemerge.architectures.opened import OpenModel
+from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.layers import LayerSelection
+from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.lockstep.overlay import OverlaidCheckpoint
 from moemerge.runtime.devices import DTYPES, dtype_name
@@ -121,6 +122,15 @@ def require_same_family(
             f"{merged.label} is {merged.architecture.model_type!r}",
             hint=hint,
         )
+
+
+def check_sources(sources: Mapping[str, ModelRef], selection: LayerSelection) -> None:
+    """Refuse the sources of a merge that is still to be made, and layers that they have not."""
+    opened = [open_model(name, ref) for name, ref in sources.items()]
+    for model in opened:
+        require_same_family(opened[0], model)
+        require_calibratable(model)
+    ChosenRouters.of(opened[0], opened[1:], selection)
 
 
 def pair_routers(

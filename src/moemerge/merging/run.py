@@ -45,6 +45,7 @@ from moemerge.report.document import (
 )
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress
+from moemerge.text.rows import check_text
 from moemerge.version import __version__
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     )
     job = MergeJob(loaded, settings, models, plan, files, started)
     if loaded.statistics is not None:
+        check_text(loaded.statistics.data)
         job = job.with_statistics(loaded.statistics.files)
         pending = pending_bytes(loaded.statistics, models)
         job = replace(job, pending_bytes=pending)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import itertools
 import json
 import stat
 import zlib
@@ -29,6 +30,8 @@ FORM_KEYS = {
     "conversations": ("conversations",),
     "instruction": ("instruction", "input", "output"),
 }
+# Rows of a file whose form is looked at before any work is done.
+CHECKED_ROWS = 100
 # What ShareGPT's `from` means.
 SPEAKERS = {
     "human": "user",
@@ -88,6 +91,17 @@ def check_files(data: Mapping[str, Sequence[TextSource]]) -> None:
                 check_file(Path(source), f"data {name!r}: ")
 
 
+def check_text(data: Mapping[str, Sequence[TextSource]]) -> None:
+    """`check_files`; and the first rows of each file have a form that can be read."""
+    check_files(data)
+    for sources in data.values():
+        for source in sources:
+            # A pipe can be read only once.
+            if isinstance(source, Mapping) or not _is_pipe(Path(source)):
+                for row in read_rows([source], CHECKED_ROWS):
+                    parse_row(row)
+
+
 def source_names(sources: Sequence[TextSource]) -> tuple[str, ...]:
     """What a report calls the text: its files, and how many rows came from memory."""
     files = tuple(str(source) for source in sources if not isinstance(source, Mapping))
@@ -95,20 +109,21 @@ def source_names(sources: Sequence[TextSource]) -> tuple[str, ...]:
     return files if not count else (*files, f"<{count} rows in memory>")
 
 
-def read_rows(sources: Sequence[TextSource]) -> list[TextRow]:
-    """The rows of all files, and those in memory, in the order given."""
+def read_rows(sources: Sequence[TextSource], most: int | None = None) -> list[TextRow]:
+    """The rows of all files (the first `most` of each), and those in memory, in the order given."""
     rows: list[TextRow] = []
     for number, source in enumerate(sources, 1):
         if isinstance(source, Mapping):
             rows.append(TextRow(f"row {number} in memory", source))
         else:
-            rows += _rows_of(Path(source))
+            rows += _rows_of(Path(source), most)
     return rows
 
 
-def _rows_of(path: Path) -> list[TextRow]:
+def _rows_of(path: Path, most: int | None) -> list[TextRow]:
     check_file(path)
-    rows = _parquet_rows(path) if path.name.lower().endswith(".parquet") else _json_lines(path)
+    reader = _parquet_rows if path.name.lower().endswith(".parquet") else _json_lines
+    rows = list(itertools.islice(reader(path), most))
     if not rows:
         raise DataError(f"{path}: the file is empty, expected rows of text", hint=FORMS)
     return rows
@@ -123,20 +138,18 @@ def _is_pipe(path: Path) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or str(path) == "/dev/stdin"
 
 
-def _json_lines(path: Path) -> list[TextRow]:
+def _json_lines(path: Path) -> Iterator[TextRow]:
     opener: Callable[..., Any] = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         with opener(path, "rb") as lines:
-            return [
-                TextRow(f"{path}, row {number}", line)
-                for number, line in enumerate(lines, 1)
-                if line.strip()
-            ]
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield TextRow(f"{path}, row {number}", line)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip file ({error})") from error
 
 
-def _parquet_rows(path: Path) -> list[TextRow]:
+def _parquet_rows(path: Path) -> Iterator[TextRow]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -146,10 +159,12 @@ def _parquet_rows(path: Path) -> list[TextRow]:
         ) from None
     arrow = importlib.import_module("pyarrow")
     try:
-        table = parquet.read_table(path).to_pylist()
+        batches = parquet.ParquetFile(path).iter_batches()
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield TextRow(f"{path}, row {number}", row)
     except (arrow.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file ({error})") from error
-    return [TextRow(f"{path}, row {number}", row) for number, row in enumerate(table, 1)]
 
 
 # --- forms --------------------------------------------------------------------------------------
