@@ -75,6 +75,8 @@ class Clock:
                 f"  {self.parts[-1]['part']}: {time.perf_counter() - self._begin:.1f} s", flush=True
             )
 
+    def status(self, message: str) -> None: ...
+
     def note(self, message: str) -> None: ...
 
     def finish(self) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from moemerge import api
 from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
+from moemerge.config.data import DataKeywords, DataSettings
 from moemerge.config.fields import AutoOrNumber, DataFiles, Files, PositiveInt, Strict
 from moemerge.config.layers import LayerSelection
 from moemerge.config.settings import (
@@ -28,6 +29,7 @@ PAIRS = [
     (CalibrationSettings, CalibrationKeywords),
     (DiagnosisSettings, DiagnosisKeywords),
     (CollectingSettings, CollectingKeywords),
+    (DataSettings, DataKeywords),
 ]
 
 
@@ -58,6 +60,7 @@ def test_keywords_are_the_fields_of_the_settings(settings: Any, keywords: Any) -
         (api.calibrate, CalibrationSettings),
         (api.diagnose, DiagnosisSettings),
         (api.collect_statistics, CollectingSettings),
+        (api.make_data, DataSettings),
     ],
     ids=lambda c: c.__name__,
 )

@@ -81,7 +81,10 @@ def test_unknown_checks_are_refused_with_a_guess():
 
 def test_rows_that_cannot_be_judged_are_named_before_work_begins():
     with pytest.raises(DataError, match=r"problems\.jsonl, row 2: 'answer' is NoneType"):
-        check_rows(make_verifier("exact"), [{"answer": "a"}, {}], "problems.jsonl")
+        check_rows(
+            make_verifier("exact"),
+            [("problems.jsonl, row 1", {"answer": "a"}), ("problems.jsonl, row 2", {})],
+        )
 
 
 class Counting:

@@ -1,5 +1,6 @@
 """The Python interface: check everything first, then do it."""
 
+from moemerge.api.data import make_data
 from moemerge.api.jobs import calibrate, collect_statistics, diagnose, swap_routers
 from moemerge.api.merging import (
     inspect,
@@ -19,6 +20,7 @@ __all__ = [
     "list_architectures",
     "list_methods",
     "load_config",
+    "make_data",
     "merge",
     "run",
     "swap_routers",

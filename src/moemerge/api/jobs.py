@@ -86,7 +86,7 @@ def calibrate(
         merged=merged,
         out=Path(out),
         sources=sources,
-        data={name: _files(files) for name, files in data.items()},
+        data={name: files_of(files) for name, files in data.items()},
         settings=settings_for(CalibrationSettings, settings, values, "calibrate"),
         overwrite=output.overwrite,
         resume=output.resume,
@@ -101,7 +101,7 @@ def calibrate(
     return done
 
 
-def _files(files: Files) -> tuple[TextSource, ...]:
+def files_of(files: Files) -> tuple[TextSource, ...]:
     return (files,) if isinstance(files, str | Path) else tuple(files)
 
 
@@ -149,7 +149,7 @@ def diagnose(
     request = DiagnosisRequest(
         model=model,
         sources=sources,
-        data={name: _files(files) for name, files in data.items()},
+        data={name: files_of(files) for name, files in data.items()},
         against=(against,) if isinstance(against, str | Path | ModelRef) else tuple(against),
         settings=settings_for(DiagnosisSettings, settings, keywords, "diagnose"),
     )
@@ -207,7 +207,7 @@ def collect_statistics(
     request = CollectRequest(
         model=model,
         out=Path(out),
-        data=_files(data),
+        data=files_of(data),
         settings=settings_for(CollectingSettings, settings, keywords, "collect_statistics"),
         overwrite=overwrite,
     )

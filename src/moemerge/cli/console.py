@@ -149,13 +149,18 @@ class Bar:
             self._bar = RichProgress(*_columns(unit), console=err, transient=True)
         else:
             self._bar = _Log(unit)
-        self._task = self._bar.add_task(what, total=total)
+        self._task = self._bar.add_task(what, total=total, status="")
         self._bar.start()
 
     def advance(self, amount: int) -> None:
         with self._lock:
             if self._bar is not None:
                 self._bar.advance(self._task, amount)
+
+    def status(self, message: str) -> None:
+        with self._lock:
+            if self._bar is not None:
+                self._bar.update(self._task, status=message)
 
     def note(self, message: str) -> None:
         if not self._quiet:
@@ -174,11 +179,15 @@ class _Log:
     def __init__(self, unit: str) -> None:
         self._unit = unit
         self._total = self._done = 0
+        self._status = ""
         self._begun = self._last = time.monotonic()
 
-    def add_task(self, what: str, total: int) -> str:
-        self._total = total
+    def add_task(self, what: str, total: int, status: str) -> str:
+        self._total, self._status = total, status
         return what
+
+    def update(self, task: str, *, status: str) -> None:
+        self._status = status
 
     def start(self) -> None:
         self._begun = self._last = time.monotonic()
@@ -194,7 +203,8 @@ class _Log:
             so_far = f"{filesize.decimal(self._done)} of {filesize.decimal(self._total)}"
         else:
             so_far = f"{self._done} of {self._total} {self._unit}"
-        err.print(f"{task}: {so_far}, {left} left", markup=False, soft_wrap=True)
+        words = [so_far, self._status, f"{left} left"] if self._status else [so_far, f"{left} left"]
+        err.print(f"{task}: {', '.join(words)}", markup=False, soft_wrap=True)
 
     def stop(self) -> None:
         pass
@@ -213,7 +223,8 @@ def _columns(unit: str) -> list[ProgressColumn]:
         if unit == "B"
         else [MofNCompleteColumn(), TextColumn(unit), _Rate()]
     )
-    return [TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn()]
+    status = TextColumn("{task.fields[status]}", markup=False)
+    return [TextColumn("{task.description}"), BarColumn(), *amount, status, TimeRemainingColumn()]
 
 
 @contextmanager

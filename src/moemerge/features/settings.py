@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from moemerge.architectures.opened import OpenModel
+from moemerge.checkpoint import Checkpoint
 from moemerge.features.loading import holds_scores
 from moemerge.features.spill import SMALLEST, Offload
 from moemerge.runtime.devices import gpu_memory, parse_dtype
@@ -46,10 +47,13 @@ class StreamSettings:
 
 def forward_dtype(name: str, model: OpenModel) -> torch.dtype:
     """`auto` is the dtype of most of the checkpoint's bytes: what the model runs in elsewhere."""
-    if name != "auto":
-        return parse_dtype(name)
+    return stored_dtype(model.checkpoint) if name == "auto" else parse_dtype(name)
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of most of a checkpoint's bytes."""
     bytes_of: dict[torch.dtype, int] = {}
-    for info in model.checkpoint.tensors.values():
+    for info in checkpoint.tensors.values():
         if info.dtype.is_floating_point:
             bytes_of[info.dtype] = bytes_of.get(info.dtype, 0) + info.nbytes
     return max(bytes_of, key=bytes_of.__getitem__, default=torch.float32)

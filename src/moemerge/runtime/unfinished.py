@@ -1,4 +1,4 @@
-"""Where unfinished work waits to be resumed: hidden, beside the folder that it is for.
+"""Where unfinished work waits to be resumed: hidden, beside the folder or file that it is for.
 
 Apart from the work itself, so that somebody who interrupts it can be told without importing it.
 """
@@ -17,6 +17,16 @@ def journal_path(out: Path) -> Path:
 def saved_path(out: Path) -> Path:
     """Of a training's finished steps."""
     return _beside(out, "training")
+
+
+def completions_path(out: Path) -> Path:
+    """Of completions that calibration text is made of."""
+    return _beside(out, "completions")
+
+
+def judgements_path(out: Path) -> Path:
+    """Of what was found about these completions."""
+    return _beside(out, "judgements")
 
 
 def _beside(out: Path, what: str) -> Path:

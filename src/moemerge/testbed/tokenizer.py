@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -25,6 +25,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each character."""
     inner = Tokenizer(models.WordLevel(IDS, unk_token=UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    inner.decoder = decoders.Fuse()  # characters side by side, without spaces between them
     make: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
     return make(tokenizer_object=inner, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN)
 

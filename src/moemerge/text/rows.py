@@ -198,7 +198,7 @@ def _with_guess(key: str, known: Iterable[str]) -> str:
 
 def parse_row(row: TextRow, unread: UnreadKeys | None = None) -> str | Conversation:
     """Plain text, or turns; keys that this form does not read are noted in `unread`."""
-    fields = _fields(row)
+    fields = row_fields(row)
     form = next((form for form in FORM_KEYS if form in fields), None)
     if form is None:
         keys = ", ".join(map(repr, fields)) or "none"
@@ -208,7 +208,7 @@ def parse_row(row: TextRow, unread: UnreadKeys | None = None) -> str | Conversat
     return _PARSERS[form](fields, row.where)
 
 
-def _fields(row: TextRow) -> dict[str, Any]:
+def row_fields(row: TextRow) -> dict[str, Any]:
     """A row's values by key. None is no value: a parquet table gives every row all columns."""
     content = row.content
     if not isinstance(content, Mapping):
@@ -228,11 +228,11 @@ def _text(fields: Mapping[str, Any], where: str) -> str:
 
 
 def _messages(fields: Mapping[str, Any], where: str) -> Conversation:
-    return Conversation(_turns(fields, "messages", where), "messages")
+    return Conversation(turns_of(fields, "messages", where), "messages")
 
 
 def _sharegpt(fields: Mapping[str, Any], where: str) -> Conversation:
-    return Conversation(_turns(fields, "conversations", where), "conversations")
+    return Conversation(turns_of(fields, "conversations", where), "conversations")
 
 
 def _prompt(fields: Mapping[str, Any], where: str) -> Conversation:
@@ -240,9 +240,9 @@ def _prompt(fields: Mapping[str, Any], where: str) -> Conversation:
     answers = [key for key in ("response", "completion") if key in fields]
     if len(answers) > 1:
         raise DataError(f"{where}: both 'response' and 'completion', expected one answer")
-    turns = _said(fields, "prompt", "user", where)
+    turns = said(fields, "prompt", "user", where)
     for key in answers:
-        turns += _said(fields, key, "assistant", where)
+        turns += said(fields, key, "assistant", where)
     listed = any(not isinstance(fields[key], str) for key in ("prompt", *answers))
     return Conversation(turns, "prompt", joinable=not listed)
 
@@ -254,7 +254,7 @@ def _alpaca(fields: Mapping[str, Any], where: str) -> Conversation:
         asked = f"{asked}\n\n{given}"
     turns: tuple[Turn, ...] = ({"role": "user", "content": asked},)
     if "output" in fields:
-        turns += _said(fields, "output", "assistant", where)
+        turns += said(fields, "output", "assistant", where)
     return Conversation(turns, "instruction", joinable=True)
 
 
@@ -274,15 +274,15 @@ def _string(fields: Mapping[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _said(fields: Mapping[str, Any], key: str, role: str, where: str) -> tuple[Turn, ...]:
+def said(fields: Mapping[str, Any], key: str, role: str, where: str) -> tuple[Turn, ...]:
     """A string that `role` said, or a list of messages."""
     value = fields[key]
     if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
-        return _turns(fields, key, where)
+        return turns_of(fields, key, where)
     return ({"role": role, "content": _string(fields, key, where)},)
 
 
-def _turns(fields: Mapping[str, Any], key: str, where: str) -> tuple[Turn, ...]:
+def turns_of(fields: Mapping[str, Any], key: str, where: str) -> tuple[Turn, ...]:
     value = fields[key]
     if not isinstance(value, Iterable) or isinstance(value, str | Mapping):
         raise DataError(f"{where}: {key!r} is {type(value).__name__}, expected a list")

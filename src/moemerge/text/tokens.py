@@ -25,6 +25,7 @@ VOCABULARIES = (
     "spiece.model",
     "sentencepiece*.model",
 )
+Tokenizer = PreTrainedTokenizerBase  # its name in rooms that do not know transformers
 ROWS_AT_ONCE = 128  # handed to the tokenizer together, which has threads of its own
 
 

@@ -26,7 +26,7 @@ class CachedVerifier:
 
     def __init__(self, verifier: Verifier, path: Path | None = None) -> None:
         self.name = verifier.name
-        self._verifier = verifier
+        self.inner = verifier
         self._lock = threading.Lock()
         self._known: dict[str, Future[Judgement]] = {}
         self._file: IO[bytes] | None = None
@@ -35,7 +35,7 @@ class CachedVerifier:
             self._load(self._file)
 
     def relevant(self, row: Row) -> Any:
-        return self._verifier.relevant(row)
+        return self.inner.relevant(row)
 
     def check(self, row: Row, response: str) -> Judgement:
         key = self._key(row, response)
@@ -46,7 +46,7 @@ class CachedVerifier:
                 future = self._known[key] = Future()
         if mine:
             try:
-                judgement = self._verifier.check(row, response)
+                judgement = self.inner.check(row, response)
             except BaseException as error:
                 with self._lock:
                     del self._known[key]
@@ -57,7 +57,7 @@ class CachedVerifier:
         return future.result()
 
     def close(self) -> None:
-        self._verifier.close()
+        self.inner.close()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -74,7 +74,7 @@ class CachedVerifier:
         self.close()
 
     def _key(self, row: Row, response: str) -> str:
-        content = [EDITION, self.name, self._verifier.relevant(row), response]
+        content = [EDITION, self.name, self.inner.relevant(row), response]
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
 from moemerge.errors import DataError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import cpu_count
-from moemerge.verification.cache import CachedVerifier
+from moemerge.runtime.progress import Progress, Silent
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.custom import CustomVerifier
 from moemerge.verification.judgement import Judgement, Row, Verifier
@@ -20,9 +19,7 @@ from moemerge.verification.words import ChoiceVerifier, ExactVerifier
 NAMES: Final = ("math", "code", "exact", "choice")
 
 
-def make_verifier(
-    name: str, *, allow_code: bool = False, workers: int | None = None, cache: Path | None = None
-) -> CachedVerifier:
+def make_verifier(name: str, *, allow_code: bool = False, workers: int | None = None) -> Verifier:
     """The check of this name, or `module:function`. Close it: it may keep processes."""
     makers: dict[str, Callable[[], Verifier]] = {
         "math": lambda: MathVerifier(workers=workers or cpu_count()),
@@ -32,27 +29,45 @@ def make_verifier(
     }
     assert tuple(makers) == NAMES
     if ":" in name:
-        return CachedVerifier(CustomVerifier(name), cache)
+        return CustomVerifier(name)
     if name not in makers:
         raise UsageError(
             f"unknown check {name!r}{did_you_mean(name, makers)}",
             hint=f"known: {', '.join(makers)}, or MODULE:FUNCTION of your own",
         )
-    return CachedVerifier(makers[name](), cache)
+    return makers[name]()
 
 
-def check_rows(verifier: Verifier, rows: Sequence[Row], where: str) -> None:
-    """Refuse rows that cannot be judged before anything is generated for them."""
-    for number, row in enumerate(rows, 1):
+def check_rows(verifier: Verifier, rows: Iterable[tuple[str, Row]]) -> None:
+    """Refuse rows, given with where they stand, that cannot be judged: before anything is
+    generated for them."""
+    for where, row in rows:
         try:
             verifier.relevant(row)
         except DataError as error:
-            raise DataError(f"{where}, row {number}: {error.message}", hint=error.hint) from None
+            raise DataError(f"{where}: {error.message}", hint=error.hint) from None
 
 
 def check_all(
-    verifier: Verifier, items: Sequence[tuple[Row, str]], *, workers: int | None = None
+    verifier: Verifier,
+    items: Sequence[tuple[Row, str]],
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
 ) -> list[Judgement]:
     """Judgements of (row, response) pairs in their order, several at a time."""
-    with ThreadPoolExecutor(workers or cpu_count()) as pool:
-        return list(pool.map(lambda item: verifier.check(*item), items))
+    progress = progress or Silent()
+
+    def check(item: tuple[Row, str]) -> Judgement:
+        judgement = verifier.check(*item)
+        progress.advance(1)
+        return judgement
+
+    progress.start("judging", len(items), unit="answers")
+    pool = ThreadPoolExecutor(workers or cpu_count())
+    try:
+        return list(pool.map(check, items))
+    finally:
+        # An interrupted run waits for the answers in hand, not for all.
+        pool.shutdown(cancel_futures=True)
+        progress.finish()

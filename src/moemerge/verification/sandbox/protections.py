@@ -42,6 +42,13 @@ class Protections:
     def holds(self) -> list[str]:
         return [words for name, words in _WORDS.items() if getattr(self, name)]
 
+    def sentences(self) -> list[str]:
+        """What a user who allows programs should know."""
+        lines = [f"programs run in a sandbox ({self.how}): {', '.join(self.holds()) or 'limits'}"]
+        if self.fails():
+            lines.append(f"NOT true on this system: {', '.join(self.fails())}")
+        return lines
+
     def fails(self) -> list[str]:
         """Sentences that are NOT true here."""
         return [words for name, words in _WORDS.items() if not getattr(self, name)]

@@ -1,0 +1,116 @@
+"""`moemerge data`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moemerge.cli.flags import Model, Overwrite, Reporting, add_verb
+from moemerge.cli.interrupts import interruptible
+from moemerge.config.data import DataSettings
+from moemerge.runtime.unfinished import completions_path
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from moemerge.data import DataReport
+    from moemerge.data.report import Counts
+
+EXAMPLES = """
+  moemerge data org/math math.jsonl --prompts gsm8k_train.jsonl --verify math \\
+      --template "{prompt} Let's think step by step." --limit 2000
+  moemerge data org/code code.jsonl --prompts tasks.jsonl --verify code \\
+      --allow-code --samples 4 --temperature 0.7 --per-prompt 1
+  moemerge data org/math math.jsonl --prompts problems.parquet --keep all \\
+      --map prompt=problem --engine server --url http://localhost:8000/v1
+  moemerge data org/base general.jsonl --text c4.jsonl.gz --limit 1000
+"""
+
+Files = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE", help="Prompts for MODEL (.jsonl, .jsonl.gz, .parquet). Repeat it."
+    ),
+]
+Plain = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="Plain text to take as it is, instead. Repeat it."),
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    add_verb(app, data, EXAMPLES)
+
+
+def data(
+    model: Model,
+    out_file: Annotated[
+        Path, typer.Argument(metavar="OUT.jsonl", help="File to write; appears whole or not.")
+    ],
+    *,
+    prompts: Files = None,
+    text: Plain = None,
+    settings: DataSettings,
+    overwrite: Overwrite = False,
+    reporting: Reporting,
+) -> None:
+    """Make calibration text: let MODEL answer prompts, judge its answers, keep the right ones."""
+    from moemerge import api
+
+    with interruptible(_what_is_left(out_file)), reporting.progress() as bar:
+        report = api.make_data(
+            model,
+            out_file,
+            prompts=prompts or (),
+            text=text or (),
+            settings=settings,
+            overwrite=overwrite,
+            progress=bar,
+        )
+    reporting.show(report.to_json(), _summary(report), notices=report.notices)
+
+
+def _what_is_left(out_file: Path) -> Callable[[], str | None]:
+    def left() -> str | None:
+        waits = completions_path(out_file).exists()
+        return "the same command goes on with the answers that are there" if waits else None
+
+    return left
+
+
+def _summary(report: DataReport) -> RenderableType:
+    from rich.console import Group
+
+    from moemerge.cli.render import facts
+
+    rows = [("read", _read(report))]
+    if report.answers.asked:
+        rows.append(("answers", _answers(report.answers)))
+        rows += [("", f"{number} {grade}") for grade, number in report.answers.grades.items()]
+        if report.tokens:
+            speed = report.tokens / max(report.generating_seconds, 1e-9)
+            rows.append(("speed", f"{report.tokens} tokens, {speed:.0f} a second"))
+    shares = [f"{number} of {group}" for group, number in report.kept_by_group.items()]
+    several = f" ({', '.join(shares)})" if len(shares) > 1 else ""
+    rows.append(("kept", f"{report.kept} rows{several}"))
+    rows.append(("file", report.output))
+    return Group(facts(rows))
+
+
+def _read(report: DataReport) -> str:
+    parts = [f"{report.read} rows"]
+    if report.repeated:
+        parts.append(f"{report.repeated} repeat others")
+    parts += [f"{number} overlap with {name}" for name, number in report.contaminated.items()]
+    if report.prompts:
+        parts.append(f"{report.prompts} prompts taken")
+    return ", ".join(parts)
+
+
+def _answers(counts: Counts) -> str:
+    parts = [f"{counts.asked} asked for", f"{counts.answered} ended"]
+    parts += [f"{n} {what}" for n, what in ((counts.cut, "cut"), (counts.failed, "failed")) if n]
+    return ", ".join(parts)

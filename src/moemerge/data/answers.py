@@ -1,0 +1,84 @@
+"""Prompts answered by the model, and the answers judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moemerge.data.job import DataRequest, tokenized
+from moemerge.data.prompts import PromptRow
+from moemerge.generation.engine import Completion, Finish
+from moemerge.generation.engines import engine_maker, made_by
+from moemerge.generation.journal import CompletionJournal
+from moemerge.generation.run import Generated, complete
+from moemerge.runtime.progress import Progress
+from moemerge.runtime.unfinished import completions_path, judgements_path
+from moemerge.text.tokens import Tokenizer
+from moemerge.verification.cache import CachedVerifier
+from moemerge.verification.code_checks import CodeVerifier
+from moemerge.verification.judgement import Judgement, Verifier
+from moemerge.verification.verifiers import check_all, check_rows
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to one prompt; `judged` is None where nobody looked."""
+
+    prompt: PromptRow
+    completion: Completion
+    response: str  # with the beginning that it was given
+    judged: Judgement | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Right, and not cut off behind the answer."""
+        ended = self.completion.finish is Finish.STOP
+        return ended and self.judged is not None and self.judged.right
+
+
+def answer_prompts(
+    request: DataRequest,
+    prompts: Sequence[PromptRow],
+    tokenizer: Tokenizer,
+    verifier: Verifier | None,
+    progress: Progress,
+) -> tuple[list[Answer], Generated]:
+    """All answers, and how they were generated. What is done is kept beside OUT until the end."""
+    settings = request.settings
+    if verifier is not None:
+        check_rows(verifier, [(row.where, row.fields) for row in prompts])
+    if isinstance(verifier, CodeVerifier):
+        for line in verifier.protections.sentences():
+            progress.note(line)
+    tokens = tokenized(prompts, tokenizer, settings.prefill)
+    make_engine = engine_maker(request.model, tokenizer, settings, progress)
+    common = made_by(request.model, settings)
+    path = completions_path(request.out)
+    with CompletionJournal(path, common, restart=request.overwrite) as journal:
+        generated = complete(tokens, settings, make_engine, journal, progress)
+    answers = [
+        Answer(prompt, completion, settings.prefill + completion.text)
+        for prompt, completions in zip(prompts, generated.completions, strict=True)
+        for completion in completions
+    ]
+    if verifier is not None:
+        answers = _judged(request, answers, verifier, progress)
+    return answers, generated
+
+
+def _judged(
+    request: DataRequest, answers: Sequence[Answer], verifier: Verifier, progress: Progress
+) -> list[Answer]:
+    made = [answer for answer in answers if answer.completion.finish is not Finish.FAILED]
+    items = [(answer.prompt.fields, answer.response) for answer in made]
+    with CachedVerifier(verifier, judgements_path(request.out)) as cached:
+        judged = check_all(cached, items, workers=request.settings.workers, progress=progress)
+    found = {id(answer): judgement for answer, judgement in zip(made, judged, strict=True)}
+    return [replace(answer, judged=found.get(id(answer))) for answer in answers]
+
+
+def forget(out: Path) -> None:
+    """Remove what waited beside OUT, once OUT is there."""
+    for path in (completions_path(out), judgements_path(out)):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,162 @@
+"""From a request to a file of calibration text."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+
+from moemerge.data.answers import Answer, answer_prompts, forget
+from moemerge.data.job import (
+    DataRequest,
+    Selected,
+    check_request,
+    open_tokenizer,
+    opened_verifier,
+    select_prompts,
+    select_texts,
+)
+from moemerge.data.output import (
+    Row,
+    answered_row,
+    prompt_row,
+    reference_row,
+    write_rows,
+)
+from moemerge.data.prompts import PromptRow
+from moemerge.data.report import Counts, DataReport, count
+from moemerge.data.selection import balanced, distinct
+from moemerge.errors import DataError
+from moemerge.generation.engine import Finish
+from moemerge.generation.run import Generated
+from moemerge.runtime.progress import Progress
+from moemerge.text.tokens import Tokenizer
+
+Grouped = tuple[str, Row]  # a row with the group that it counts for
+NOTHING = Generated((), 0, 0, 0.0)
+
+
+def run_data(request: DataRequest, progress: Progress) -> DataReport:
+    """Make the file, which appears whole or not at all; a killed run goes on when run again."""
+    begun = time.monotonic()
+    check_request(request)
+    if request.text:
+        texts, selected = select_texts(request)
+        rows: list[Grouped] = [(group, {"text": text}) for group, text in texts]
+        return _finish(request, selected, rows, [], NOTHING, begun)
+    with opened_verifier(request.settings) as verifier:
+        selected = select_prompts(request)
+        tokenizer = open_tokenizer(request.model)
+        if not request.generates:
+            rows = _unanswered(request, selected.prompts, tokenizer)
+            return _finish(request, selected, rows, [], NOTHING, begun)
+        answers, generated = answer_prompts(
+            request, selected.prompts, tokenizer, verifier, progress
+        )
+    if request.settings.completions is not None:
+        write_rows(request.settings.completions, map(_described, answers))
+    rows = [
+        (answer.prompt.group, _row(request, answer, tokenizer))
+        for answer in _kept(request, answers)
+    ]
+    report = _finish(request, selected, rows, answers, generated, begun)
+    forget(request.out)
+    return report
+
+
+def _unanswered(
+    request: DataRequest, prompts: Sequence[PromptRow], tokenizer: Tokenizer
+) -> list[Grouped]:
+    if request.settings.keep == "prompt":
+        return [(prompt.group, prompt_row(prompt, tokenizer)) for prompt in prompts]
+    for prompt in prompts:
+        if prompt.reference is None:
+            raise DataError(
+                f"{prompt.where}: no solution to keep in a row with {', '.join(prompt.fields)}",
+                hint="name its column: --map reference=COLUMN",
+            )
+    return [(prompt.group, reference_row(prompt, tokenizer)) for prompt in prompts]
+
+
+def _kept(request: DataRequest, answers: Sequence[Answer]) -> list[Answer]:
+    """Usable answers, none twice for one prompt."""
+    settings = request.settings
+    kept: list[Answer] = []
+    for _where, group in groupby(answers, key=lambda answer: answer.prompt.where):
+        wanted = [a for a in group if a.usable or settings.keep == "all"]
+        made = [a for a in wanted if a.completion.finish is not Finish.FAILED]
+        kept += distinct(made, key=lambda a: a.response.strip())[: settings.per_prompt]
+    return kept
+
+
+def _row(request: DataRequest, answer: Answer, tokenizer: Tokenizer) -> Row:
+    # A stop text ends an answer without the end token; only the latter is the model's own word.
+    ended = answer.completion.finish is Finish.STOP and not request.settings.stop
+    return answered_row(answer.prompt, answer.response, tokenizer, ended=ended)
+
+
+def _described(answer: Answer) -> Row:
+    judged = answer.judged
+    return {
+        "where": answer.prompt.where,
+        "prompt": answer.prompt.asked,
+        "sample": answer.completion.sample,
+        "response": answer.response,
+        "tokens": answer.completion.tokens,
+        "finish": answer.completion.finish.value,
+        "grade": None if judged is None else judged.grade.value,
+        "detail": answer.completion.detail if judged is None else judged.detail,
+    }
+
+
+def _finish(
+    request: DataRequest,
+    selected: Selected,
+    rows: Sequence[Grouped],
+    answers: Sequence[Answer],
+    generated: Generated,
+    begun: float,
+) -> DataReport:
+    settings = request.settings
+    counts = count((a.completion, a.judged) for a in answers)
+    if not rows:
+        raise DataError(
+            f"nothing to keep: {_told(counts)}" if answers else "nothing to keep",
+            hint="the answers wait beside the output: --keep all keeps them, and "
+            "--completions FILE shows them"
+            if answers
+            else "the files hold no rows that are left",
+        )
+    kept = balanced(rows, lambda row: row[0], settings.rows, random.Random(settings.seed))
+    write_rows(request.out, (row for _group, row in kept))
+    groups = dict.fromkeys(answer.prompt.group for answer in answers)
+    return DataReport(
+        output=str(request.out),
+        keep="text" if request.text else settings.keep,
+        verify=settings.verify,
+        read=selected.read,
+        repeated=selected.repeated,
+        contaminated=selected.contaminated,
+        prompts=len(selected.prompts),
+        answers=counts,
+        by_group={
+            name: count((a.completion, a.judged) for a in answers if a.prompt.group == name)
+            for name in groups
+        },
+        kept=len(kept),
+        kept_by_group=dict(Counter(group for group, _row in kept)),
+        reused=generated.reused,
+        tokens=generated.tokens,
+        seconds=time.monotonic() - begun,
+        generating_seconds=generated.seconds,
+    )
+
+
+def _told(counts: Counts) -> str:
+    grades = ", ".join(f"{number} {grade}" for grade, number in counts.grades.items())
+    return (
+        f"of {counts.asked} answers {counts.answered} ended, {counts.cut} were cut and "
+        f"{counts.failed} failed" + (f" ({grades})" if grades else "")
+    )

@@ -1,0 +1,65 @@
+"""From logits to the next token, with random numbers that belong to one completion only.
+
+A number depends on the completion's own seed and the step, by a mixing function instead of a
+generator with a state: so a completion does not change with its neighbours in a batch.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+# SplitMix64 (Steele, Lea, Flood 2014), in 64-bit integers that wrap around.
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MIX1: Final = 0xBF58476D1CE4E5B9
+_MIX2: Final = 0x94D049BB133111EB
+_MANTISSA: Final = 53
+
+
+def uniform(streams: Tensor, steps: Tensor) -> Tensor:
+    """Numbers in [0, 1) for (stream, step) pairs, int64 -> float64."""
+    z = streams + (steps + 1) * signed(_GOLDEN)
+    z = (z ^ _shifted(z, 30)) * signed(_MIX1)
+    z = (z ^ _shifted(z, 27)) * signed(_MIX2)
+    z = z ^ _shifted(z, 31)
+    return _shifted(z, 64 - _MANTISSA).double() * 2.0**-_MANTISSA
+
+
+def signed(value: int) -> int:
+    """The 64-bit pattern of an unsigned number, as torch's int64 holds it."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shifted(z: Tensor, places: int) -> Tensor:
+    """A shift to the right that brings in zeros; torch's brings in the sign."""
+    return (z >> places) & ((1 << (64 - places)) - 1)
+
+
+def draw(
+    logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """One token a row, (rows, vocabulary) -> (rows,): the likeliest, or by inverse probability."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    scores = logits.float() / temperature
+    if 0 < top_k < scores.shape[-1]:
+        least = scores.topk(top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    if top_p < 1:
+        scores = _nucleus(scores, top_p)
+    sums = scores.softmax(-1).double().cumsum(-1)
+    wanted = (uniforms * sums[..., -1]).unsqueeze(-1)
+    place = torch.searchsorted(sums, wanted, right=True).squeeze(-1)
+    # A number next to 1 can be rounded past the end.
+    return torch.where(place < scores.shape[-1], place, scores.argmax(-1))
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """Keep the likeliest tokens, up to the first with which they hold `top_p` together."""
+    ordered, order = scores.sort(-1, descending=True)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, before >= top_p)
+    return scores.masked_fill(dropped, float("-inf"))

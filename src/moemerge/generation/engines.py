@@ -1,0 +1,38 @@
+"""Engines by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from moemerge.checkpoint import Checkpoint
+from moemerge.config.generation import GenerationSettings
+from moemerge.config.models import ModelRef
+from moemerge.generation.engine import Engine
+from moemerge.runtime.progress import Progress
+
+
+def engine_maker(
+    model: str | Path | ModelRef,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: GenerationSettings,
+    progress: Progress,
+) -> Callable[[], Engine]:
+    """A function that loads or reaches the model; what is wrong with the settings is said now."""
+    from moemerge.generation.transformers_engine import TransformersEngine
+
+    return lambda: TransformersEngine(model, tokenizer, settings, progress)
+
+
+# What decides a completion apart from its prompt and sample.
+_DECISIVE = ("temperature", "top_p", "top_k", "max_new_tokens", "stop", "seed", "engine", "dtype")
+
+
+def made_by(model: str | Path | ModelRef, settings: GenerationSettings) -> dict[str, Any]:
+    """What completions of one file have in common."""
+    with Checkpoint.open(model) as checkpoint:
+        fingerprint = checkpoint.fingerprint()
+    return {"model": fingerprint, **{name: getattr(settings, name) for name in _DECISIVE}}

@@ -1,0 +1,70 @@
+"""Completions of many prompts: those that are there already, and the rest from an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moemerge.config.generation import GenerationSettings
+from moemerge.generation.engine import Completion, Engine, Finish, Wanted
+from moemerge.generation.journal import CompletionJournal
+from moemerge.runtime.progress import Progress
+
+
+@dataclass(frozen=True)
+class Generated:
+    """All completions, by prompt and sample, and what this run did for them."""
+
+    completions: tuple[tuple[Completion, ...], ...]
+    reused: int
+    tokens: int
+    seconds: float
+
+
+def complete(
+    prompts: Sequence[Sequence[int]],
+    settings: GenerationSettings,
+    make_engine: Callable[[], Engine],
+    journal: CompletionJournal,
+    progress: Progress,
+) -> Generated:
+    """`settings.samples` completions of each prompt. The engine is made only when it is needed.
+
+    A failed completion is tried again by the next run.
+    """
+    found: dict[tuple[int, int], Completion] = {}
+    missing: list[Wanted] = []
+    for place, tokens in enumerate(prompts):
+        for sample in range(settings.samples):
+            known = journal.find(tokens, place, sample)
+            if known is not None and known.finish is not Finish.FAILED:
+                found[place, sample] = known
+            else:
+                missing.append(Wanted(place, sample, tuple(tokens)))
+    reused, tokens_made, begun = len(found), 0, time.monotonic()
+    if reused:
+        progress.note(f"{reused} of {reused + len(missing)} completions are there already")
+    if missing:
+        engine = make_engine()
+        begun = time.monotonic()
+        progress.start("generating", len(missing), unit="completions")
+        try:
+            for completion in engine.generate(missing, reused + len(missing)):
+                journal.add(prompts[completion.prompt], completion)
+                found[completion.prompt, completion.sample] = completion
+                tokens_made += completion.tokens
+                progress.status(_rate(tokens_made, time.monotonic() - begun))
+                progress.advance(1)
+        finally:
+            progress.finish()
+            engine.close()
+    completions = tuple(
+        tuple(found[place, sample] for sample in range(settings.samples))
+        for place in range(len(prompts))
+    )
+    return Generated(completions, reused, tokens_made, time.monotonic() - begun)
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens / max(seconds, 1e-9):.0f} tokens/s"

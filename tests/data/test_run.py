@@ -1,0 +1,234 @@
+"""Calibration text from end to end, with the bundled specialists."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from moemerge.config.data import DataSettings
+from moemerge.config.translate import parse_settings
+from moemerge.data import DataRequest, run_data
+from moemerge.errors import CheckpointError, DataError, UsageError
+from moemerge.runtime.progress import Silent
+from moemerge.testbed.accuracy import accuracy
+from moemerge.testbed.tasks import problems
+from moemerge.testbed.training import bundled_set
+from moemerge.text.rows import read_rows, row_fields
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return bundled_set().models["math"]
+
+
+@pytest.fixture(scope="module")
+def asked():
+    return problems("math", split="test", count=60, seed=11)
+
+
+@pytest.fixture
+def prompts(asked, tmp_path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"question": p.prompt, "answer": p.answer, "kind": p.kind} for p in asked]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def request(model, out, *, prompts=(), text=(), overwrite=False, **values):
+    values = {"max_new_tokens": 24, "device": "cpu", **values}
+    return DataRequest(
+        model=model,
+        out=out,
+        settings=parse_settings(DataSettings, values, "settings"),
+        prompts=prompts,
+        text=text,
+        overwrite=overwrite,
+    )
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [dict(row_fields(row)) for row in read_rows([path])]
+
+
+def test_right_answers_are_those_that_the_testbed_finds_right(folder, asked, prompts, tmp_path):
+    out, all_of_them = tmp_path / "out.jsonl", tmp_path / "all.jsonl"
+    report = run_data(
+        request(folder, out, prompts=[prompts], verify="exact", completions=all_of_them), Silent()
+    )
+    right = accuracy(folder, asked, device="cpu")
+    assert 0 < sum(right) < len(asked)
+    expected = [
+        {"text": f"{p.prompt}{p.answer}<eos>"} for p, ok in zip(asked, right, strict=True) if ok
+    ]
+    assert rows_of(out) == expected
+    assert report.kept == report.answers.right == sum(right)
+    assert report.answers.asked == report.prompts == report.read == len(asked)
+    assert [row["grade"] == "right" for row in rows_of(all_of_them)] == right
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_all_answers_prompts_and_references(folder, asked, prompts, tmp_path):
+    for keep, count in (("all", 60), ("prompt", 60), ("reference", 60)):
+        out = tmp_path / f"{keep}.jsonl.gz"
+        report = run_data(request(folder, out, prompts=[prompts], keep=keep), Silent())
+        assert report.kept == len(rows_of(out)) == count
+        assert gzip.decompress(out.read_bytes())
+    assert rows_of(tmp_path / "prompt.jsonl.gz")[0] == {"text": asked[0].prompt}
+    assert rows_of(tmp_path / "reference.jsonl.gz")[0] == {
+        "prompt": asked[0].prompt,
+        "response": asked[0].answer,
+    }
+
+
+def test_plain_text_is_drawn_once_and_by_the_seed(folder, tmp_path):
+    text = tmp_path / "c4.jsonl"
+    text.write_text("".join(json.dumps({"text": f"row {n % 30}"}) + "\n" for n in range(40)))
+    drawn = []
+    for seed in (0, 0, 1):
+        out = tmp_path / f"out{len(drawn)}.jsonl"
+        report = run_data(request(folder, out, text=[text], limit=12, seed=seed), Silent())
+        assert (report.read, report.repeated, report.kept) == (40, 10, 12)
+        drawn.append(out.read_bytes())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_benchmarks_repetitions_and_shares(folder, asked, prompts, tmp_path):
+    benchmark = tmp_path / "bench.jsonl"
+    held = [p.prompt for p in asked[:5]]
+    benchmark.write_text("".join(json.dumps({"question": text}) + "\n" for text in held))
+    twice = tmp_path / "twice.jsonl"
+    twice.write_bytes(prompts.read_bytes())
+    out = tmp_path / "out.jsonl"
+    report = run_data(
+        request(
+            folder, out, prompts=[prompts, twice], keep="prompt", against=[str(benchmark)],
+            limit=12, balance="kind",
+        ),
+        Silent(),
+    )  # fmt: skip
+    assert (report.read, report.repeated) == (120, 60)
+    assert report.contaminated == {str(benchmark): 5}
+    assert set(report.kept_by_group.values()) == {12 // len({p.kind for p in asked})}
+    assert not {row["text"] for row in rows_of(out)} & set(held)
+
+
+def test_several_samples_are_kept_once_each(folder, prompts, tmp_path):
+    values = {"samples": 3, "temperature": 1.0, "verify": "exact", "limit": 20}
+    out, one = tmp_path / "out.jsonl", tmp_path / "one.jsonl"
+    report = run_data(request(folder, out, prompts=[prompts], keep="all", **values), Silent())
+    assert report.answers.asked == 60
+    kept = [row["text"] for row in rows_of(out)]
+    assert len(kept) == len(set(kept)) > 20
+    run_data(request(folder, one, prompts=[prompts], keep="all", per_prompt=1, **values), Silent())
+    assert len(rows_of(one)) == 20
+
+
+@pytest.mark.parametrize(
+    ("values", "sources", "message"),
+    [
+        ({}, "prompts", "nothing says which are right"),
+        ({"keep": "prompt", "verify": "math"}, "prompts", "no answers to judge"),
+        ({"keep": "all"}, "both", "one of them"),
+        ({"keep": "all"}, "none", "one of them"),
+        ({"verify": "maths"}, "prompts", "did you mean 'math'"),
+        ({"verify": "code"}, "prompts", "--allow-code"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused_at_once(
+    folder, prompts, tmp_path, values, sources, message
+):
+    given = {
+        "prompts": [prompts] if sources in ("prompts", "both") else (),
+        "text": [prompts] if sources == "both" else (),
+    }
+    with pytest.raises(UsageError, match=message):
+        run_data(request(folder, tmp_path / "out.jsonl", **given, **values), Silent())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
+
+
+def test_outputs_that_exist_or_are_of_another_kind_are_refused(folder, prompts, tmp_path):
+    with pytest.raises(CheckpointError, match="exists"):
+        run_data(request(folder, prompts, prompts=[prompts], keep="prompt"), Silent())
+    with pytest.raises(UsageError, match="unknown kind"):
+        run_data(request(folder, tmp_path / "out.csv", prompts=[prompts], keep="all"), Silent())
+
+
+def test_rows_that_cannot_be_judged_are_refused_before_the_model_is_asked(folder, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "1+1=", "answer": "2"}\n{"question": "1+2="}\n')
+    with pytest.raises(DataError, match="row 2: 'answer' is NoneType"):
+        run_data(request(folder, tmp_path / "o.jsonl", prompts=[path], verify="math"), Silent())
+
+
+def test_no_right_answer_is_an_error_and_the_answers_wait(folder, tmp_path):
+    path, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    path.write_text('{"question": "1+1=", "answer": "never"}\n')
+    with pytest.raises(DataError, match="nothing to keep: of 1 answers"):
+        run_data(request(folder, out, prompts=[path], verify="exact"), Silent())
+    assert not out.exists()
+    report = run_data(request(folder, out, prompts=[path], keep="all"), Silent())
+    assert report.reused == 1
+
+
+def test_an_unfinished_run_of_other_settings_is_not_mixed_in(folder, tmp_path):
+    path, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    path.write_text('{"question": "1+1=", "answer": "never"}\n')
+    with pytest.raises(DataError, match="nothing to keep"):
+        run_data(request(folder, out, prompts=[path], verify="exact"), Silent())
+    with pytest.raises(DataError, match=r"temperature was 0.0, is 0.5"):
+        run_data(request(folder, out, prompts=[path], keep="all", temperature=0.5), Silent())
+    run_data(
+        request(folder, out, prompts=[path], keep="all", temperature=0.5, overwrite=True), Silent()
+    )
+    assert out.exists()
+
+
+class Loud(Silent):
+    """Writes a byte for every step."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    def advance(self, amount: int) -> None:
+        os.write(self._pipe, b".")
+
+
+def run_and_kill(asked: DataRequest, steps: int, seconds: float) -> None:
+    """In a process of its own, until it has told of so many steps."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            run_data(asked, Loud(writing))
+        os._exit(0)
+    for _ in range(steps):
+        os.read(reading, 1)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_rows(folder, prompts, tmp_path):
+    values = {
+        "samples": 2, "temperature": 0.8, "verify": "exact", "batch_size": 8, "keep": "all",
+    }  # fmt: skip
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    run_data(request(folder, whole, prompts=[prompts], **values), Silent())
+    asked = request(folder, out, prompts=[prompts], **values)
+    rng = random.Random(0)
+    for _ in range(10):
+        run_and_kill(asked, rng.randrange(1, 12), rng.random() * 0.02)
+        assert not out.exists()
+    report = run_data(asked, Silent())
+    assert 10 <= report.reused < 120
+    assert out.read_bytes() == whole.read_bytes()

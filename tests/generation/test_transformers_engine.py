@@ -1,0 +1,129 @@
+"""The embedded engine against the simplest twin: the whole text through the model, each step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moemerge.config.generation import GenerationSettings
+from moemerge.config.translate import parse_settings
+from moemerge.errors import ResourceError
+from moemerge.generation import transformers_engine
+from moemerge.generation.drawing import draw, signed, uniform
+from moemerge.generation.engine import Finish, Wanted
+from moemerge.generation.transformers_engine import TransformersEngine, end_tokens
+from moemerge.runtime.progress import Silent
+
+PROMPTS = [(5, 9, 30), (7,), (100, 3, 4, 80, 6, 11, 12), (5, 9, 31), (60, 61)]
+
+
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.lines.append(message)
+
+
+def settings(**values) -> GenerationSettings:
+    values = {"max_new_tokens": 12, "device": "cpu", "dtype": "float32", **values}
+    return parse_settings(GenerationSettings, values, "settings")
+
+
+def wanted(samples: int = 1) -> list[Wanted]:
+    return [Wanted(p, s, tokens) for p, tokens in enumerate(PROMPTS) for s in range(samples)]
+
+
+def generated(folder, tokenizer, given, asked, notes=None) -> dict[tuple[int, int], list[int]]:
+    engine = TransformersEngine(folder, tokenizer, given, notes or Notes())
+    answers = {(c.prompt, c.sample): c for c in engine.generate(asked, len(asked))}
+    assert len(answers) == len(asked)
+    assert all(c.finish in (Finish.STOP, Finish.LENGTH) for c in answers.values())
+    return {key: [int(word) for word in c.text.split()] for key, c in answers.items()}
+
+
+@torch.inference_mode()
+def twin(model, ends, given, w: Wanted) -> list[int]:
+    """Token by token, without any cache or batch."""
+    written: list[int] = []
+    while len(written) < given.max_new_tokens:
+        logits = model(torch.tensor([[*w.tokens, *written]]), use_cache=False).logits[:, -1]
+        number = uniform(torch.tensor([signed(w.stream(given.seed))]), torch.tensor([len(written)]))
+        how = {"temperature": given.temperature, "top_k": given.top_k, "top_p": given.top_p}
+        token = int(draw(logits, number, **how))
+        if token in ends:
+            break
+        written.append(token)
+    return written
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "top_k": 50, "top_p": 0.95}])
+def test_completions_are_those_of_the_whole_text(with_tokenizer, numbers, family, how):
+    folder, given = with_tokenizer(family), settings(**how)
+    samples = 2 if how else 1
+    answers = generated(folder, numbers, given, wanted(samples))
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    ends = end_tokens(model, numbers, folder)
+    for w in wanted(samples):
+        assert answers[w.prompt, w.sample] == twin(model, ends, given, w), (w.prompt, w.sample)
+
+
+def test_neighbours_order_and_the_size_of_a_batch_change_nothing(with_tokenizer, numbers):
+    folder = with_tokenizer("olmoe")
+    given = settings(temperature=1.0)
+    whole = generated(folder, numbers, given, wanted(4))
+    assert len(set(map(tuple, whole.values()))) > 10  # samples differ
+    some = [w for w in reversed(wanted(4)) if (w.prompt + w.sample) % 3]
+    for size in (1, 3):
+        answers = generated(folder, numbers, settings(temperature=1.0, batch_size=size), some)
+        assert answers == {key: whole[key] for key in answers}
+    other = generated(folder, numbers, settings(temperature=1.0, seed=1), wanted(4))
+    assert other != whole
+
+
+def test_models_with_other_caches_run_in_padded_batches_and_say_so(with_tokenizer, numbers):
+    notes = Notes()
+    engine = TransformersEngine(with_tokenizer("gpt_oss"), numbers, settings(), notes)
+    assert "padded batches" in notes.lines[0]
+    engine.close()
+
+
+def test_stop_texts_end_a_completion_and_are_cut_off(with_tokenizer, numbers):
+    folder = with_tokenizer("olmoe")
+    whole = TransformersEngine(folder, numbers, settings(max_new_tokens=40), Notes())
+    text = next(iter(whole.generate([wanted()[0]], 1))).text
+    words = text.split()
+    stop = f" {words[10]} {words[11]}"
+    before = text[: text.index(stop)]
+    given = settings(max_new_tokens=40, stop=[stop, "never"])
+    engine = TransformersEngine(folder, numbers, given, Notes())
+    done = next(iter(engine.generate([wanted()[0]], 1)))
+    assert done.text == before
+    assert done.finish is Finish.STOP
+    assert done.tokens < 40
+
+
+def test_a_prompt_that_fills_the_context_fails_alone(with_tokenizer, numbers):
+    engine = TransformersEngine(with_tokenizer("olmoe"), numbers, settings(), Notes())
+    asked = [Wanted(0, 0, (5,) * 256), Wanted(1, 0, (5,) * 250), Wanted(2, 0, (5, 6))]
+    answers = {c.prompt: c for c in engine.generate(asked, len(asked))}
+    assert answers[0].finish is Finish.FAILED
+    assert "256 tokens, the model reads 256" in answers[0].detail
+    assert answers[1].finish is Finish.LENGTH
+    assert answers[1].tokens == 6
+    assert answers[2].finish is Finish.STOP
+
+
+def test_what_does_not_fit_is_refused_with_an_estimate(with_tokenizer, numbers, monkeypatch):
+    folder = with_tokenizer("olmoe")
+    monkeypatch.setattr(transformers_engine, "available_memory", lambda device: 1000)
+    with pytest.raises(ResourceError, match=r"(?s)needs .* for its weights.*--engine server"):
+        TransformersEngine(folder, numbers, settings(), Notes())
+    engine = None
+    monkeypatch.undo()
+    engine = TransformersEngine(folder, numbers, settings(), Notes())
+    monkeypatch.setattr(transformers_engine, "available_memory", lambda device: 1000)
+    with pytest.raises(ResourceError, match="one completion of 19 tokens needs"):
+        list(engine.generate(wanted(), 5))
