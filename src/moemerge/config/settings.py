@@ -62,6 +62,18 @@ class ForwardKeywords(TypedDict, total=False):
     dtype: Dtype
 
 
+class ForwardSettings(Strict):
+    """What every job that runs a model over text can be told; a job adds its own."""
+
+    max_tokens: PositiveInt | None = MAX_TOKENS
+    max_length: PositiveInt = MAX_LENGTH
+    limit: PositiveInt | None = LIMIT
+    seed: Seed = SEED
+    offload: Offload = OFFLOAD
+    device: DeviceField = DEVICE
+    dtype: Dtype = DTYPE
+
+
 class MergeSettings(Strict):
     """How a merge is run, as opposed to what it makes."""
 
@@ -104,20 +116,13 @@ class OutputKeywords(TypedDict, total=False):
     report: str | Path | None
 
 
-class DiagnosisSettings(Strict):
+class DiagnosisSettings(ForwardSettings):
     """How a model's routing is measured."""
 
     layers: LayersField = LAYERS
-    max_tokens: PositiveInt | None = MAX_TOKENS
-    max_length: PositiveInt = MAX_LENGTH
-    limit: PositiveInt | None = LIMIT
-    seed: Seed = SEED
     holdout: Share = Field(
         0.0, description="measure on those rows alone that calibrate --holdout spares (same seed)"
     )
-    offload: Offload = OFFLOAD
-    device: DeviceField = DEVICE
-    dtype: Dtype = DTYPE
     swaps: Flag = Field(
         False,
         description="also run the model with each source's routers, and each source with the "
@@ -133,19 +138,12 @@ class DiagnosisKeywords(ForwardKeywords, total=False):
     swaps: bool
 
 
-class CollectingSettings(Strict):
+class CollectingSettings(ForwardSettings):
     """What is gathered over text, over how much of it, and where the model runs."""
 
     kind: Literal["gram", "fisher"] = Field(
         "gram", description="gram: second moments of inputs (regmean); fisher: squared gradients"
     )
-    max_tokens: PositiveInt | None = MAX_TOKENS
-    max_length: PositiveInt = MAX_LENGTH
-    limit: PositiveInt | None = LIMIT
-    seed: Seed = Field(0, description="seed of the choice of rows")
-    offload: Offload = OFFLOAD
-    device: DeviceField = DEVICE
-    dtype: Dtype = DTYPE
 
 
 class CollectingKeywords(ForwardKeywords, total=False):
@@ -191,8 +189,10 @@ def _forms(annotation: Any) -> list[Any]:
 
 
 def settings_of(model: type[Strict]) -> tuple[Setting, ...]:
-    """The fields of a settings class in their order."""
-    return tuple(Setting.of(name, field) for name, field in model.model_fields.items())
+    """The fields of a settings class, its own before those it shares with other jobs."""
+    own = model.__annotations__
+    names = sorted(model.model_fields, key=lambda name: name not in own)
+    return tuple(Setting.of(name, model.model_fields[name]) for name in names)
 
 
 def with_keywords(keywords: type, *models: type[Strict]) -> Callable[[F], F]:
