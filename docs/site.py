@@ -1,4 +1,4 @@
-"""Hooks of the site: pages that live at the repository's root, and links that lead out of docs/.
+"""Hooks of the site: pages from the repository's root, links that lead out of docs/, figures.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are read on a forge as well as on the site. They are
 written for the forge; here their links are turned, and the examples they show are copied along.
@@ -22,6 +22,8 @@ PAGES = {
 # Files and folders at the root that are copied, since pages link to them.
 COPIED = ("examples", "LICENSE")
 
+# A table that the site makes anew; what stands in the file is for readers on the forge.
+_FIGURES = re.compile(r"<!-- figures -->.*<!-- /figures -->", re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
 _BACK = {source: page for page, source in PAGES.items()}
 
@@ -40,7 +42,17 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri == "diagnosis.md":
+        markdown = _FIGURES.sub(lambda _: figures_table(), markdown)
     return markdown if page.file.src_uri in PAGES else _turn(markdown, from_root=False)
+
+
+def figures_table() -> str:
+    """The figures of a diagnosis, made from their declarations."""
+    from moemerge.routing.figures import FIGURES
+
+    rows = [f"| `{name}` | {figure.meaning} |" for name, figure in FIGURES.items()]
+    return "\n".join(["| figure | what it is |", "|---|---|", *rows])
 
 
 def _turn(text: str, *, from_root: bool) -> str:

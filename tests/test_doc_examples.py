@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import shutil
@@ -14,6 +15,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+import moemerge.cli
+import moemerge.config
 import zoo
 from calibration.cases import write_text
 from moemerge.cli.app import app
@@ -61,6 +64,9 @@ def scratch(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_text(tmp_path / f"{name}.jsonl", seed=seed, rows=30)
     shutil.copytree(models["math"], tmp_path / "merged")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for package in (moemerge, moemerge.config, moemerge.cli):  # where pages add modules
+        added = tmp_path / "src" / package.__name__.replace(".", "/")
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(added)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -85,6 +91,8 @@ def remove(out: str) -> None:
 def run(words: list[str]) -> None:
     if words[0] in WRITES:
         remove(words[WRITES[words[0]]].rstrip("/"))
+    if words[0] not in VERBS and importlib.util.find_spec(f"moemerge.cli.{words[0]}"):
+        importlib.import_module(f"moemerge.cli.{words[0]}").add_to(app)
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, f"moemerge {shlex.join(words)}\n{result.output}"
 
@@ -142,7 +150,11 @@ def test_blocks_of_a_page_run(page: Path, scratch: Path) -> None:
     for kind, text in _BLOCK.findall(page.read_text(encoding="utf-8")):
         named = _FILE.match(text.partition("\n")[0])
         if named:
-            (scratch / named[1]).write_text(text, encoding="utf-8")
+            path = scratch / named[1]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        if named and named[1].startswith("src/moemerge/"):
+            continue  # a module of the package, which commands below will use
         if kind == "sh":
             for words in commands(text):
                 run(words)

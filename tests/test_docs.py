@@ -15,6 +15,7 @@ import pytest
 
 import moemerge
 from moemerge.api import list_methods
+from moemerge.routing.figures import FIGURES
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "moemerge"
@@ -51,6 +52,15 @@ def test_methods_that_are_explained_exist() -> None:
     explained = set(re.findall(r"`(\w+)`", table))
     assert len(explained) > 20
     assert explained <= {row["method"] for row in list_methods()}
+
+
+def test_figures_are_explained_as_they_are_declared() -> None:
+    """The site makes the table anew, so a figure may be missing here, but none may be wrong."""
+    page = (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- figures -->")[2].partition("<!-- /figures -->")[0]
+    explained = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE))
+    assert len(explained) > 20
+    assert explained == {name: FIGURES[name].meaning for name in explained}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())

@@ -151,13 +151,12 @@ def test_opposite_and_zero_task_vectors_stay_finite(name):
         assert out.abs().max() < 100
 
 
-# Methods that scale or cut task vectors by design, so that copies of a model are not that model.
-RESCALING = (
-    *("tsv", "iso_c", "iso_cts", "consensus_ta", "consensus_ties", "pcb", "arcee_fusion", "awd"),
-    "doge",
-    "cat",
+# Methods by which copies of a model are that model; others scale or cut task vectors by design.
+IDENTICAL = (
+    *("breadcrumbs", "breadcrumbs_ties", "dare_linear", "dare_ties", "della", "della_linear"),
+    *("fisher", "karcher", "linear", "lore", "lot", "model_stock", "multislerp", "nuslerp"),
+    *("ram", "ramplus_tl", "regmean", "sce", "slta", "task_arithmetic", "ties", "wudi"),
 )
-IDENTICAL = [n for n in NAMES if n not in ("passthrough", "nearswap", "slerp", *RESCALING)]
 
 
 @pytest.mark.parametrize("name", IDENTICAL)
