@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moemerge.checkpoint.output import OutputFolder, check_output, copy_file, require_space
+from moemerge.checkpoint.passing import passing_folder
 from moemerge.errors import CheckpointError, ResourceError
 
 
@@ -27,10 +28,40 @@ def test_existing_output_needs_overwrite(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_an_empty_folder_may_be_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_empty_folder_is_as_good_as_none(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "out").mkdir()
-    OutputFolder(tmp_path / "out", overwrite=True).commit()
+    folder = OutputFolder(tmp_path / "out", overwrite=overwrite)
+    (folder.path / "new").touch()
+    folder.commit()
     assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(tmp_path / "out") == ["new"]
+
+
+@pytest.mark.parametrize("content", [[], ["lost+found"]])
+def test_an_empty_mount_point_is_filled_from_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: list[str]
+) -> None:
+    """It cannot be renamed, and what lies beside it is another disk."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in content:
+        (out / name).mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
+    abandoned = OutputFolder(out, overwrite=False)
+    assert abandoned.path.parent == out
+    abandoned.abort()
+    assert os.listdir(out) == content
+    with passing_folder(out) as passing:
+        assert passing.parent == out
+        folder = OutputFolder(out, overwrite=False)
+        for name in ("config.json", "model.safetensors"):
+            (folder.path / name).touch()
+        folder.commit()
+    assert sorted(os.listdir(out)) == sorted([*content, "config.json", "model.safetensors"])
+    assert os.listdir(tmp_path) == ["out"]
+    with pytest.raises(CheckpointError, match="is a mount point and not empty"):
+        check_output(out, overwrite=True)
 
 
 @pytest.mark.parametrize("content", ["thesis.txt", "config.json checkpoint-500/", "a.py .git/"])

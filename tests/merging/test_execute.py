@@ -229,6 +229,7 @@ def test_a_full_disk_is_found_before_the_work(models, tmp_path, monkeypatch):
 @pytest.mark.parametrize("check", [moemerge.merge, moemerge.validate])
 def test_options_are_refused_before_a_model_is_opened(tmp_path, check):
     settings = config("ties", ["no/base", "no/a", "no/b"])
+    (tmp_path / "config.json").touch()
     for wrong, said in (
         ({"device": "tpu"}, "tpu"),
         ({"out_shard_size": "much"}, "is not a size"),

@@ -27,6 +27,7 @@ from moemerge.runtime.devices import free_disk
 _KNOWN_FOLDERS: Final = frozenset({*CARRIED_FOLDERS, ".cache"})
 _BLOCK: Final = 64 * 2**20  # copied by the system at once, between two looks at `check`
 _SMALL_BLOCK: Final = 2**20  # the same where it passes through this process
+_OF_A_DISK: Final = frozenset({"lost+found"})  # what an empty disk holds
 _ADVICE: Final = {
     errno.ENOSPC: "free some space, or choose an output folder on another disk",
     errno.EDQUOT: "your disk quota is used up; free some space or choose another folder",
@@ -63,7 +64,7 @@ def check_output(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> 
 
 
 def _check_writable(out: Path, target: Path) -> None:
-    parent = target.parent
+    parent = target if os.path.ismount(target) else target.parent
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir():
@@ -83,14 +84,21 @@ def _check_replaceable(out: Path, target: Path, overwrite: bool) -> None:
         raise CheckpointError(
             f"the output {out} exists and is a file", hint="choose another output folder"
         )
+    entries = [p for p in target.iterdir() if not _is_unfinished(p, target)]
+    if os.path.ismount(target) and {p.name for p in entries} - _OF_A_DISK:
+        raise CheckpointError(
+            f"the output {out} is a mount point and not empty, so it cannot be replaced as a whole",
+            hint=f"name a folder in it, such as {out / 'merged'}, or empty it yourself",
+        )
+    if os.path.ismount(target) or not entries:
+        return
     if not overwrite:
         raise CheckpointError(
             f"the output {out} exists", hint="choose another folder, or allow --overwrite"
         )
-    entries = list(target.iterdir())
     foreign = [p.name for p in entries if p.is_dir() and p.name not in _KNOWN_FOLDERS]
     is_model = any(p.name == "config.json" or is_weights(p.name) for p in entries)
-    if entries and (foreign or not is_model):
+    if foreign or not is_model:
         reason = f"it holds the folder {foreign[0]}" if foreign else "it holds no model"
         raise CheckpointError(
             f"the output {out} exists and is not overwritten: {reason}, so other data would be "
@@ -101,6 +109,23 @@ def _check_replaceable(out: Path, target: Path, overwrite: bool) -> None:
 
 def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
+
+
+def hidden_folder(out: Path, kind: str) -> Path:
+    """A name for a folder beside OUT, which the next run that writes OUT can recognise.
+
+    It is inside OUT where that is a mount point: the disk is another one there, and a mount point
+    cannot be renamed.
+    """
+    target = _real(out)
+    name = f".{target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
+    return target / name if os.path.ismount(target) else target.with_name(name)
+
+
+def _is_unfinished(path: Path, target: Path) -> bool:
+    """Whether a run that writes `target` made this hidden folder, or has left it behind."""
+    pattern = rf"\.{re.escape(target.name)}\.partial-(\d+)-[0-9a-f]{{8}}"
+    return re.fullmatch(pattern, path.name) is not None
 
 
 @contextlib.contextmanager
@@ -130,7 +155,7 @@ class OutputFolder:
         self._made: list[Path] = []
         self._lock: int | None = None
         self.committed = False
-        self.path = self._sibling("partial")
+        self.path = hidden_folder(out, "partial")
         with writing(out):
             try:
                 self._make_parents()
@@ -141,10 +166,6 @@ class OutputFolder:
                 self.abort()
                 raise
 
-    def _sibling(self, kind: str) -> Path:
-        name = f".{self._target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
-        return self._target.with_name(name)
-
     def _make_parents(self) -> None:
         missing = [p for p in self._target.parents if not p.exists()]
         for parent in reversed(missing):
@@ -152,10 +173,8 @@ class OutputFolder:
             self._made.append(parent)
 
     def _remove_stale(self) -> None:
-        pattern = re.compile(rf"\.{re.escape(self._target.name)}\.partial-(\d+)-[0-9a-f]{{8}}")
-        for path in self._target.parent.iterdir():
-            match = pattern.fullmatch(path.name)
-            if match is None or _is_alive(int(match[1])):
+        for path in self.path.parent.iterdir():
+            if not _is_unfinished(path, self._target) or is_alive(int(path.name.split("-")[-2])):
                 continue
             lock = _lock(path)
             if lock is not None:
@@ -169,7 +188,10 @@ class OutputFolder:
             sync_folder(self.path)
             old = self._move_aside()
             try:
-                os.rename(self.path, self._target)
+                if self.path.parent == self._target:
+                    self._move_up()
+                else:
+                    os.rename(self.path, self._target)
             except OSError:
                 if old is not None:
                     os.rename(old, self._target)
@@ -185,9 +207,18 @@ class OutputFolder:
             return None
         # It may have come into being, or have been filled, while the work was going on.
         _check_replaceable(self.out, self._target, self._overwrite)
-        old = self._sibling("replaced")
+        if self.path.parent == self._target:
+            return None
+        old = hidden_folder(self.out, "replaced")
         os.rename(self._target, old)
         return old
+
+    def _move_up(self) -> None:
+        """Out of the hidden folder of a mount point; nobody takes it for a model before
+        config.json, which comes last, is there."""
+        for path in sorted(self.path.iterdir(), key=lambda path: path.name == "config.json"):
+            os.rename(path, self._target / path.name)
+        self.path.rmdir()
 
     def abort(self) -> None:
         """Remove everything that was made. Does nothing after a commit."""
@@ -206,7 +237,8 @@ class OutputFolder:
             self._lock = None
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process of this number runs."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from moemerge.checkpoint.output import writing
+from moemerge.checkpoint.output import hidden_folder, writing
 
 
 @contextlib.contextmanager
@@ -20,7 +19,7 @@ def passing_folder(out: Path) -> Iterator[Path]:
     next one that writes OUT.
     """
     target = Path(os.path.realpath(out))
-    folder = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    folder = hidden_folder(out, "partial")
     made = [p for p in target.parents if not p.exists()]
     try:
         with writing(out):

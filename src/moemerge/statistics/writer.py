@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from moemerge.checkpoint.output import output_error, sync_folder, writing
+from moemerge.checkpoint.output import is_alive, output_error, sync_folder, writing
 from moemerge.checkpoint.safetensors_file import HEADER_ALIGNMENT, LENGTH_BYTES, METADATA
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
@@ -270,15 +270,5 @@ def _remove_stale(target: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(target.name)}\.partial-(\d+)-[0-9a-f]{{8}}")
     for path in target.parent.iterdir():
         match = pattern.fullmatch(path.name)
-        if match is not None and not _is_alive(int(match[1])):
+        if match is not None and not is_alive(int(match[1])):
             path.unlink(missing_ok=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        return True
-    return True
