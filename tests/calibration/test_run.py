@@ -17,6 +17,7 @@ import moemerge
 import zoo
 from calibration import cases, dense
 from moemerge.calibration import CalibrationRequest, run_calibration
+from moemerge.calibration.report import holdout_notices
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.errors import ArchitectureError, ConfigError, DataError, UsageError
 from moemerge.runtime.progress import Silent
@@ -188,6 +189,38 @@ def test_the_report_and_the_card(case_of: CaseOf, tmp_path: Path) -> None:
     card = (tmp_path / "out" / "README.md").read_text()
     assert "calibrated with HARC" in card
     assert "| math |" in card
+
+
+def test_the_card_names_the_rows_held_out_and_its_figures(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    report = case.calibrate(tmp_path / "out", holdout=0.3)
+    card = (tmp_path / "out" / "README.md").read_text()
+    seen, unseen = card.split("rows that no solve has seen")
+    assert "both routers on this model's features" in seen
+    for part, total in ((seen, report.totals), (unseen, report.totals["holdout"])):
+        assert "mismatch, routers alone before" in part
+        assert f"| math | {total['tokens']['math']} | {total['kl_before']['math']:.4g} |" in part
+    case.calibrate(tmp_path / "own", targets="source-features")
+    card = (tmp_path / "own" / "README.md").read_text()
+    assert "each model on its own features" in card
+    assert "| mismatch before |" in card
+
+
+def test_few_tokens_are_told(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    assert not case.calibrate(tmp_path / "enough").notices
+    report = case.calibrate(tmp_path / "few", limit=1)
+    for name in case.sources:
+        tokens = report.totals["tokens"][name]
+        wanted = f"{name}: {tokens} tokens are few for routers of width {zoo.HIDDEN}"
+        assert any(notice.startswith(wanted) for notice in report.notices)
+
+
+def test_a_rise_on_rows_held_out_is_told() -> None:
+    held = {"kl_before": {"math": 0.1, "code": 0.3}, "kl_after": {"math": 0.2, "code": 0.1}}
+    (notice,) = holdout_notices({"holdout": held})
+    assert notice.startswith("math: on the rows held out the routing divergence rose from 0.1 to")
+    assert holdout_notices({}) == []
 
 
 def test_a_card_that_somebody_wrote_is_kept(case_of: CaseOf, tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ WRONG = [
             "did you mean 'full'?",
             "line 10: calibration.rtol: must be greater than 0, not 0",
             "line 11: calibration.max_steps: must be a whole number, not 1.5",
-            "line 12: calibration.holdout: must be less than 1, not 1",
+            "line 12: calibration.holdout: must be auto or a number from 0 to less than 1, not 1",
             "line 13: calibration.layers: layers '5-2': '5-2' runs backwards: write 2-5",
             "line 14: calibration.device: unknown device 'gpu': use auto, cpu, cuda or cuda:N",
             "line 15: calibration.strict: must be true or false, not 'no'",

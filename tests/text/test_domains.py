@@ -211,3 +211,17 @@ def test_options_are_checked(bad: dict[str, Any]) -> None:
 def test_folder_without_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="no usable tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tenth_is_held_out_by_default_where_there_are_many_rows(
+    tmp_path: Path, plain: Any
+) -> None:
+    many = write(tmp_path / "many.jsonl", *({"text": f"one {'two ' * n}"} for n in range(100)))
+    few = write(tmp_path / "few.jsonl", *({"text": f"one {'two ' * n}"} for n in range(99)))
+    auto = TextSettings(holdout="auto")
+    assert len(load_domain("math", many, plain, auto).holdout) == 10
+    assert not load_domain("math", few, plain, auto).holdout
+    tenth = load_domain("math", many, plain, TextSettings(holdout=0.1))
+    assert [r.tolist() for r in load_domain("math", many, plain, auto).holdout] == [
+        r.tolist() for r in tenth.holdout
+    ]

@@ -129,21 +129,34 @@ def calibration_card(
 
 
 def calibration_words(report: CalibrationReport) -> str:
-    """What was done, and a table of how the routing agrees with the sources'."""
-    total = report.totals
-    settings = report.settings
+    """What was done, and tables of how the routing agrees with the sources'."""
+    total, settings = report.totals, report.settings
     damping = (
         f"gamma {settings['gamma']}"
         if settings.get("gamma") is not None
         else f"alpha {settings['alpha']}"
     )
+    on, mismatch = "both routers on this model's features", "mismatch, routers alone"
+    if settings["targets"] == "source-features":
+        on, mismatch = "each model on its own features", "mismatch"
     lines = [
         f"{total['routers']} routers were solved for ({damping}, {settings['curvature']} curvature,"
         f" {settings['objective']} objective, targets: {settings['targets']}); "
         f"{total['converged']} solves converged. All other tensors are as merged. Routing agreement"
-        " with each source, as means over the routers:",
+        f" with each source, as means over the routers, {on}:",
+        *_agreement_table(total, mismatch),
+    ]
+    if "holdout" in total:
+        lines += ["", "The same on rows that no solve has seen:"]
+        lines += _agreement_table(total["holdout"], mismatch)
+    return "\n".join(lines)
+
+
+def _agreement_table(total: Mapping[str, Any], mismatch: str) -> list[str]:
+    """`mismatch` is what the figure is called: routing has two of them."""
+    lines = [
         "",
-        "| domain | tokens | KL before | KL after | mismatch before | mismatch after |",
+        f"| domain | tokens | KL before | KL after | {mismatch} before | after |",
         "|---|---|---|---|---|---|",
     ]
     for name, tokens in total["tokens"].items():
@@ -153,4 +166,4 @@ def calibration_words(report: CalibrationReport) -> str:
             f"{total['mismatch_after'].get(name, 0):.1%}"
         )
         lines.append(f"| {name} | {tokens} | {numbers} |")
-    return "\n".join(lines)
+    return lines

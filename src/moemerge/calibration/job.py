@@ -36,6 +36,9 @@ from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files
 
+# Tokens of a domain for each feature, below which its figures are taken with a grain of salt: 64
+# tokens fit any router of width 64 by heart.
+FEW_TOKENS = 2
 MERGED_ALONE = "--targets merged-features runs the merged model alone and reads sources' routers"
 # They say how a run is done; its result does not depend on them.
 NOT_IN_KEY = ("offload", "strict", "device", "dtype")
@@ -168,6 +171,8 @@ def prepare(
     routers = ChosenRouters.of(merged, list(sources.values()), settings.layers)
     text = request.text or read_text(merged, sources, request.data, settings)
     notices = [*gate_notices(merged, list(sources.values()), routers.pairs[0]), *text.notices]
+    width = merged.checkpoint.tensors[routers.pairs[0].info.weight].shape[1]
+    notices += [word for domain in text.domains if (word := few_tokens(domain, width))]
     if settings.targets == "source-features":
         for domain in text.domains:
             other = sources[domain.name]
@@ -178,6 +183,17 @@ def prepare(
     for name, source in sources.items():
         stored[name] = StoredRouters(source, [pair.sources[name] for pair in routers.pairs])
     return CalibrationJob(request, merged, sources, routers, stored, text, stream, tuple(notices))
+
+
+def few_tokens(domain: Domain, width: int) -> str | None:
+    """A word about text that a router of this width can learn by heart."""
+    if domain.tokens >= FEW_TOKENS * width:
+        return None
+    return (
+        f"{domain.name}: {domain.tokens} tokens are few for routers of width {width}: what is "
+        "measured on them says little about other text; give at least "
+        f"{FEW_TOKENS * width}, and diagnose on text of its own"
+    )
 
 
 def _digest(domain: Domain) -> str:

@@ -99,6 +99,19 @@ def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def holdout_notices(totals: Mapping[str, Any]) -> list[str]:
+    """Domains whose routing got worse on the rows that no solve has seen."""
+    held = totals.get("holdout", {})
+    before, after = held.get("kl_before", {}), held.get("kl_after", {})
+    return [
+        f"{name}: on the rows held out the routing divergence rose from {before[name]:.3g} to "
+        f"{after[name]:.3g}: the new routers fit the text, not the domain; give more text, or take "
+        "a smaller --alpha"
+        for name in before
+        if after.get(name, 0.0) > before[name]
+    ]
+
+
 def _mean(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     names = dict.fromkeys(name for row in rows for name in row)
     values = {n: [v for row in rows if (v := row.get(n)) is not None] for n in names}

@@ -14,7 +14,7 @@ from moemerge.calibration.job import (
     prepare,
     stream_settings,
 )
-from moemerge.calibration.report import CalibrationReport, Timings
+from moemerge.calibration.report import CalibrationReport, Timings, holdout_notices, totals
 from moemerge.calibration.solve import RouterSolver, memory_need, solve_settings
 from moemerge.calibration.warm_up import WarmUp
 from moemerge.lockstep.inputs import settings_data
@@ -69,6 +69,8 @@ def _run(
         walk(lockstep, routers.pairs, solver, output)
         solved = time.perf_counter()
         report = _report(job, lockstep, output, solved - start)
+        for notice in holdout_notices(report.totals):
+            progress.note(notice)
         lockstep.close()  # its memory is of no more use, and writing may take a while
         output.finish(output_files(job, report, __version__))
     written = report.timings.written(time.perf_counter() - solved, output.copied)
@@ -78,7 +80,8 @@ def _run(
 def _report(
     job: CalibrationJob, lockstep: Lockstep, output: Output, seconds: float
 ) -> CalibrationReport:
-    request, stopwatch, entries = job.request, lockstep.stopwatch, output.entries
+    request, stopwatch = job.request, lockstep.stopwatch
+    rows = tuple(entry.row for entry in output.entries)
     stopwatch.aside("copy", *output.copied)
     return CalibrationReport(
         merged="this run's merge" if request.temporary else str(request.merged),
@@ -91,9 +94,13 @@ def _report(
         offload=lockstep.offload,
         memory=lockstep.process_bytes(memory_need(job).extra),
         resumed=output.resumed,
-        layers=tuple(entry.row for entry in entries),
+        layers=rows,
         skipped=job.routers.skipped,
-        notices=(*job.notices, *(n for entry in entries for n in entry.row["notices"])),
+        notices=(
+            *job.notices,
+            *(notice for row in rows for notice in row["notices"]),
+            *holdout_notices(totals(rows)),
+        ),
         seconds=seconds,
         timings=Timings.of(stopwatch, seconds, peak_memory(job.stream.device)),
     )

@@ -68,7 +68,9 @@ class CalibrationSettings(Strict):
     limit: PositiveInt | None = LIMIT
     seed: Seed = SEED
     holdout: Share = Field(
-        0.0, description="share of the rows kept out of every solve and measured separately"
+        "auto",
+        description="share of the rows kept out of every solve and measured separately (auto: a "
+        "tenth of a domain with 100 rows or more)",
     )
     offload: Offload = OFFLOAD
     device: DeviceField = DEVICE
@@ -98,7 +100,7 @@ class CalibrationKeywords(ForwardKeywords, total=False):
     rtol: float
     max_steps: int
     init: Init
-    holdout: float
+    holdout: float | Literal["auto"]
     strict: bool
 
 

@@ -175,6 +175,15 @@ def device_name(raw: object) -> str:
     raise FaultsError.one(f"unknown device {shown(raw)}: use auto, cpu, cuda or cuda:N")
 
 
+def auto_or_share(raw: object) -> Literal["auto"] | float:
+    """`auto`, or a share of less than all."""
+    if raw == "auto":
+        return "auto"
+    if isinstance(raw, (int, float)) and not isinstance(raw, bool) and 0 <= raw < 1:
+        return float(raw)
+    raise FaultsError.one(f"must be auto or a number from 0 to less than 1, not {shown(raw)}")
+
+
 def auto_or_number(raw: object) -> Literal["auto"] | float:
     """`auto`, or a number that is not negative."""
     if raw == "auto":

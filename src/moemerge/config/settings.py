@@ -27,7 +27,7 @@ from typing import (
 from pydantic import Field, PlainValidator
 from pydantic.fields import FieldInfo
 
-from moemerge.config.fields import PositiveInt, Strict, device_name, layer_selection
+from moemerge.config.fields import PositiveInt, Strict, auto_or_share, device_name, layer_selection
 from moemerge.config.layers import LayerSelection
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,7 +36,7 @@ Offload = Literal["auto", "device", "cpu", "disk"]
 DeviceField = Annotated[str, PlainValidator(device_name)]
 LayersField = Annotated[LayerSelection, PlainValidator(layer_selection)]
 Flag = Annotated[bool, Field(strict=True)]
-Share = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
+Share = Annotated[float | Literal["auto"], PlainValidator(auto_or_share)]
 Seed = Annotated[int, Field(strict=True, ge=0)]
 
 # What every job that runs a model over text can be told, in the same words and with one default.
@@ -134,7 +134,7 @@ class DiagnosisKeywords(ForwardKeywords, total=False):
     """`DiagnosisSettings` one by one."""
 
     layers: LayerSelection | str | int | Sequence[str | int]
-    holdout: float
+    holdout: float | Literal["auto"]
     swaps: bool
 
 

@@ -70,10 +70,10 @@ class DiagnosisJob:
 
     @property
     def domains(self) -> tuple[Domain, ...]:
-        """What is measured on: the rows that a calibration spares, or all of them."""
+        """What is measured on: the rows that a calibration spares, or all where it spares none."""
         if not self.request.settings.holdout:
             return self.text.domains
-        return tuple(Domain(domain.name, domain.holdout) for domain in self.text.domains)
+        return tuple(Domain(d.name, d.holdout or d.rows) for d in self.text.domains)
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:

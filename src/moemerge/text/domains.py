@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from moemerge.errors import DataError, UsageError
 from moemerge.text.rows import TextRow, TextSource, UnreadKeys, read_rows, source_names
 from moemerge.text.tokens import tokenize
+
+Holdout = float | Literal["auto"]
+# What `auto` holds out, of domains with at least so many rows.
+AUTO_HOLDOUT = 0.1
+AUTO_HOLDOUT_ROWS = 100
 
 
 class JobSettings(Protocol):
@@ -38,7 +43,7 @@ class TextSettings:
     max_length: int | None = None  # tokens of one row
     max_tokens: int | None = None  # tokens of one domain
     limit: int | None = None  # rows of one domain
-    holdout: float = 0.0  # share of the rows kept out of every solve
+    holdout: Holdout = 0.0  # share of the rows kept out of every solve
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,7 +51,7 @@ class TextSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}, expected at least 1")
-        if not 0 <= self.holdout < 1:
+        if self.holdout != "auto" and not 0 <= self.holdout < 1:
             raise UsageError(f"holdout is {self.holdout}, expected 0 <= holdout < 1")
 
     @classmethod
@@ -149,13 +154,15 @@ def _take(
 
 
 def _held_out(count: int, name: str, settings: TextSettings, rng: random.Random) -> set[int]:
-    if settings.holdout == 0:
+    share = settings.holdout
+    if share == "auto":
+        share = AUTO_HOLDOUT if count >= AUTO_HOLDOUT_ROWS else 0.0
+    if share == 0:
         return set()
-    wanted = max(1, round(settings.holdout * count))
+    wanted = max(1, round(share * count))
     if wanted >= count:
         raise DataError(
-            f"domain {name!r} has {count} row(s): a holdout of {settings.holdout} leaves none to "
-            "calibrate on",
+            f"domain {name!r} has {count} row(s): a holdout of {share} leaves none to calibrate on",
             hint="give more rows or set the holdout to 0",
         )
     return set(rng.sample(range(count), wanted))

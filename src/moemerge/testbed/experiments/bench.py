@@ -115,7 +115,7 @@ class Bench:
             data=texts,
             device=self.device,
             **bound,
-            **dict(model.settings),
+            **{"holdout": 0.0, **dict(model.settings)},
         )
 
     def _tune(self, model: Tuned, out: Path) -> None:
