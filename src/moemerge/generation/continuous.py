@@ -71,6 +71,7 @@ class ContinuousBatch:
         self._steps = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._cache: SlotCache | None = None
         self._recorded: dict[int, Repeated] = {}
+        self._recordable = True
         # Nobody reads the logits of prompts.
         known = inspect.signature(model.forward).parameters
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -129,13 +130,24 @@ class ContinuousBatch:
         lengths = [len(r.wanted.tokens) + len(r.tokens) for r in self._running if r is not None]
         size = WINDOWS[self._device.type]
         cache.window = min(self._capacity, -(-max(lengths) // size) * size)
-        if cache.window not in self._recorded:
-            self._recorded[cache.window] = Repeated(self._advance, self._device)
-        self._recorded[cache.window]()
+        self._advance_recorded(cache.window)
         tokens = self._tokens[:, 0].tolist()
         for slot, running in enumerate(self._running):
             if running is not None:
                 yield from self._take(slot, tokens[slot])
+
+    def _advance_recorded(self, window: int) -> None:
+        if self._recordable:
+            step = self._recorded.setdefault(window, Repeated(self._advance, self._device))
+            try:
+                step()
+                return
+            except RuntimeError:
+                # A step that reads values back cannot be recorded. What failed has advanced
+                # nothing yet, so the plain step does the same, or fails with the same words.
+                self._recordable = False
+                self._recorded.clear()
+        self._advance()
 
     def _advance(self) -> None:
         """One token for every slot; reads nothing back, so that it can be recorded."""

@@ -1,0 +1,139 @@
+"""Tokens a second of our continuous batching beside plain `model.generate` with static batches.
+
+A model of OLMoE-1B-7B's shape with random weights; no end token, so that every completion has the
+same length and continuous batching gains nothing from short ones.
+
+    python benchmarks/generate.py --device cuda --json generate.json
+    python benchmarks/generate.py --device cpu --tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, OlmoeConfig, OlmoeForCausalLM
+
+from moemerge.config.generation import GenerationSettings
+from moemerge.config.translate import parse_settings
+from moemerge.generation.continuous import ContinuousBatch
+from moemerge.generation.engine import Wanted
+from moemerge.generation.soundness import why_not
+
+TINY = {
+    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_experts": 8,
+    "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "vocab_size": 512,
+}  # fmt: skip
+
+
+def build(device: str, *, tiny: bool) -> OlmoeForCausalLM:
+    torch.manual_seed(0)
+    config = OlmoeConfig(**(TINY if tiny else {"num_experts": 64, "num_experts_per_tok": 8}))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device):
+        return OlmoeForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+def timed(work: Callable[[], Any], device: str) -> tuple[Any, float]:
+    begun = time.perf_counter()
+    result = work()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - begun
+
+
+def plain(
+    model: OlmoeForCausalLM, prompts: list[list[int]], new: int, size: int
+) -> list[list[int]]:
+    """What a script would do: batches of one size, one after the other."""
+    config = GenerationConfig(
+        max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+    )
+    generate: Any = model.generate
+    written: list[list[int]] = []
+    for begin in range(0, len(prompts), size):
+        ids = torch.tensor(prompts[begin : begin + size], device=model.device)
+        out = generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        written += out[:, ids.shape[1] :].tolist()
+    return written
+
+
+def ours(
+    model: OlmoeForCausalLM, prompts: list[list[int]], new: int, slots: int
+) -> dict[int, list[int]]:
+    settings = parse_settings(GenerationSettings, {"max_new_tokens": new}, "benchmark")
+    batch = ContinuousBatch(
+        model,
+        settings,
+        ends=frozenset(),
+        slots=slots,
+        capacity=len(prompts[0]) + new,
+        stopped=lambda tokens: False,
+    )
+    wanted = [Wanted(place, 0, tuple(tokens)) for place, tokens in enumerate(prompts)]
+    return {done.wanted.prompt: done.tokens for done in batch.run(wanted)}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    device, new = arguments.device, arguments.new
+    model = build(device, tiny=arguments.tiny)
+    print("continuous batching:", why_not(model) or "sound")
+    rng = torch.Generator().manual_seed(1)
+    vocabulary = model.config.vocab_size
+    shape = (arguments.prompts, arguments.length)
+    prompts = torch.randint(5, vocabulary, shape, generator=rng).tolist()
+    total = arguments.prompts * new
+    result: dict[str, Any] = {"device": device, "prompts": shape[0], "length": shape[1], "new": new}
+    texts: dict[str, Any] = {}
+    for size in arguments.static:
+        plain(model, prompts[:size], 4, size)  # warm
+        texts["plain"], seconds = timed(lambda size=size: plain(model, prompts, new, size), device)
+        result[f"plain, batch {size}"] = round(total / seconds, 1)
+        print(f"plain, batch {size}: {seconds:.2f} s, {total / seconds:.0f} tokens/s", flush=True)
+    for slots in arguments.slots:
+        ours(model, prompts[: min(slots, 32)], 8, slots)
+        texts[f"ours {slots}"], seconds = timed(
+            lambda slots=slots: ours(model, prompts, new, slots), device
+        )
+        result[f"ours, {slots} slots"] = round(total / seconds, 1)
+        print(f"ours, {slots} slots: {seconds:.2f} s, {total / seconds:.0f} tokens/s", flush=True)
+    best = max(value for name, value in result.items() if name.startswith("plain"))
+    mine = max(value for name, value in result.items() if name.startswith("ours"))
+    result["ratio"] = round(mine / best, 2)
+    last = texts[f"ours {arguments.slots[-1]}"]
+    same = sum(last[place][0] == row[0] for place, row in enumerate(texts["plain"]))
+    result["same first token as plain"] = round(same / len(prompts), 4)
+    half = ours(model, prompts[::2], new, arguments.slots[-1])
+    equal = sum(half[place] == last[2 * place] for place in half)
+    result["same texts in another company"] = round(equal / len(half), 4)
+    if device != "cpu":
+        result["card"] = torch.cuda.get_device_name()
+        result["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a toy, to try this script")
+    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--static", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--slots", type=int, nargs="+", default=[256, 512])
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    result = measure(arguments)
+    print(json.dumps(result, indent=2))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(result, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
