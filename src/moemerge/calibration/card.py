@@ -45,10 +45,10 @@ def _earlier_report(folder: Path) -> dict[str, Any]:
     """The merged folder's own report, where moemerge merged it."""
     path = folder / REPORT_NAME
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError:
         return {}  # not ours, or damaged: it has nothing to tell
-    return found if isinstance(found, dict) and isinstance(found.get("merge"), dict) else {}
+    return report if isinstance(report, dict) and isinstance(report.get("merge"), dict) else {}
 
 
 # --- config -------------------------------------------------------------------------------------
@@ -70,15 +70,15 @@ def resolved_config(job: CalibrationJob, report: CalibrationReport) -> str:
         "data": {name: list(files) for name, files in report.data.items()},
     }
     block = {key: value for key, value in block.items() if value is not None}
-    found = _merge_config(written, block)
-    if found is None:
+    config = _merge_config(written, block)
+    if config is None:
         plain = {
             "merge_method": "passthrough",
             "models": [{"model": report.merged}],
             "calibration": block,
         }
-        found = parse_settings(RunConfig, plain, "the resolved config")
-    return dump_config(found, absolute=True)
+        config = parse_settings(RunConfig, plain, "the resolved config")
+    return dump_config(config, absolute=True)
 
 
 def _merge_config(path: Path, block: Mapping[str, Any]) -> RunConfig | None:

@@ -112,14 +112,14 @@ def calibrate_layer(
     with stopwatch.span("solve"):
         solution = solve_system(operator, start.to(device), settings)
         del operator  # the probabilities of all tokens
-        found, newton = solution.weight, None
+        solved, newton = solution.weight, None
         if exact:
             how = ExactSettings(preconditioner=settings.preconditioner)
             newton = minimise_divergence(
-                problem.gate, problem.domains, found, how, fallback=problem.merged
+                problem.gate, problem.domains, solved, how, fallback=problem.merged
             )
-            found = newton.weight
-    weight, bias = _rounded(found, problem)
+            solved = newton.weight
+    weight, bias = _rounded(solved, problem)
     with stopwatch.span("measure"):
         new = joined(weight, bias).to(device)
         on_features = [replace(d, targets=None) for d in problem.domains if d.targets is not None]
@@ -134,12 +134,12 @@ def calibrate_layer(
         )
 
 
-def _rounded(found: Tensor, problem: LayerProblem) -> tuple[Tensor, Tensor | None]:
+def _rounded(solved: Tensor, problem: LayerProblem) -> tuple[Tensor, Tensor | None]:
     weight_dtype, bias_dtype = problem.dtypes
-    found = found.cpu()
+    solved = solved.cpu()
     width = problem.domains[0].features[0].shape[1]
-    weight = found[:, :width].to(weight_dtype).contiguous()
-    bias = None if bias_dtype is None else found[:, width].to(bias_dtype).contiguous()
+    weight = solved[:, :width].to(weight_dtype).contiguous()
+    bias = None if bias_dtype is None else solved[:, width].to(bias_dtype).contiguous()
     for part in (weight, bias):
         if part is not None and not bool(torch.isfinite(part).all()):
             raise NumericalError(

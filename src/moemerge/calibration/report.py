@@ -58,12 +58,12 @@ def layer_row(layer: int, router: str, result: LayerResult, seconds: float) -> d
 
 def _notices(layer: int, router: str, result: LayerResult) -> list[str]:
     """What a user should look at; of a solve that did not converge first of all."""
-    found = []
+    notices = []
     if result.status is not Status.CONVERGED:
-        found.append(f"layer {layer}: {router} did not converge ({result.message})")
+        notices.append(f"layer {layer}: {router} did not converge ({result.message})")
     if result.rise is not None:
-        found.append(f"layer {layer}: {result.rise}")
-    return found
+        notices.append(f"layer {layer}: {result.rise}")
+    return notices
 
 
 def _agreement(agreement: Agreement) -> dict[str, dict[str, float | None]]:
@@ -83,7 +83,7 @@ def _number(value: float) -> float | None:
 
 def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Means over the routers, sums of steps; the holdout's means where there is one."""
-    found: dict[str, Any] = {
+    total: dict[str, Any] = {
         "routers": len(rows),
         "converged": sum(row["status"] == Status.CONVERGED for row in rows),
         "iterations": sum(row["iterations"] for row in rows),
@@ -92,11 +92,11 @@ def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     held = [row["holdout"] for row in rows if "holdout" in row]
     if held:
-        found["holdout"] = {
+        total["holdout"] = {
             "tokens": dict(held[0]["tokens"]),
             **{key: _mean([row[key] for row in held]) for key in PER_DOMAIN},
         }
-    return found
+    return total
 
 
 def holdout_notices(totals: Mapping[str, Any]) -> list[str]:
@@ -115,7 +115,7 @@ def holdout_notices(totals: Mapping[str, Any]) -> list[str]:
 def _mean(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     names = dict.fromkeys(name for row in rows for name in row)
     values = {n: [v for row in rows if (v := row.get(n)) is not None] for n in names}
-    return {name: math.fsum(found) / len(found) for name, found in values.items() if found}
+    return {name: math.fsum(known) / len(known) for name, known in values.items() if known}
 
 
 @dataclass(frozen=True)

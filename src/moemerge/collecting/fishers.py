@@ -116,7 +116,7 @@ class _Backward:
         total = None if head is None else new_total(head.shape, self._device)
         for number, batch in enumerate(self._job.batches):
             hidden = self._forward.store.take((len(self._forward.anatomy.layers), number))
-            found: list[Tensor] = []
+            gradients: list[Tensor] = []
             for rows, part in _row_groups(batch, HEAD_TOKENS.get(self._device.type, 512)):
                 with self._errors_named("the head"):
                     back, heard = head_back(
@@ -127,10 +127,10 @@ class _Backward:
                         hidden[rows],
                         head,
                     )
-                found.append(back)
+                gradients.append(back)
                 if total is not None:
                     self._add(total, heard, part)
-            self._gradients.append(torch.cat(found))
+            self._gradients.append(torch.cat(gradients))
         if head is not None and total is not None:
             self._write_linear(head, total, self._job.domain.tokens)
 
@@ -215,11 +215,11 @@ class _Backward:
             raise ArchitectureError(f"no gradient came back to {heard.tap.path}")
         rows = batch.mask.reshape(-1).nonzero().squeeze(1).to(self._device)
         x, chosen, weights = experts_call(heard)
-        found = [real_tokens(value, batch, rows) for value in (x, chosen, weights, heard.delta)]
-        if any(value is None for value in found):
+        tokens = [real_tokens(value, batch, rows) for value in (x, chosen, weights, heard.delta)]
+        if any(value is None for value in tokens):
             raise ArchitectureError(f"{heard.tap.path} is not given all tokens of a batch")
         lengths = batch.mask.sum(dim=1).tolist()
-        routed.add(*(value for value in found if value is not None), lengths=lengths)
+        routed.add(*(value for value in tokens if value is not None), lengths=lengths)
 
     def _check_same(self, path: str, out: Tensor) -> None:
         if self._expected is None:
@@ -248,11 +248,11 @@ class _Backward:
         module: Any = self._model.get_submodule(tap.path)
         for expert, x, gradient, counts in routed.by_expert():
             view = ExpertView(module, expert)
-            found = self._expert_squares(view, module, x, gradient, counts)
+            squares = self._expert_squares(view, module, x, gradient, counts)
             for (number, projection), unit in units.items():
                 if number != expert:
                     continue
-                values = None if found is None else found.get(projection)
+                values = None if squares is None else squares.get(projection)
                 if values is None:
                     self.unvisited.append(unit.key)
                 self._write(unit.key, unit.shape, values, x.shape[0])
@@ -268,9 +268,9 @@ class _Backward:
         add_ragged_squares(up, of_pre, x, counts)
         add_ragged_squares(down, of_down, mid, counts)
         up = (up / self._sequences).float()
-        found: dict[str | None, Tensor] = {None: up, "down": (down / self._sequences).float()}
-        found.update(projections(module, up))
-        return found
+        squares: dict[str | None, Tensor] = {None: up, "down": (down / self._sequences).float()}
+        squares.update(projections(module, up))
+        return squares
 
     def _write(self, key: str, shape: tuple[int, ...], values: Tensor | None, tokens: int) -> None:
         if values is not None:

@@ -182,10 +182,10 @@ class _InputKeeper:
 
     def check(self) -> None:
         if len(self._after) != 1:
-            found = ", ".join(sorted(self._after)) or "nothing"
+            called = ", ".join(sorted(self._after)) or "nothing"
             raise ArchitectureError(
                 f"{self._job.model.label}: expected one norm after the last layer, found "
-                f"{found}; gradients cannot be sent back through it",
+                f"{called}; gradients cannot be sent back through it",
                 hint="gram statistics need the forward pass alone: --kind gram",
             )
 

@@ -175,11 +175,11 @@ class GramCollector:
 def _shapes(
     units: Mapping[ExpertKey, Unit], expert: int, projections: tuple[str | None, ...]
 ) -> Shapes:
-    found = (units.get((expert, projection)) for projection in projections)
-    return {unit.key: unit.shape for unit in found if unit is not None}
+    projected = (units.get((expert, projection)) for projection in projections)
+    return {unit.key: unit.shape for unit in projected if unit is not None}
 
 
 def _chosen(call: Call) -> Tensor:
     """Which experts each token goes to: (tokens, k)."""
-    found: Tensor = call.argument(1, "top_k_index", "router_indices", "selected_experts")
-    return found
+    chosen: Tensor = call.argument(1, "top_k_index", "router_indices", "selected_experts")
+    return chosen

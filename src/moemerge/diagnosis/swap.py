@@ -135,12 +135,12 @@ def _require_routers(model: OpenModel) -> None:
 
 def _layers_with_routers(model: OpenModel) -> Sequence[int]:
     """Layers that the model runs and that hold a tensor of a router, ascending."""
-    found = {
+    layers = {
         model.architecture.layer_of(name)
         for name in model.checkpoint.tensors
         if model.architecture.role(name) in ROUTING_ROLES
     }
-    return sorted(n for n in found if n is not None and n < model.architecture.num_layers)
+    return sorted(n for n in layers if n is not None and n < model.architecture.num_layers)
 
 
 def _fitted(model: OpenModel, name: str, tensor: Tensor) -> tuple[Tensor, list[str]]:

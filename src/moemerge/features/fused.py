@@ -49,8 +49,8 @@ def experts_forward(
     """What transformers calls in place of an experts module's own forward."""
     if not _suited(module, hidden_states, top_k_index, top_k_weights):
         plain: Any = moe.grouped_mm_experts_forward
-        found: Tensor = plain(module, hidden_states, top_k_index, top_k_weights)
-        return found
+        result: Tensor = plain(module, hidden_states, top_k_index, top_k_weights)
+        return result
     from moemerge.kernels.experts import experts
 
     return experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
@@ -123,9 +123,9 @@ def is_plain_norm(module: Any, device: torch.device, dtype: torch.dtype) -> bool
         inputs = [(x * scale).to(dtype) for scale in (3.0, epsilon**0.5)]
         pairs = [(probe(some), _fused(probe, some)) for some in inputs]
     return all(
-        found.dtype == wanted.dtype
-        and torch.allclose(found.float(), wanted.float(), rtol=TOLERANCE, atol=TOLERANCE)
-        for found, wanted in pairs
+        fused.dtype == wanted.dtype
+        and torch.allclose(fused.float(), wanted.float(), rtol=TOLERANCE, atol=TOLERANCE)
+        for fused, wanted in pairs
     )
 
 
@@ -151,6 +151,6 @@ def _epsilon(module: Any) -> float | None:
 
 def _fused(self: Any, hidden_states: Tensor) -> Tensor:
     if hidden_states.dtype != self.weight.dtype:
-        found: Tensor = type(self).forward(self, hidden_states)
-        return found
+        result: Tensor = type(self).forward(self, hidden_states)
+        return result
     return functional.rms_norm(hidden_states, self.weight.shape, self.weight, _epsilon(self))

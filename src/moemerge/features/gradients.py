@@ -130,8 +130,8 @@ def run_back(
     """
     with torch.enable_grad(), Recorder(model, taps) as recorder:
         x = hidden.detach().requires_grad_(True)
-        found = call(model.get_submodule(path), x)
-        out: Tensor = found[0] if isinstance(found, tuple) else found
+        result = call(model.get_submodule(path), x)
+        out: Tensor = result[0] if isinstance(result, tuple) else result
         if out.shape != gradient.shape:
             raise ArchitectureError(
                 f"{path} gives {list(out.shape)}, expected {list(gradient.shape)}: its output is "

@@ -119,13 +119,13 @@ def keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str],
         raise ArchitectureError(f"unexpected dtype plan of {type(model).__name__}: {plan}")
     if not plan:
         return lambda name: False
-    found = re.compile("|".join(pattern.replace("*", ".*") for pattern in plan))
-    return lambda name: found.search(name) is not None
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in plan))
+    return lambda name: kept.search(name) is not None
 
 
 def recorded_routers(model: PreTrainedModel) -> list[str]:
     """Paths of the modules whose outputs a model (or a part of it) declares as router logits."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for base, part in model.named_modules():
         recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", ())
         for recorder in recorders if isinstance(recorders, list | tuple) else [recorders]:
@@ -133,8 +133,8 @@ def recorded_routers(model: PreTrainedModel) -> list[str]:
             inside = f".{name}." if (name := getattr(recorder, "layer_name", None)) else ""
             for path, module in part.named_modules(prefix=base):
                 if isinstance(kind, type) and type(module) is kind and inside in f".{path}.":
-                    found[path] = None
-    return list(found)
+                    paths[path] = None
+    return list(paths)
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -246,6 +246,6 @@ def map_names(model: PreTrainedModel, checkpoint: Checkpoint) -> NameMap:
         used_by[target] = None if pattern is None else by_pattern[pattern]
         sources.setdefault(target, []).append((pattern or name, name))
     recipes = {
-        target: Recipe(target, tuple(found), used_by[target]) for target, found in sources.items()
+        target: Recipe(target, tuple(stored), used_by[target]) for target, stored in sources.items()
     }
     return NameMap(recipes, tuple(unused))

@@ -1,4 +1,4 @@
-"""What streaming will need, told before it starts."""
+"""What streaming will need, known before it starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from moemerge.checkpoint import format_size
 from moemerge.errors import ArchitectureError, MoeMergeError, ResourceError
 from moemerge.features.routers import Anatomy
 from moemerge.features.spill import Offload
@@ -21,6 +22,8 @@ PARKED_COPIES = 4
 # A running batch needs that, its attention's projections and one temporary of each.
 RUNNING_COPIES = 10
 HEADROOM = 0.9  # of the free memory; allocators round up
+HOST = torch.device("cpu")
+NEAREST_FIRST: tuple[Offload, ...] = ("device", "cpu", "disk")
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,11 @@ class MemoryEstimate:
             "running batch": self.running,
             "router inputs": self.features,
         }
-        listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items() if nbytes)
+        listed = ", ".join(
+            f"{name} {format_size(nbytes)}" for name, nbytes in parts.items() if nbytes
+        )
         return (
-            f"streaming needs about {_size(self.on_device)} on {self.device} ({listed}; "
+            f"streaming needs about {format_size(self.on_device)} on {self.device} ({listed}; "
             f"offload {self.offload})"
         )
 
@@ -123,23 +128,48 @@ def _scores(text: Any, batches: Sequence[Batch], itemsize: int) -> int:
     return pairs * _number(text, "num_attention_heads") * (2 * itemsize + 4)
 
 
+def needed(
+    estimates: Sequence[MemoryEstimate], extra: int = 0, offload: Offload | None = None
+) -> tuple[int, int]:
+    """Bytes on the device and on the host for models side by side, with activations parked there
+    (default: where they are); `extra` is what a job does with the features."""
+    if offload is not None:
+        estimates = [replace(estimate, offload=offload) for estimate in estimates]
+    device = sum(estimate.on_device for estimate in estimates) + extra
+    host = sum(estimate.on_host for estimate in estimates)
+    return device, device if estimates[0].device.type == "cpu" else host
+
+
+def fits(
+    estimates: Sequence[MemoryEstimate], extra: int = 0, offload: Offload | None = None
+) -> bool:
+    device, host = needed(estimates, extra, offload)
+    return (
+        device <= available_memory(estimates[0].device) * HEADROOM
+        and host <= available_memory(HOST) * HEADROOM
+    )
+
+
+def nearest_offload(estimates: Sequence[MemoryEstimate], extra: int = 0) -> Offload:
+    """The nearest place with room for parked activations; the farthest where nothing fits."""
+    for kind in NEAREST_FIRST:
+        if kind == "cpu" and estimates[0].device.type == "cpu":
+            continue
+        if fits(estimates, extra, kind):
+            return kind
+    return "disk"
+
+
 def choose_offload(estimate: MemoryEstimate) -> MemoryEstimate:
-    """The nearest place with room for the parked activations; refuses what fits nowhere."""
-    device_free = int(available_memory(estimate.device) * HEADROOM)
-    host = torch.device("cpu")
-    kinds: list[Offload] = (
-        ["device", "disk"] if estimate.device == host else ["device", "cpu", "disk"]
-    )
-    for kind in kinds:
-        candidate = replace(estimate, offload=kind)
-        host_free = int(available_memory(host) * HEADROOM)
-        if candidate.on_device <= device_free and candidate.on_host <= host_free:
-            return candidate
-    least = replace(estimate, offload="disk")
-    raise ResourceError(
-        f"{least.describe()}, but {_size(device_free)} are usable on {estimate.device}",
-        hint="lower --max-tokens or --max-length, use smaller batches, or a larger machine",
-    )
+    """For one model by itself; refuses what fits nowhere."""
+    chosen = replace(estimate, offload=nearest_offload([estimate]))
+    if not fits([chosen]):
+        usable = int(available_memory(estimate.device) * HEADROOM)
+        raise ResourceError(
+            f"{chosen.describe()}, but {format_size(usable)} are usable on {estimate.device}",
+            hint="lower --max-tokens or --max-length, use smaller batches, or a larger machine",
+        )
+    return chosen
 
 
 def _number(config: Any, *names: str) -> int:
@@ -150,10 +180,6 @@ def _number(config: Any, *names: str) -> int:
         if isinstance(value, int) and value:
             return value
     return 0
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
 
 
 def raise_forward_error(error: BaseException, where: str, memory: MemoryEstimate) -> NoReturn:

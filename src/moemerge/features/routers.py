@@ -63,9 +63,9 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 
 
 def _router_paths(model: PreTrainedModel) -> list[str]:
-    found = recorded_routers(model) or _by_name(model)
+    paths = recorded_routers(model) or _by_name(model)
     # jetmoe declares its attention blocks too; the router proper lies inside them.
-    return [path for path in found if not any(other.startswith(path + ".") for other in found)]
+    return [path for path in paths if not any(other.startswith(path + ".") for other in paths)]
 
 
 def _by_name(model: PreTrainedModel) -> list[str]:

@@ -87,22 +87,22 @@ def _weights_of(tap: Tap) -> tuple[str, ...]:
 
 
 def _layer_taps(model: PreTrainedModel, layer: str, routers: Mapping[str, str]) -> tuple[Tap, ...]:
-    found: list[Tap] = []
+    taps: list[Tap] = []
     for path, module in model.get_submodule(layer).named_modules(prefix=layer):
         if path in routers and (
             isinstance(module, nn.Linear) or not _inner_linear(model, routers[path], path)
         ):
             out, width = model.get_parameter(routers[path]).shape
-            found.append(LinearTap(path, routers[path], (out, width), router=True))
+            taps.append(LinearTap(path, routers[path], (out, width), router=True))
         elif isinstance(module, nn.Linear):
-            found.append(
+            taps.append(
                 LinearTap(path, f"{path}.weight", (module.out_features, module.in_features))
             )
         elif is_experts(module):
             up = "gate_up_proj" if module.has_gate else "up_proj"
             count = int(model.get_parameter(f"{path}.down_proj").shape[0])
-            found.append(ExpertsTap(path, f"{path}.{up}", f"{path}.down_proj", count))
-    return tuple(found)
+            taps.append(ExpertsTap(path, f"{path}.{up}", f"{path}.down_proj", count))
+    return tuple(taps)
 
 
 def _inner_linear(model: PreTrainedModel, weight: str, router: str) -> bool:
@@ -151,8 +151,8 @@ class ExpertView:
     def mid(self, pre: Tensor) -> Tensor:
         """What the down projection reads: (tokens, inner)."""
         module = self._module
-        found: Tensor = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
-        return found
+        mid: Tensor = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
+        return mid
 
     def down(self, mid: Tensor) -> Tensor:
         """(tokens, inner) -> (tokens, d)."""
@@ -161,8 +161,8 @@ class ExpertView:
     def finish(self, down: Tensor) -> Tensor:
         """What stands between the down projection and the routing weight."""
         if getattr(self._module, "has_post_expert_norm", False):
-            found: Tensor = self._module.post_expert_norm(down)
-            return found
+            normed: Tensor = self._module.post_expert_norm(down)
+            return normed
         return down
 
     def _linear(self, x: Tensor, name: str) -> Tensor:

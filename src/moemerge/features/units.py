@@ -45,27 +45,27 @@ class UnitMap:
         recipe = self._names.recipes.get(tap.weight)
         if recipe is None or not _joins_rows(recipe):
             return ()
-        found: list[PlacedUnit] = []
+        placed: list[PlacedUnit] = []
         start = 0
         for _, name in recipe.sources:
             shape = self._checkpoint.tensors[name].shape
             if len(shape) != 2 or shape[1] != tap.shape[1]:
                 return ()
             units = self._architecture.units(name)
-            found += [PlacedUnit(u, start) for u in units if u.shape[1:] == (tap.shape[1],)]
+            placed += [PlacedUnit(u, start) for u in units if u.shape[1:] == (tap.shape[1],)]
             start += shape[0]
-        return tuple(found) if start == tap.shape[0] else ()
+        return tuple(placed) if start == tap.shape[0] else ()
 
     def experts(self, tap: ExpertsTap) -> Mapping[ExpertKey, Unit]:
         """Every expert's projections."""
-        found: dict[ExpertKey, Unit] = {}
+        experts: dict[ExpertKey, Unit] = {}
         for parameter in (tap.up, tap.down):
             recipe = self._names.recipes.get(parameter)
             for _, name in () if recipe is None else recipe.sources:
                 for unit in self._architecture.units(name):
                     if unit.expert is not None and len(unit.shape) == 2:
-                        found[unit.expert, unit.projection] = unit
-        return found
+                        experts[unit.expert, unit.projection] = unit
+        return experts
 
     def require_experts(self, taps: Taps) -> None:
         """Refuse a model with experts that none of the taps reads: most of it would be missing."""

@@ -9,13 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import format_size, require_space
 from moemerge.errors import ArchitectureError, ResourceError
-from moemerge.features.memory import HEADROOM, MemoryEstimate
+from moemerge.features.memory import HEADROOM, MemoryEstimate, fits, nearest_offload, needed
 from moemerge.features.router_stream import RouterStop, RouterStream
 from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Offload
@@ -24,8 +23,6 @@ from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
 
-HOST = torch.device("cpu")
-NEAREST_FIRST: tuple[Offload, ...] = ("device", "cpu", "disk")
 # Python, torch and transformers themselves, threads' heaps, kernels that oneDNN keeps: measured.
 PROCESS_BYTES = 512 * 2**20
 
@@ -123,29 +120,15 @@ class Lockstep:
             hint="the models' config.json must describe the same structure",
         )
 
-    # --- memory ---
-
-    def memory(self, extra: int = 0, offload: Offload | None = None) -> tuple[int, int]:
-        """Bytes on the device and on the host, where activations are parked there (default: where
-        they are); `extra` is what a job does with the features."""
-        estimates: list[MemoryEstimate] = [stream.memory for stream in self.streams]
-        if offload is not None:
-            estimates = [replace(estimate, offload=offload) for estimate in estimates]
-        device = sum(estimate.on_device for estimate in estimates) + extra
-        host = sum(estimate.on_host for estimate in estimates)
-        return device, device if self.lead.device.type == "cpu" else host
-
-    def fits(self, extra: int, offload: Offload | None = None) -> bool:
-        device, host = self.memory(extra, offload)
-        return (
-            device <= available_memory(self.lead.device) * HEADROOM
-            and host <= available_memory(HOST) * HEADROOM
-        )
+    @property
+    def memory(self) -> list[MemoryEstimate]:
+        """Of each model."""
+        return [stream.memory for stream in self.streams]
 
     def process_bytes(self, extra: int) -> int:
         """What the device will hold of this process at the most."""
         own = PROCESS_BYTES if self.lead.device.type == "cpu" else 0
-        return own + self.memory(extra)[0]
+        return own + needed(self.memory, extra)[0]
 
 
 @dataclass(frozen=True)
@@ -180,10 +163,10 @@ def open_lockstep(
     wanted = settings.offload
     lockstep = build("device" if wanted == "auto" else wanted)
     try:
-        if not lockstep.fits(need.extra):
+        if not fits(lockstep.memory, need.extra):
             settle()
         if wanted == "auto":
-            nearest = _nearest(lockstep, need.extra)
+            nearest = nearest_offload(lockstep.memory, need.extra)
             if nearest != lockstep.offload:
                 lockstep.close()
                 lockstep = build(nearest)
@@ -225,27 +208,17 @@ def _build(
     return Lockstep(lead, opened)
 
 
-def _nearest(lockstep: Lockstep, extra: int) -> Offload:
-    """The nearest place with room for parked activations; the farthest where nothing fits."""
-    for kind in NEAREST_FIRST:
-        if kind == "cpu" and lockstep.lead.device.type == "cpu":
-            continue
-        if lockstep.fits(extra, kind):
-            return kind
-    return "disk"
-
-
 def _check_memory(lockstep: Lockstep, need: Need) -> None:
     """Refuse what does not fit, and say what to change."""
-    if lockstep.fits(need.extra):
-        disk = sum(stream.memory.on_disk for stream in lockstep.streams)
+    if fits(lockstep.memory, need.extra):
+        disk = sum(estimate.on_disk for estimate in lockstep.memory)
         if disk:
             require_space(Path(tempfile.gettempdir()), disk)
         return
-    device, host = lockstep.memory(need.extra)
+    device, host = needed(lockstep.memory, need.extra)
     where = lockstep.lead.device
     usable = int(available_memory(where) * HEADROOM)
-    others = f" and {len(lockstep.others)} models beside it" if lockstep.others else ""
+    others = f" and {len(lockstep.others)} others with it" if lockstep.others else ""
     hints = [] if lockstep.offload == "disk" else ["--offload disk parks activations there"]
     raise ResourceError(
         f"{need.job} needs about {format_size(device)} on {where} and {format_size(host)} of host "
