@@ -222,16 +222,16 @@ def test_too_little_memory_is_told_before_the_work(
 ) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda device: 100_000)
     match = r"(?s)calibration needs about .* MB on cpu.*usable.*lower --max-tokens"
-    refused(case, tmp_path, ResourceError, match)
+    refused(case, tmp_path, ResourceError, match, device="cpu")
 
 
 def test_activations_go_to_disk_where_memory_is_short(
     case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = case.calibrate(tmp_path / "plain")
+    plain = case.calibrate(tmp_path / "plain", device="cpu")
     parked = plain.memory - streams.PROCESS_BYTES  # which is there already
     monkeypatch.setattr(memory, "available_memory", lambda device: parked)  # HEADROOM cuts it
-    spilled = case.calibrate(tmp_path / "spilled")
+    spilled = case.calibrate(tmp_path / "spilled", device="cpu")
     assert (plain.offload, spilled.offload) == ("device", "disk")
     assert cases.weights(tmp_path / "plain") == cases.weights(tmp_path / "spilled")
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from calibration import cases
 from moemerge.errors import CheckpointError, NumericalError, UsageError
+from moemerge.features import settings
 from moemerge.runtime.unfinished import journal_path
 
 CaseOf = Callable[..., cases.Case]
@@ -76,7 +77,7 @@ class Interrupting:
 def interrupt_after_two_layers(case: cases.Case, out: Path) -> None:
     """The journal of a killed run, without the seconds that another process takes to start."""
     with pytest.raises(KeyboardInterrupt):
-        case.calibrate(out, progress=Interrupting("layer 1:"))
+        case.calibrate(out, progress=Interrupting("layer 1:"), device="cpu")
     assert not out.exists()
     assert sorted(p.name for p in journal_path(out).glob("*.json")) == [
         "0000.json", "0001.json", "key.json",
@@ -86,14 +87,18 @@ def interrupt_after_two_layers(case: cases.Case, out: Path) -> None:
 def test_a_killed_run_resumes_to_the_same_bytes(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("gpt_oss")
     settings_of: dict[Path, dict[str, Any]] = {
-        tmp_path / "plain" / "out": {},
-        tmp_path / "sources" / "out": {"targets": "source-features", "holdout": 0.2},
+        tmp_path / "plain" / "out": {"device": "cpu"},
+        tmp_path / "sources" / "out": {
+            "device": "cpu",
+            "targets": "source-features",
+            "holdout": 0.2,
+        },
     }
     kill_after_two_layers(case, settings_of)
-    for out, settings in settings_of.items():
+    for out, chosen in settings_of.items():
         uninterrupted = out.parent / "whole" / "out"
-        whole = case.calibrate(uninterrupted, **settings)
-        resumed = case.calibrate(out, resume=True, **settings)
+        whole = case.calibrate(uninterrupted, **chosen)
+        resumed = case.calibrate(out, resume=True, **chosen)
         assert resumed.resumed == 2
         assert cases.weights(out) == cases.weights(uninterrupted)
         assert [_timeless(r) for r in resumed.layers] == [_timeless(r) for r in whole.layers]
@@ -123,6 +128,17 @@ def test_another_run_is_not_resumed(case_of: CaseOf, tmp_path: Path) -> None:
     # What does not change the result may change, and the refusals cost nothing of the journal.
     report = case.calibrate(out, resume=True, offload="disk", strict=True)
     assert report.resumed == 2
+
+
+def test_other_batches_are_another_run(
+    case_of: CaseOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger GPU takes longer batches, which round otherwise."""
+    case, out = case_of("olmoe"), tmp_path / "out"
+    interrupt_after_two_layers(case, out)
+    monkeypatch.setattr(settings, "CPU_BATCH_TOKENS", 64)
+    with pytest.raises(UsageError, match="batch_tokens: 2048 then, 64 now"):
+        case.calibrate(out, resume=True, device="cpu")
 
 
 def test_any_change_of_a_merged_router_is_another_run(case_of: CaseOf, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ import zoo
 from calibration import cases, dense
 from moemerge.calibration import CalibrationRequest, run_calibration
 from moemerge.calibration.report import holdout_notices
+from moemerge.checkpoint.reader import Checkpoint
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.errors import ArchitectureError, ConfigError, DataError, UsageError
 from moemerge.runtime.progress import Silent
+from moemerge.text import domains
 
 CaseOf = Callable[..., cases.Case]
 
@@ -204,6 +207,33 @@ def test_the_card_names_the_rows_held_out_and_its_figures(case_of: CaseOf, tmp_p
     card = (tmp_path / "own" / "README.md").read_text()
     assert "each model on its own features" in card
     assert "| mismatch before |" in card
+
+
+def test_what_is_read_is_read_once(
+    case_of: CaseOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merged model's routers, and with a page the text too."""
+    pytest.importorskip("plotly")
+    case = case_of("olmoe")
+    read: Counter[str] = Counter()
+    plain, tokenize = Checkpoint.read, domains.tokenize
+
+    def counting(self: Checkpoint, name: str, *rest: Any) -> torch.Tensor:
+        if self.path == case.merged:
+            read[name] += 1
+        return plain(self, name, *rest)
+
+    def counted(*given: Any) -> Any:
+        read["text"] += 1
+        return tokenize(*given)
+
+    monkeypatch.setattr(Checkpoint, "read", counting)
+    case.calibrate(tmp_path / "out")
+    for number in range(3):
+        assert read[f"model.layers.{number}.mlp.gate.weight"] == 1
+    monkeypatch.setattr(domains, "tokenize", counted)
+    case.calibrate(tmp_path / "other", report=tmp_path / "page.html")
+    assert read["text"] == len(case.sources)
 
 
 def test_few_tokens_are_told(case_of: CaseOf, tmp_path: Path) -> None:
