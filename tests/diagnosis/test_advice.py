@@ -10,11 +10,13 @@ import pytest
 from moemerge.diagnosis.advice import Measurements, advise, concentrated
 from moemerge.diagnosis.results import DomainTotal, LayerDiagnosis, Swap
 from moemerge.diagnosis.verdict import judge, percent
+from moemerge.routing.figures import FIGURES
 
 
 def row(layer: int, mismatch: float, **values: Any) -> LayerDiagnosis:
     load = tuple(0.125 for _ in range(8))
     figures: dict[str, Any] = {
+        **dict.fromkeys((name for name, figure in FIGURES.items() if figure.of_tokens), 0.0),
         "mismatch": mismatch,
         "any_mismatch": mismatch,
         "kl": mismatch,
