@@ -20,7 +20,6 @@ from moemerge.config.checks import (
     slice_faults,
 )
 from moemerge.config.faults import Fault, Path, path_text
-from moemerge.config.model_names import name_faults, reference_faults, with_models
 from moemerge.config.parameters import MethodSchema
 from moemerge.config.requests import (
     SourceData,
@@ -30,7 +29,13 @@ from moemerge.config.requests import (
     statistics_faults,
     statistics_request,
 )
-from moemerge.config.resolve import NormalisedMerge, normalise
+from moemerge.config.resolve import (
+    NormalisedMerge,
+    name_faults,
+    normalise,
+    reference_faults,
+    with_models,
+)
 from moemerge.config.schema import RunConfig
 from moemerge.config.translate import WorkingCopy, validate
 from moemerge.config.yaml_lines import Document, read_yaml

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from moemerge.config.calibration import CalibrationBlock
 from moemerge.config.faults import Fault, Path, listed
-from moemerge.config.model_names import model_names
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import MethodSchema, StatisticsKind
-from moemerge.config.resolve import NormalisedMerge
+from moemerge.config.resolve import NormalisedMerge, model_names
 from moemerge.config.schema import RunConfig
 from moemerge.config.settings import CollectingSettings
 from moemerge.registry import did_you_mean

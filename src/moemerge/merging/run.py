@@ -17,13 +17,13 @@ from moemerge.checkpoint import (
     parse_size,
     require_space,
 )
+from moemerge.config.checks import filter_faults
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
 from moemerge.config.parameters import StatisticsKind
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.settings import MergeSettings
 from moemerge.merging.execute import ExecutionSettings, execute
-from moemerge.merging.filters import filter_faults
 from moemerge.merging.output import OutputFiles, output_files
 from moemerge.merging.plan import MergePlan
 from moemerge.merging.planner import Planner, open_models
