@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +32,14 @@ TINY = {
 }  # fmt: skip
 
 
-def build(device: str, *, tiny: bool) -> OlmoeForCausalLM:
+def build(device: str, *, tiny: bool) -> Any:
     torch.manual_seed(0)
-    config = OlmoeConfig(**(TINY if tiny else {"num_experts": 64, "num_experts_per_tok": 8}))
+    make: Any = OlmoeConfig
+    config = make(**(TINY if tiny else {"num_experts": 64, "num_experts_per_tok": 8}))
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
-        return OlmoeForCausalLM._from_config(config, dtype=dtype).eval()
+        build_model: Any = OlmoeForCausalLM._from_config
+        return build_model(config, dtype=dtype).eval()
 
 
 def timed(work: Callable[[], Any], device: str) -> tuple[Any, float]:
@@ -47,13 +50,10 @@ def timed(work: Callable[[], Any], device: str) -> tuple[Any, float]:
     return result, time.perf_counter() - begun
 
 
-def plain(
-    model: OlmoeForCausalLM, prompts: list[list[int]], new: int, size: int
-) -> list[list[int]]:
+def plain(model: Any, prompts: list[list[int]], new: int, size: int) -> list[list[int]]:
     """What a script would do: batches of one size, one after the other."""
-    config = GenerationConfig(
-        max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
-    )
+    make: Any = GenerationConfig
+    config = make(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
     generate: Any = model.generate
     written: list[list[int]] = []
     for begin in range(0, len(prompts), size):
@@ -63,9 +63,7 @@ def plain(
     return written
 
 
-def ours(
-    model: OlmoeForCausalLM, prompts: list[list[int]], new: int, slots: int
-) -> dict[int, list[int]]:
+def ours(model: Any, prompts: list[list[int]], new: int, slots: int) -> dict[int, list[int]]:
     settings = parse_settings(GenerationSettings, {"max_new_tokens": new}, "benchmark")
     batch = ContinuousBatch(
         model,
@@ -92,14 +90,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     texts: dict[str, Any] = {}
     for size in arguments.static:
         plain(model, prompts[:size], 4, size)  # warm
-        texts["plain"], seconds = timed(lambda size=size: plain(model, prompts, new, size), device)
+        texts["plain"], seconds = timed(partial(plain, model, prompts, new, size), device)
         result[f"plain, batch {size}"] = round(total / seconds, 1)
         print(f"plain, batch {size}: {seconds:.2f} s, {total / seconds:.0f} tokens/s", flush=True)
     for slots in arguments.slots:
         ours(model, prompts[: min(slots, 32)], 8, slots)
-        texts[f"ours {slots}"], seconds = timed(
-            lambda slots=slots: ours(model, prompts, new, slots), device
-        )
+        texts[f"ours {slots}"], seconds = timed(partial(ours, model, prompts, new, slots), device)
         result[f"ours, {slots} slots"] = round(total / seconds, 1)
         print(f"ours, {slots} slots: {seconds:.2f} s, {total / seconds:.0f} tokens/s", flush=True)
     best = max(value for name, value in result.items() if name.startswith("plain"))

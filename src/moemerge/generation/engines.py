@@ -11,7 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.generation import GenerationSettings
 from moemerge.config.models import ModelRef
+from moemerge.errors import UsageError
 from moemerge.generation.engine import Engine
+from moemerge.generation.server import ServerEngine, check_urls
+from moemerge.generation.transformers_engine import TransformersEngine
+from moemerge.generation.vllm_engine import VllmEngine, check_installed
 from moemerge.runtime.progress import Progress
 
 
@@ -22,8 +26,14 @@ def engine_maker(
     progress: Progress,
 ) -> Callable[[], Engine]:
     """A function that loads or reaches the model; what is wrong with the settings is said now."""
-    from moemerge.generation.transformers_engine import TransformersEngine
-
+    if settings.engine == "server":
+        check_urls(settings)
+        return lambda: ServerEngine(tokenizer, settings, progress)
+    if settings.url:
+        raise UsageError("--url is for a server", hint="--engine server")
+    if settings.engine == "vllm":
+        check_installed()
+        return lambda: VllmEngine(model, tokenizer, settings)
     return lambda: TransformersEngine(model, tokenizer, settings, progress)
 
 
