@@ -27,8 +27,10 @@ HELD_OUT: Column = ("KL, held out", "holdout", "kl", Quantity.NATS)
 def calibration_report(report: CalibrationReport, *, verbose: bool) -> RenderableType:
     """A row for each router, means below; with `verbose` also what was left alone."""
     total = report.totals
+    own = report.settings["targets"] == "source-features"
+    on = "each model on its own" if own else "both routers on the merged model's"
     rows = [
-        ("KL, mismatch", "before → after, on the merged model's features"),
+        ("KL, mismatch", f"before → after, {on} features"),
         (
             "routers",
             f"{total['routers']} solved for in {total['iterations']} steps, "
