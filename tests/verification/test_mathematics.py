@@ -96,6 +96,7 @@ def test_what_is_stated_last_counts():
         ("1,-2", r"either $\boxed{1}$ or $\boxed{-2}$"),
         (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}"),
         (r"36^\circ", r"\boxed{36}"),
+        ("52_8", r"\boxed{52_{8}}"),
         (r"15\mbox{ cm}^2", r"\boxed{15 \text{ square centimeters}}"),
     ],
 )
@@ -120,6 +121,7 @@ def test_right_answers(verifier, gold, response):
         (r"\text{Evelyn}", r"\boxed{\text{Navin}}"),
         (r"5.4 \text{ cents}", r"\boxed{5.4 \text{ dollars}}"),
         (r"15\mbox{ cm}^2", r"\boxed{15\mbox{ cm}}"),
+        ("52_8", r"\boxed{52_5}"),
     ],
 )
 def test_wrong_answers(verifier, gold, response):

@@ -128,4 +128,4 @@ def read_texts(rows: Sequence[TextRow], settings: DataSettings) -> list[tuple[st
 
 
 def _file(where: str) -> str:
-    return where.rpartition(", row ")[0] or where
+    return where.rpartition(", row ")[0] or "rows in memory"

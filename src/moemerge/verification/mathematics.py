@@ -17,6 +17,7 @@ from moemerge.verification.workers import WorkerPool
 SECONDS: Final = 10.0  # for one answer; the slowest of MATH-500 takes a tenth of one
 LONGEST: Final = 100_000  # characters of a response; the answer stands at its end
 _ASSIGNED: Final = re.compile(r"^\s*[A-Za-z]\w{0,8}\s*=\s*")
+_BASE: Final = re.compile(r"\d_\{?(\d+)\}?$")
 _COMMAND: Final = re.compile(r"\\[A-Za-z]")
 
 
@@ -52,7 +53,9 @@ class MathVerifier:
         grade = Grade(answer["grade"])
         if grade is Grade.RIGHT:
             given = (boxed(response) or [stated(response) or ""])[-1]
-            return Judgement(Grade.WRONG, "another unit") if conflict(gold, given) else RIGHT
+            if conflict(gold, given):
+                return Judgement(Grade.WRONG, "another unit")
+            return Judgement(Grade.WRONG, "another base") if _bases(gold, given) else RIGHT
         if grade is Grade.UNDECIDED:
             return Judgement(grade, f"the row's answer cannot be read: {gold[:80]}")
         return Judgement(grade)
@@ -103,6 +106,12 @@ def _compared(gold: Fraction, number: Fraction, percent: bool) -> Judgement:
     if number == gold or (percent and number / 100 == gold):
         return RIGHT
     return Judgement(Grade.WRONG, f"{_shown(number)} instead of {_shown(gold)}")
+
+
+def _bases(gold: str, given: str) -> bool:
+    """Whether 52_8 meets 52_5: math-verify reads the base as part of a name."""
+    bases = [_BASE.search(text.strip(" $.")) for text in (gold, given)]
+    return bases[0] is not None and bases[1] is not None and bases[0][1] != bases[1][1]
 
 
 def _shown(number: Fraction) -> str:
