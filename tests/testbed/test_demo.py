@@ -18,8 +18,9 @@ from moemerge.testbed.agreement import (
 from moemerge.testbed.demo import AS_MERGED, AVERAGED, HARC, SOURCE, SPECIALIST, DemoRow, findings
 from moemerge.testbed.experiments.methods import merge_config
 from moemerge.testbed.experiments.texts import held_out_text
-from moemerge.testbed.training import bundled_set, train
+from moemerge.testbed.training import bundled_set
 from moemerge.testbed.training import run as running
+from testbed.one_set import train
 
 BUNDLE_BYTES = 12e6
 

@@ -23,9 +23,10 @@ from moemerge.testbed.experiments.recipes import Grafted, Merged, Trained, Tuned
 from moemerge.testbed.experiments.run import left_to_measure, make_plan
 from moemerge.testbed.experiments.texts import asked_problems, held_out_text, read_texts
 from moemerge.testbed.network.layout import ARCHITECTURES
-from moemerge.testbed.training import PRESETS, train
+from moemerge.testbed.training import PRESETS
 from moemerge.testbed.training import run as running
 from moemerge.testbed.training.sets import write_model
+from testbed.one_set import train
 
 SCALE = Scale(problems=8, held_out=4, rows=12, tuning_steps=1)
 DOMAINS = ("math", "code")

@@ -67,17 +67,25 @@ def train(
 ) -> None:
     """Train a base and its math, code and chat specialists into OUT, with text to calibrate."""
     from moemerge.testbed.tasks import DOMAINS
+    from moemerge.testbed.training import Job
     from moemerge.testbed.training import train as run
 
-    values = {name: value for name, value in vars(training).items() if name != "domain"}
-    domains = tuple(training.domain or DOMAINS)
+    job = Job(
+        out_folder,
+        training.preset,
+        training.regime,
+        training.arch,
+        training.seed,
+        tuple(training.domain or DOMAINS),
+        training.steps_scale,
+    )
     saved = saved_path(out_folder)
 
     def left() -> str | None:
         return "--resume goes on with what was trained" if saved.exists() else None
 
     with interruptible(left), reporting.progress() as bar:
-        trained = run(out_folder, **values, domains=domains, resume=resume, progress=bar)
+        trained = run(job, device=training.device, resume=resume, progress=bar)
     reporting.show(trained.manifest, _table(trained))
 
 

@@ -14,10 +14,11 @@ from moemerge.runtime.unfinished import saved_path
 from moemerge.testbed.accuracy import accuracy, load_flat
 from moemerge.testbed.network.layout import ARCHITECTURES, router_mask
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import Job, finetune, open_set, train, train_many
+from moemerge.testbed.training import Job, finetune, open_set, train_many
 from moemerge.testbed.training import run as running
 from moemerge.testbed.training import saved as saving
 from moemerge.testbed.training.saved import Saved
+from testbed.one_set import train
 
 SETTINGS = {
     "preset": "tiny",

@@ -45,23 +45,12 @@ FINETUNING_BATCH = 128
 
 
 def train(
-    out: str | Path,
-    *,
-    preset: str,
-    regime: str,
-    arch: str,
-    seed: int,
-    device: str = "auto",
-    domains: Sequence[str] = DOMAINS,
-    progress: Progress | None = None,
-    resume: bool = False,
-    steps_scale: float = 1.0,
+    job: Job, *, device: str = "auto", progress: Progress | None = None, resume: bool = False
 ) -> TrainedSet:
-    """Train a base and one specialist a domain, and write them to `out`, whole or not at all.
+    """Train a base and one specialist a domain, and write them to the job's folder, whole or not.
 
     On a CPU the same settings give the same bytes. With `resume` a killed training goes on.
     """
-    job = Job(Path(out), preset, regime, arch, seed, tuple(domains), steps_scale)
     return train_many([job], device=device, progress=progress, resume=resume)[0]
 
 
