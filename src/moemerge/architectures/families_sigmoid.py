@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from moemerge.architectures.gates import BiasPlace, Score
 from moemerge.architectures.rules import (
+    CORRECTED,
+    MIXTRAL,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+    TO_SPARSE_BLOCK,
+    TOP_GROUPS,
+    TOP_GROUPS_OR_ZERO,
     Concat,
     Experts,
     Family,
@@ -12,15 +19,6 @@ from moemerge.architectures.rules import (
     Router,
     W,
     key,
-)
-from moemerge.architectures.spellings import (
-    CORRECTED,
-    MIXTRAL,
-    SHARED_EXPERT,
-    SHARED_EXPERTS,
-    TO_SPARSE_BLOCK,
-    TOP_GROUPS,
-    TOP_GROUPS_OR_ZERO,
 )
 
 

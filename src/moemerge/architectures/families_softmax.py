@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from moemerge.architectures.gates import Score
 from moemerge.architectures.rules import (
-    Experts,
-    Family,
-    GateRule,
-    Groups,
-    Router,
-    key,
-)
-from moemerge.architectures.spellings import (
     GRANITE,
     GRANITE_ROUTER,
     GRANITE_STACKS,
@@ -21,6 +13,12 @@ from moemerge.architectures.spellings import (
     SPARSE_BLOCK,
     TO_SPARSE_BLOCK,
     TOP_GROUPS_OR_ZERO,
+    Experts,
+    Family,
+    GateRule,
+    Groups,
+    Router,
+    key,
 )
 
 _SOFTMAX = GateRule()

@@ -1,9 +1,10 @@
-"""The vocabulary of the family table: where experts lie, what a gate reads of a config."""
+"""The vocabulary of the family table: where experts lie, what a gate reads of a config, and
+spellings that several rows share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moemerge.architectures.gates import BiasPlace, Gate, Score
@@ -169,3 +170,32 @@ class Family:
     def model_type(self) -> str:
         """The name of the row."""
         return self.model_types[0]
+
+
+# --- spellings that several rows share -----------------------------------------------------------
+
+# groups scored by their two best experts, added up
+TOP_GROUPS = Groups(key("n_group", "num_expert_group"), key("topk_group"), score="top2_sum")
+# the same, but experts of other groups are set to 0: one with a negative bias may lose to them
+TOP_GROUPS_OR_ZERO = replace(TOP_GROUPS, masked=0.0)
+
+CORRECTED = (Router(selection_bias="mlp.gate.e_score_correction_bias"),)
+SPARSE_BLOCK = (Router("block_sparse_moe.gate.weight"),)
+GRANITE = (Router("block_sparse_moe.router.layer.weight"),)
+
+MIXTRAL = (Experts("block_sparse_moe.experts", W),)
+GRANITE_STACKS = (
+    Experts(
+        "block_sparse_moe.experts",
+        stacks=(
+            ("block_sparse_moe.input_linear.weight", "gate+up"),
+            ("block_sparse_moe.output_linear.weight", "down"),
+        ),
+    ),
+)
+
+TO_SPARSE_BLOCK = ((".mlp.", ".block_sparse_moe."),)
+GRANITE_ROUTER = ((".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),)
+
+SHARED_EXPERT = ("mlp.shared_expert.", "mlp.shared_expert_gate.")
+SHARED_EXPERTS = ("mlp.shared_experts.",)
