@@ -31,6 +31,8 @@ TINY = {
     "vocab_size": 512,
 }  # fmt: skip
 
+SHORT = (16, 48)  # new tokens of the two runs that a long one is computed from
+
 
 def build(device: str, *, tiny: bool) -> Any:
     torch.manual_seed(0)
@@ -77,40 +79,65 @@ def ours(model: Any, prompts: list[list[int]], new: int, slots: int) -> dict[int
     return {done.wanted.prompt: done.tokens for done in batch.run(wanted)}
 
 
+def whole_run(work: Callable[[int], Any], new: int, device: str) -> tuple[float, float]:
+    """Seconds for `new` tokens, and for one step: from two short runs, for the steps are alike."""
+    few, more = SHORT
+    if new <= more:
+        _, seconds = timed(partial(work, new), device)
+        return seconds, seconds / new
+    work(few)  # warm: libraries load and graphs are recorded
+    _, first = timed(partial(work, few), device)
+    _, second = timed(partial(work, more), device)
+    step = (second - first) / (more - few)
+    return second + (new - more) * step, step
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    begun = time.perf_counter()
     device, new = arguments.device, arguments.new
     model = build(device, tiny=arguments.tiny)
-    print("continuous batching:", why_not(model) or "sound")
+    print("built", f"{time.perf_counter() - begun:.1f} s", flush=True)
+    print("experts:", model.config._experts_implementation, flush=True)
+    print("continuous batching:", why_not(model) or "sound", flush=True)
     rng = torch.Generator().manual_seed(1)
-    vocabulary = model.config.vocab_size
     shape = (arguments.prompts, arguments.length)
-    prompts = torch.randint(5, vocabulary, shape, generator=rng).tolist()
+    prompts = torch.randint(5, model.config.vocab_size, shape, generator=rng).tolist()
     total = arguments.prompts * new
     result: dict[str, Any] = {"device": device, "prompts": shape[0], "length": shape[1], "new": new}
-    texts: dict[str, Any] = {}
-    for size in arguments.static:
-        plain(model, prompts[:size], 4, size)  # warm
-        texts["plain"], seconds = timed(partial(plain, model, prompts, new, size), device)
-        result[f"plain, batch {size}"] = round(total / seconds, 1)
-        print(f"plain, batch {size}: {seconds:.2f} s, {total / seconds:.0f} tokens/s", flush=True)
-    for slots in arguments.slots:
-        ours(model, prompts[: min(slots, 32)], 8, slots)
-        texts[f"ours {slots}"], seconds = timed(partial(ours, model, prompts, new, slots), device)
-        result[f"ours, {slots} slots"] = round(total / seconds, 1)
-        print(f"ours, {slots} slots: {seconds:.2f} s, {total / seconds:.0f} tokens/s", flush=True)
-    best = max(value for name, value in result.items() if name.startswith("plain"))
-    mine = max(value for name, value in result.items() if name.startswith("ours"))
-    result["ratio"] = round(mine / best, 2)
-    last = texts[f"ours {arguments.slots[-1]}"]
-    same = sum(last[place][0] == row[0] for place, row in enumerate(texts["plain"]))
-    result["same first token as plain"] = round(same / len(prompts), 4)
-    half = ours(model, prompts[::2], new, arguments.slots[-1])
-    equal = sum(half[place] == last[2 * place] for place in half)
+    runs: list[tuple[str, Callable[[int], Any]]] = [
+        (f"ours, {slots} slots", partial(_ours, model, prompts, slots)) for slots in arguments.slots
+    ]
+    runs += [
+        (f"plain, batch {size}", partial(_plain, model, prompts, size)) for size in arguments.static
+    ]
+    for name, work in runs:
+        if time.perf_counter() - begun > arguments.seconds:
+            print(f"{name}: left out, {arguments.seconds} s are over", flush=True)
+            continue
+        seconds, step = whole_run(work, new, device)
+        result[name] = round(total / seconds, 1)
+        told = f"{seconds:.2f} s, {step * 1000:.1f} ms a step, {total / seconds:.0f} tokens/s"
+        print(f"{name}: {told}", flush=True)
+    best = max((v for name, v in result.items() if name.startswith("plain")), default=None)
+    mine = max((v for name, v in result.items() if name.startswith("ours")), default=None)
+    if best and mine:
+        result["ratio"] = round(mine / best, 2)
+    slots = arguments.slots[0]
+    whole, half = ours(model, prompts, 24, slots), ours(model, prompts[::2], 24, slots)
+    equal = sum(half[place] == whole[2 * place] for place in half)
     result["same texts in another company"] = round(equal / len(half), 4)
     if device != "cpu":
         result["card"] = torch.cuda.get_device_name()
         result["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
     return result
+
+
+def _ours(model: Any, prompts: list[list[int]], slots: int, new: int) -> Any:
+    return ours(model, prompts, new, slots)
+
+
+def _plain(model: Any, prompts: list[list[int]], size: int, new: int) -> Any:
+    return plain(model, prompts, new, size)
 
 
 def main() -> None:
@@ -120,8 +147,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--static", type=int, nargs="+", default=[128, 256, 512])
-    parser.add_argument("--slots", type=int, nargs="+", default=[256, 512])
+    parser.add_argument("--static", type=int, nargs="+", default=[512, 256])
+    parser.add_argument("--slots", type=int, nargs="+", default=[512])
+    parser.add_argument("--seconds", type=float, default=600, help="begin nothing after these")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     result = measure(arguments)

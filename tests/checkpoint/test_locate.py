@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from moemerge.checkpoint import Checkpoint
-from moemerge.checkpoint.locate import hub_ids, locate
-from moemerge.errors import CheckpointError
+from moemerge.checkpoint.locate import hub_ids, locate, locate_data
+from moemerge.errors import CheckpointError, DataError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -90,3 +90,39 @@ def test_hub_ids_of_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert hub_ids("models/a+b") == []
     assert hub_ids("./model+org/lora") == ["org/lora"]
     assert hub_ids(str(tmp_path)) == []
+
+
+@pytest.fixture
+def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache with the data set org/sums, and no network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repo = tmp_path / "hub" / "datasets--org--sums"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    (snapshot / "main").mkdir(parents=True)
+    for name in ("main/train-0.jsonl", "main/test-0.jsonl", "train.txt"):
+        (snapshot / name).write_text('{"question": "1+1", "answer": "2"}\n')
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("a" * 40)
+    monkeypatch.chdir(tmp_path)
+    return snapshot
+
+
+def test_files_of_a_data_set(data_set: Path) -> None:
+    assert locate_data("org/sums") == [data_set / "main" / "train-0.jsonl"]
+    assert locate_data("org/sums:main/*") == [
+        data_set / "main" / "test-0.jsonl",
+        data_set / "main" / "train-0.jsonl",
+    ]
+    with pytest.raises(DataError, match=r"(?s)no .jsonl.*matches 'x\*'"):
+        locate_data("org/sums:x*")
+    with pytest.raises(DataError, match="org/none is no file here"):
+        locate_data("org/none")
+
+
+def test_files_go_before_the_hub(data_set: Path) -> None:
+    Path("org").mkdir()
+    Path("org/sums").write_text("x")
+    assert locate_data("org/sums") == [Path("org/sums")]
+    assert locate_data("some/where.jsonl") == [Path("some/where.jsonl")]
+    assert locate_data("a.jsonl") == [Path("a.jsonl")]

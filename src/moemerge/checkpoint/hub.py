@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from moemerge.errors import CheckpointError
+from moemerge.errors import CheckpointError, DataError
 
 SMALL_FILES: Final = (
     "*.json",
@@ -37,6 +38,9 @@ NEVER_FETCHED: Final = [
     "training_args.bin",
     "optimizer.bin",
 ]
+
+
+DATA_FILES: Final = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 def fetch(repo: str, revision: str | None, similar: str) -> Path:
@@ -95,3 +99,37 @@ def _download(repo: str, revision: str | None, weights: str) -> Path:
     except OfflineModeIsEnabled:
         # Some versions of the hub's client ask the network even for what the cache holds whole.
         return snapshot(cached=True)
+
+
+def fetch_data(repo: str, revision: str | None, pattern: str) -> list[Path]:
+    """Files of a data set whose path matches `pattern`, from the local hub cache or the hub."""
+
+    def snapshot(*, cached: bool) -> Path:
+        folder = snapshot_download(
+            repo,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=[pattern],
+            local_files_only=cached,
+        )
+        return Path(folder)
+
+    try:
+        try:
+            folder = snapshot(cached=False)
+        except OfflineModeIsEnabled:
+            folder = snapshot(cached=True)
+    except (RepositoryNotFoundError, HFValidationError, RevisionNotFoundError) as error:
+        at = f" at {revision}" if revision else ""
+        raise DataError(
+            f"{repo}{at} is neither a file here nor a data set on the hub",
+            hint="check the spelling; a private or gated one needs `hf auth login` first",
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"{repo} is no file here and cannot be fetched from the hub: {error}",
+            hint="check the path and the connection (is HF_HUB_OFFLINE set?)",
+        ) from error
+    names = (path for path in folder.rglob("*") if path.is_file())
+    matching = [path for path in names if fnmatch(path.relative_to(folder).as_posix(), pattern)]
+    return sorted(path for path in matching if path.name.lower().endswith(DATA_FILES))

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from moemerge.errors import CheckpointError
+from moemerge.errors import CheckpointError, DataError
 from moemerge.registry import did_you_mean
 
 HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
@@ -59,3 +59,29 @@ def similar(folder: Path) -> str:
     if not parent.is_dir() or not os.access(parent, os.R_OK | os.X_OK):
         return ""
     return did_you_mean(folder.name, [p.name for p in parent.iterdir() if p.is_dir()])
+
+
+_DATA_SET: Final = re.compile(
+    r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<files>.+))?"
+)
+TRAINING_FILES: Final = "*train*"
+
+
+def locate_data(source: str) -> list[Path]:
+    """Files of text: an existing one, or of a hub data set `org/name@revision:PATTERN` those whose
+    path in it matches (by default those with `train` in it)."""
+    path = Path(os.path.expanduser(source))
+    match = _DATA_SET.fullmatch(source)
+    suffixed = source.lower().endswith((".jsonl", ".jsonl.gz", ".parquet")) and ":" not in source
+    if os.path.exists(path) or match is None or suffixed:
+        return [path]
+    from moemerge.checkpoint.hub import fetch_data  # a slow import that files do not need
+
+    files = fetch_data(match["repo"], match["revision"], match["files"] or TRAINING_FILES)
+    if not files:
+        raise DataError(
+            f"{source}: no .jsonl, .jsonl.gz or .parquet file matches "
+            f"{match['files'] or TRAINING_FILES!r} there",
+            hint="name them: org/name:PATTERN, such as openai/gsm8k:main/train*",
+        )
+    return files

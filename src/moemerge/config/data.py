@@ -42,8 +42,7 @@ class KeepingSettings(Strict):
 
     verify: str = Field(
         "none",
-        description="how answers are judged: math, code, instructions, exact, choice, "
-        "MODULE:FUNCTION, or none",
+        description="how answers are judged: math, code, exact, choice, MODULE:FUNCTION, or none",
     )
     keep: Keep = Field(
         "correct",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.locate import locate_data
 from moemerge.config.data import DataSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.translate import parse_settings
@@ -80,10 +81,18 @@ def check_request(request: DataRequest) -> None:
         )
 
 
+def located(sources: Sequence[TextSource]) -> list[TextSource]:
+    """Files and rows, with the files of hub data sets in place of their ids."""
+    result: list[TextSource] = []
+    for source in sources:
+        result += locate_data(source) if isinstance(source, str) else [source]
+    return result
+
+
 def select_prompts(request: DataRequest) -> Selected:
     """Read prompts; leave out repetitions and what benchmarks hold; take each group's share."""
     settings = request.settings
-    rows = read_prompts(read_rows(request.prompts), settings)
+    rows = read_prompts(read_rows(located(request.prompts)), settings)
     once = distinct(rows, key=lambda row: normal(row.asked))
     clean, contaminated = _decontaminated(once, settings)
     rng = random.Random(settings.seed)
@@ -99,7 +108,7 @@ def select_prompts(request: DataRequest) -> Selected:
 def select_texts(request: DataRequest) -> tuple[list[tuple[str, str]], Selected]:
     """(group, text) pairs taken of plain text, and what was left out."""
     settings = request.settings
-    texts = read_texts(read_rows(request.text), settings)
+    texts = read_texts(read_rows(located(request.text)), settings)
     once = distinct(texts, key=lambda pair: normal(pair[1]))
     clean: list[tuple[str, str]] = []
     hits: Counter[str] = Counter()
@@ -133,7 +142,9 @@ def _benchmarks(settings: DataSettings) -> list[Benchmark]:
     # A benchmark's columns are its own; its prompts are compared without any template.
     plain = parse_settings(DataSettings, {}, "data settings")
     return [
-        Benchmark(name, (p.asked for p in read_prompts(read_rows([name]), plain)), settings.ngram)
+        Benchmark(
+            name, (p.asked for p in read_prompts(read_rows(located([name])), plain)), settings.ngram
+        )
         for name in settings.against
     ]
 
