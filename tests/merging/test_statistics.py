@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import moemerge
 import zoo
 from merging.gathered import SEQUENCES, Gathered, gather, is_linear, open_model, unit_tensors
-from moemerge.errors import CheckpointError, ConfigError, NumericalError
+from moemerge.errors import CheckpointError, ConfigError, DataError, NumericalError
 from moemerge.statistics.provenance import all_units
 
 FAMILIES = ["olmoe", "qwen3_moe", "mixtral"]
@@ -339,12 +339,16 @@ def test_statistics_count_in_the_estimates(pair):
     assert with_.peak_block_bytes > without.peak_block_bytes
 
 
-def test_validate_knows_statistics_that_are_still_to_be_made(pair):
+def test_validate_knows_statistics_that_are_still_to_be_made(pair, tmp_path):
     models = pair("olmoe")
-    settings = config("regmean", models, data={"math": "m.jsonl", "code": "c.jsonl"})
+    text = str(tmp_path / "text.jsonl")
+    settings = config("regmean", models, data={"math": text, "code": text})
     del settings["statistics"]
+    with pytest.raises(DataError, match="no such file"):
+        moemerge.validate(settings)
+    (tmp_path / "text.jsonl").write_text('{"text": "some"}\n')
     report = moemerge.validate(settings)
-    assert report.statistics["math"]["gram"]["computed_from"] == ["m.jsonl"]
+    assert report.statistics["math"]["gram"]["computed_from"] == [text]
 
 
 def test_models_with_adapters_have_statistics_of_their_own(zoo_folder, tmp_path):
