@@ -106,7 +106,7 @@ def source_of(model: Path, name: str, seed: int) -> Path:
                 router = checkpoint.read(info.name).float()
                 noise = torch.randn(router.shape, generator=generator)
                 moved = router + synthetic.ROUTER_NOISE * router.std() * noise
-                patch.write(info.name, moved.to(info.dtype))
+                patch.write(info.name, moved.to(info.dtype.torch))
         patch.commit()
     return folder
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from moemerge.version import __version__
-
 if TYPE_CHECKING:
     from moemerge.api import calibrate as calibrate
     from moemerge.api import collect_statistics as collect_statistics
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from moemerge.errors import TokenizerError as TokenizerError
     from moemerge.errors import UsageError as UsageError
     from moemerge.merging.method import merge_method as merge_method
+    from moemerge.version import __version__ as __version__
 
 
 # The public names of each room.
@@ -54,10 +53,11 @@ _PUBLIC = {
         "ResourceError TokenizerError UsageError"
     ),
     "moemerge.merging.method": "merge_method",
+    "moemerge.version": "__version__",
 }
 _ROOM = {name: room for room, names in _PUBLIC.items() for name in names.split()}
 
-__all__ = ["__version__", *_ROOM]
+__all__ = list(_ROOM)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moemerge.checkpoint.safetensors_file import SafetensorsFile, build_header
-from moemerge.checkpoint.tensors import DTYPE_OF, TensorInfo, as_bytes
+from moemerge.checkpoint.safetensors_file import DTYPE_OF, SafetensorsFile, build_header
+from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError
 
 from .conftest import write_raw
@@ -23,12 +23,12 @@ def entry(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) ->
 
 @pytest.mark.parametrize("name", sorted(DTYPE_OF))
 def test_every_dtype_reads_as_it_was_saved(tmp_path: Path, name: str) -> None:
-    dtype = DTYPE_OF[name]
+    dtype = DTYPE_OF[name].torch
     raw = torch.arange(6 * dtype.itemsize, dtype=torch.uint8) % 2
     saved = raw.view(dtype).view(3, 2)
     save_file({"x": saved}, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
-    assert file.tensors["x"] == TensorInfo("x", dtype, (3, 2), saved.nbytes)
+    assert file.tensors["x"] == TensorInfo("x", DTYPE_OF[name], (3, 2), saved.nbytes)
     read = file.read("x")
     assert read.dtype == dtype
     assert read.shape == (3, 2)
@@ -38,7 +38,7 @@ def test_every_dtype_reads_as_it_was_saved(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(DTYPE_OF))
 def test_every_dtype_is_written_as_the_library_reads_it(tmp_path: Path, name: str) -> None:
-    dtype = DTYPE_OF[name]
+    dtype = DTYPE_OF[name].torch
     tensor = (torch.arange(6 * dtype.itemsize, dtype=torch.uint8) % 2).view(dtype).view(3, 2)
     header, offsets = build_header([TensorInfo.of("x", dtype, (3, 2))])
     assert offsets["x"] == len(header)

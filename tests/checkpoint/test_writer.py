@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moemerge.checkpoint import Checkpoint, CheckpointWriter, TensorInfo
-from moemerge.checkpoint.tensors import DTYPE_OF, as_bytes
+from moemerge.checkpoint.safetensors_file import DTYPE_OF
+from moemerge.checkpoint.tensors import as_bytes
 from moemerge.checkpoint.writer import plan_shards
 from moemerge.errors import CheckpointError
 
@@ -77,7 +78,7 @@ def test_a_tensor_larger_than_a_shard_gets_its_own(tmp_path: Path) -> None:
 
 def test_every_dtype_round_trips(tmp_path: Path) -> None:
     tensors = {
-        name: (torch.arange(6 * d.itemsize, dtype=torch.uint8) % 2).view(d).view(3, 2)
+        name: (torch.arange(6 * d.itemsize, dtype=torch.uint8) % 2).view(d.torch).view(3, 2)
         for name, d in DTYPE_OF.items()
     }
     tensors |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4)}

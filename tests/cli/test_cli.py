@@ -191,13 +191,11 @@ def test_inspect_and_ls(models):
     assert len(families) >= len(zoo.FAMILIES)
 
 
-def test_help_ends_with_examples_and_is_quick():
+def test_help_ends_with_examples():
     for verb in ("merge", "validate", "inspect", "ls"):
         result = moemerge(verb, "--help")
         assert result.returncode == 0
         assert f"moemerge {verb}" in result.stdout.split("Examples")[-1]
-    code = "import sys, moemerge, moemerge.cli.app; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_ctrl_c_exits_130_and_leaves_nothing(models, tmp_path):

@@ -1,28 +1,34 @@
-"""The Python interface: check everything first, then do it."""
+"""The Python interface: check everything first, then do it. A part is imported when it is used."""
 
-from moemerge.api.data import make_data
-from moemerge.api.jobs import calibrate, collect_statistics, diagnose, swap_routers
-from moemerge.api.merging import (
-    inspect,
-    list_architectures,
-    list_methods,
-    load_config,
-    merge,
-    run,
-    validate,
-)
+from __future__ import annotations
 
-__all__ = [
-    "calibrate",
-    "collect_statistics",
-    "diagnose",
-    "inspect",
-    "list_architectures",
-    "list_methods",
-    "load_config",
-    "make_data",
-    "merge",
-    "run",
-    "swap_routers",
-    "validate",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moemerge.api.data import make_data as make_data
+    from moemerge.api.jobs import calibrate as calibrate
+    from moemerge.api.jobs import collect_statistics as collect_statistics
+    from moemerge.api.jobs import diagnose as diagnose
+    from moemerge.api.jobs import swap_routers as swap_routers
+    from moemerge.api.listing import inspect as inspect
+    from moemerge.api.listing import list_architectures as list_architectures
+    from moemerge.api.listing import list_methods as list_methods
+    from moemerge.api.merging import load_config as load_config
+    from moemerge.api.merging import merge as merge
+    from moemerge.api.merging import run as run
+    from moemerge.api.merging import validate as validate
+
+_PARTS = {
+    "data": "make_data",
+    "jobs": "calibrate collect_statistics diagnose swap_routers",
+    "listing": "inspect list_architectures list_methods",
+    "merging": "load_config merge run validate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    for part, names in _PARTS.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"{__name__}.{part}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

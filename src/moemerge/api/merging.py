@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from moemerge import merging
 from moemerge.api.jobs import before_and_after, output_for, settings_for
-from moemerge.architectures import describe
-from moemerge.architectures.families import FAMILIES
-from moemerge.checkpoint import Checkpoint, check_output
+from moemerge.checkpoint import check_output
 from moemerge.checkpoint.passing import passing_folder
 from moemerge.config.calibration import CalibrationBlock, CalibrationKeywords
 from moemerge.config.load import LoadedConfig
 from moemerge.config.load import load_config as _load_config
-from moemerge.config.parameters import REQUIRED, MethodSchema
 from moemerge.config.settings import (
     MergeKeywords,
     MergeSettings,
@@ -235,53 +232,3 @@ def _with_settings(loaded: LoadedConfig, given: Mapping[str, Any]) -> LoadedConf
     values = {name: value for name, value in values.items() if value is not None}
     changed = parse_settings(CalibrationBlock, {**values, **given}, "calibration settings")
     return replace(loaded, config=loaded.config.model_copy(update={"calibration": changed}))
-
-
-def inspect(model: str | Path) -> describe.Description:
-    """What a model folder or hub model is, from its headers alone."""
-    checkpoint = Checkpoint.open(model)
-    return describe.describe(checkpoint.config, checkpoint.tensors)
-
-
-def list_methods() -> list[dict[str, Any]]:
-    """Every merge method with its parameters."""
-    merging.load_plugins()
-    rows = []
-    for name in sorted(METHODS):
-        schema = METHODS.get(name).schema
-        rows.append(
-            {
-                "method": name,
-                "what_it_does": schema.summary,
-                "base_model": schema.base.value,
-                "statistics": schema.statistics,
-                "per_model": _parameters(schema, per_model=True),
-                "options": _parameters(schema, per_model=False),
-            }
-        )
-    return rows
-
-
-def _parameters(schema: MethodSchema, *, per_model: bool) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": p.name,
-            "default": "required" if p.default is REQUIRED else p.default,
-            "help": p.help,
-        }
-        for p in schema.parameters
-        if p.per_model == per_model
-    ]
-
-
-def list_architectures() -> list[dict[str, Any]]:
-    """Every MoE family of the table, and whether its routers can be calibrated."""
-    return [
-        {
-            "family": family.model_type,
-            "also": [name for name in family.model_types if name != family.model_type],
-            "calibration": "yes" if family.served else "no",
-            "why": family.reason,
-        }
-        for family in FAMILIES
-    ]

@@ -62,7 +62,7 @@ def describe_architecture(architecture: Architecture, tensors: Mapping[str, Head
     size_by_dtype: Counter[str] = Counter()
     for name, header in tensors.items():
         size_by_role[roles[name].value] += sizes[name] * header.dtype.itemsize
-        size_by_dtype[str(header.dtype).removeprefix("torch.")] += sizes[name]
+        size_by_dtype[str(header.dtype)] += sizes[name]
     layers = {n for name in tensors if (n := architecture.layer_of(name)) is not None}
     gate = _first_gate(architecture)
     experts = architecture.num_experts if architecture.is_moe else None

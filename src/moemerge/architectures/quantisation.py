@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
 from moemerge.architectures.reading import Header
 
-_FLOAT8 = frozenset(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    if hasattr(torch, name)
-)
+_FLOAT8 = ("float8_e4m3", "float8_e5m2")
 _QUANTISED_ENDS = {
     "_blocks": "MXFP4 blocks",
     "weight_scale_inv": "block-scaled weights",
@@ -37,8 +31,8 @@ def find_quantised(
 
 
 def _quantised_tensor(name: str, header: Header) -> str | None:
-    if header.dtype in _FLOAT8:
-        return f"{str(header.dtype).removeprefix('torch.')} tensors ({name})"
+    if str(header.dtype).startswith(_FLOAT8):
+        return f"{header.dtype} tensors ({name})"
     for end, words in _QUANTISED_ENDS.items():
         if name.endswith(end):
             return f"{words} ({name})"

@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from moemerge.architectures import names
 from moemerge.architectures.layout import ExpertLayout
 from moemerge.architectures.roles import Role
 from moemerge.architectures.rules import Family
+from moemerge.runtime.dtypes import Dtype
 
 
 class Header(Protocol):
     """What is known of a tensor before it is read."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> Dtype: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
 

@@ -31,7 +31,8 @@ from moemerge.lockstep.models import (
 )
 from moemerge.lockstep.output import Output, PatchedOutput
 from moemerge.lockstep.streams import Side
-from moemerge.runtime.devices import dtype_name, resolve_device
+from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.dtypes import dtype_name
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files

@@ -21,7 +21,7 @@ from moemerge.lockstep.inputs import settings_data
 from moemerge.lockstep.output import Output
 from moemerge.lockstep.streams import Lockstep, open_lockstep
 from moemerge.lockstep.walk import walk
-from moemerge.runtime.devices import dtype_name
+from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import peak_memory
 from moemerge.text.rows import source_names

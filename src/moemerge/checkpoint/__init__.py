@@ -5,7 +5,7 @@ from moemerge.checkpoint.output import check_output, require_space
 from moemerge.checkpoint.patch import CheckpointPatch
 from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
 from moemerge.checkpoint.sizes import format_size, parse_size
-from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.checkpoint.tensors import TensorInfo, main_dtype
 from moemerge.checkpoint.writer import CheckpointWriter
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "format_size",
     "hub_ids",
     "locate",
+    "main_dtype",
     "parse_size",
     "require_space",
 ]

@@ -15,12 +15,13 @@ import queue
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from moemerge.checkpoint.tensors import as_bytes
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 from moemerge.runtime.threads import thread_pool
 
 # No disk or file system asks for a coarser alignment than 4096; a page of the cache may be larger

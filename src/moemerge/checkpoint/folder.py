@@ -6,15 +6,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from moemerge.checkpoint.pickled import PickledFile
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"

@@ -13,18 +13,20 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final
 
 from moemerge.checkpoint.adapter import Adapter, LoraPair, listed
 from moemerge.checkpoint.folder import TensorFile
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
+from moemerge.runtime.dtypes import FLOATS
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 CACHE_BYTES: Final = 256 * 2**20
-_ADAPTABLE: Final = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 # PEFT reads stacks of these families as (experts, in, out); it matters where they are square.
 _TRANSPOSED_STACKS: Final = frozenset({"gpt_oss", "aria", "aria_text", "openai_privacy_filter"})
 
@@ -153,7 +155,7 @@ class LoraChanges:
         """A tensor that is touched, or rows of it; `base` gives what the base stores there."""
         if name in self._replaced:
             block = self._adapter.file.read(self._replaced[name], rows)
-            block = block.to(self._tensors[name].dtype)
+            block = block.to(self._tensors[name].dtype.torch)
         else:
             block = base()
         if name not in self._updates and name not in self._biases:
@@ -241,7 +243,7 @@ class LoraChanges:
         info = self._tensors[place.tensor]
         shape = self.infos.get(info.name, info).shape
         matrix = shape if place.row is None else shape[1:]
-        if info.dtype not in _ADAPTABLE:
+        if info.dtype not in FLOATS:
             raise CheckpointError(
                 f"the adapter changes {info.name!r}, which is stored as {info.dtype}",
                 hint="dequantise the base model first",

@@ -9,9 +9,7 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Final, Protocol
 
 from moemerge.checkpoint.companions import CARRIED_FOLDERS, folder_files, is_weights
 from moemerge.checkpoint.folder import INDEX, PICKLED_INDEX, TensorFile, is_inside
@@ -22,6 +20,9 @@ from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import CheckpointError
 from moemerge.runtime.threads import thread_pool
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DEFAULT_SHARD_BYTES: Final = 5_000_000_000
 _COPY_BLOCK_BYTES: Final = 64 * 2**20
@@ -126,7 +127,7 @@ class CheckpointPatch:
 def _check_fits(info: TensorInfo, tensor: Tensor, row: int) -> None:
     stop = row + (tensor.shape[0] if tensor.dim() else 1)
     shape = info.shape if not info.shape else info.block_shape((row, stop))
-    if tensor.dtype != info.dtype or tuple(tensor.shape) != shape:
+    if tensor.dtype != info.dtype.torch or tuple(tensor.shape) != shape:
         raise CheckpointError(
             f"{info.name!r} is {list(info.shape)} {info.dtype}; it cannot take "
             f"{list(tensor.shape)} {tensor.dtype} at row {row}",

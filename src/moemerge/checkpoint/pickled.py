@@ -6,13 +6,14 @@ import pickle
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A mapping counts every page it has touched as resident; it is dropped and made anew after this
 # many bytes were read, so that memory stays bounded.
@@ -89,7 +90,8 @@ def _load(path: Path) -> dict[str, Tensor]:
             f"{path} holds a {type(state).__name__}, expected a dict of tensors", hint=CONVERT
         )
     for name, value in state.items():
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
+        dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        if not dense or value.is_quantized:
             raise CheckpointError(
                 f"{path}: {name!r} is a {type(value).__name__}, expected a plain dense tensor",
                 hint=CONVERT,

@@ -7,9 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final
 
 from moemerge.checkpoint.adapter import open_adapter
 from moemerge.checkpoint.companions import companion_files
@@ -22,10 +20,14 @@ from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
 SAMPLE_BYTES: Final = 1024
 
 
-class Checkpoint(Mapping[str, Tensor]):
+class Checkpoint(Mapping[str, "Tensor"]):
     """An opened model folder. `tensors` tells names, shapes and dtypes in the order of the files.
 
     Opening reads headers alone. `read` gives a fresh CPU tensor and is safe from any thread.
@@ -134,7 +136,7 @@ class Checkpoint(Mapping[str, Tensor]):
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in sorted(self._file_of):
             info = self._file_of[name].tensors[name]
-            digest.update(f"\0{name}\0{info.dtype}\0{info.shape}\0".encode())
+            digest.update(f"\0{name}\0torch.{info.dtype}\0{info.shape}\0".encode())
             digest.update(self._file_of[name].sample(name, SAMPLE_BYTES))
         return digest.hexdigest()
 

@@ -14,15 +14,18 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch import Tensor
-
-from moemerge.checkpoint.tensors import DTYPE_OF, NAME_OF, PACKED, TensorInfo, as_bytes
+from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.dtypes import Dtype
+from moemerge.runtime.lazy import torch
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPE_OF: Final = {dtype.label: dtype for dtype in Dtype if dtype.label}
 LENGTH_BYTES: Final = 8
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 HEADER_ALIGNMENT: Final = 8
@@ -64,8 +67,8 @@ class SafetensorsFile:
         info = stored.info
         shape = info.block_shape(rows)
         if out is None:
-            out = torch.empty(shape, dtype=info.dtype)
-        elif tuple(out.shape) != shape or out.dtype != info.dtype or not out.is_contiguous():
+            out = torch.empty(shape, dtype=info.dtype.torch)
+        elif tuple(out.shape) != shape or out.dtype != info.dtype.torch or not out.is_contiguous():
             raise CheckpointError(
                 f"a buffer of {list(out.shape)} {out.dtype} was given for {name!r}, "
                 f"which is {list(shape)} {info.dtype} and contiguous"
@@ -210,7 +213,8 @@ def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
             "expected lists of non-negative integers, two of them for the offsets",
             hint=REPLACE_FILE,
         )
-    info = TensorInfo.of(name, DTYPE_OF[dtype], _torch_shape(shape, DTYPE_OF[dtype]))
+    kind = DTYPE_OF[dtype]
+    info = TensorInfo.of(name, kind, [*shape[:-1], shape[-1] // kind.pack] if shape else [])
     begin, end = offsets
     if end - begin != info.nbytes:
         raise CheckpointError(
@@ -219,11 +223,6 @@ def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
             hint=REPLACE_FILE,
         )
     return info, begin, end
-
-
-def _torch_shape(shape: list[int], dtype: torch.dtype) -> list[int]:
-    pack = PACKED.get(dtype, 1)
-    return [*shape[:-1], shape[-1] // pack] if shape else []
 
 
 def _are_counts(values: object) -> bool:
@@ -284,9 +283,9 @@ def build_header(infos: Sequence[TensorInfo]) -> tuple[bytes, dict[str, int]]:
 
 def dtype_label(info: TensorInfo) -> str:
     """What safetensors calls the dtype; refuses one that it cannot store."""
-    if info.dtype not in NAME_OF:
+    if not info.dtype.label:
         raise CheckpointError(
             f"tensor {info.name!r} has dtype {info.dtype}, which safetensors cannot store",
-            hint=f"it can store {', '.join(str(d) for d in NAME_OF)}",
+            hint=f"it can store {', '.join(map(str, DTYPE_OF.values()))}",
         )
-    return NAME_OF[info.dtype]
+    return info.dtype.label

@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from moemerge.checkpoint.direct import LEAST_BYTES, Buffer, Buffers, OutputFile
 from moemerge.checkpoint.folder import INDEX, SINGLE, is_inside
@@ -22,7 +19,11 @@ from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_l
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.lazy import torch
 from moemerge.runtime.threads import thread_pool
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What goes through the page cache is pushed to the disk while a shard grows, so that little is left
 # to wait for at the end.
@@ -191,7 +192,7 @@ class CheckpointWriter:
             and tuple(tensor.shape[1:]) == info.shape[1:]
             and 0 <= row <= row + rows <= info.rows
         )
-        if tensor.dtype != info.dtype or not (whole or block):
+        if tensor.dtype != info.dtype.torch or not (whole or block):
             raise CheckpointError(
                 f"tensor {info.name!r} was declared as {list(info.shape)} {info.dtype}, "
                 f"but {list(tensor.shape)} {tensor.dtype} came for row {row}"

@@ -15,7 +15,8 @@ from moemerge.config.models import ModelRef
 from moemerge.config.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, DataError
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
-from moemerge.runtime.devices import dtype_name, resolve_device
+from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.dtypes import dtype_name
 from moemerge.statistics import Provenance
 from moemerge.statistics.packing import packed_size
 from moemerge.statistics.provenance import (

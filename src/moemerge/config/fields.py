@@ -36,7 +36,7 @@ from moemerge.config.parameter_values import ParameterValue, parse_value
 from moemerge.config.translate import faults_of
 from moemerge.errors import ConfigError, UsageError
 from moemerge.registry import did_you_mean
-from moemerge.runtime.dtypes import FLOATS
+from moemerge.runtime.dtypes import FLOAT_NAMES
 
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 MIN_TEMPLATE_LENGTH: Final = 20  # mergekit's rule: anything shorter is a misspelt name
@@ -136,14 +136,14 @@ def _model_keys(raw: Mapping[str, Any]) -> None:
 def dtype_field(raw: object) -> str:
     """`bfloat16` or `torch.bfloat16`, as the short name."""
     if not isinstance(raw, str):
-        raise FaultsError.one(f"expected a dtype ({listed(FLOATS)}), not {shown(raw)}")
+        raise FaultsError.one(f"expected a dtype ({listed(FLOAT_NAMES)}), not {shown(raw)}")
     short = raw.removeprefix("torch.")
     if short == "int64":
         raise FaultsError.one(
             "int64 cannot hold weights: merging would round them to whole numbers"
         )
-    if short not in FLOATS:
-        close = did_you_mean(short, FLOATS) or f"; known: {listed(FLOATS)}"
+    if short not in FLOAT_NAMES:
+        close = did_you_mean(short, FLOAT_NAMES) or f"; known: {listed(FLOAT_NAMES)}"
         raise FaultsError.one(f"unknown dtype {raw!r}{close}")
     return short
 

@@ -40,7 +40,7 @@ from moemerge.lockstep.walk import Visitor, walk
 from moemerge.report.document import REPORT_NAME
 from moemerge.report.words import display_names
 from moemerge.routing.measure import FigureSums, RouterView, compare
-from moemerge.runtime.devices import dtype_name
+from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.text.rows import source_names
 from moemerge.version import __version__

@@ -146,7 +146,7 @@ def _layers_with_routers(model: OpenModel) -> Sequence[int]:
 def _fitted(model: OpenModel, name: str, tensor: Tensor) -> tuple[Tensor, list[str]]:
     """The donor's tensor as the model stores it; a notice where that rounds."""
     info = model.checkpoint.tensors[name]
-    fitted = tensor.to(info.dtype).reshape(info.shape)
+    fitted = tensor.to(info.dtype.torch).reshape(info.shape)
     if bool((fitted.to(tensor.dtype).reshape(tensor.shape) == tensor).all()):
         return fitted, []
     return fitted, [f"{name}: rounded from {tensor.dtype} to {info.dtype}, which the model stores"]

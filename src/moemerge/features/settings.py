@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 
 from moemerge.architectures.opened import OpenModel
-from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint import Checkpoint, main_dtype
 from moemerge.features.loading import holds_scores
 from moemerge.features.spill import SMALLEST, Offload
-from moemerge.runtime.devices import gpu_memory, parse_dtype
+from moemerge.runtime.devices import gpu_memory
+from moemerge.runtime.dtypes import parse_dtype
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, gpu_batch_tokens
 
 CPU = torch.device("cpu")
@@ -47,16 +48,12 @@ class StreamSettings:
 
 def forward_dtype(name: str, model: OpenModel) -> torch.dtype:
     """`auto` is the dtype of most of the checkpoint's bytes: what the model runs in elsewhere."""
-    return stored_dtype(model.checkpoint) if name == "auto" else parse_dtype(name)
+    return stored_dtype(model.checkpoint) if name == "auto" else parse_dtype(name).torch
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of most of a checkpoint's bytes."""
-    bytes_of: dict[torch.dtype, int] = {}
-    for info in checkpoint.tensors.values():
-        if info.dtype.is_floating_point:
-            bytes_of[info.dtype] = bytes_of.get(info.dtype, 0) + info.nbytes
-    return max(bytes_of, key=bytes_of.__getitem__, default=torch.float32)
+    return main_dtype(checkpoint.tensors.values()).torch
 
 
 def batch_tokens(model: OpenModel, device: torch.device) -> int:

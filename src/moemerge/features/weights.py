@@ -227,7 +227,7 @@ class Weights:
             pinned.send(host, piece.slot)
 
     def _read_into(self, piece: StoredSlice, out: Tensor) -> None:
-        if self.checkpoint.tensors[piece.name].dtype == out.dtype:
+        if self.checkpoint.tensors[piece.name].dtype.torch == out.dtype:
             self.checkpoint.read(piece.name, piece.rows, out)
         else:
             out.copy_(self.checkpoint.read(piece.name, piece.rows))
@@ -270,7 +270,7 @@ class Weights:
             raise UsageError(
                 f"{name}: got shape {list(value.shape)}, expected {list(parameter.shape)}"
             )
-        stored = self.checkpoint.tensors[self._stored(name)].dtype
+        stored = self.checkpoint.tensors[self._stored(name)].dtype.torch
         if value.dtype != stored:
             value = value.detach().to(stored)
             if not bool(torch.isfinite(value).all()):

@@ -21,7 +21,8 @@ from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
 from moemerge.generation.padded import PaddedBatches
 from moemerge.generation.slots import bytes_per_token
 from moemerge.generation.soundness import PROMPTS, why_not
-from moemerge.runtime.devices import available_memory, parse_dtype, resolve_device
+from moemerge.runtime.devices import available_memory, resolve_device
+from moemerge.runtime.dtypes import parse_dtype
 from moemerge.runtime.progress import Progress
 
 # Completions at a time: beyond these a step takes longer in proportion.
@@ -109,7 +110,7 @@ class TransformersEngine:
 
 
 def _load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
-    wanted = parse_dtype(dtype) if dtype != "auto" else _usual_dtype(checkpoint, device)
+    wanted = parse_dtype(dtype).torch if dtype != "auto" else _usual_dtype(checkpoint, device)
     model = build_skeleton(checkpoint, wanted)
     weights = Weights(model, checkpoint, device, wanted)
     try:

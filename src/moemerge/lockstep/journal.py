@@ -25,7 +25,7 @@ from torch import Tensor
 from moemerge.checkpoint.output import sync_folder, write_file, writing
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import CheckpointError, UsageError
-from moemerge.runtime.devices import dtype_name, parse_dtype
+from moemerge.runtime.dtypes import dtype_name, parse_dtype
 from moemerge.runtime.unfinished import journal_path
 
 KEY_FILE = "key.json"
@@ -49,7 +49,7 @@ class StoredTensors(Mapping[str, Tensor]):
         self._places: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
         offset = 0
         for header in headers:
-            dtype, shape = parse_dtype(header["dtype"]), torch.Size(header["shape"])
+            dtype, shape = parse_dtype(header["dtype"]).torch, torch.Size(header["shape"])
             self._places[header["name"]] = (offset, dtype, shape)
             offset += shape.numel() * dtype.itemsize
 

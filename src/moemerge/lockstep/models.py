@@ -6,9 +6,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.opened import OpenModel, open_model
@@ -17,7 +15,12 @@ from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.lockstep.overlay import OverlaidCheckpoint
-from moemerge.runtime.devices import DTYPES, dtype_name
+from moemerge.runtime.dtypes import FLOAT_NAMES, FLOATS, dtype_name
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 MERGED = "merged"
 
@@ -182,10 +185,10 @@ def _require_same_shape(
                 hint="a source is a model that was merged: same experts, same width",
             )
         for model, info in ((merged, mine), (source, theirs)):
-            if info.dtype not in DTYPES.values():
+            if info.dtype not in FLOATS:
                 raise ArchitectureError(
                     f"{model.label}: {info.name} is stored as {dtype_name(info.dtype)}, expected "
-                    f"one of {', '.join(DTYPES)}",
+                    f"one of {', '.join(FLOAT_NAMES)}",
                     hint="dequantise the model first",
                 )
 

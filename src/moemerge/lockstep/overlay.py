@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class OverlaidCheckpoint(Checkpoint):
@@ -35,7 +37,7 @@ class OverlaidCheckpoint(Checkpoint):
         if name not in self._overlay:
             return self._base.read(name, rows, out)
         info = self.tensors[name]
-        block = self._overlay[name]().to(info.dtype).reshape(info.shape)
+        block = self._overlay[name]().to(info.dtype.torch).reshape(info.shape)
         if rows is not None:
             block = block[rows[0] : rows[1]]
         return block.clone() if out is None else out.copy_(block)

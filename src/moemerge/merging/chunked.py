@@ -10,23 +10,27 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.merging.finite import FiniteCheck, is_finite
 from moemerge.merging.method import UnitInfo
 from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
+from moemerge.runtime.dtypes import Dtype
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # Elements of a chunk: an accelerator wants one long launch instead.
 CPU_CHUNK = 2**17
 DEVICE_CHUNK = 2**26
 # Dtypes that are widened to float32, as the sum is taken in.
-_NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_NARROW = frozenset({Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16})
 
-Apply = Callable[[UnitMerge, UnitInfo, Sequence[Tensor]], Tensor]
+Apply = Callable[[UnitMerge, UnitInfo, Sequence["Tensor"]], "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class _InputRun:
         checkpoint = plan.models[source.model].checkpoint
         info = checkpoint.tensors[source.tensor]
         row = 0 if source.slot.rows is None else source.slot.rows[0]
-        return cls(source, checkpoint, info.dtype, row * (info.row_bytes // info.dtype.itemsize))
+        start = row * (info.row_bytes // info.dtype.itemsize)
+        return cls(source, checkpoint, info.dtype.torch, start)
 
     def fill(self, buffer: _Buffer, start: int) -> None:
         self.checkpoint.read_elements(self.source.tensor, self.start + start, buffer.view)
@@ -80,6 +85,7 @@ class ChunkMerger:
         self, plan: MergePlan, device: torch.device, apply: Apply, finite: FiniteCheck
     ) -> None:
         self._plan = plan
+        self._input_dtype = None if plan.input_dtype is None else plan.input_dtype.torch
         self._apply = apply
         self._finite = finite
         self._cpu = device.type == "cpu"
@@ -104,7 +110,7 @@ class ChunkMerger:
         result = torch.empty(block.shape, dtype=dtype)
         runs = [_InputRun.of(source, self._plan) for source in merge.reads]
         weigh = merge.method.weights
-        dtypes = {self._plan.input_dtype or run.dtype for run in runs}
+        dtypes = {Dtype.of(self._input_dtype or run.dtype) for run in runs}
         if weigh is not None and self._cpu and dtypes <= _NARROW:
             weights = weigh([source.params for source in merge.inputs], merge.options, unit)
             for start, chunk in self._chunks(result):
@@ -138,8 +144,8 @@ class ChunkMerger:
             stored = self._scratch.buffer("stored", length, run.dtype)
             run.fill(stored, start)
             narrow = stored.tensor
-            if self._plan.input_dtype is not None:
-                narrow = narrow.to(self._plan.input_dtype)
+            if self._input_dtype is not None:
+                narrow = narrow.to(self._input_dtype)
             wide.copy_(narrow)
             if i == 0:
                 torch.mul(wide, weight, out=total)

@@ -14,9 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.checkpoint import CheckpointWriter
 from moemerge.errors import CheckpointError, ResourceError
@@ -28,8 +26,13 @@ from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
 from moemerge.runtime.allocator import reuse_freed_memory
 from moemerge.runtime.devices import cpu_count, prepare_for_threads
+from moemerge.runtime.lazy import torch
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.threads import thread_pool
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # Enough for several expert matrices in flight; one larger block may always run alone.
 DEFAULT_MEMORY_BUDGET = 768 * 2**20
@@ -137,18 +140,17 @@ class _Runner:
         self.budget = MemoryBudget(settings.memory_budget)
         self.stopped = threading.Event()
         self.remarks = Remarks()
-        self.dtypes = {t.name: t.dtype for t in plan.tensors}
+        self.dtypes = {t.name: t.dtype.torch for t in plan.tensors}
         self.finite = FiniteCheck(plan, allow=settings.allow_nonfinite)
         self.chunks = ChunkMerger(plan, settings.device, self._apply, self.finite)
 
-    @torch.inference_mode()
     def run(self, block: Block, soon: Block | None = None) -> None:
         """Merge or copy one block; `soon` is one that will be asked for in a while."""
         if self.stopped.is_set():
             raise StoppedError
         if soon is not None:
             self._prefetch(soon)
-        with self.budget.hold(block.working_bytes):
+        with torch.inference_mode(), self.budget.hold(block.working_bytes):
             try:
                 result = self._merge(block) if block.merges else self._copy(block)
             except torch.OutOfMemoryError as error:
@@ -206,7 +208,7 @@ class _Runner:
     def _widen(self, tensor: Tensor) -> Tensor:
         """On the device, in the precision that methods work in."""
         if self.plan.input_dtype is not None:
-            tensor = tensor.to(self.plan.input_dtype)
+            tensor = tensor.to(self.plan.input_dtype.torch)
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         return tensor.to(self.settings.device, wide)
 

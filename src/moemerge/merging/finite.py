@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.errors import NumericalError
 from moemerge.merging.plan import Block, MergePlan, UnitInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 SHOWN = 3  # tensors named in one notice
 

@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import TensorInfo
 from moemerge.errors import ArchitectureError, CheckpointError
-from moemerge.runtime.devices import dtype_name
+from moemerge.runtime.dtypes import Dtype
 
 SHOWN = 5  # names listed in one message
 
@@ -117,11 +115,11 @@ def require_shape(unit: Unit, mine: UnitIndex, match: Unit, theirs: UnitIndex) -
     )
 
 
-def dtype_error(stored: TensorInfo, model: str, dtype: torch.dtype) -> CheckpointError:
+def dtype_error(stored: TensorInfo, model: str, dtype: Dtype) -> CheckpointError:
     """A tensor that holds integers in one model and something else in another."""
     return CheckpointError(
-        f"tensor {stored.name} is {dtype_name(dtype)} in {model}, but "
-        f"{dtype_name(stored.dtype)} in the model it is merged with",
+        f"tensor {stored.name} is {dtype} in {model}, but "
+        f"{stored.dtype} in the model it is merged with",
         hint="the models are not fine-tunes of one base",
     )
 

@@ -21,9 +21,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from importlib.metadata import entry_points
 from types import UnionType
-from typing import Any, get_args, get_type_hints
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from moemerge.architectures.roles import Role
 from moemerge.config.parameters import (
@@ -37,6 +35,9 @@ from moemerge.config.parameters import (
 from moemerge.config.parameters import BasePolicy as BasePolicy  # methods take it from here
 from moemerge.errors import UsageError
 from moemerge.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class UnitInfo:
         return int.from_bytes(digest, "little") >> 1
 
 
-MergeFunction = Callable[[Sequence[ModelTensor], Tensor | None, Any, UnitInfo], Tensor]
+MergeFunction = Callable[[Sequence[ModelTensor], "Tensor | None", Any, UnitInfo], "Tensor"]
 # Of each model's parameters, the options and the unit: how much of each model.
 WeightsFunction = Callable[[Sequence[Any], Any, UnitInfo], Sequence[float]]
 

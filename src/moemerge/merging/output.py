@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moemerge.architectures.opened import OpenModel
+from moemerge.checkpoint import main_dtype
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.errors import ArchitectureError
 from moemerge.merging.planner import OutputTensors
@@ -24,7 +23,6 @@ from moemerge.merging.tokenizer.write import (
     to_json,
     tokenizer_files,
 )
-from moemerge.runtime.devices import dtype_name
 
 GENERATION_CONFIG = "generation_config.json"
 # What a donor's config says about itself and is not true of the result.
@@ -114,7 +112,7 @@ def result_config(
         for name in key.periods:
             _require_period(name, origins)
         config = _updated(config, key.section, values)
-    return _with_dtype(config, _main_dtype(output))
+    return _with_dtype(config, str(main_dtype(output.tensors)))
 
 
 def _by_layer(name: str, origins: Sequence[tuple[OpenModel, int]]) -> Any:
@@ -174,15 +172,6 @@ def _updated(
     if not section:
         return {**config, **values}
     return {**config, section[0]: _updated(config[section[0]], section[1:], values)}
-
-
-def _main_dtype(output: OutputTensors) -> str:
-    """The dtype of most bytes: routers and biases may be kept wider than the rest."""
-    bytes_of: dict[torch.dtype, int] = {}
-    for info in output.tensors:
-        if info.dtype.is_floating_point:
-            bytes_of[info.dtype] = bytes_of.get(info.dtype, 0) + info.nbytes
-    return dtype_name(max(bytes_of, key=bytes_of.__getitem__, default=torch.float32))
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

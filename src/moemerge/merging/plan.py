@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import WHOLE, Slot, Unit
 from moemerge.checkpoint import TensorInfo
 from moemerge.config.parameters import StatisticsKind
 from moemerge.merging.method import MergeMethod
+from moemerge.runtime.dtypes import Dtype
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from moemerge.statistics.file import Statistics
 
 # Result, task-vector sum, mask and magnitudes: what the methods hold besides their inputs.
@@ -32,7 +32,7 @@ TEMPORARIES = 4
 # Elementwise methods take large tensors in runs of this many elements (64 MB in float32).
 RUN_ELEMENTS = 2**24
 
-Prepare = Callable[[Sequence[Tensor]], list[Tensor]]
+Prepare = Callable[[Sequence["Tensor"]], list["Tensor"]]
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class MergePlan:
     tensors: tuple[TensorInfo, ...]  # of the output, in writing order
     blocks: tuple[Block, ...]
     accounts: tuple[Account, ...]
-    input_dtype: torch.dtype | None  # the config's `dtype`: inputs are cast to it first
+    input_dtype: Dtype | None  # the config's `dtype`: inputs are cast to it first
     seed: int
     notices: tuple[str, ...] = ()
     # By the model's position; empty while they are still to be computed.

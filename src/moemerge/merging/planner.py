@@ -29,7 +29,7 @@ from moemerge.merging.plan import (
     split_into_blocks,
 )
 from moemerge.merging.tokenizer.embeddings import Vocabularies
-from moemerge.runtime.devices import dtype_name, parse_dtype
+from moemerge.runtime.dtypes import parse_dtype
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Planner:
     ) -> TensorInfo:
         dtypes = {model: self.index[model].info(pairs[0]).dtype for model, pairs in matches.items()}
         if self.out_dtype is None and len(set(dtypes.values())) > 1:
-            listed = ", ".join(f"{m}: {dtype_name(d)}" for m, d in dtypes.items())
+            listed = ", ".join(f"{m}: {d}" for m, d in dtypes.items())
             raise CheckpointError(
                 f"tensor {stored.name} has another dtype in each model ({listed})",
                 hint="say which the result should have: `out_dtype: bfloat16` in the config",

@@ -10,7 +10,6 @@ from typing import Any
 
 from moemerge.merging.method import Facts, Remark
 from moemerge.merging.plan import Fate, MergePlan
-from moemerge.runtime.devices import dtype_name
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def describe_plan(plan: MergePlan, method: str, router: str | None) -> MergeRepo
         output_tensors=len(plan.tensors),
         output_bytes=plan.bytes_written,
         output_parameters=sum(t.nbytes // t.dtype.itemsize for t in plan.tensors),
-        dtypes=tuple(sorted({dtype_name(t.dtype) for t in plan.tensors})),
+        dtypes=tuple(sorted({str(t.dtype) for t in plan.tensors})),
         bytes_read=plan.bytes_read,
         peak_block_bytes=plan.peak_block_bytes,
         seed=plan.seed,

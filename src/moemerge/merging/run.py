@@ -43,7 +43,7 @@ from moemerge.report.document import (
     report_bytes,
     report_document,
 )
-from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.devices import check_device, resolve_device
 from moemerge.runtime.progress import Progress
 from moemerge.text.rows import check_text
 from moemerge.version import __version__
@@ -121,7 +121,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     started = time.perf_counter()
     # What the settings alone can get wrong comes first: opening a model may mean a long download.
     parse_size(settings.out_shard_size)
-    resolve_device(settings.device)
+    check_device(settings.device)
     if out is not None:
         check_output(out, overwrite=settings.overwrite)
     config, merge = loaded.config, loaded.merge

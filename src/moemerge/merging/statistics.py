@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.parameters import StatisticsKind
 from moemerge.config.requests import StatisticsRequest
@@ -17,6 +15,8 @@ from moemerge.merging.plan import MergePlan, UnitInput, UnitMerge
 
 # Only data-driven methods pay for it.
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from moemerge.statistics.file import Statistics
 
 StatisticsFiles = Mapping[str, Sequence[str | Path]]

@@ -1,4 +1,4 @@
-"""Devices, dtypes and free space: the only room (with the kernels) that asks torch.cuda."""
+"""Devices and free space: the only room (with the kernels) that asks torch.cuda."""
 
 from __future__ import annotations
 
@@ -8,29 +8,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from moemerge.errors import UsageError
-from moemerge.registry import did_you_mean
-from moemerge.runtime.dtypes import FLOATS
-
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
+from moemerge.runtime.lazy import torch
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """`bfloat16` or `torch.bfloat16` -> torch.bfloat16."""
-    short = name.removeprefix("torch.")
-    if short not in DTYPES:
-        raise UsageError(
-            f"unknown dtype {name!r}{did_you_mean(short, DTYPES)}",
-            hint=f"known: {', '.join(DTYPES)}",
-        )
-    return DTYPES[short]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 -> `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
+def check_device(name: str) -> None:
+    """Refuse a device that is not here; torch is asked only where a GPU is meant."""
+    if name not in ("auto", "cpu"):
+        resolve_device(name)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -11,18 +11,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.errors import CheckpointError
+from moemerge.runtime.dtypes import Dtype
 from moemerge.statistics.fits import check_fits
 from moemerge.statistics.packing import packed_size, unpack
 from moemerge.statistics.provenance import Provenance
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 Kind = Literal["gram", "fisher"]
 FORMAT: Final = "moemerge_statistics"  # the metadata's key; its value is the format's number
@@ -151,7 +153,7 @@ class Statistics:
             info = self._file.tensors[unit.tensor]
             size = packed_size(unit.shape[-1]) if self.kind == "gram" else None
             wanted = unit.shape if size is None else (size,)
-            fits = info.shape == wanted and info.dtype == torch.float32
+            fits = info.shape == wanted and info.dtype is Dtype.FLOAT32
             if not fits or unit.tensor not in self.counts:
                 raise ValueError(f"{unit.tensor} does not hold what {key} needs")
 

@@ -6,9 +6,13 @@ Row blocks instead of single rows, so that packing and unpacking are copies of w
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 BLOCK = 128  # rows; part of the file format
 

@@ -7,15 +7,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # Elements of a unit that enter a fingerprint. Experts are many, and in a transposed stack each
 # element is read by itself.
@@ -83,7 +85,7 @@ def model_fingerprint(checkpoint: Checkpoint, architecture: Architecture) -> str
     for key in sorted(units):
         unit = units[key]
         dtype = checkpoint.tensors[unit.tensor].dtype
-        digest.update(f"\0{key}\0{dtype}\0{list(unit.shape)}\0".encode())
+        digest.update(f"\0{key}\0torch.{dtype}\0{list(unit.shape)}\0".encode())
         digest.update(as_bytes(_sample(checkpoint, unit)))
     return digest.hexdigest()
 
@@ -110,7 +112,7 @@ def _sample_expert(checkpoint: Checkpoint, unit: Unit) -> Tensor:
     view = _middle(unit.slot.take(torch.empty((stop - first, *info.shape[1:]), device="meta")))
     start = first * (info.row_bytes // info.dtype.itemsize) + int(view.storage_offset())
     step = view.stride(-1)
-    value = torch.empty(min(EXPERT_SAMPLE, view.shape[-1]), dtype=info.dtype)
+    value = torch.empty(min(EXPERT_SAMPLE, view.shape[-1]), dtype=info.dtype.torch)
     if step == 1:
         checkpoint.read_elements(unit.tensor, start, as_bytes(value))
     else:

@@ -16,18 +16,20 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final
 
 from moemerge.checkpoint.output import is_alive, output_error, sync_folder, writing
 from moemerge.checkpoint.safetensors_file import HEADER_ALIGNMENT, LENGTH_BYTES, METADATA
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
+from moemerge.runtime.lazy import torch
 from moemerge.runtime.threads import thread_pool
 from moemerge.statistics.file import FORMAT, FORMAT_NUMBER, Kind
 from moemerge.statistics.provenance import Provenance
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 THREADS: Final = 2
 # The file is pushed to the disk while it grows, so that little is left to wait for at the end.

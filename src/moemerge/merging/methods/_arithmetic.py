@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # 256 Ki float32 are 1 MiB: a kernel's scratch stays near the core, while threads that
 # work side by side do not meet at the interpreter's lock after every few microseconds.
@@ -26,9 +30,6 @@ NO_DIRECTION = 1e-6
 # At sin θ below this, interpolation along the arc is replaced by the chord: they agree to 1e-8
 # where the vectors agree, and where they oppose each other every arc is as good.
 _FLAT_ARC = 1e-4
-
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_SIGN_BITS = {torch.float32: -(1 << 31), torch.float64: -(1 << 63)}
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -55,12 +56,12 @@ def scratch(like: Tensor, count: int) -> list[Tensor]:
 
 def bits(values: Tensor) -> Tensor:
     """The same memory as signed integers."""
-    return values.view(_INTEGERS[values.dtype])
+    return values.view({4: torch.int32, 8: torch.int64}[values.dtype.itemsize])
 
 
 def sign_bit(dtype: torch.dtype) -> int:
     """The integer that has only the sign bit of `dtype` set."""
-    return _SIGN_BITS[dtype]
+    return -(1 << (8 * dtype.itemsize - 1))
 
 
 def magnitude(chunk: Tensor) -> float:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.architectures.roles import Role
 from moemerge.merging.method import ModelTensor, UnitInfo, param
 from moemerge.merging.methods._arithmetic import weighted_sum
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # Matrices that are no linear layers: rows are looked up or scaled, not multiplied with inputs.
 NOT_LINEAR = frozenset({Role.NORM, Role.EMBEDDING, Role.HEAD})
-_NARROW = (torch.bfloat16, torch.float16)
 # Singular values below this share of the largest are rounding of float32 inputs, not directions.
 _RANK_TOLERANCE = 1e-6
 
@@ -59,7 +61,7 @@ def _is_unchanged(tensor: Tensor, base: Tensor) -> bool:
     """Equal, or one is the other rounded to a narrower dtype."""
     if torch.equal(tensor, base):
         return True
-    for dtype in _NARROW:
+    for dtype in (torch.bfloat16, torch.float16):
         a, b = tensor.to(dtype), base.to(dtype)
         if not torch.equal(a, b):
             continue

@@ -8,14 +8,15 @@ tensor's sampling noise could show.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from moemerge.merging.methods._arithmetic import bits
+from moemerge.runtime.lazy import np, torch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
 
 _WORD = 1 << 32
 _WEYL = 0x9E3779B9  # 2^32 / golden ratio: neighbouring indexes land far apart
@@ -57,7 +58,7 @@ class Stream:
         """-1 (all bits set) where an element is kept, else 0, as int16; see `keep_threshold`."""
         drawn = self.draw(start, count)
         drawn.bitwise_right_shift_(1)  # so that the difference cannot overflow
-        if isinstance(threshold, Tensor):
+        if isinstance(threshold, torch.Tensor):
             drawn.view(-1, threshold.numel()).sub_(threshold)
         else:
             drawn.sub_(threshold)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from moemerge.merging.methods._arithmetic import bits, chunks
+from moemerge.runtime.lazy import np, torch
 
-Floats = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    Floats = npt.NDArray[Any]
 
 
 def kept_count(density: float, n: int) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.merging.methods._arithmetic import (
     bits,
@@ -20,6 +19,10 @@ from moemerge.merging.methods._selection import (
     kept_count,
 )
 from moemerge.merging.methods._task_vectors import TaskVector
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def trim_(vector: TaskVector, density: float, *, rescale: bool) -> None:

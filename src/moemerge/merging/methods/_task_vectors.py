@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.merging.method import ModelTensor, param
 from moemerge.merging.methods._arithmetic import bits, chunks, flat, scratch, sign_bit
 from moemerge.merging.methods._weights import ZERO_SUM, Weighted, weight_sum
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from moemerge.errors import ConfigError
 from moemerge.merging.method import ModelTensor, Remark, UnitInfo, UnitStatistics, param
 from moemerge.merging.methods._arithmetic import weighted_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 ZERO_SUM = 1e-8  # weights whose sum is smaller are not divided by it
 

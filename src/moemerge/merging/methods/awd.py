@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import gram, weighted_sum
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # Of the mean size of a task vector: what is shorter has no direction to be orthogonal with.
 _SHORT = 1e-3

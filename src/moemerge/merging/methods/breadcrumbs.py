@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
@@ -19,6 +18,9 @@ from moemerge.merging.methods._task_vectors import (
     add_weighted,
     task_vector,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
 from moemerge.merging.methods._changes import nearest_orthogonal
 from moemerge.merging.methods._weights import average, statistics_of
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # Of a task vector's size: what trimming leaves below it is rounding, not a direction.
 _NOTHING_LEFT = 1e-6

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.errors import ConfigError
@@ -20,6 +19,10 @@ from moemerge.merging.methods._task_vectors import (
     task_vector,
 )
 from moemerge.merging.methods.dare import DareLinearOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _ROUNDING = 1e-9  # 0.85 + 0.15 is not above one
 

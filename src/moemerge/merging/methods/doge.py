@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
@@ -20,6 +18,11 @@ from moemerge.merging.methods._changes import (
     merge_others,
 )
 from moemerge.merging.methods._selection import keep_largest_, kept_count
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _SUBSPACE = 6  # the shared subspace has a sixth of the directions
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's usual constants

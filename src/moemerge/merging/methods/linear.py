@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import weighted_sum
 from moemerge.merging.methods._weights import Weighted, shares
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.errors import NumericalError
@@ -19,6 +17,11 @@ from moemerge.merging.method import (
     param,
 )
 from moemerge.merging.methods._weights import Share, average, params_shares, statistics_of
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # Gram matrices are kept in float32, and the rounding of a wide one adds up to some 1e-6 of its
 # diagonal. Directions that hold not clearly more than that are no ground for a correction; jitter

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import chunks, gram, scratch
 from moemerge.merging.methods._selection import keep_largest_
 from moemerge.merging.methods._task_vectors import TaskVector, add_elected, difference
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _LEAST_DIVISOR = 1e-6  # mergekit's; matters only to models whose share is below it
 

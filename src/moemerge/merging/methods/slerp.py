@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import cosine, gram, weighted_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _PARALLEL = 0.9995  # mergekit's: nearer to ±1, the interpolation is linear
 

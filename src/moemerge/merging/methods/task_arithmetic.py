@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import chunks, flat, scratch
 from moemerge.merging.methods._task_vectors import SumOptions
 from moemerge.merging.methods._weights import Weighted, weight_sum
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

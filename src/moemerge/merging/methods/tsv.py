@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method
@@ -17,6 +15,10 @@ from moemerge.merging.methods._changes import (
     merge_others,
     nearest_orthogonal,
 )
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @merge_method("tsv", base=BasePolicy.REQUIRED, per_model=NoParams, options=SpectralOptions)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
 from moemerge.merging.methods._changes import OthersOptions, changes, is_linear, merge_others
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's usual constants
 
@@ -139,7 +142,7 @@ class Interference:
 
 
 # Of the positive eigenvalues, descending, and the number of all: how much of each is corrected.
-SpectralFilter = Callable[[Tensor, int], Tensor]
+SpectralFilter = Callable[["Tensor", int], "Tensor"]
 
 
 def gradient_flow(time: float, keep: float) -> SpectralFilter:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import Role, Unit
@@ -24,9 +21,10 @@ from moemerge.merging.tokenizer.plan import (
     refuse_unlike_sizes,
 )
 from moemerge.merging.tokenizer.vocab import read_vocabulary
+from moemerge.runtime.lazy import torch
 
-# Means over models and over a vocabulary are taken in this precision, then rounded to the input's.
-MEAN_DTYPE: Final = torch.float32
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def to_output_vocabulary(
@@ -99,7 +97,8 @@ def map_rows(
 
 
 def _mean_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, MEAN_DTYPE)
+    """Of means over models and over a vocabulary, which are then rounded to the input's."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _check(plan: TokenizerPlan, embeddings: Mapping[ModelRef, Tensor]) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from moemerge.config.models import ModelRef
 from moemerge.config.schema import TokenEntry, TokenizerSettings, TokenSource
 from moemerge.errors import TokenizerError
 from moemerge.merging.tokenizer.vocab import AddedToken, Vocabulary, next_id
 from moemerge.registry import did_you_mean
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 MISSING: Final = -1  # in `TokenizerPlan.rows`: the model has no row of its own for this token
 Rows = tuple[tuple[ModelRef, int], ...]  # to be averaged; empty means zero

@@ -106,7 +106,7 @@ def finetune(
     check_output(out, overwrite=False)
     flat, shape = load_flat(model)
     with Checkpoint.open(model) as checkpoint:
-        dtype = checkpoint.tensors["model.norm.weight"].dtype
+        dtype = checkpoint.tensors["model.norm.weight"].dtype.torch
     pool = make_pool(problems)
     mixture = dict.fromkeys(pool.kinds, 1.0)
     course = Course(

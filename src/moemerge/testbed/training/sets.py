@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
 from moemerge.errors import CheckpointError
-from moemerge.runtime.devices import dtype_name
+from moemerge.runtime.dtypes import dtype_name
 from moemerge.testbed.network.layout import Shape, config_of, to_tensors
 from moemerge.testbed.tasks import problems
 from moemerge.testbed.tokenizer import EOS, character_tokenizer

@@ -1,0 +1,84 @@
+"""Commands that only look do not wait for torch, transformers or numpy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import zoo
+
+# Runs a command, and tells on stderr which slow packages came in, and by which import of ours.
+WATCHED = """
+import importlib.abc, sys, traceback
+
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("torch", "transformers", "numpy"):
+            ours = [f for f in traceback.extract_stack() if "moemerge" in f.filename]
+            print(f"SLOW: {name} by {ours[-1].filename}: {ours[-1].line}", file=sys.stderr)
+
+sys.meta_path.insert(0, Watch())
+sys.argv = ["moemerge", *sys.argv[1:]]
+from moemerge.cli.app import app
+app(prog_name="moemerge")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quick")
+    base = zoo_folder("olmoe")
+    zoo.perturb(base, folder / "a", 1)
+    (folder / "ties.yml").write_text(
+        f"merge_method: ties\nbase_model: {base}\n"
+        f"models: [{{model: {folder / 'a'}, parameters: {{weight: 1, density: 0.5}}}}]\n"
+    )
+    (folder / "wrong.yml").write_text("merge_method: tiess\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("code", "command"),
+    [
+        (0, "inspect a"),
+        (0, "ls methods"),
+        (0, "ls architectures"),
+        (0, "validate ties.yml"),
+        (2, "validate wrong.yml"),
+        (2, "merge wrong.yml out"),
+        (2, "calibrate a out --source a=a --data a=a.jsonl --alpha 2"),
+        (0, "--help"),
+        (0, "calibrate --help"),
+        (0, "--version"),
+    ],
+)
+def test_a_command_that_only_looks_imports_nothing_slow(
+    code: int, command: str, folder: Path
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", WATCHED, *command.split()],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert result.returncode == code, result.stderr
+    assert "SLOW" not in result.stderr, (
+        f"{result.stderr}\ntake torch and numpy from moemerge.runtime.lazy, and import what runs "
+        "models inside functions"
+    )
+
+
+def test_importing_the_package_imports_almost_nothing() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import moemerge; "
+        "print(*({m.partition('.')[0] for m in set(sys.modules) - before} "
+        "- set(sys.stdlib_module_names)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == ["moemerge"]
