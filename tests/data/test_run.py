@@ -157,6 +157,12 @@ def test_requests_that_make_no_sense_are_refused_at_once(
 def test_outputs_that_exist_or_are_of_another_kind_are_refused(folder, prompts, tmp_path):
     with pytest.raises(CheckpointError, match="exists"):
         run_data(request(folder, prompts, prompts=[prompts], keep="prompt"), Silent())
+    nowhere = tmp_path / "nowhere" / "c.jsonl"
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        run_data(
+            request(folder, tmp_path / "o.jsonl", prompts=[prompts], keep="all",
+                    completions=nowhere), Silent(),
+        )  # fmt: skip
     with pytest.raises(UsageError, match="unknown kind"):
         run_data(request(folder, tmp_path / "out.csv", prompts=[prompts], keep="all"), Silent())
 

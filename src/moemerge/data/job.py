@@ -64,6 +64,8 @@ def check_request(request: DataRequest) -> None:
             f"the output {request.out} is of an unknown kind",
             hint=f"name it {' or '.join(SUFFIXES)}",
         )
+    if settings.completions is not None:  # a file that is there is replaced, as by --json
+        check_output_file(settings.completions, overwrite=True)
     if bool(request.prompts) == bool(request.text):
         raise UsageError(
             "give prompts or plain text, one of them",
