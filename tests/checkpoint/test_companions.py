@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from moemerge.checkpoint.companions import companion_files, is_companion
+from moemerge.errors import CheckpointError
 
 CARRIED = [
     "tokenizer.json",
@@ -73,3 +74,30 @@ def test_a_folder(tmp_path: Path) -> None:
     assert set(found) == {*CARRIED, "additional_chat_templates/tool_use.jinja"}
     assert list(found) == sorted(found)
     assert all((tmp_path / name) == path for name, path in found.items())
+
+
+def test_a_link_out_of_the_model_is_refused_and_one_inside_followed(tmp_path: Path) -> None:
+    """What a link shows would be published with the output."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (tmp_path / "secret").write_text("key")
+    (model / "vocab.json").write_text("{}")
+    (model / "tokenizer.json").symlink_to("vocab.json")
+    (model / "model.safetensors").symlink_to(tmp_path / "secret")  # weights may lie elsewhere
+    assert set(companion_files(model)) == {"tokenizer.json", "vocab.json"}
+    (model / "LICENSE").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"is a link to .*secret, outside the model's folder"):
+        companion_files(model)
+    (model / "LICENSE").unlink()
+    (model / "additional_chat_templates").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="outside the model's folder"):
+        companion_files(model)
+
+
+def test_links_of_the_hubs_cache_are_its_own(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "m" / "snapshots" / "abc", tmp_path / "m" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "1").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/1")
+    assert set(companion_files(snapshot)) == {"tokenizer.json"}

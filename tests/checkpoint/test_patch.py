@@ -71,8 +71,8 @@ def test_untouched_shards_may_be_linked(sharded: Path) -> None:
 
 def test_linked_blobs_of_the_hub_cache_become_files(make_folder: MakeFolder) -> None:
     blobs = make_folder("blobs")
-    snapshot = blobs.parent / "snapshot"
-    snapshot.mkdir()
+    snapshot = blobs.parent / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         (snapshot / name).symlink_to(blobs / name)
     for link in (False, True):

@@ -82,7 +82,8 @@ def test_dry_run_and_validate_write_nothing(config, tmp_path):
 
 
 def test_existing_output_needs_overwrite(config, tmp_path):
-    assert moemerge("merge", config, tmp_path / "out", "-q").returncode == 0
+    first = moemerge("merge", config, tmp_path / "out", "-q")
+    assert (first.returncode, first.stdout, first.stderr) == (0, "", "")
     refused(moemerge("merge", config, tmp_path / "out"), 3, "exists", "--overwrite")
     assert moemerge("merge", config, tmp_path / "out", "--overwrite").returncode == 0
 
@@ -221,3 +222,16 @@ def test_ctrl_c_exits_130_and_leaves_nothing(models, tmp_path):
     assert "interrupted" in errors
     assert "Traceback" not in errors
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_the_version_and_what_a_bug_report_needs():
+    short = moemerge("--version")
+    assert short.returncode == 0
+    assert short.stdout.startswith("moemerge ")
+    assert len(short.stdout.splitlines()) == 1
+    for flags in (("--version", "-v"), ("-v", "--version")):
+        long = moemerge(*flags)
+        assert long.returncode == 0, long.stderr
+        assert {"moemerge", "python", "system", "torch", "transformers"} <= {
+            line.split()[0] for line in long.stdout.splitlines()
+        }

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
+
+from moemerge.errors import CheckpointError
 
 CARRIED: Final = (
     "tokenizer*.json",
@@ -67,11 +71,33 @@ def is_companion(name: str) -> bool:
 
 
 def companion_files(folder: Path) -> dict[str, Path]:
-    """Name inside the folder -> file, sorted. Symlinks (the hub's cache) are followed."""
-    found = {p.name: p for p in folder.iterdir() if p.is_file() and is_companion(p.name)}
+    """Name inside the folder -> file, sorted."""
+    files = {p.name: p for p in copied_files(folder, folder, is_companion)}
     for name in CARRIED_FOLDERS:
-        found |= folder_files(folder, name)
-    return dict(sorted(found.items()))
+        files |= folder_files(folder, name)
+    return dict(sorted(files.items()))
+
+
+def copied_files(inner: Path, folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
+    """The wanted files directly in `inner`, which is the model's `folder` or lies in it.
+
+    A link that leads out of the model is refused: what it shows would be copied into an output that
+    may be published. The hub's cache is made of links into its own `blobs`.
+    """
+    root = Path(os.path.realpath(folder))
+    homes = [root]
+    if root.parent.name == "snapshots":
+        homes.append(root.parent.parent / "blobs")
+    files = [path for path in inner.iterdir() if path.is_file() and wanted(path.name)]
+    for path in files:
+        real = Path(os.path.realpath(path))
+        if not any(real.is_relative_to(home) for home in homes):
+            raise CheckpointError(
+                f"{path} is a link to {real}, outside the model's folder",
+                hint="files of a model are copied into the output: replace the link by the file "
+                "itself if it is meant, else remove it",
+            )
+    return files
 
 
 def folder_files(folder: Path, name: str) -> dict[str, Path]:
@@ -79,4 +105,4 @@ def folder_files(folder: Path, name: str) -> dict[str, Path]:
     inner = folder / name
     if not inner.is_dir():
         return {}
-    return {f"{name}/{p.name}": p for p in inner.iterdir() if p.is_file()}
+    return {f"{name}/{p.name}": p for p in copied_files(inner, folder, lambda _: True)}

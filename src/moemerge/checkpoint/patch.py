@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from moemerge.checkpoint.companions import CARRIED_FOLDERS, folder_files, is_weights
+from moemerge.checkpoint.companions import CARRIED_FOLDERS, copied_files, folder_files, is_weights
 from moemerge.checkpoint.folder import INDEX, PICKLED_INDEX, TensorFile, is_inside
 from moemerge.checkpoint.output import OutputFolder, copy_file, write_file, writing
 from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
@@ -138,8 +138,11 @@ def _check_fits(info: TensorInfo, tensor: Tensor, row: int) -> None:
 def other_files(source: Checkpoint) -> dict[str, Path]:
     """All files of a model folder but its weights: stale weights beside the index included, and
     training states, which would contradict the patched ones."""
-    entries = [p for p in source.path.iterdir() if p.is_file() and not p.name.startswith(".")]
-    found = {p.name: p for p in entries if not is_weights(p.name)}
+
+    def wanted(name: str) -> bool:
+        return not name.startswith(".") and not is_weights(name)
+
+    found = {p.name: p for p in copied_files(source.path, source.path, wanted)}
     for name in CARRIED_FOLDERS:
         found |= folder_files(source.path, name)
     return found

@@ -40,7 +40,6 @@ class Verbs(TyperGroup):
 app = typer.Typer(
     cls=Verbs,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -48,18 +47,41 @@ app = typer.Typer(
 )
 
 
-def _version(value: bool) -> None:
-    if value:
-        from moemerge import __version__
+def _version(ctx: typer.Context, value: bool) -> None:
+    if not value:
+        return
+    from moemerge import __version__
 
-        typer.echo(f"moemerge {__version__}")
-        raise typer.Exit
+    typer.echo(f"moemerge {__version__}")
+    if ctx.params.get("verbose"):
+        typer.echo("\n".join(_environment()))
+    raise typer.Exit
+
+
+def _environment() -> list[str]:
+    """What a bug report needs to know of the place: versions, system, GPUs."""
+    import platform
+    from importlib import metadata
+
+    import torch
+
+    from moemerge.runtime.devices import gpu_names
+
+    lines = [f"python {platform.python_version()}", f"system {platform.platform()}"]
+    for package in ("torch", "transformers", "safetensors", "huggingface_hub", "pydantic", "typer"):
+        lines.append(f"{package} {metadata.version(package)}")
+    lines.append(f"threads {torch.get_num_threads()}")
+    return [*lines, *(f"gpu {name}" for name in gpu_names())]
 
 
 @app.callback()
 def moemerge(
+    verbose: Annotated[
+        bool,
+        typer.Option("-v", is_eager=True, help="With --version: what a bug report needs to know."),
+    ] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, help="Print the version.")
     ] = False,
 ) -> None:
     """Merge Mixture-of-Experts models and repair the routers that merging breaks."""

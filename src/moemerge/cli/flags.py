@@ -41,7 +41,7 @@ Texts = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no notes.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
 Page = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE", help="Write an HTML page of the routing there."),
@@ -92,17 +92,18 @@ class Reporting:
         notices: Iterable[str] = (),
         page: Path | None = None,
     ) -> None:
-        """The report as JSON where it is wanted; tables on stdout, unless JSON takes their place;
-        notices and where the page lies on stderr."""
+        """The report as JSON where it is wanted; unless quiet, notices and where the page lies on
+        stderr, and tables on stdout where JSON does not take their place."""
         if self.json is not None:
             deliver_json(document, self.json)
-        if not self.quiet:
-            for notice in notices:
-                err.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
+        if self.quiet:
+            return
+        for notice in notices:
+            err.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
         if self.json != STDOUT:
             for table in tables:
                 out.print(table)
-        if page is not None and not self.quiet:
+        if page is not None:
             err.print(f"page: {page}", markup=False, soft_wrap=True)
 
 

@@ -63,6 +63,11 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def gpu_names() -> list[str]:
+    """The GPUs of this machine, by name."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
 def gpu_memory(device: torch.device) -> int:
     """All bytes of a GPU, whoever uses them."""
     return int(torch.cuda.get_device_properties(device).total_memory)
