@@ -18,9 +18,8 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import Dtype
-from moemerge.statistics.fits import check_fits
 from moemerge.statistics.packing import packed_size, unpack
-from moemerge.statistics.provenance import Provenance
+from moemerge.statistics.provenance import Provenance, check_fits
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,10 +1,10 @@
-"""Where statistics come from, and digests that tell whether a model or a tokenizer is the same."""
+"""Where statistics come from, and whether they belong to a model, by digests of what it is."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
+from moemerge.errors import CheckpointError, TokenizerError
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -155,3 +156,49 @@ def data_fingerprint(rows: Iterable[Tensor]) -> str:
         digest.update(len(row).to_bytes(8, "little"))
         digest.update(as_bytes(row.to(torch.int64).contiguous()))
     return digest.hexdigest()
+
+
+def check_fits(
+    path: str,
+    provenance: Provenance,
+    shapes: Mapping[str, tuple[int, ...]],
+    name: str,
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+) -> None:
+    """Raise for statistics of another family, shape, model or tokenizer, the plainest first."""
+    whose = f"{path} holds statistics of {provenance.model}"
+    again = f"run `moemerge stats {checkpoint.label} OUT.stats --data FILE` on what is merged"
+    family = family_name(architecture)
+    if provenance.family != family:
+        raise CheckpointError(
+            f"{whose}, of the family {provenance.family}, but {name!r} ({checkpoint.label}) is "
+            f"{family}",
+            hint=again,
+        )
+    units = all_units(checkpoint, architecture)
+    for key, shape in shapes.items():
+        if key not in units:
+            raise CheckpointError(
+                f"{whose}, which has {key}; {name!r} ({checkpoint.label}) has no such tensor",
+                hint=again,
+            )
+        if units[key].shape != shape:
+            raise CheckpointError(
+                f"{whose}, where {key} is {list(shape)}; in {name!r} ({checkpoint.label}) it is "
+                f"{list(units[key].shape)}",
+                hint=again,
+            )
+    if provenance.model_fingerprint != model_fingerprint(checkpoint, architecture):
+        raise CheckpointError(
+            f"{whose}; {name!r} ({checkpoint.label}) has the same shapes but other weights",
+            hint=again,
+        )
+    vocabulary = tokenizer_fingerprint(checkpoint.tokenizer_folder)
+    if None not in (vocabulary, provenance.tokenizer_fingerprint) and (
+        vocabulary != provenance.tokenizer_fingerprint
+    ):
+        raise TokenizerError(
+            f"{whose} with another tokenizer than {name!r} ({checkpoint.label}) has now",
+            hint=again,
+        )
