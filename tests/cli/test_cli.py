@@ -235,3 +235,13 @@ def test_the_version_and_what_a_bug_report_needs():
         assert {"moemerge", "python", "system", "torch", "transformers"} <= {
             line.split()[0] for line in long.stdout.splitlines()
         }
+
+
+def test_verbose_logs_what_is_read_and_planned(config, models, tmp_path):
+    quiet = moemerge("validate", config)
+    assert quiet.stderr == ""
+    result = moemerge("validate", config, "-v")
+    assert result.returncode == 0, result.stderr
+    assert f"moemerge.checkpoint.reader: opened {models[1]}: " in result.stderr
+    assert "moemerge.merging.run: planned " in result.stderr
+    assert " by ties, " in result.stderr

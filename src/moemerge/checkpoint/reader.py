@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from moemerge.checkpoint.folder import TensorFile, config_hint, open_folder, rea
 from moemerge.checkpoint.locate import locate
 from moemerge.checkpoint.lora import LoraChanges
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
+from moemerge.checkpoint.sizes import format_size
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+logger = logging.getLogger(__name__)
 SAMPLE_BYTES: Final = 1024
 
 
@@ -41,6 +44,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.tensors: Mapping[str, TensorInfo] = {
             name: file.tensors[name] for name, file in self._file_of.items()
         }
+        files, size = len(self.files), format_size(self.total_bytes)
+        logger.info("opened %s: %d tensors in %d files, %s", self.label, len(self), files, size)
 
     @classmethod
     def open(cls, ref: str | Path | ModelRef) -> Checkpoint:

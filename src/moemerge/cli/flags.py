@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -69,6 +70,18 @@ def _writable(target: str | None) -> str | None:
     return target
 
 
+def _log(verbose: bool) -> bool:
+    """Let the rooms' loggers speak on stderr, with times; only here is logging set up."""
+    logger = logging.getLogger("moemerge")
+    logger.handlers.clear()
+    if verbose:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    return verbose
+
+
 @dataclass(frozen=True)
 class Reporting:
     """What a verb says while it works and when it is done: flags of every verb that works."""
@@ -80,7 +93,12 @@ class Reporting:
         ),
     ] = None
     quiet: Quiet = False
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Say more.")] = False
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "-v", "--verbose", help="Say more, and log what is read and planned.", callback=_log
+        ),
+    ] = False
 
     def progress(self) -> AbstractContextManager[Bar]:
         return progress(quiet=self.quiet)

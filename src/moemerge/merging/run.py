@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ from moemerge.version import __version__
 if TYPE_CHECKING:
     from moemerge.statistics.file import Statistics
 
+logger = logging.getLogger(__name__)
 # Config, tokenizer, report and card beside the weights.
 COMPANION_BYTES = 64 * 2**20
 
@@ -156,6 +158,10 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     if out is not None:
         check_output(out, overwrite=settings.overwrite, inputs=job.input_folders)
         require_space(out, plan.bytes_written + COMPANION_BYTES + job.pending_bytes)
+    seconds = time.perf_counter() - started
+    methods = sorted({merge.method.schema.name for block in plan.blocks for merge in block.merges})
+    what = f"{len(plan.tensors)} tensors in {len(plan.blocks)} blocks by {', '.join(methods)}"
+    logger.info("planned %s, %.2f s", what, seconds)
     return job
 
 
