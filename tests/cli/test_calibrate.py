@@ -41,7 +41,8 @@ def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(
     result = moemerge("calibrate", case.merged, tmp_path / "out", *flags(case))
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "model.safetensors").exists()
-    lines = result.stdout.splitlines()
+    title, *lines = result.stdout.splitlines()
+    assert title == "before → after; routers alone: both on the merged model's features"
     assert lines[0].split() == ["KL", "KL", "mismatch", "mismatch"]
     assert lines[1].split() == ["layer", "steps", "residual", *case.sources, *case.sources]
     assert [line.split()[0] for line in lines[2:6]] == ["0", "1", "2", "mean"]

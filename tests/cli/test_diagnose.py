@@ -140,7 +140,7 @@ def test_calibrate_writes_a_page_of_before_and_after(case: cases.Case, tmp_path:
     assert str(out) in text
     assert str(case.merged) in text
     assert f"page: {page}" in result.stderr
-    assert "held out      KL math" in result.stdout
+    assert "held out  KL math" in result.stdout
     assert "…" not in result.stdout
     nowhere = tmp_path / "none" / "page.html"
     result = moemerge("calibrate", case.merged, tmp_path / "b", *flags(case), "--report", nowhere)

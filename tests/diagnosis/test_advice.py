@@ -9,7 +9,8 @@ import pytest
 
 from moemerge.diagnosis.advice import Measurements, advise, concentrated
 from moemerge.diagnosis.results import DomainTotal, LayerDiagnosis, Swap
-from moemerge.diagnosis.verdict import judge, percent
+from moemerge.diagnosis.verdict import judge, overall, recommended, theory
+from moemerge.report.words import percent
 from moemerge.routing.figures import FIGURES
 
 
@@ -153,7 +154,24 @@ def test_the_quadratic_model_is_doubted_only_where_it_is_wrong() -> None:
     far = [row(0, 0.3, shift_small=0.1, kl_on_features=0.2, quadratic=0.2)]
     assert "Lemma 1" not in advice(far)
     rough = [row(0, 0.3, shift_small=0.1, kl_on_features=0.2, quadratic=0.4)]
-    assert "gives 2 times the true KL): --objective exact" in advice(rough)
+    assert "Only 10.0% of the tokens are within Lemma 1's neighbourhood" in advice(rough)
+    assert "gives 2.0 times the true KL. --objective exact" in advice(rough)
+
+
+@pytest.mark.parametrize(
+    ("figures", "answer"),
+    [
+        ({"shift_small": 0.9, "quadratic": 0.4}, "Yes: 90.0% of the tokens"),
+        ({"shift_small": 0.1, "quadratic": 0.22}, "Near enough: only 10.0%"),
+        ({"shift_small": 0.1, "quadratic": 0.1}, "No: only 10.0%"),
+        ({"kl_on_features": 0.0, "quadratic": 0.0}, "There is nothing to model"),
+    ],
+)
+def test_whether_the_theory_applies_is_answered(figures: dict[str, float], answer: str) -> None:
+    rows = [row(0, 0.3, **{"kl_on_features": 0.2, **figures})]
+    verdict = judge([total(rows)])
+    assert verdict.theory.startswith(answer)
+    assert verdict.theory == theory(overall([total(rows)])["model"])
 
 
 def test_few_tokens_are_told() -> None:
@@ -187,16 +205,16 @@ def test_the_verdict_compares() -> None:
     worse = total([row(0, 0.4, domain="code")])
     assert "worst on code (40.0%)" in judge([mine, worse]).words
     other = changed(mine, model="calibrated", mismatch=0.1)
-    assert "calibrated does better: 10.0%." in judge([mine, other]).words
+    assert "calibrated routes better: 10.0%." in judge([mine, other]).words
     names = {"calibrated": "short"}
-    assert "short does better: 10.0%." in judge([mine, other], names).words
+    assert "short routes better: 10.0%." in judge([mine, other], names).words
     same = changed(other, mismatch=0.30001)
-    assert "calibrated does no better: 30.0%." in judge([mine, same]).words
+    assert "calibrated routes no better: 30.0%." in judge([mine, same]).words
     other = changed(other, mismatch=0.35)
-    assert "calibrated does worse: 35.0%." in judge([mine, other]).words
+    assert "calibrated routes worse: 35.0%." in judge([mine, other]).words
     third = changed(mine, model="ties", mismatch=0.4)
     assert (
-        "The others do worse; the best of them is calibrated: 35.0%."
+        "The others route worse; the best of them is calibrated: 35.0%."
         in judge([mine, third, other]).words
     )
     silent = judge([changed(mine, loss=None, loss_source=None)])
@@ -224,18 +242,46 @@ def test_advice_is_about_the_best_of_the_models() -> None:
         "Go on with calibrated: 10.0% mismatch instead of 30.0%, loss above the sources' "
         "+0.050 nats instead of +0.200."
     )
-    assert cause.startswith("There, the routers themselves still disagree (10.0%")
-    assert where.startswith("There, the routers are calibrated already;")
+    assert cause.startswith("calibrated: the routers themselves still disagree (10.0%")
+    assert where.startswith("calibrated: the routers are calibrated already;")
     assert swapped.startswith("With the routers of math the merged weights win back")
     unknown = [changed(t, loss=None) for t in found.totals]
     assert advise(replace(found, totals=unknown))[0].endswith("instead of 30.0%.")
     predicts_worse = [total(mine), total(theirs, loss=2.5)]
     text = "\n".join(advise(replace(found, totals=predicts_worse)))
-    assert "keeps more of the routing" in text
-    assert "There" not in text
+    assert text.startswith(
+        "calibrated routes best (10.0% mismatch instead of 30.0%), model predicts the text best "
+        "(loss above the sources' +0.200 nats; calibrated +0.700). Neither number decides"
+    )
+    assert "calibrated: " not in text
     assert "calibrate all of them" in text
     worse = [total(mine), total(theirs, mismatch=0.4)]
     assert "calibrated:" not in "\n".join(advise(replace(found, totals=worse)))
+
+
+@pytest.mark.parametrize(
+    ("others", "names"),
+    [
+        # (mismatch, loss) of the models compared with the diagnosed one, which has (0.3, 2.0)
+        ([(0.1, 1.9)], ["b"]),
+        ([(0.4, 2.1)], ["model"]),
+        ([(0.1, 2.5)], ["b", "model"]),
+        ([(0.1, 2.005)], ["b"]),  # a loss that is hardly worse
+        ([(0.3001, 2.0)], ["model"]),  # the same to the digits shown
+        ([(0.3001, 1.9)], ["b"]),
+        ([(0.2, 1.9), (0.1, 1.95)], ["c", "b"]),  # as in the demo: averaged routers, calibrated
+        ([(0.1, 1.9), (0.2, 1.95)], ["b"]),
+        ([(0.1, None)], ["b"]),
+    ],
+)
+def test_routing_and_loss_are_weighed(
+    others: list[tuple[float, float | None]], names: list[str]
+) -> None:
+    totals = [total([row(0, 0.3)])]
+    for name, (mismatch, loss) in zip("bc", others, strict=False):
+        totals.append(changed(totals[0], model=name, mismatch=mismatch, loss=loss))
+    assert list(recommended(overall(totals))) == names
+    assert list(judge(totals).recommended) == names
 
 
 def test_nothing_to_repair() -> None:

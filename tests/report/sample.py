@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from moemerge.routing.figures import FIGURES
+
 DOMAINS = ("math", "code", "chat", "law", "medicine", "french")
 Row = dict[str, Any]
 # A label that would end a script or an attribute, and speaks to plotly, jinja and spreadsheets.
@@ -71,6 +73,7 @@ def sample_document(
             name: {"tokens": tokens * 100, "rows": tokens, "files": [f"data/{name}.jsonl"]}
             for name in names
         },
+        "figures": figure_words(),
         "layers": rows,
         "totals": totals,
         "swaps": _swaps(first) if swaps else [],
@@ -78,6 +81,8 @@ def sample_document(
         "verdict": {
             "words": "The routing is close to its sources: calibration removed most of the damage "
             "that the merge had done, and what is left sits in the last layers.",
+            "recommended": list(models[:1]),
+            "theory": "Yes: 80.0% of the tokens are within Lemma 1's neighbourhood.",
             "numbers": [
                 {"label": "of the choices differ", "value": mismatch, "text": f"{mismatch:.1%}"},
                 {
@@ -106,6 +111,11 @@ def sample_document(
     }
 
 
+def figure_words() -> list[dict[str, Any]]:
+    """What a document says of its figures."""
+    return [figure.to_json() for figure in FIGURES.values()]
+
+
 def grown(document: dict[str, Any], layers: int, seed: int = 0) -> dict[str, Any]:
     """The document with its first layer's rows repeated, each with loads and flows of its own.
 
@@ -128,7 +138,7 @@ def grown(document: dict[str, Any], layers: int, seed: int = 0) -> dict[str, Any
 
 def hostile(value: Any) -> Any:
     """The document with every string replaced that is not a name by which rows are found."""
-    keys = ("model", "domain", "name", "kind", "weights_of", "routers_of")
+    keys = ("model", "domain", "name", "kind", "weights_of", "routers_of", "quantity", "out_of")
     if isinstance(value, dict):
         return {k: v if k in keys and isinstance(v, str) else hostile(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -15,9 +15,7 @@ import pytest
 
 from moemerge.errors import CheckpointError, DataError, UsageError
 from moemerge.report.page import render_page, require_page, write_page
-from moemerge.report.page.reading import percent, plain, span
-from moemerge.report.words import short
-from report.sample import HOSTILE, grown, hostile, renamed, sample_document
+from report.sample import HOSTILE, figure_words, grown, hostile, renamed, sample_document
 
 pytest.importorskip("plotly")
 LIMIT = 6_000_000
@@ -45,11 +43,11 @@ class Elements(HTMLParser):
         return [attributes for name, attributes in self.found if name == tag]
 
 
-def figures_of(page: str) -> dict[str, Any]:
-    """The packed figures by their keys."""
-    found = re.search(r'<script type="text/plain" id="figures">([A-Za-z0-9+/=]+)</script>', page)
-    assert found is not None
-    charts = json.loads(gzip.decompress(base64.b64decode(found[1])))
+def charts_of(page: str) -> dict[str, Any]:
+    """The packed charts by their keys."""
+    match = re.search(r'<script type="text/plain" id="charts">([A-Za-z0-9+/=]+)</script>', page)
+    assert match is not None
+    charts = json.loads(gzip.decompress(base64.b64decode(match[1])))
     return {chart["key"]: chart for chart in charts}
 
 
@@ -79,6 +77,7 @@ def tiny(**changes: Any) -> dict[str, Any]:
     return {
         "kind": "diagnosis",
         "models": [{"name": "model", "label": "merged"}],
+        "figures": figure_words(),
         "layers": [row],
         "totals": [{"model": "model", "domain": "math", "loss": 1.5, "loss_source": 1.0}],
         **changes,
@@ -136,7 +135,7 @@ def test_labels_cannot_leave_their_place() -> None:
     assert HOSTILE in elements.text
     assert "49" not in re.findall(r"hacked=1>%{x}(\d+)", elements.text)
     # What goes into a figure is escaped for plotly, which reads tags and %{…}.
-    for chart in figures_of(page).values():
+    for chart in charts_of(page).values():
         drawn = json.dumps([chart["data"], chart["layout"]], ensure_ascii=False)
         assert "<script" not in drawn
         assert "<img" not in drawn
@@ -146,46 +145,107 @@ def test_labels_cannot_leave_their_place() -> None:
 
 def test_hand_computed_figures() -> None:
     swap = {"domain": "math", "weights_of": "model", "routers_of": "math", "mismatch": 0.1}
-    figures = figures_of(render_page(tiny(swaps=[{**swap, "loss": 1.2}])))
+    charts = charts_of(render_page(tiny(swaps=[{**swap, "loss": 1.2}])))
     # Loads in multiples of an equal share, a quarter.
     loads = {"source0": [[2.0, 1.0, 1.0, 0.0]], "model0,0": [[1.0, 1.0, 1.0, 1.0]]}
-    assert figures["load-source"]["arrays"] == loads
-    assert figures["load-change"]["views"][""]["data"][0]["z"] == "@model0,0-@source0"
-    assert "overloaded ones in layer 3" in figures["load-change"]["views"][""]["note"]
-    flow = figures["flow"]["views"]["0"]
+    assert charts["load-source"]["arrays"] == loads
+    assert charts["load-change"]["views"][""]["data"][0]["z"] == "@model0,0-@source0"
+    assert "overloaded ones in layer 3" in charts["load-change"]["views"][""]["note"]
+    flow = charts["flow"]["views"]["0"]
     assert flow["data"][0]["link"] == {"source": [0, 1], "target": [2, 2], "value": [0.2, 0.05]}
     assert flow["data"][0]["node"]["label"] == ["expert 0", "expert 1", "expert 3"]
     assert "100.0% of what moved" in flow["note"]
-    bands = [band["y"][0] for band in figures["shift"]["views"][""]["data"]]
+    bands = [band["y"][0] for band in charts["shift"]["views"][""]["data"]]
     assert bands == pytest.approx([0.3, 0.4, 0.3])
-    losses = {trace["name"]: trace["y"] for trace in figures["swap-loss"]["data"]}
-    assert losses["model as it is"] == [0.5]
-    assert losses["model with the source's routers"] == [0.2]
-    [_, dots] = figures["quadratic"]["data"]
+    losses = {trace["name"]: trace["y"] for trace in charts["swap-loss"]["data"]}
+    assert losses["model"] == [0.5]
+    assert losses["model, source's routers"] == [0.2]
+    [_, dots] = charts["quadratic"]["data"]
     assert (dots["x"], dots["y"]) == ([0.1], [0.08])
 
 
+def test_a_model_has_one_colour_throughout_and_the_recommended_one_stands_out() -> None:
+    models = ("model", "averaged", "calibrated")
+    document = sample_document(layers=3, experts=8, domains=1, models=models)
+    document["verdict"]["recommended"] = ["calibrated"]
+    document["calibration_of"] = "calibrated"
+    page = render_page(document)
+    charts = charts_of(page)
+    colours: dict[str, set[str]] = {}
+    for key in ("mismatch-0", "kl-0", "drift-0", "quadratic"):
+        for trace in charts[key]["data"]:
+            if "name" in trace and not trace["name"].endswith("routers alone"):
+                colours.setdefault(trace["name"], set()).add(trace["marker"]["color"])
+    assert colours == {
+        "calibrated": {"var(--model-2)"},
+        "averaged": {"var(--model-1)"},
+        "out/calibrated": {"var(--model-0)"},
+    }
+    *others, last = charts["mismatch-0"]["data"]
+    assert last["name"] == "calibrated"
+    assert last["line"]["width"] > max(trace["line"]["width"] for trace in others)
+    assert {"var(--model-2)"} == set(charts["steps"]["data"][0]["marker"]["color"])
+    assert charts["swap-loss"]["data"][0]["marker"]["color"] == "var(--model-0)"
+    text = Elements(page).text
+    assert text.count("recommended") == 1 + len(("mismatch", "kl", "drift", "quadratic"))
+    swatches = re.findall(r'class="swatch" style="background:(var\(--model-\d\))', page)
+    assert swatches == 2 * ["var(--model-0)", "var(--model-1)", "var(--model-2)"]
+    # Gains, losses and sources have colours of their own.
+    styles = [charts[key]["data"][0]["colorscale"] for key in ("load-model", "load-change")]
+    assert "model" not in json.dumps(styles)
+    document["verdict"]["recommended"] = ["calibrated", "averaged"]
+    text = Elements(render_page(document)).text
+    assert "routes best" in text
+    assert "predicts best" in text
+    assert "recommended" not in text
+
+
+def test_a_question_is_answered() -> None:
+    document = sample_document(layers=2, experts=8, domains=1)
+    page = render_page(document)
+    first = "calibrated: yes: 80.0% of the tokens are within Lemma 1&#39;s neighbourhood."
+    assert f'<p class="answer">{first}</p>' in page
+    assert ">Theory</a>" in page
+    document["verdict"].pop("theory")
+    assert 'class="answer"' not in render_page(document)
+
+
+def test_a_new_figure_needs_no_change_of_the_page() -> None:
+    document = tiny()
+    new = {"name": "margin", "heading": "margin of the last", "meaning": "how near it was"}
+    document["figures"].append({**new, "quantity": "share", "summary": True})
+    for row in (*document["layers"], *document["totals"]):
+        row["margin"] = 0.125
+    page = render_page(document)
+    column = 'data-key="margin" data-kind="number" data-title="Margin of the last"'
+    assert column in page
+    assert '<td data-v="0.125">12.5%</td>' in page
+    assert '<span class="figure">12.5%</span>' in page
+    assert "<dt>Margin of the last</dt><dd>How near it was.</dd>" in page
+    document["figures"].append({**new, "quantity": "smell"})
+    with pytest.raises(DataError, match="'smell' is not a valid Quantity"):
+        render_page(document)
+
+
 def test_missing_parts_leave_no_hole() -> None:
-    figures = figures_of(render_page(tiny()))
-    assert not any(key.startswith(("swap", "residuals", "steps", "gain")) for key in figures)
+    charts = charts_of(render_page(tiny()))
+    assert not any(key.startswith(("swap", "residuals", "steps", "gain")) for key in charts)
     bare = tiny()["layers"][0]
     for key in ("load", "load_source", "flow", "dead", "overloaded"):
         bare = {k: v for k, v in bare.items() if k != key}
     bare |= {"kl": None, "quadratic": None, "drift": None}
-    figures = figures_of(render_page(tiny(layers=[bare], totals=[])))
-    assert {"mismatch-0", "kl-0", "drift-0", "shift", "quadratic"} == set(figures)
-    assert figures["kl-0"]["data"][-1]["y"] == [None]
+    charts = charts_of(render_page(tiny(layers=[bare], totals=[])))
+    assert {"mismatch-0", "kl-0", "drift-0", "shift", "quadratic"} == set(charts)
+    assert charts["kl-0"]["data"][-1]["y"] == [None]
 
 
 def test_zero_mismatch_is_a_page_too() -> None:
     row = {**tiny()["layers"][0], "mismatch": 0.0, "kl": 0.0, "kl_on_features": 0.0}
     row |= {"quadratic": 0.0, "drift": 0.0, "flow": [], "load": [0.5, 0.25, 0.25, 0.0]}
-    figures = figures_of(
-        render_page(tiny(layers=[row, {**row, "layer": 4, "flow": [[0, 1, 0.1]]}]))
-    )
-    assert figures["flow"]["views"]["0"]["data"] == []
-    assert figures["mismatch-0"]["layout"]["yaxis"]["range"][1] > 0
-    assert figures["quadratic"]["data"][1]["x"] == []
+    charts = charts_of(render_page(tiny(layers=[row, {**row, "layer": 4, "flow": [[0, 1, 0.1]]}])))
+    assert charts["flow"]["views"]["0"]["data"] == []
+    assert charts["mismatch-0"]["layout"]["yaxis"]["range"][1] > 0
+    assert charts["quadratic"]["data"][1]["x"] == []
 
 
 def test_the_solver_is_shown_with_or_without_its_history() -> None:
@@ -194,29 +254,16 @@ def test_the_solver_is_shown_with_or_without_its_history() -> None:
     rows[1]["status"] = "max_steps"
     document["calibration_of"] = "ties-merge"
     assert "ties-merge carries the report" in render_page(document)
-    figures = figures_of(render_page(document))
-    curves = {trace["name"]: trace["y"] for trace in figures["residuals"]["data"]}
+    charts = charts_of(render_page(document))
+    curves = {trace["name"]: trace["y"] for trace in charts["residuals"]["data"]}
     assert curves["layer 2"] == pytest.approx(rows[2]["residuals"], rel=1e-3)
-    assert figures["steps"]["data"][0]["marker"]["color"][1] == "var(--lost)"
-    assert "not converged: layer 1" in render_page(document)
+    assert charts["steps"]["data"][0]["marker"]["color"][1] == "var(--lost)"
+    assert "not converged (orange): layer 1" in render_page(document)
     for row in rows:
         del row["residuals"]
-    ends = figures_of(render_page(document))["residuals"]["data"]
+    ends = charts_of(render_page(document))["residuals"]["data"]
     steps = {f"layer {row['layer']}": [row["iterations"]] for row in rows}
     assert {trace["name"]: trace["x"] for trace in ends} == steps
-
-
-def test_numbers_and_labels_for_people() -> None:
-    assert [percent(v) for v in (0.1234, 0.00123, 0.0, 1.0, None)] == [
-        "12.3%", "0.12%", "0.0%", "100.0%", "–",
-    ]  # fmt: skip
-    assert [plain(v) for v in (12.345, 0.01234, 1234.5, 0.0, 1.2e-6, -0.5)] == [
-        "12.3", "0.0123", "1234", "0", "1.20e-6", "-0.500",
-    ]  # fmt: skip
-    assert short("a/very/long/path/to/a/model", 12) == "a/ve…a/model"
-    assert span([3]) == "layer 3"
-    assert span([0, 1, 2, 5]) == "layers 0–2, 5"
-    assert span([0, 2, 4, 6, 8]) == "5 layers"
 
 
 def test_paths_are_short_where_people_read_and_whole_where_they_look() -> None:

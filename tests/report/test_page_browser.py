@@ -17,9 +17,9 @@ from report.sample import HOSTILE, grown, hostile, renamed, sample_document
 pytest.importorskip("plotly")
 LAYERS, EXPERTS, DOMAINS, MODELS = 6, 16, 2, 2
 ROLES = ("source", "model", "change")
-# What a reader can still read, in CSS pixels, and the contrast WCAG asks of text.
+# What a reader can still read, in CSS pixels, and the contrast WCAG asks of text and lines.
 SMALLEST_TEXT = 10.5
-CONTRAST = 4.5
+CONTRAST, LINE_CONTRAST = 4.5, 3.0
 
 MARKS = """
 const counted = {};
@@ -56,7 +56,8 @@ return [...document.querySelectorAll(".plot svg.main-svg")]
 """
 COLOURS = """
 const style = getComputedStyle(document.documentElement);
-return Object.fromEntries(["paper", "surface", "ink", "text", "muted", "accent", "accent-wash"]
+const models = [0, 1, 2, 3, 4, 5].map((n) => "model-" + n);
+return Object.fromEntries(["paper", "surface", "ink", "text", "muted", "accent-wash", ...models]
   .map((name) => [name, style.getPropertyValue("--" + name).trim()]));
 """
 
@@ -123,6 +124,9 @@ def test_it_draws_quietly_and_legibly(browser: Browser, page: Path, width: int, 
     for text in ("ink", "text", "muted"):
         for ground in ("paper", "surface", "accent-wash"):
             assert contrast(colours[text], colours[ground]) >= CONTRAST, (text, ground)
+    models = [colours[f"model-{n}"] for n in range(6)]
+    assert len(set(models)) == 6
+    assert min(contrast(colour, colours["surface"]) for colour in models) >= LINE_CONTRAST
 
 
 def column(browser: Browser, key: str) -> list[str]:

@@ -27,10 +27,7 @@ HELD_OUT: Column = ("KL, held out", "holdout", "kl", Quantity.NATS)
 def calibration_report(report: CalibrationReport, *, verbose: bool) -> RenderableType:
     """A row for each router, means below; with `verbose` also what was left alone."""
     total = report.totals
-    own = report.settings["targets"] == "source-features"
-    on = "each model on its own" if own else "both routers on the merged model's"
     rows = [
-        ("KL, mismatch", f"before → after, {on} features"),
         (
             "routers",
             f"{total['routers']} solved for in {total['iterations']} steps, "
@@ -72,8 +69,13 @@ def _table(report: CalibrationReport, *, verbose: bool) -> RenderableType:
     repeated = len({row["layer"] for row in report.layers}) < len(report.layers)
     solver = ["layer", "steps", "residual", *(["router"] if verbose or repeated else [])]
     words = [at for at, heading in enumerate(solver) if heading == "router"]
+    alone = "routers alone: both on the merged model's features"
+    own = report.settings["targets"] == "source-features"
+    title = f"before → after; {'each model on its own features' if own else alone}"
     across = [f"{heading}\n{name}" for heading, *_ in columns for name in names]
-    wide = NumberTable([f"\n{text}" for text in solver] + across, keys=len(solver), words=words)
+    wide = NumberTable(
+        [f"\n{text}" for text in solver] + across, keys=len(solver), words=words, title=title
+    )
     solves = NumberTable(solver, words=words)
     domains = NumberTable(
         ["layer", "domain", *(column[0] for column in columns)], keys=2, words=[1]

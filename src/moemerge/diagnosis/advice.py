@@ -10,13 +10,15 @@ from typing import Any, Final
 from moemerge.diagnosis.results import MODEL, DomainTotal, LayerDiagnosis, Swap
 from moemerge.diagnosis.verdict import (
     INTACT,
-    best_other,
-    loss_gap,
-    mean,
-    percent,
-    routes_exactly,
-    totals_of,
+    LOCAL,
+    NOTICEABLE,
+    ROUGH,
+    Overall,
+    overall,
+    recommended,
+    theory,
 )
+from moemerge.report.words import percent
 
 # A run of layers is where the mismatch is, if it has most of it and is much worse than the rest.
 MOST: Final = 0.5
@@ -24,15 +26,9 @@ WORSE: Final = 1.5
 # Shares of the mismatch that remain when both routers see the same features.
 ROUTERS_OWN: Final = 0.6
 FEATURES_OWN: Final = 0.3
-# Below this share of tokens within Lemma 1's neighbourhood, its quadratic model is rough.
-LOCAL: Final = 0.5
 # Choices for an even load of each expert below which loads are noise.
 FEW_CHOICES: Final = 20
-# A loss is told from another at this many nats.
-NOTICEABLE: Final = 0.01
 EXPERTS_NAMED: Final = 6
-# The quadratic model is good enough within this factor of the true KL.
-ROUGH: Final = 1.25
 
 
 @dataclass(frozen=True)
@@ -51,83 +47,81 @@ class Measurements:
 class _Subject:
     """One model's part of the measurements: what advice is about."""
 
-    def __init__(self, found: Measurements, model: str) -> None:
-        self.rows = [row for row in found.rows if row.model == model]
-        self.totals = totals_of(found.totals, model)
-        calibration = found.calibrations.get(model, {})
+    def __init__(self, measured: Measurements, overall: Overall) -> None:
+        self.overall = overall
+        self.rows = [row for row in measured.rows if row.model == overall.model]
+        calibration = measured.calibrations.get(overall.model, {})
         self.settings: Mapping[str, Any] = calibration.get("settings") or {}
         self.calibrated = {row.get("layer") for row in calibration.get("layers", ())}
-        self.name = found.names.get(model, model)
         by_layer: dict[int, list[float]] = {}
         for row in self.rows:
             by_layer.setdefault(row.layer, []).append(row.mismatch)
-        self.layers = {layer: mean(values) for layer, values in sorted(by_layer.items())}
-        self.routed = list(found.routed or self.layers)
-
-    @property
-    def mismatch(self) -> float:
-        return mean([total.mismatch for total in self.totals])
+        self.layers = {n: math.fsum(v) / len(v) for n, v in sorted(by_layer.items())}
+        self.routed = list(measured.routed or self.layers)
 
 
-def advise(found: Measurements) -> tuple[str, ...]:
+def advise(measured: Measurements) -> tuple[str, ...]:
     """What follows from the figures, the most important first.
 
-    It is about the diagnosed model, or about one beside it that does better: nobody should go on
-    with the worse one.
+    It is about the model to go on with: nobody should go on with a worse one. Where two come into
+    question and the diagnosed model is one of them, it is about that.
     """
-    subject = _Subject(found, MODEL)
-    if routes_exactly(subject.totals):
+    models = overall(measured.totals)
+    if models[MODEL].routes_exactly:
         return ("Nothing to repair: no token is routed otherwise than by its source.",)
-    words, better = _compared(found, subject)
-    about = subject if better is None else better
-    said = []
-    if about.mismatch > INTACT:
-        said += _cause(about)
-        said += _where(about)
+    best = recommended(models)
+    about = _Subject(measured, models[MODEL if MODEL in best else best[0]])
+    advice = []
+    if about.overall.mismatch > INTACT:
+        advice += _cause(about)
+        advice += _where(about)
     else:
-        said.append("Little to repair: calibrating the routers cannot gain much here.")
-    said += _experts(about.rows)
-    said += _locality(about.totals)
-    if better is not None:
-        said = [f"There, {text[0].lower()}{text[1:]}" for text in said]
-    return (*words, *said, *_swapped(found.swaps), *_few_tokens(subject.rows))
+        advice.append("Little to repair: calibrating the routers cannot gain much here.")
+    advice += _experts(about.rows)
+    advice += _locality(about.overall)
+    if MODEL not in best:
+        name = measured.names.get(best[0], best[0])
+        advice = [f"{name}: {text[0].lower()}{text[1:]}" for text in advice]
+    own = [row for row in measured.rows if row.model == MODEL]
+    choice = _choice([models[name] for name in best], models[MODEL], measured.names)
+    return (*choice, *advice, *_swapped(measured.swaps), *_few_tokens(own))
 
 
-def _compared(found: Measurements, own: _Subject) -> tuple[list[str], _Subject | None]:
-    """What to say of the best model beside the diagnosed one, and it, where one should go on."""
-    best = best_other(found.totals)
-    if best is None:
-        return [], None
-    other = _Subject(found, best)
-    shares = percent(other.mismatch), percent(own.mismatch)
-    if other.mismatch >= own.mismatch or shares[0] == shares[1]:
-        return [], None
-    numbers = f"{shares[0]} mismatch instead of {shares[1]}"
-    gaps = loss_gap(other.totals), loss_gap(own.totals)
-    if gaps[0] is None or gaps[1] is None:
-        return [f"Go on with {other.name}: {numbers}."], other
-    losses = f"{gaps[0]:+.3f} nats instead of {gaps[1]:+.3f}"
-    if gaps[0] > gaps[1] + NOTICEABLE:
-        return [
-            f"{other.name} keeps more of the routing ({numbers}), but predicts worse (loss above "
-            f"the sources' {losses}): routing alone does not make it the better model."
-        ], None
-    return [f"Go on with {other.name}: {numbers}, loss above the sources' {losses}."], other
+def _choice(best: Sequence[Overall], own: Overall, names: Mapping[str, str]) -> list[str]:
+    """Which model to go on with, by routing and by loss."""
+    first = best[0]
+    shares = f"{percent(first.mismatch)} mismatch"
+    if first.model != MODEL:
+        shares += f" instead of {percent(own.mismatch)}"
+    called = [names.get(one.model, one.model) for one in best]
+    if len(best) == 1:
+        if first.model == MODEL:
+            return []
+        losses = ""
+        if first.loss_gap is not None and own.loss_gap is not None:
+            losses = (
+                f", loss above the sources' {first.loss_gap:+.3f} nats instead of "
+                f"{own.loss_gap:+.3f}"
+            )
+        return [f"Go on with {called[0]}: {shares}{losses}."]
+    return [
+        f"{called[0]} routes best ({shares}), {called[1]} predicts the text best (loss above the "
+        f"sources' {best[1].loss_gap:+.3f} nats; {called[0]} {first.loss_gap:+.3f}). Neither "
+        "number decides: try both on your tasks."
+    ]
 
 
 def _cause(about: _Subject) -> list[str]:
     """Routers or features: what remains of the mismatch on the same features is the routers'."""
-    same = mean([total.mismatch_on_features for total in about.totals])
-    drift = mean([total.drift for total in about.totals])
-    numbers = (
-        f"{percent(same)} mismatch on the same features, {percent(about.mismatch)} on their own"
-    )
-    if same >= ROUTERS_OWN * about.mismatch:
+    mismatch = about.overall.mismatch
+    same, drift = (about.overall.mean(name) for name in ("mismatch_on_features", "drift"))
+    numbers = f"{percent(same)} mismatch on the same features, {percent(mismatch)} on their own"
+    if same >= ROUTERS_OWN * mismatch:
         if about.calibrated.issuperset(about.layers):
             return [f"The routers themselves still disagree ({numbers})."]
         return [f"The routers themselves disagree ({numbers}): calibrating them helps."]
     words = f"the features drifted by {percent(drift)}"
-    if same <= FEATURES_OWN * about.mismatch:
+    if same <= FEATURES_OWN * mismatch:
         start = f"The routers agree on the same features, but {words} ({numbers}): "
         if about.settings.get("targets") == "source-features":
             return [start + "the weights are at fault, not the routers; try another merge method."]
@@ -202,52 +196,44 @@ def concentrated(values: Sequence[float]) -> tuple[int, int] | None:
 
 def _swapped(swaps: Sequence[Swap]) -> list[str]:
     """How much of the damage the routers alone undo (the paper's Figure 1)."""
-    found = []
+    advice = []
     for domain in dict.fromkeys(swap.domain for swap in swaps):
-        of = {(s.weights_of, s.routers_of): s.loss for s in swaps if s.domain == domain}
-        merged, repaired, source = (
-            of.get((MODEL, MODEL)),
-            of.get((MODEL, domain)),
-            of.get((domain, domain)),
-        )
-        if merged is None or repaired is None or source is None:
-            continue
-        if merged - source < NOTICEABLE:
+        losses = {(s.weights_of, s.routers_of): s.loss for s in swaps if s.domain == domain}
+        pairs = ((MODEL, MODEL), (MODEL, domain), (domain, domain))
+        merged, repaired, source = (losses.get(pair) for pair in pairs)
+        if merged is None or repaired is None or source is None or merged - source < NOTICEABLE:
             continue
         share = (merged - repaired) / (merged - source)
-        if share > 0:
-            found.append(
-                f"With the routers of {domain} the merged weights win back {percent(min(share, 1))}"
-                f" of what the merge lost there ({merged - source:.3f} nats)."
-            )
-        else:
-            found.append(
-                f"The routers of {domain} do not help the merged weights there: its loss "
-                f"({merged - source:.3f} nats) is not a matter of routing alone."
-            )
-    return found
+        advice.append(
+            f"With the routers of {domain} the merged weights win back {percent(min(share, 1))}"
+            f" of what the merge lost there ({merged - source:.3f} nats)."
+            if share > 0
+            else f"The routers of {domain} do not help the merged weights there: its loss "
+            f"({merged - source:.3f} nats) is not a matter of routing alone."
+        )
+    return advice
 
 
 def _experts(own: Sequence[LayerDiagnosis]) -> list[str]:
     """The layer with most experts that receive nothing, or too much."""
-    found = []
+    advice = []
     starved = max(own, key=lambda row: len(row.dead))
     if starved.dead:
         more = sum(bool(row.dead) for row in own) - 1
         others = f" (and in {more} more of the table's rows)" if more else ""
-        found.append(
+        advice.append(
             f"Layer {starved.layer} on {starved.domain}: {_listed(starved.dead)} "
             f"hardly any token, though the source uses them{others}."
         )
     crowded = max(own, key=lambda row: max((row.load[e] for e in row.overloaded), default=0.0))
     if crowded.overloaded:
         expert = max(crowded.overloaded, key=lambda e: crowded.load[e])
-        found.append(
+        advice.append(
             f"Layer {crowded.layer} on {crowded.domain}: expert {expert} takes "
             f"{percent(crowded.load[expert])} of the choices, with its source "
             f"{percent(crowded.load_source[expert])}."
         )
-    return found
+    return advice
 
 
 def _listed(experts: Sequence[int]) -> str:
@@ -258,19 +244,12 @@ def _listed(experts: Sequence[int]) -> str:
     return f"experts {shown}{more} receive"
 
 
-def _locality(mine: Sequence[DomainTotal]) -> list[str]:
-    near = mean([total.shift_small for total in mine])
-    kl = mean([total.kl_on_features for total in mine])
-    if near >= LOCAL or kl == 0:
+def _locality(own: Overall) -> list[str]:
+    near, kl = own.mean("shift_small"), own.mean("kl_on_features")
+    if near >= LOCAL or kl == 0 or 1 / ROUGH <= own.mean("quadratic") / kl <= ROUGH:
         return []
-    ratio = mean([total.quadratic for total in mine]) / kl
-    if 1 / ROUGH <= ratio <= ROUGH:
-        return []
-    return [
-        f"Only {percent(near)} of the tokens are within Lemma 1's neighbourhood (logit shift below "
-        f"0.1; the quadratic model gives {ratio:.2g} times the true KL): --objective exact "
-        "calibrates on the KL itself."
-    ]
+    words = theory(own).removeprefix("No: ")
+    return [words[0].upper() + words[1:]]
 
 
 def _few_tokens(own: Sequence[LayerDiagnosis]) -> list[str]:

@@ -117,6 +117,8 @@ class Verdict:
 
     words: str
     numbers: tuple[KeyNumber, ...]
+    recommended: tuple[str, ...]  # the model to go on with, or the two that come into question
+    theory: str  # whether the quadratic model that calibration solves holds here
 
 
 @dataclass(frozen=True)

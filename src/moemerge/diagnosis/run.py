@@ -37,7 +37,7 @@ from moemerge.lockstep.models import PairedRouter
 from moemerge.lockstep.output import Output
 from moemerge.lockstep.streams import Stops, open_lockstep
 from moemerge.lockstep.walk import Visitor, walk
-from moemerge.report.document import REPORT_NAME
+from moemerge.report.files import REPORT_NAME
 from moemerge.report.words import display_names
 from moemerge.routing.measure import FigureSums, RouterView, compare
 from moemerge.runtime.dtypes import dtype_name

@@ -17,7 +17,7 @@ from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError
 from moemerge.lockstep.models import layers_among, require_same_family
 from moemerge.lockstep.overlay import pair_routing
-from moemerge.report.document import (
+from moemerge.report.files import (
     CARD_NAME,
     CONFIG_NAME,
     REPORT_NAME,

@@ -36,11 +36,11 @@ from moemerge.merging.statistics import (
     pending_bytes,
 )
 from moemerge.merging.tokenizer.embeddings import plan_vocabularies
-from moemerge.report.card import model_card
-from moemerge.report.document import (
+from moemerge.report.files import (
     CARD_NAME,
     CONFIG_NAME,
     REPORT_NAME,
+    model_card,
     report_bytes,
     report_document,
 )

@@ -307,7 +307,7 @@ def shift_moderate(tokens: Tokens) -> Tensor:
 
 @of_tokens(
     "quadratic",
-    "the second-order model of `kl_on_features` (Lemma 1), which calibration minimises",
+    "the second-order model of the KL of the routers alone (Lemma 1), which calibration minimises",
     Quantity.NATS,
     minor=True,
 )

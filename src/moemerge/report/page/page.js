@@ -1,10 +1,10 @@
-// Unpacks the figures, draws them in the colours of the theme, and serves selects, table and print.
+// Unpacks the charts, draws them in the colours of the theme, and serves selects, table and print.
 // What is drawn is decided where the page is made; nothing here knows one chart from another.
 "use strict";
 (() => {
   const root = document.documentElement;
   const byId = (id) => document.getElementById(id);
-  const charts = new Map(); // key -> {figure, plot, note, group}
+  const charts = new Map(); // key -> {content, plot, note, group}
   const arrays = {}; // of all charts, by name
   const coarse = matchMedia("(pointer: coarse)").matches;
   const PRINT_WIDTH = 690; // CSS pixels between the margins of an A4 page
@@ -21,10 +21,10 @@
 
   function colours(value) {
     if (typeof value === "string") {
-      const found = VARIABLE.exec(value);
-      if (!found) return value;
+      const name = VARIABLE.exec(value)?.[1];
+      if (!name) return value;
       palette ??= getComputedStyle(root);
-      return palette.getPropertyValue(found[1]).trim() || value;
+      return palette.getPropertyValue(name).trim() || value;
     }
     if (Array.isArray(value)) {
       // Lists of numbers hold no colour, and are the bulk of the page.
@@ -58,21 +58,21 @@
 
   function viewOf(chart) {
     const picked = [...chart.group.querySelectorAll("select[data-choice]")].map((s) => s.value);
-    return chart.figure.views[picked.join(",")];
+    return chart.content.views[picked.join(",")];
   }
 
   // `afresh`: at once, without the animation from what was there before.
   function draw(chart, afresh) {
-    const { figure, plot, note } = chart;
+    const { content, plot, note } = chart;
     const view = viewOf(chart);
-    let data = figure.data;
+    let data = content.data;
     if (view) {
       note.textContent = view.note;
       plot.hidden = view.data.length === 0;
       if (plot.hidden) return Promise.resolve();
       data = data.map((trace, i) => merged(trace, view.data[i] || {}));
     }
-    const shape = view ? merged(figure.layout, view.layout) : figure.layout;
+    const shape = view ? merged(content.layout, view.layout) : content.layout;
     const layout = { ...colours(shape), width: plot.clientWidth };
     const config = { displayModeBar: false, responsive: false, doubleClick: "reset" };
     if (coarse) layout.dragmode = false;
@@ -88,15 +88,15 @@
   const frame = () => new Promise((done) => setTimeout(done));
 
   async function start() {
-    const [library, figures] = await Promise.all([unpack("library"), unpack("figures")]);
+    const [library, packed] = await Promise.all([unpack("library"), unpack("charts")]);
     const script = document.createElement("script");
     script.textContent = library;
     document.head.append(script);
-    for (const figure of JSON.parse(figures)) {
-      Object.assign(arrays, figure.arrays);
-      const plot = byId(`chart-${figure.key}`);
-      const note = byId(`chart-${figure.key}-note`);
-      charts.set(figure.key, { figure, plot, note, group: plot.closest("[data-group]") });
+    for (const content of JSON.parse(packed)) {
+      Object.assign(arrays, content.arrays);
+      const plot = byId(`chart-${content.key}`);
+      const note = byId(`chart-${content.key}-note`);
+      charts.set(content.key, { content, plot, note, group: plot.closest("[data-group]") });
     }
     for (const chart of charts.values()) {
       await draw(chart);

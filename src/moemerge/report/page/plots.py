@@ -1,7 +1,7 @@
-"""plotly, and what every figure of the page has in common.
+"""plotly, and what every chart of the page has in common.
 
 Colours are names of the style sheet's variables, `var(--accent)`: the page puts in the values of
-the theme in force when it draws, so that a figure is the same data by day and by night.
+the theme in force when it draws, so that a chart is the same data by day and by night.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moemerge.report.words import short
+from moemerge.report.page.reading import Reading
+from moemerge.report.words import Quantity, short
 
 # Untyped, and an extra: this module is imported only after `require_page`.
 go: Any = importlib.import_module("plotly.graph_objects")
@@ -48,7 +49,7 @@ class View:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its words. `views` are by the numbers of the chosen options, "0,2".
+    """A plot with its words. `views` are by the numbers of the chosen options, "0,2".
 
     `arrays` are for its views and those of all other charts: what several draw is brought once.
     """
@@ -56,14 +57,14 @@ class Chart:
     key: str
     title: str
     note: str
-    figure: Any
+    plot: Any
     height: int = 230
     views: Mapping[str, View] = field(default_factory=dict)
     arrays: Mapping[str, Any] = field(default_factory=dict)
 
     def payload(self) -> dict[str, Any]:
         """Plain data for the page's script."""
-        plotted = self.figure.to_plotly_json()
+        plotted = self.plot.to_plotly_json()
         return {
             "key": self.key,
             "data": plotted["data"],
@@ -78,12 +79,14 @@ class Chart:
 
 @dataclass(frozen=True)
 class Line:
-    """How a model is drawn, in a chart and in the key beside it."""
+    """How a model is drawn, in every chart and in the keys beside them."""
 
     label: str
     colour: str
-    dash: str
+    symbol: str = "circle"
+    dash: str = "solid"
     width: float = 2.0
+    tag: str = ""  # why it stands out
 
 
 @dataclass(frozen=True)
@@ -98,23 +101,37 @@ class Group:
     columns: int = 1
 
 
-# The diagnosed model has the accent; those it is compared with stay grey and differ by their dash.
-_STYLES = (
-    ("var(--accent)", "solid", 2.5),
-    ("var(--other)", "solid", 2.0),
-    ("var(--other)", "dash", 2.0),
-    ("var(--other)", "dot", 2.0),
-    ("var(--other)", "dashdot", 2.0),
-)
+# A model's colour and symbol are the same throughout. The colours of gains and losses, of heat
+# maps and of sources are others; a dotted line is always the routers alone.
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 
 
-def line_of(index: int, label: str) -> Line:
-    colour, dash, width = _STYLES[min(index, len(_STYLES) - 1)]
-    return Line(label, colour, dash, width)
+def colour_of(reading: Reading, model: str) -> str:
+    index = reading.models.index(model) if model in reading.models else 0
+    return f"var(--model-{index % len(SYMBOLS)})"
+
+
+def lines_of(reading: Reading) -> dict[str, Line]:
+    """Every model's line; one that is recommended stands out."""
+    return {
+        model: Line(
+            name,
+            colour_of(reading, model),
+            SYMBOLS[index % len(SYMBOLS)],
+            width=3.0 if model in reading.tags else 1.75,
+            tag=reading.tags.get(model, ""),
+        )
+        for index, (model, name) in enumerate(reading.names.items())
+    }
+
+
+def emphasised_last(reading: Reading) -> list[str]:
+    """The models in the order in which they are drawn: those that stand out on top."""
+    return sorted(reversed(reading.models), key=lambda model: model in reading.tags)
 
 
 def safe(text: str) -> str:
-    """A label inside a figure: plotly reads tags and `%{…}` in it, and a label has neither."""
+    """A label inside a chart: plotly reads tags and `%{…}` in it, and a label has neither."""
     return html.escape(text, quote=False).replace("%{", "%&#123;")
 
 
@@ -123,8 +140,8 @@ def tag(label: str) -> str:
     return safe(short(label, HOVER_LABEL))
 
 
-def figure(traces: Sequence[Any], *, height: int, **layout: Any) -> Any:
-    """A figure in the page's dress: no frame, hair lines, its words in the surrounding page."""
+def plot(traces: Sequence[Any], *, height: int, **layout: Any) -> Any:
+    """A plot in the page's dress: no frame, hair lines, its words in the surrounding page."""
     base: dict[str, Any] = {
         "template": None,
         "height": height,
@@ -142,6 +159,11 @@ def figure(traces: Sequence[Any], *, height: int, **layout: Any) -> Any:
         "dragmode": False,
     }
     return go.Figure(data=list(traces), layout={**base, **layout})
+
+
+LEGEND: Mapping[str, Any] = {
+    "orientation": "h", "x": 0, "y": 1.03, "yanchor": "bottom", "traceorder": "normal",
+}  # fmt: skip
 
 
 def axis(title: str = "", **settings: Any) -> dict[str, Any]:
@@ -176,6 +198,11 @@ def layer_axis(layers: Sequence[int], **settings: Any) -> dict[str, Any]:
     return {**base, **settings}
 
 
+def formats(quantity: Quantity) -> tuple[str, str]:
+    """plotly's number formats for a quantity: on an axis, and in the hover."""
+    return (".0%", ".1%") if quantity is Quantity.SHARE else ("~g", ".3~g")
+
+
 def log_ticks(ends: Sequence[float]) -> dict[str, Any]:
     """Ticks of a logarithmic axis between two exponents: decades, or 1, 2, 5 where it is short."""
     decades = ends[1] - ends[0]
@@ -199,6 +226,6 @@ def trace_of(line: Line, x: Sequence[int], y: Sequence[float | None], shown: str
         mode="lines+markers" if len(x) <= MARKED_LAYERS else "lines",
         name=tag(line.label),
         line={"color": line.colour, "dash": line.dash, "width": line.width},
-        marker={"color": line.colour, "size": 5.5},
+        marker={"color": line.colour, "symbol": line.symbol, "size": 4.5 + line.width},
         hovertemplate=f"%{{y:{shown}}}<extra>{tag(line.label)}</extra>",
     )

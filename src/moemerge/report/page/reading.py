@@ -1,20 +1,17 @@
-"""A diagnosis document as the page needs it: rows by model and domain, labels that fit."""
+"""A diagnosis document as the page needs it: rows by model and domain, names that fit."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from moemerge.errors import DataError
-from moemerge.report.words import display_names
+from moemerge.report.words import FigureWords, display_names, number
 
 KIND = "diagnosis"
 Row = Mapping[str, Any]
-# More runs of layers than this are counted, not listed.
-RUNS = 4
 
 
 @dataclass(frozen=True)
@@ -32,6 +29,18 @@ class Reading:
             )
 
     @cached_property
+    def figures(self) -> dict[str, FigureWords]:
+        """The words of every figure, by its name."""
+        try:
+            words = [FigureWords.from_json(figure) for figure in self._list("figures")]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"the document describes its figures in a way that is not known here: {error}",
+                hint="write it again with this version: moemerge diagnose MODEL ... --json FILE",
+            ) from error
+        return {figure.name: figure for figure in words}
+
+    @cached_property
     def labels(self) -> dict[str, str]:
         """The models' labels in full (paths, hub ids), by their names in the rows."""
         return {str(m["name"]): str(m.get("label") or m["name"]) for m in self._list("models")}
@@ -44,6 +53,17 @@ class Reading:
     @property
     def models(self) -> list[str]:
         return list(self.labels)
+
+    @cached_property
+    def tags(self) -> dict[str, str]:
+        """Why a model stands out among several: it is recommended, or one of two that may be."""
+        verdict = self.document.get("verdict") or {}
+        best = [name for name in verdict.get("recommended") or () if name in self.labels]
+        if len(self.labels) < 2 or not best:
+            return {}
+        if len(best) == 1:
+            return {best[0]: "recommended"}
+        return {best[0]: "routes best", best[1]: "predicts best"}
 
     @cached_property
     def domains(self) -> list[str]:
@@ -70,18 +90,17 @@ class Reading:
 
     @property
     def calibrated(self) -> str:
-        """What the model is called that the calibration report belongs to."""
-        name = str(self.document.get("calibration_of") or self.models[0])
-        return self.names.get(name, name)
+        """The model that the calibration report belongs to."""
+        return str(self.document.get("calibration_of") or self.models[0])
 
     @cached_property
     def _by_pair(self) -> dict[tuple[str, str], list[Row]]:
-        found: dict[tuple[str, str], list[Row]] = {}
+        pairs: dict[tuple[str, str], list[Row]] = {}
         for row in self.layers:
-            found.setdefault((str(row["model"]), str(row["domain"])), []).append(row)
-        for rows in found.values():
+            pairs.setdefault((str(row["model"]), str(row["domain"])), []).append(row)
+        for rows in pairs.values():
             rows.sort(key=lambda row: int(row["layer"]))
-        return found
+        return pairs
 
     def rows(self, model: str, domain: str) -> list[Row]:
         """One model's rows on one domain, by layer."""
@@ -98,21 +117,13 @@ class Reading:
         return str(source.get("label") or domain)
 
     @cached_property
-    def worst(self) -> Row | None:
+    def worst(self) -> Row:
         """The row of the diagnosed model with the highest mismatch."""
-        mine = [row for row in self.layers if row["model"] == self.models[0]]
-        told = [row for row in mine if number(row.get("mismatch")) is not None]
-        return max(told, key=lambda row: float(row["mismatch"]), default=None)
+        own = [row for row in self.layers if row["model"] == self.models[0]]
+        return max(own or self.layers, key=lambda row: number(row.get("mismatch")) or 0.0)
 
-    def _list(self, key: str) -> list[Row]:
+    def _list(self, key: str) -> list[Any]:
         return list(self.document.get(key) or [])
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None: what a chart leaves a gap for."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
 
 
 def series(rows: Iterable[Row], key: str) -> list[float | None]:
@@ -122,49 +133,3 @@ def series(rows: Iterable[Row], key: str) -> list[float | None]:
 
 def rounded(value: float | None, digits: int = 4) -> float | None:
     return None if value is None else float(f"{value:.{digits}g}")
-
-
-def told(values: Iterable[float | None]) -> list[float]:
-    """Those that are numbers."""
-    return [value for value in values if value is not None]
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    found = told(values)
-    return math.fsum(found) / len(found) if found else None
-
-
-def percent(value: float | None) -> str:
-    """0.1234 as 12.3%, with a digit more where it is small."""
-    if value is None:
-        return "–"
-    share = 100 * value
-    digits = 1 if abs(share) >= 1 or share == 0 else 2
-    return f"{share:.{digits}f}%"
-
-
-def plain(value: float | None, digits: int = 3) -> str:
-    """A number for people: significant digits, no exponent unless it is tiny."""
-    if value is None:
-        return "–"
-    if value == 0:
-        return "0"
-    if abs(value) < 1e-4:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
-    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:.{places}f}"
-
-
-def span(layers: Sequence[int]) -> str:
-    """Layer numbers in words: layer 3; layers 0–4, 7; 23 layers."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    if len(runs) > RUNS:
-        return f"{len(layers)} layers"
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(shown)}"

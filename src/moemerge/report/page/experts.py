@@ -1,4 +1,4 @@
-"""Figures over the experts: who carries the load, and who lost tokens to whom."""
+"""Charts over the experts: who carries the load, and who lost tokens to whom."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from moemerge.report.page.plots import Chart, Choice, Group, View, axis, figure, go
-from moemerge.report.page.reading import Reading, Row, number, percent, span
-from moemerge.report.words import short
+from moemerge.report.page.plots import Chart, Choice, Group, View, axis, go, plot
+from moemerge.report.page.reading import Reading, Row
+from moemerge.report.words import layers_in_words, number, percent, short
 
 # A Sankey diagram with more links than this is a tangle.
 LINKS = 24
@@ -65,13 +65,13 @@ def loads(reading: Reading) -> Group:
 
 def choices_of(reading: Reading) -> tuple[Choice, ...]:
     """Selects for what there is more than one of."""
-    found = []
+    choices = []
     if len(reading.domains) > 1:
-        found.append(Choice("Domain", tuple(short(d, OPTION) for d in reading.domains)))
+        choices.append(Choice("Domain", tuple(short(d, OPTION) for d in reading.domains)))
     if len(reading.models) > 1:
         names = tuple(short(name, OPTION) for name in reading.names.values())
-        found.append(Choice("Model", names))
-    return tuple(found)
+        choices.append(Choice("Model", names))
+    return tuple(choices)
 
 
 def view_key(reading: Reading, domain: int, model: int, *more: int) -> str:
@@ -115,7 +115,7 @@ def _heat_map(layers: int, experts: int, role: str, top: float, reach: float) ->
     """Layers downwards, experts to the right; hair lines between tiles while there is room."""
     height = min(max(HEIGHTS[0], 124 + ROW_HEIGHT * layers), HEIGHTS[1])
     change = role == "change"
-    stops = ("lost", "level", "won") if change else ("heat-0", "heat-1", "heat-2", "heat-3")
+    stops = ("lost", "level", "gained") if change else ("heat-0", "heat-1", "heat-2", "heat-3")
     steps = len(stops) - 1
     trace = go.Heatmap(
         zmin=-reach if change else 0,
@@ -149,7 +149,7 @@ def _heat_map(layers: int, experts: int, role: str, top: float, reach: float) ->
             },
         },
     )
-    return figure(
+    return plot(
         [trace],
         height=height,
         margin={"l": 34, "r": 6, "t": 6, "b": 92},
@@ -168,17 +168,15 @@ def _load_note(reading: Reading, role: str, model: int, domain: str) -> str:
         return f"{short(reading.names[reading.models[model]])} on the same text"
     dead = sum(len(row.get("dead") or []) for row in rows)
     crowded = [int(row["layer"]) for row in rows if row.get("overloaded")]
-    words = "no expert went idle" if not dead else f"{dead} experts went idle"
-    if dead == 1:
-        words = "1 expert went idle"
-    return f"{words}; overloaded ones in {span(crowded)}" if crowded else words
+    words = f"{dead or 'no'} expert{'s' if dead > 1 else ''} went idle"
+    return f"{words}; overloaded ones in {layers_in_words(crowded)}" if crowded else words
 
 
 def flows(reading: Reading) -> Group:
     """Who lost tokens to whom, in the layer that is chosen; at first in the worst."""
     models, domains = reading.models, reading.domains
     layers = sorted({int(row["layer"]) for row in reading.layers})
-    worst = reading.worst or reading.layers[0]
+    worst = reading.worst
     start = (domains.index(str(worst["domain"])), layers.index(int(worst["layer"])))
     views: dict[str, View] = {}
     for (d, domain), (m, model) in product(enumerate(domains), enumerate(models)):
@@ -191,7 +189,7 @@ def flows(reading: Reading) -> Group:
     ]
     choices.append(Choice("Layer", tuple(str(layer) for layer in layers), start[1]))
     first = views[view_key(reading, start[0], 0, start[1])]
-    drawn = figure([_sankey()], height=FLOW_HEIGHT, margin={"l": 8, "r": 8, "t": 12, "b": 12})
+    drawn = plot([_sankey()], height=FLOW_HEIGHT, margin={"l": 8, "r": 8, "t": 12, "b": 12})
     chart = Chart("flow", "Lost by → taken by", first.note, drawn, FLOW_HEIGHT, views)
     return Group("flow", (chart,), choices=tuple(choices))
 
@@ -236,7 +234,7 @@ def _flow_view(row: Row | None) -> View:
     change = {
         "node": {
             "label": [f"expert {e}" for e in losers + takers],
-            "color": ["var(--lost)"] * len(losers) + ["var(--won)"] * len(takers),
+            "color": ["var(--lost)"] * len(losers) + ["var(--gained)"] * len(takers),
         },
         "link": {
             "source": [losers.index(a) for a, _, _ in links],

@@ -1,0 +1,257 @@
+"""Charts over the layers (mismatch, divergence, drift), and what other routers would change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moemerge.report.page.plots import (
+    LEGEND,
+    Chart,
+    Choice,
+    Group,
+    Line,
+    View,
+    axis,
+    ceiling,
+    emphasised_last,
+    formats,
+    go,
+    layer_axis,
+    lines_of,
+    log_ticks,
+    plot,
+    safe,
+    trace_of,
+)
+from moemerge.report.page.reading import Reading, Row, series
+from moemerge.report.words import Quantity, mean, number, percent, short
+
+PANEL_HEIGHT = 220
+TITLE = 40
+SCALES = ("linear", "logarithmic")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A figure that is drawn over the layers."""
+
+    key: str
+    title: str
+    quantity: Quantity
+    floor: float  # the axis reaches at least so far: noise should not fill a panel
+    alone: str | None = None  # the same with both routers on the model's features
+    logarithmic: bool = False  # offered as a choice
+
+
+MISMATCH = Panel("mismatch", "Mismatched choices", Quantity.SHARE, 0.02)
+KL = Panel("kl", "KL divergence", Quantity.NATS, 1e-3, "kl_on_features", logarithmic=True)
+DRIFT = Panel("drift", "Drift of the router's input", Quantity.SHARE, 0.02)
+
+
+def alone_line(line: Line) -> Line:
+    return replace(line, label=f"{line.label}, routers alone", dash="dot", width=1.5, tag="")
+
+
+def panels(reading: Reading, what: Panel) -> Group:
+    """One panel a domain, one line a model, the same axes in all."""
+    keys = [what.key] + ([what.alone] if what.alone else [])
+    values = [v for key in keys for v in series(reading.layers, key)]
+    top = ceiling(values, what.floor)
+    low = min((v for v in values if v), default=what.floor)
+    scales = _scales(low, top) if what.logarithmic else ()
+    charts = tuple(
+        _panel(reading, what, domain, top, scales, f"{what.key}-{i}")
+        for i, domain in enumerate(reading.domains)
+    )
+    lines = list(lines_of(reading).values())
+    if what.alone:
+        lines.append(alone_line(lines[0]))
+    choices = (Choice("Scale", SCALES),) if what.logarithmic else ()
+    return Group(what.key, charts, what.title, choices, tuple(lines), columns=min(3, len(charts)))
+
+
+def _scales(low: float, top: float) -> tuple[Mapping[str, Any], ...]:
+    """The y axis for each of the scales."""
+    ends = [math.log10(low / 1.3), math.log10(top)]
+    logarithmic = {"type": "log", "range": ends, **log_ticks(ends)}
+    return {"yaxis": {"type": "linear"}}, {"yaxis": logarithmic}
+
+
+def _panel(
+    reading: Reading,
+    what: Panel,
+    domain: str,
+    top: float,
+    scales: Sequence[Mapping[str, Any]],
+    key: str,
+) -> Chart:
+    traces = []
+    lines, (tick, shown) = lines_of(reading), formats(what.quantity)
+    for model in emphasised_last(reading):
+        rows = reading.rows(model, domain)
+        numbers = [int(row["layer"]) for row in rows]
+        if what.alone and model == reading.models[0]:
+            dotted = trace_of(alone_line(lines[model]), numbers, series(rows, what.alone), shown)
+            dotted.mode = "lines" if len(rows) > 1 else "markers"
+            traces.append(dotted)
+        traces.append(trace_of(lines[model], numbers, series(rows, what.key), shown))
+    drawn = plot(
+        traces,
+        height=PANEL_HEIGHT,
+        hovermode="x unified",
+        xaxis=layer_axis(sorted({int(row["layer"]) for row in reading.layers})),
+        yaxis=axis(range=[0, top], tickformat=tick, nticks=5),
+    )
+    note = _note(reading, what, domain)
+    unchanged: tuple[dict[str, Any], ...] = tuple({} for _ in traces)
+    views = {str(i): View(note, unchanged, layout) for i, layout in enumerate(scales)}
+    return Chart(key, short(domain, TITLE), note, drawn, PANEL_HEIGHT, views)
+
+
+def _note(reading: Reading, what: Panel, domain: str) -> str:
+    """The panel in words: the diagnosed model's mean and worst layer, and the other's mean."""
+    first, *others = reading.models
+    rows = reading.rows(first, domain)
+    text = f"mean {_mean_text(reading, what, first, domain)}"
+    if others:
+        text = f"{short(reading.names[first])}: {text}"
+    values = [(number(row.get(what.key)) or 0.0, int(row["layer"])) for row in rows]
+    value, layer = max(values, default=(0.0, 0))
+    if value:
+        text += f", highest in layer {layer}: {what.quantity.text(value)}"
+    if len(others) == 1:
+        other = short(reading.names[others[0]])
+        text += f"; {other}: mean {_mean_text(reading, what, others[0], domain)}"
+    return text
+
+
+def _mean_text(reading: Reading, what: Panel, model: str, domain: str) -> str:
+    return what.quantity.text(mean(series(reading.rows(model, domain), what.key)))
+
+
+# --- routers exchanged --------------------------------------------------------------------------
+
+SWAP_HEIGHT = 280
+# Characters of a domain's name on the axis: of all of them together.
+NAMES_WIDTH = 48
+MODEL = "model"
+Pair = tuple[bool, bool]  # are the weights the model's, are the routers?
+# Zero is the source with its own routers.
+PAIRS: tuple[Pair, ...] = ((True, True), (True, False), (False, True))
+
+
+def swaps(reading: Reading) -> Group | None:
+    """Bars for each domain: the mismatch, and the loss above the source's own."""
+    by_pair = _by_pair(reading)
+    if not by_pair:
+        return None
+    charts = []
+    for key, title, shown in (
+        ("mismatch", "Mismatched choices", ".1%"),
+        ("loss", "Loss above the source, nats per token", "+.3f"),
+    ):
+        bars = {pair: _heights(reading, rows, key) for pair, rows in by_pair.items()}
+        if any(value is not None for heights in bars.values() for value in heights):
+            charts.append(_swap_chart(reading, key, title, shown, bars))
+    return Group("swap", tuple(charts), columns=2) if charts else None
+
+
+def _by_pair(reading: Reading) -> dict[Pair, dict[str, Row]]:
+    """Swaps by what was combined, then by domain; the model as it is comes from the totals."""
+    if not reading.swaps:
+        return {}
+    as_it_is = {d: reading.total(reading.models[0], d) for d in reading.domains}
+    by_pair: dict[Pair, dict[str, Row]] = {(True, True): {d: r for d, r in as_it_is.items() if r}}
+    for row in reading.swaps:
+        pair = (row["weights_of"] == MODEL, row["routers_of"] == MODEL)
+        by_pair.setdefault(pair, {}).setdefault(str(row["domain"]), row)
+    return {pair: by_pair[pair] for pair in PAIRS if pair in by_pair}
+
+
+def _heights(reading: Reading, rows: dict[str, Row], key: str) -> list[float | None]:
+    heights = []
+    for domain in reading.domains:
+        value = number(rows.get(domain, {}).get(key))
+        if key == "loss" and value is not None:
+            own = number(reading.total(reading.models[0], domain).get("loss_source"))
+            value = None if own is None else value - own
+        heights.append(None if value is None else round(value, 5))
+    return heights
+
+
+def _swap_chart(
+    reading: Reading, key: str, title: str, shown: str, bars: dict[Pair, list[float | None]]
+) -> Chart:
+    traces = [_bars(reading, pair, heights, shown) for pair, heights in bars.items()]
+    values = [value for heights in bars.values() for value in heights if value is not None]
+    low, high = min(0.0, *values), max(0.0, *values)
+    room = 0.14 * (high - low) or 0.01
+    drawn = plot(
+        traces,
+        height=SWAP_HEIGHT,
+        barmode="group",
+        uniformtext={"minsize": 9, "mode": "hide"},
+        bargap=0.3,
+        bargroupgap=0.08,
+        showlegend=True,
+        legend=LEGEND,
+        margin={"l": 38, "r": 10, "t": 30, "b": 30},
+        xaxis=axis(showgrid=False, type="category"),
+        yaxis=axis(
+            range=[low - (room if low < 0 else 0), high + room],
+            tickformat=".0%" if key == "mismatch" else "~g",
+            nticks=5,
+            zeroline=True,
+            zerolinecolor="var(--line-strong)",
+        ),
+    )
+    return Chart(f"swap-{key}", title, _swap_note(key, bars), drawn, SWAP_HEIGHT)
+
+
+def _bars(reading: Reading, pair: Pair, heights: list[float | None], shown: str) -> Any:
+    """The colour is that of the weights; hatched, the routers are another's."""
+    own_weights, own_routers = pair
+    name = "model" if own_weights else "source"
+    if own_weights != own_routers:
+        name += ", model's routers" if own_routers else ", source's routers"
+    colour = lines_of(reading)[reading.models[0]].colour if own_weights else "var(--source)"
+    hatched = "" if own_weights == own_routers else "/"
+    return go.Bar(
+        x=_ticks(reading.domains),
+        y=heights,
+        name=name,
+        marker={
+            "color": colour,
+            "line": {"width": 1, "color": colour},
+            "pattern": {"shape": hatched, "fillmode": "replace", "size": 6, "solidity": 0.35},
+        },
+        texttemplate=f"%{{y:{shown.lstrip('+')}}}",
+        textposition="outside",
+        textangle=0,
+        textfont={"size": 11, "color": "var(--ink)"},
+        cliponaxis=False,
+        hovertemplate=f"%{{x}}: %{{y:{shown}}}<extra>{name}</extra>",
+    )
+
+
+def _ticks(domains: Sequence[str]) -> list[str]:
+    """Names short enough to stand side by side, and still different from each other."""
+    room = max(6, NAMES_WIDTH // len(domains))
+    names = [safe(short(domain, room)) for domain in domains]
+    return (
+        names if len(set(names)) == len(names) else [f"{i + 1}: {n}" for i, n in enumerate(names)]
+    )
+
+
+def _swap_note(key: str, bars: dict[Pair, list[float | None]]) -> str:
+    """How much of the damage goes when the source's routers are put into the model."""
+    kept, put = bars.get((True, True), []), bars.get((True, False), [])
+    pairs = [(a, b) for a, b in zip(kept, put, strict=False) if a is not None and b is not None]
+    if not pairs:
+        return "zero is the source as it is"
+    before, after = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+    words = percent if key == "mismatch" else "{:+.3f}".format
+    return f"the source's routers in the model: {words(after)} instead of {words(before)}"
