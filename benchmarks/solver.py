@@ -2,12 +2,12 @@
 
     python benchmarks/solver.py --threads 2
     python benchmarks/solver.py --device cuda --json build/solver.json
+    python benchmarks/solver.py --features kind hard hard-sure trained --preconditioners auto jacobi
 
 The reference is Proposition 1 and Algorithm 2 as they stand, in float32: every application
 recomputes the routing probabilities and the diagonal, and CG is not preconditioned. Both solve to
 1e-6; the reference judges itself by its recurrence, as in the paper. The true residuals of both
-are recomputed in float64 by the reference's operator. Features are synthetic: a decaying spectrum
-of its own for each domain, a few outlier dimensions, source routers that share a base.
+are recomputed in float64 by the reference's operator. `router_inputs` has the kinds of features.
 
 On a GPU the features are bf16 and a million, and the reference solves on --reference-tokens of them
 only; what it would take on all is told from one product on all and the steps that it took. The
@@ -30,11 +30,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import router_inputs
 from moemerge.architectures.gates import Gate, Score
 from moemerge.linalg.cg import COARSE_STEPS
 from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, measure_routers
 from moemerge.routing.curvature import RouterCurvature
-from moemerge.routing.preconditioners import prepare
+from moemerge.routing.preconditioners import build
 from moemerge.routing.products import PlainFeatures, Precision
 from moemerge.routing.solve import build_operator, solve_system
 
@@ -72,33 +73,26 @@ class Timing:
 # --- data ---------------------------------------------------------------------------------------
 
 
-def synthetic(args: argparse.Namespace) -> list[DomainFeatures]:
-    """Domains of features that look like a normalised residual stream."""
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    width, experts = args.width, args.experts
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=args.device)
-
-    basis = torch.linalg.qr(randn(width, width)).Q
-    spectrum = torch.arange(1, width + 1, device=args.device).float() ** -0.5
-    norm_scale = torch.exp(0.3 * randn(width))
-    outliers = torch.randperm(width, generator=generator, device=args.device)[:4]
-    norm_scale[outliers] *= 4.0
-    base = randn(experts, width) / width**0.5
-    dtype = torch.float32 if args.device.type == "cpu" else torch.bfloat16
-    made = []
-    share = args.tokens // args.domains
-    # One block of memory, so that all domains can also be seen as one.
-    whole = torch.empty(share * args.domains, width, dtype=dtype, device=args.device)
-    for index, features in enumerate(torch.split(whole, share)):
-        own = spectrum * torch.exp(0.5 * randn(width))
-        for block in torch.split(features, ROWS):
-            x = (randn(block.shape[0], width) * own) @ basis.T
-            block.copy_(x / x.square().mean(dim=1, keepdim=True).sqrt() * norm_scale)
-        router = base + 0.3 * randn(experts, width) / width**0.5
-        made.append(DomainFeatures(f"domain{index}", [features], router))
-    return made
+def router_inputs_of(name: str, args: argparse.Namespace) -> list[DomainFeatures]:
+    """The features of one kind; those of a trained model have its own size."""
+    if name == router_inputs.TRAINED:
+        domains = router_inputs.trained(layer=args.layer, seed=args.seed)
+        return [
+            replace(
+                domain,
+                features=[x.to(args.device) for x in domain.features],
+                router=domain.router.to(args.device),
+            )
+            for domain in domains
+        ]
+    return router_inputs.synthetic(
+        router_inputs.KINDS[name],
+        tokens=args.tokens,
+        width=args.width,
+        experts=args.experts,
+        device=args.device,
+        seed=args.seed,
+    )
 
 
 def starting_point(domains: Sequence[DomainFeatures]) -> Tensor:
@@ -273,11 +267,11 @@ def layer_timings(
     device, gate = start.device, gate_of(start)
     settings = SolveSettings(alpha=ALPHA)
     kind = Preconditioner.AUTO
-    preconditioner = prepare(operator, kind).operator
+    preconditioner = build(operator, kind).operator
     v = operator.rhs()
     return [
         Timing("statistics", timed(lambda: build_operator(gate, domains, settings), device, 3)),
-        Timing("preconditioner", timed(lambda: prepare(operator, kind), device, 3)),
+        Timing("preconditioner", timed(lambda: build(operator, kind), device, 3)),
         Timing("one application of it", timed(lambda: preconditioner.mv(v), device)),
         Timing(
             "metrics of two routers",
@@ -333,8 +327,9 @@ def timed_on_gpu(call: Callable[[], object], device: torch.device, repeats: int)
 # --- the run ------------------------------------------------------------------------------------
 
 
-def run(args: argparse.Namespace) -> dict[str, object]:
-    domains = synthetic(args)
+def run(name: str, args: argparse.Namespace) -> dict[str, object]:
+    """Everything on one kind of features: solves, the parts' times, the reference."""
+    domains = router_inputs_of(name, args)
     start = starting_point(domains)
     b = reference_rhs(domains, torch.float64, ROWS)
     on_gpu = args.device.type == "cuda"
@@ -359,7 +354,8 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         print(f"reference on all tokens: {whole_ms:.1f} ms a product, so about {seconds:.1f} s")
     print(f"{rows[0].name}: {speedup:.1f}x faster than the reference (goal {GOAL:.0f}x)")
     return {
-        "shape": {key: getattr(args, key) for key in ("tokens", "width", "experts", "domains")},
+        "features": name,
+        "shape": {key: getattr(args, key) for key in ("tokens", "width", "experts", "seed")},
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "machine": machine(args.device),
@@ -370,6 +366,25 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         "reference_product_ms": whole_ms,
         "speedup": speedup,
     }
+
+
+def survey(args: argparse.Namespace) -> dict[str, object]:
+    """The solves alone, on many kinds of features."""
+    rows: dict[str, list[dict[str, object]]] = {}
+    for name in args.features:
+        domains = router_inputs_of(name, args)
+        start = starting_point(domains)
+        b = reference_rhs(domains, torch.float64, ROWS)
+        if args.device.type == "cuda" and not rows:
+            solve_row(args.preconditioners[0], domains, start, b)
+        rows[name] = []
+        for kind in args.preconditioners:
+            row, _ = solve_row(kind, domains, start, b)
+            rows[name].append(asdict(row))
+            print(f"{name:14s} ", end="")
+            print_row(row)
+        del domains
+    return {"machine": machine(args.device), "torch": torch.__version__, "rows": rows}
 
 
 def machine(device: torch.device) -> str:
@@ -399,7 +414,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="default: 20 000, on a GPU 2^20")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--domains", type=int, default=2)
+    parser.add_argument(
+        "--features",
+        nargs="+",
+        default=["kind"],
+        metavar="NAME",
+        help=f"of {', '.join(router_inputs.NAMES)}, or all; several give a table of solves",
+    )
+    parser.add_argument("--layer", type=int, default=1, help="of the trained model")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-steps", type=int, default=1000, help="of the reference")
@@ -413,7 +435,12 @@ def main() -> None:
     most = REFERENCE_TOKENS if args.device.type == "cuda" else args.tokens
     args.reference_tokens = min(args.tokens, args.reference_tokens or most)
     torch.set_num_threads(args.threads)
-    document = run(args)
+    if args.features == ["all"]:
+        args.features = list(router_inputs.NAMES)
+    unknown = [name for name in args.features if name not in router_inputs.NAMES]
+    if unknown:
+        parser.error(f"no features {unknown[0]!r}; there are {', '.join(router_inputs.NAMES)}")
+    document = run(args.features[0], args) if len(args.features) == 1 else survey(args)
     if args.json is not None:
         args.json.write_text(json.dumps(document, indent=2) + "\n")
 

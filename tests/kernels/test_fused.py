@@ -100,6 +100,33 @@ def test_logits_and_outer_products(shape: tuple[int, int, int, bool], terms: int
 
 @runs_kernels
 @pytest.mark.gpu
+@pytest.mark.parametrize("directions", [3, 32])
+@each_kind
+@each_shape
+def test_a_product_in_halves_with_a_shift_between_them(
+    shape: tuple[int, int, int, bool], kind: str, directions: int
+) -> None:
+    """(y + c Qᵀ) as one router, with the logits of c Qᵀ made from the projected tokens."""
+    tokens, width, experts, bias = shape
+    torch.manual_seed(tokens)
+    x, h = features(tokens, width), twins.weights(kind, tokens, experts, DEVICE)
+    y = representable(
+        torch.randn(experts, width + bias, device=DEVICE, dtype=torch.float64), COARSE.vector
+    )
+    q = torch.randn(directions, width + bias, device=DEVICE, dtype=torch.float64)
+    c = 10 * torch.randn(experts, directions, device=DEVICE, dtype=torch.float64)
+    z = fused.logits(x, y, terms=COARSE.vector)
+    xx = wide(x, bias)
+    projected = (xx @ q.T).float()
+    moment = fused.moment(z, *h, projected, wide=x.dtype == torch.float32)
+    assert error(moment, twins.product(x, h, y) @ q.T) <= 10 * TOLERANCE[2]
+    out = torch.zeros_like(y)
+    fused.add_weighted(out, x, *h, z, fused.Shift(projected, c), terms=COARSE.weighted)
+    assert error(out, twins.product(x, h, y + c @ q)) <= 2 * bound(2, width)
+
+
+@runs_kernels
+@pytest.mark.gpu
 def test_a_view_of_a_wider_matrix_is_read_in_place() -> None:
     torch.manual_seed(0)
     whole = features(90, 192)

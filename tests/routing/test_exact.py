@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from moemerge.routing import (
     minimise_divergence,
     solve_router,
 )
-from moemerge.routing.preconditioners import Prepared, prepare
+from moemerge.routing.preconditioners import Attempt, attempts
 from routing.problems import GATES, make_domains, naive_divergence, tokens_of
 
 SOFTMAX = GATES["softmax"]
@@ -168,11 +169,12 @@ def test_the_preconditioner_is_built_once_while_whole_steps_succeed(
 ) -> None:
     built = []
 
-    def counting(*args: Any) -> Prepared:
-        built.append(prepare(*args))
-        return built[-1]
+    def counting(*args: Any) -> Iterator[Attempt]:
+        for attempt in attempts(*args):
+            built.append(attempt)
+            yield attempt
 
-    monkeypatch.setattr(exact, "prepare", counting)
+    monkeypatch.setattr(exact, "attempts", counting)
     domains = correlated_domains()
     start = solve_router(SOFTMAX, domains, domains[0].router).weight
     result = minimise_divergence(SOFTMAX, domains, start)

@@ -9,21 +9,23 @@ from torch import Tensor
 from moemerge.architectures.gates import Gate
 from moemerge.linalg import cg
 from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
+from moemerge.routing.inverses import cholesky
 from moemerge.routing.preconditioners import (
     INVERSE_COST,
     KRONECKER_DAMPING,
     NEWTON_STEPS,
     Preconditioner,
-    cholesky,
+    build,
     choose,
     costs,
+    direction_count,
     matrix_bytes,
-    prepare,
     steps_to_build,
 )
 from routing.problems import GATES, autograd_hessian, dense_system, make_domains, tokens_of
 
 SOFTMAX = GATES["softmax"]
+KRONECKER_FIRST = (Preconditioner.AUTO, Preconditioner.KRONECKER, Preconditioner.TWO_LEVEL)
 KINDS = [kind for kind in Preconditioner if kind is not Preconditioner.AUTO]
 
 
@@ -64,32 +66,32 @@ def dense_kronecker(domains: list[DomainFeatures], dense: float, diagonal: float
 @pytest.mark.parametrize("bias", [False, True])
 def test_kronecker_inverts_its_dense_twin(bias: bool, dense: float, diagonal: float) -> None:
     domains = make_domains(2, tokens=25, bias=bias)
-    prepared = prepare(operator_of(domains, dense, diagonal), Preconditioner.KRONECKER)
-    matrix = prepared.operator.as_matrix()
+    built = build(operator_of(domains, dense, diagonal), Preconditioner.KRONECKER)
+    matrix = built.operator.as_matrix()
     expected = torch.linalg.inv(dense_kronecker(domains, dense, diagonal))
     torch.testing.assert_close(matrix, expected, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(prepared.operator.diagonal().reshape(-1), matrix.diagonal())
-    assert prepared.jitter == 0.0
+    torch.testing.assert_close(built.operator.diagonal().reshape(-1), matrix.diagonal())
+    assert built.jitter == 0.0
 
 
 @pytest.mark.parametrize("curvature", list(Curvature))
 def test_block_inverts_the_experts_blocks_of_the_dense_twin(curvature: Curvature) -> None:
     domains = make_domains(2, tokens=25, bias=True)
-    prepared = prepare(operator_of(domains, curvature=curvature), Preconditioner.BLOCK)
+    built = build(operator_of(domains, curvature=curvature), Preconditioner.BLOCK)
     a, _ = dense_system(SOFTMAX, domains, curvature, 0.9, 0.1)
-    matrix = prepared.operator.as_matrix()
+    matrix = built.operator.as_matrix()
     width = 6
     expected = torch.zeros_like(a)
     for expert in range(4):
         part = slice(expert * width, (expert + 1) * width)
         expected[part, part] = torch.linalg.inv(a[part, part])
     torch.testing.assert_close(matrix, expected, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(prepared.operator.diagonal().reshape(-1), matrix.diagonal())
+    torch.testing.assert_close(built.operator.diagonal().reshape(-1), matrix.diagonal())
 
 
 def test_jacobi_inverts_the_diagonal() -> None:
     domains = make_domains(2, tokens=25)
-    matrix = prepare(operator_of(domains), Preconditioner.JACOBI).operator.as_matrix()
+    matrix = build(operator_of(domains), Preconditioner.JACOBI).operator.as_matrix()
     a, _ = dense_system(SOFTMAX, domains, Curvature.FULL, 0.9, 0.1)
     torch.testing.assert_close(matrix, torch.diag(1 / a.diagonal()))
 
@@ -101,12 +103,12 @@ def test_all_are_symmetric_positive_definite_and_reach_the_same_solution(
     kind: Preconditioner, curvature: Curvature, gate: Gate
 ) -> None:
     operator = operator_of(make_domains(3, tokens=40), curvature=curvature, gate=gate)
-    prepared = prepare(operator, kind)
-    assert prepared.kind is kind
-    matrix = prepared.operator.as_matrix()
+    built = build(operator, kind)
+    assert built.kind is kind
+    matrix = built.operator.as_matrix()
     torch.testing.assert_close(matrix, matrix.T, rtol=1e-9, atol=1e-9 * float(matrix.abs().max()))
     assert float(torch.linalg.eigvalsh(matrix).min()) > 0
-    result = cg(operator, operator.rhs(), preconditioner=prepared.operator, rtol=1e-11)
+    result = cg(operator, operator.rhs(), preconditioner=built.operator, rtol=1e-11)
     assert result.converged
     expected = torch.linalg.solve(operator.as_matrix(), operator.rhs().reshape(-1))
     torch.testing.assert_close(result.solution.reshape(-1), expected, rtol=1e-6, atol=1e-7)
@@ -114,8 +116,8 @@ def test_all_are_symmetric_positive_definite_and_reach_the_same_solution(
 
 def test_kronecker_is_exact_for_identity_curvature_of_one_domain() -> None:
     operator = operator_of(make_domains(1, width=12, tokens=80), curvature=Curvature.IDENTITY)
-    prepared = prepare(operator, Preconditioner.KRONECKER)
-    result = cg(operator, operator.rhs(), preconditioner=prepared.operator, rtol=1e-10)
+    built = build(operator, Preconditioner.KRONECKER)
+    result = cg(operator, operator.rhs(), preconditioner=built.operator, rtol=1e-10)
     assert result.converged
     assert result.steps == 1
 
@@ -123,10 +125,10 @@ def test_kronecker_is_exact_for_identity_curvature_of_one_domain() -> None:
 @pytest.mark.parametrize("kind", [Preconditioner.BLOCK, Preconditioner.KRONECKER])
 def test_fewer_tokens_than_features_without_damping_stay_definite(kind: Preconditioner) -> None:
     operator = operator_of(make_domains(1, width=40, tokens=9), dense=1.0, diagonal=0.0)
-    prepared = prepare(operator, kind)
+    built = build(operator, kind)
     # Kronecker's own damping is at work anyway; a factorisation says what it needed.
-    assert (prepared.jitter > 0) == (kind is Preconditioner.BLOCK)
-    assert float(torch.linalg.eigvalsh(prepared.operator.as_matrix()).min()) > 0
+    assert (built.jitter > 0) == (kind is Preconditioner.BLOCK)
+    assert float(torch.linalg.eigvalsh(built.operator.as_matrix()).min()) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,8 +146,8 @@ def test_dead_experts_and_empty_features_are_harmless(kind: Preconditioner) -> N
     operator = operator_of(domains)
     assert float(operator.diagonal()[1].max()) == 0.0
     start = domains[0].router.double()
-    prepared = prepare(operator, kind)
-    result = cg(operator, operator.rhs(), start=start, preconditioner=prepared.operator)
+    built = build(operator, kind)
+    result = cg(operator, operator.rhs(), start=start, preconditioner=built.operator)
     assert result.converged
     torch.testing.assert_close(result.solution[1], start[1])  # untouched
     torch.testing.assert_close(result.solution[:, 2], start[:, 2])
@@ -164,7 +166,7 @@ def test_kronecker_beats_jacobi_on_correlated_features() -> None:
         kind: cg(
             operator,
             operator.rhs(),
-            preconditioner=prepare(operator, kind).operator,
+            preconditioner=build(operator, kind).operator,
             accurate=operator.accurate(),
         ).steps
         for kind in KINDS
@@ -177,9 +179,9 @@ def test_kronecker_beats_jacobi_on_correlated_features() -> None:
 def test_kronecker_keeps_more_damping_than_a_hardly_damped_system_has(damping: float) -> None:
     """With the system's own it would trust its small eigenvalues, which are wrong."""
     domains = make_domains(2, tokens=25)
-    prepared = prepare(operator_of(domains, 1.0, damping), Preconditioner.KRONECKER)
+    built = build(operator_of(domains, 1.0, damping), Preconditioner.KRONECKER)
     expected = torch.linalg.inv(dense_kronecker(domains, 1.0, KRONECKER_DAMPING))
-    torch.testing.assert_close(prepared.operator.as_matrix(), expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(built.operator.as_matrix(), expected, rtol=1e-8, atol=1e-8)
 
 
 def test_cholesky_reports_the_jitter_it_needed() -> None:
@@ -191,17 +193,18 @@ def test_cholesky_reports_the_jitter_it_needed() -> None:
     assert torch.isfinite(factors).all()
 
 
-def test_auto_takes_blocks_when_tiny_and_kronecker_when_large() -> None:
+def test_auto_takes_what_the_shape_makes_cheapest() -> None:
     def taken(experts: int, width: int, tokens: int) -> Preconditioner:
         return choose((experts, width), tokens, torch.float32)
 
     assert taken(8, 32, 500) is Preconditioner.BLOCK
-    assert taken(64, 2048, 20_000) is Preconditioner.KRONECKER
+    assert taken(64, 2048, 20_000) is Preconditioner.TWO_LEVEL  # an eigendecomposition costs more
+    assert taken(64, 2048, 1_000_000) is Preconditioner.KRONECKER
     assert taken(128, 2048, 1_000_000) is Preconditioner.KRONECKER
-    # Twice as many tokens as features: a Gram matrix of them misleads.
-    assert taken(64, 2048, 4_000) is Preconditioner.JACOBI
-    assert taken(64, 2048, 1_000) is Preconditioner.JACOBI
-    assert taken(8, 8192, 300) is Preconditioner.JACOBI
+    # Twice as many tokens as features, or fewer: a Gram matrix of them misleads.
+    assert taken(64, 2048, 4_000) is Preconditioner.TWO_LEVEL
+    assert taken(64, 2048, 1_000) is Preconditioner.TWO_LEVEL
+    assert taken(512, 8192, 300) is not Preconditioner.KRONECKER
     assert Preconditioner.BLOCK not in costs((256, 7168), 10_000, torch.float32)  # would not fit
 
 
@@ -210,12 +213,26 @@ def test_auto_takes_blocks_for_newton_systems_of_narrow_models() -> None:
         return choose((experts, width), tokens, torch.float32, NEWTON_STEPS)
 
     assert taken(24, 96, 20_000) is Preconditioner.BLOCK
-    assert taken(32, 128, 32_000) is Preconditioner.BLOCK
-    assert taken(64, 512, 8_000) is Preconditioner.KRONECKER
-    assert taken(64, 2048, 1 << 20) is Preconditioner.KRONECKER
-    narrow = (24, 96), 20_000, torch.float32  # one system takes Kronecker there, Newton's blocks
-    assert choose(*narrow) is Preconditioner.KRONECKER
-    assert matrix_bytes(Preconditioner.AUTO, *narrow) == matrix_bytes(Preconditioner.BLOCK, *narrow)
+    assert taken(64, 512, 8_000) is Preconditioner.TWO_LEVEL
+    assert taken(64, 2048, 1 << 20) is Preconditioner.TWO_LEVEL
+
+
+@pytest.mark.parametrize(
+    ("shape", "couples", "count"),
+    [
+        ((64, 2048), True, 32),
+        ((128, 2048), True, 24),
+        ((8, 64), True, 16),
+        ((8, 8192), True, 64),
+        ((512, 2048), True, 8),
+        ((64, 2048), False, 64),
+        ((4, 5), True, 2),
+    ],
+)
+def test_leading_directions_are_as_many_as_their_matrix_may_cost(
+    shape: tuple[int, int], couples: bool, count: int
+) -> None:
+    assert direction_count(shape, couples=couples) == count
 
 
 def test_building_is_counted_in_steps() -> None:
@@ -232,11 +249,14 @@ def test_memory_is_that_of_the_kind_that_is_built() -> None:
     """OLMoE's blocks would take gigabytes; `auto` never builds them, so nobody needs them."""
     shape, tokens = (64, 2048), 20_000
     needed = {kind: matrix_bytes(kind, shape, tokens, torch.float32) for kind in Preconditioner}
-    assert needed[Preconditioner.AUTO] == needed[Preconditioner.KRONECKER] < 2**28
+    assert needed[Preconditioner.AUTO] == needed[Preconditioner.TWO_LEVEL] < 2**29
     assert needed[Preconditioner.JACOBI] == needed[Preconditioner.NONE] == 0
     assert needed[Preconditioner.BLOCK] >= 3 * 64 * 2048**2 * 4
+    # Where `auto` begins with Kronecker, its factors stay beside what comes after.
+    many = [matrix_bytes(kind, shape, 1 << 20, torch.float32) for kind in KRONECKER_FIRST]
+    assert many[0] == many[1] + many[2]
 
 
 def test_auto_is_resolved_in_the_answer() -> None:
-    prepared = prepare(operator_of(make_domains(2)), Preconditioner.AUTO)
-    assert prepared.kind is Preconditioner.BLOCK
+    built = build(operator_of(make_domains(2)), Preconditioner.AUTO)
+    assert built.kind is Preconditioner.BLOCK

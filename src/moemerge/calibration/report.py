@@ -35,6 +35,11 @@ def layer_row(layer: int, router: str, result: LayerResult, seconds: float) -> d
         "top1_after": {n: _number(m.top1_agreement) for n, m in result.agreement.after.items()},
         "notices": _notices(layer, router, result),
     }
+    if len(result.solution.trials) > 1:  # `auto` gave some up
+        row["trials"] = [
+            {"preconditioner": str(t.preconditioner), "steps": t.steps, "status": str(t.status)}
+            for t in result.solution.trials
+        ]
     if result.solution.jitter:
         row["jitter"] = result.solution.jitter
     if result.holdout is not None:

@@ -33,7 +33,7 @@ from moemerge.config.settings import (
 Curvature = Literal["full", "diagonal", "identity"]
 Objective = Literal["quadratic", "exact"]
 Targets = Literal["merged-features", "source-features"]
-Preconditioner = Literal["auto", "none", "jacobi", "block", "kronecker"]
+Preconditioner = Literal["auto", "none", "jacobi", "block", "kronecker", "two-level"]
 Init = Literal["merged", "average", "zero"]
 
 

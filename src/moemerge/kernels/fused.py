@@ -31,7 +31,8 @@ SPLIT_BLOCK = 1024
 SUM_BLOCK = 256
 ALIGNMENT = 16  # bytes, of an address and of a row
 HOPPER = 9  # the compute capability whose tiles these are; others are served by plain torch
-WEIGHED = 8192  # entries of a tile of `weigh`
+WEIGHED = 8192  # entries of a tile of `weigh` and `moment`
+MOMENTS = 4  # programs of `moment` for each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -119,32 +120,101 @@ def outer(
     return out
 
 
+@dataclass(frozen=True)
+class Shift:
+    """Logits that a few directions of the features add to others: coefficients · projected."""
+
+    projected: Tensor  # (tokens, J) float32
+    coefficients: Tensor  # (experts, J)
+
+
+def add_weighted(
+    out: Tensor,
+    x: Tensor,
+    diagonal: Tensor | None,
+    rank_one: Tensor | None,
+    z: Tensor,
+    shift: Shift | None,
+    *,
+    terms: int,
+    factor: float = 1.0,
+) -> None:
+    """Add `factor` Σ_t H_t (z_t + shift_t) x_tᵀ to `out`: the second half of a product."""
+    u, sums = weigh(z, diagonal, rank_one, terms=terms, like=x, shift=shift)
+    _add_outer(out, u, x, sums, terms=terms, factor=factor, tile=None)
+
+
+def moment(
+    z: Tensor, diagonal: Tensor | None, rank_one: Tensor | None, projected: Tensor, *, wide: bool
+) -> Tensor:
+    """Σ_t (H_t z_t) projected_tᵀ, (experts, J) float64. `wide`: for the interpreter."""
+    tokens, experts = z.shape
+    directions = projected.shape[1]
+    padded, columns = _padded(experts), _padded(directions)
+    rows = _rows_of_a_tile(padded)
+    splits = max(1, min(_ceil(tokens, rows), MOMENTS * _multiprocessors(z.device)))
+    rows_per_split = _ceil(_ceil(tokens, splits), rows) * rows
+    splits = _ceil(tokens, rows_per_split)
+    partial = torch.empty(splits, padded, columns, dtype=torch.float32, device=z.device)
+    _launch(
+        "moment_kernel",
+        (splits,),
+        z.contiguous(),
+        _or(diagonal, z),
+        _or(rank_one, z),
+        projected.contiguous(),
+        partial,
+        tokens,
+        rows_per_split,
+        K=experts,
+        J=directions,
+        BT=rows,
+        BK=padded,
+        BJ=columns,
+        WEIGHTS=_kind(diagonal, rank_one),
+        WIDE=wide,
+    )
+    return partial.sum(dim=0, dtype=torch.float64)[:experts, :directions]
+
+
 def weigh(
-    z: Tensor, diagonal: Tensor | None, rank_one: Tensor | None, *, terms: int, like: Tensor
+    z: Tensor,
+    diagonal: Tensor | None,
+    rank_one: Tensor | None,
+    *,
+    terms: int,
+    like: Tensor,
+    shift: Shift | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """H z in terms, (tokens, terms · padded experts), and its sums over groups of tokens."""
+    """H (z + shift) in terms, (tokens, terms · padded experts), and sums over groups of tokens."""
     tokens, experts = z.shape
     padded = _padded(experts)
-    rows = max(1, WEIGHED // padded)
+    rows = _rows_of_a_tile(padded)
     tiles = _ceil(tokens, rows)
     u = like.new_empty(tokens, terms * padded)
     sums = torch.empty(tiles, padded, dtype=torch.float32, device=z.device)
+    directions = 0 if shift is None else shift.projected.shape[1]
     _launch(
         "weigh_kernel",
         (tiles,),
         z.contiguous(),
         _or(diagonal, z),
         _or(rank_one, z),
+        z if shift is None else shift.projected.contiguous(),
+        z if shift is None else shift.coefficients.float().contiguous(),
         u,
         sums,
         tokens,
         K=experts,
+        J=directions,
         BT=rows,
         BK=padded,
         BM=min(padded, GROUP),
+        BJ=_padded(max(directions, 1)),
         TERMS=terms,
         WEIGHTS=_kind(diagonal, rank_one),
         HAS_BIAS=True,
+        WIDE=like.dtype != torch.bfloat16,
     )
     return u, sums
 
@@ -314,6 +384,11 @@ def _kind(diagonal: Tensor | None, rank_one: Tensor | None) -> str:
     if rank_one is None:
         return "diagonal"
     return "softmax" if rank_one is diagonal else "rank_one"
+
+
+def _rows_of_a_tile(padded: int) -> int:
+    """Tokens of a tile of (tokens, experts); matrix units take 16 and more."""
+    return max(16, WEIGHED // padded)
 
 
 def _padded(experts: int) -> int:

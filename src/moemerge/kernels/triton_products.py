@@ -182,33 +182,120 @@ def logits_kernel(
         _store_terms(u, u_ptr, rows, experts, n, BK, BM, TERMS)
 
 
+@triton.jit
+def _add_dot(a, b, total, TERMS: tl.constexpr, WIDE: tl.constexpr):
+    """total + a b of float32 tiles, each in TERMS (2 or 3) bf16 terms, the smallest products first.
+
+    WIDE: the terms are held in float32, for the interpreter.
+    """
+    held: tl.constexpr = tl.float32 if WIDE else tl.bfloat16
+    a0 = a.to(tl.bfloat16)
+    a1 = (a - a0.to(tl.float32)).to(tl.bfloat16)
+    b0 = b.to(tl.bfloat16)
+    b1 = (b - b0.to(tl.float32)).to(tl.bfloat16)
+    if TERMS == 3:
+        a2 = (a - a0.to(tl.float32) - a1.to(tl.float32)).to(tl.bfloat16)
+        b2 = (b - b0.to(tl.float32) - b1.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(a2.to(held), b0.to(held), total)
+        total = tl.dot(a0.to(held), b2.to(held), total)
+        total = tl.dot(a1.to(held), b1.to(held), total)
+    total = tl.dot(a1.to(held), b0.to(held), total)
+    total = tl.dot(a0.to(held), b1.to(held), total)
+    return tl.dot(a0.to(held), b0.to(held), total)
+
+
 @triton.jit(do_not_specialize=["n"])
 def weigh_kernel(
     z_ptr,  # (n, K) float32
     diagonal_ptr,
     rank_one_ptr,
+    projected_ptr,  # (n, J) float32
+    shift_ptr,  # (K, J) float32
     u_ptr,  # (n, TERMS·BK) bf16
     sums_ptr,  # (tiles, BK) float32
     n,
     K: tl.constexpr,
+    J: tl.constexpr,  # 0: z is taken as it is
     BT: tl.constexpr,
     BK: tl.constexpr,
     BM: tl.constexpr,
+    BJ: tl.constexpr,
     TERMS: tl.constexpr,
     WEIGHTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """H z from z in memory, split into terms: for more experts than one tile of logits holds."""
+    """H z from z in memory, split into terms: for more experts than one tile of logits holds, and
+    for logits that a few directions of the features move by `shift` · projected."""
     tile = tl.program_id(0)
     rows = tile * BT + tl.arange(0, BT)
     experts = tl.arange(0, BK)
     inside = (rows < n)[:, None] & (experts < K)[None, :]
     z = tl.load(z_ptr + rows.to(tl.int64)[:, None] * K + experts[None, :], mask=inside, other=0.0)
+    if J > 0:
+        j = tl.arange(0, BJ)
+        projected = _projected(projected_ptr, rows, j, n, J)
+        shift = tl.load(
+            shift_ptr + experts[None, :] * J + j[:, None],
+            mask=(j < J)[:, None] & (experts < K)[None, :],
+            other=0.0,
+        )
+        z = _add_dot(projected, shift, z, 3, WIDE)
     diagonal, rank_one = _token_weights(diagonal_ptr, rank_one_ptr, rows, experts, n, K, WEIGHTS)
     u = _weighted(z, diagonal, rank_one, WEIGHTS)
     if HAS_BIAS:
         tl.store(sums_ptr + tile * BK + experts, tl.sum(u, axis=0))
     _store_terms(u, u_ptr, rows, experts, n, BK, BM, TERMS)
+
+
+@triton.jit
+def _projected(projected_ptr, rows, j, n, J: tl.constexpr):
+    """Some tokens' coordinates along the J directions; 0 beyond the last."""
+    return tl.load(
+        projected_ptr + rows.to(tl.int64)[:, None] * J + j[None, :],
+        mask=(rows < n)[:, None] & (j < J)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit(do_not_specialize=["n", "rows_per_split"])
+def moment_kernel(
+    z_ptr,  # (n, K) float32
+    diagonal_ptr,
+    rank_one_ptr,
+    projected_ptr,  # (n, J) float32
+    out_ptr,  # (splits, BK, BJ) float32
+    n,
+    rows_per_split,  # a multiple of BT
+    K: tl.constexpr,
+    J: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BJ: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Σ_t (H_t z_t) projected_tᵀ over one split's rows."""
+    split = tl.program_id(0)
+    experts = tl.arange(0, BK)
+    j = tl.arange(0, BJ)
+    begin = split * rows_per_split
+    end = tl.minimum(begin + rows_per_split, n)
+    total = tl.zeros((BK, BJ), dtype=tl.float32)
+    for row in tl.range(begin, end, BT):
+        rows = row + tl.arange(0, BT)
+        inside = (rows < n)[:, None] & (experts < K)[None, :]
+        place = rows.to(tl.int64)[:, None] * K + experts[None, :]
+        z = tl.load(z_ptr + place, mask=inside, other=0.0)
+        diagonal, rank_one = _token_weights(
+            diagonal_ptr, rank_one_ptr, rows, experts, n, K, WEIGHTS
+        )
+        u = _weighted(z, diagonal, rank_one, WEIGHTS)
+        projected = _projected(projected_ptr, rows, j, n, J)
+        part = tl.zeros((BK, BJ), dtype=tl.float32)
+        total += _add_dot(tl.trans(u), projected, part, 2, WIDE)
+    place = (split.to(tl.int64) * BK + experts)[:, None] * BJ + j[None, :]
+    tl.store(out_ptr + place, total)
 
 
 @triton.jit

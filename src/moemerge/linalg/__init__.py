@@ -1,6 +1,16 @@
 """Matrix-free linear operators and the conjugate gradient method."""
 
-from moemerge.linalg.cg import CGResult, Status, cg
+from moemerge.linalg.cg import CGResult, Patience, Status, cg
+from moemerge.linalg.deflation import Deflation
 from moemerge.linalg.operator import Diagonal, Identity, LinearOperator
 
-__all__ = ["CGResult", "Diagonal", "Identity", "LinearOperator", "Status", "cg"]
+__all__ = [
+    "CGResult",
+    "Deflation",
+    "Diagonal",
+    "Identity",
+    "LinearOperator",
+    "Patience",
+    "Status",
+    "cg",
+]

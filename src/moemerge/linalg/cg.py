@@ -5,20 +5,27 @@ low precision. It therefore only decides when to look: the stop test recomputes 
 accurate operator, and when that is not small enough yet, CG starts again from it (iterative
 refinement). A fast, coarse operator inside thus reaches the accuracy of the accurate one outside.
 
-How coarse depends on the problem. Few steps forgive directions that are conjugate to a few digits
-only; many do not, and go astray. The first steps may therefore be left to an operator still coarser
-than the rest, which starts anew where that one has not come to an end.
+How coarse depends on the problem. Few steps forgive preconditioned residuals of a few digits; many
+do not, and go astray. The first steps may therefore be left to an operator still coarser than the
+rest, which starts anew where that one has not come to an end.
+
+The recurrence is the flexible one: each direction is made conjugate to the one before it by the
+products at hand, and its length is that of an exact line search. That forgives a preconditioner
+which differs a little from step to step (rounding) or is not quite symmetric (deflation).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from moemerge.errors import NumericalError
+from moemerge.linalg.deflation import Deflation
 from moemerge.linalg.operator import Identity, LinearOperator
 
 # The recurrence stops a little below the tolerance: one more step is cheaper than a restart.
@@ -27,6 +34,8 @@ RECURRENCE_MARGIN = 0.8
 COARSE_STEPS = 32
 # A refinement that does not at least halve the true residual has reached the precision's end.
 REFINEMENT_GAIN = 0.5
+# Steps, at the least, over which the energy must rest.
+RESTING_STEPS = 3
 
 
 class Status(StrEnum):
@@ -35,6 +44,7 @@ class Status(StrEnum):
     CONVERGED = "converged"
     MAX_STEPS = "max_steps"
     STAGNATED = "stagnated"
+    STALLED = "stalled"
     NON_POSITIVE_CURVATURE = "non_positive_curvature"
     NON_FINITE = "non_finite"
 
@@ -43,9 +53,27 @@ _MESSAGES = {
     Status.CONVERGED: "the true residual is within the tolerance",
     Status.MAX_STEPS: "the tolerance was not reached within the allowed steps",
     Status.STAGNATED: "the true residual no longer falls: precision's end, or a singular system",
+    Status.STALLED: "the residual falls too slowly to go on with this preconditioner",
     Status.NON_POSITIVE_CURVATURE: "the operator or the preconditioner is not positive definite",
     Status.NON_FINITE: "NaN or infinity appeared; the last finite iterate is returned",
 }
+
+
+@dataclass(frozen=True)
+class Patience:
+    """A solve has stalled if the pace of its last `window` steps asks for over `steps` more."""
+
+    window: int
+    steps: int
+
+    def is_over(self, residuals: Sequence[float], target: float) -> bool:
+        """Whether to give up; `residuals` are those of all steps so far, the start's first."""
+        if len(residuals) <= self.window or residuals[-1] <= target:
+            return False
+        # CG's residuals rise now and then: what counts is the best so far.
+        best, before = min(residuals), min(residuals[: -self.window])
+        pace = math.log(before / best) / self.window
+        return pace * self.steps < math.log(best / target)
 
 
 @dataclass(frozen=True)
@@ -70,6 +98,15 @@ class CGResult:
             f"({self.steps} steps, true residual {self.true_residual:.2e})"
         )
 
+    def followed_by(self, later: CGResult) -> CGResult:
+        """This solve and one that started from its solution, as one."""
+        return replace(
+            later,
+            steps=self.steps + later.steps,
+            residuals=(*self.residuals, *later.residuals[1:]),
+            refinements=self.refinements + later.refinements,
+        )
+
 
 @dataclass
 class _Cycle:
@@ -78,6 +115,8 @@ class _Cycle:
     solution: Tensor
     steps: int
     residuals: list[float] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)  # of energy, step by step
+    finished: bool = False
     failure: Status | None = None
 
 
@@ -87,22 +126,24 @@ def cg(
     *,
     start: Tensor | None = None,
     preconditioner: LinearOperator | None = None,
+    deflation: Deflation | None = None,
     accurate: LinearOperator | None = None,
     coarse: LinearOperator | None = None,
     rtol: float = 1e-6,
     max_steps: int = 1000,
     check_every: int = 1,
-    inner_reduction: float = 0.0,
-    by_energy: bool = False,
+    patience: Patience | None = None,
+    energy_rtol: float | None = None,
 ) -> CGResult:
     """Solve A w = b for a symmetric positive definite A.
 
-    `accurate` gives the true residual, and `coarse` serves the first COARSE_STEPS (default:
-    `operator` itself). The host looks at the device only every `check_every` steps.
-    `inner_reduction` ends a cycle once its residual has fallen by that factor: set it near a coarse
-    operator's accuracy, beyond which its steps are wasted. `by_energy` keeps what an unfinished
-    solve has come to even where its residual is larger than at the start: the energy
-    ½ wᵀAw − bᵀw has fallen with every step, and a step of Newton's asks for no more.
+    `accurate` gives the true residual, and `coarse` serves the first COARSE_STEPS (with a
+    `deflation`, which takes the large eigenvalues away, all steps); default: `operator` itself.
+    The host looks at the device only every `check_every` steps. With an `energy_rtol` it is the
+    energy ½ wᵀAw − bᵀw that counts and not the residual, as for a step of Newton's: a solve has
+    converged when the last third of its steps has added less than this share of what it has gained,
+    and what an unfinished one has come to is kept even where its residual has grown. `rtol` is then
+    where `patience` ends.
     """
     if tuple(rhs.shape) != operator.shape:
         raise NumericalError(f"right-hand side {tuple(rhs.shape)}, operator {operator.shape}")
@@ -114,18 +155,23 @@ def cg(
         # Where the operator vanishes too, every w is a solution: the start is the one to keep.
         kept = start is not None and not bool(truth.mv(w).any())
         return CGResult(w if kept else torch.zeros_like(b), Status.CONVERGED, 0, (0.0,), 0.0)
-    precondition = preconditioner or Identity(operator.shape, operator.device)
+    recurrence = _Recurrence(
+        preconditioner or Identity(operator.shape, operator.device),
+        deflation,
+        check_every,
+        patience,
+        energy_rtol,
+    )
+    coarse_steps = COARSE_STEPS if deflation is None else max_steps
 
     r = b.clone() if start is None else b - truth.mv(w)  # A·0 needs no product
     true_residual = float(torch.linalg.vector_norm(r)) / scale
     history, steps, refinements = [true_residual], 0, -1
     status = _judge(true_residual, rtol, steps, max_steps)
     while status is None:
-        target = max(RECURRENCE_MARGIN * rtol, inner_reduction * true_residual) * scale
-        budget = (max_steps if coarse is None else min(COARSE_STEPS, max_steps)) - steps
-        inside = coarse or operator
-        cycle = _recurrence(
-            inside, precondition, w, r, target=target, budget=budget, every=check_every
+        budget = (max_steps if coarse is None else min(coarse_steps, max_steps)) - steps
+        cycle = recurrence.run(
+            coarse or operator, w, r, target=RECURRENCE_MARGIN * rtol * scale, budget=budget
         )
         steps, refinements = steps + cycle.steps, refinements + 1
         history += [value / scale for value in cycle.residuals]
@@ -133,12 +179,15 @@ def cg(
         candidate = b - truth.mv(cycle.solution)
         reached = float(torch.linalg.vector_norm(candidate)) / scale
         # Never hand back something worse than what we had.
-        if reached < before or (by_energy and reached < float("inf")):
+        if reached < before or (energy_rtol is not None and reached < float("inf")):
             w, r, true_residual = cycle.solution, candidate, reached
         gained = reached <= REFINEMENT_GAIN * before
         status = _judge(true_residual, rtol, steps, max_steps)
-        if coarse is not None:  # whatever went wrong, the fine operator has its turn
-            coarse = coarse if gained and steps < COARSE_STEPS else None
+        if energy_rtol is not None and cycle.failure is None:
+            status = Status.CONVERGED if cycle.finished else status and Status.MAX_STEPS
+        stalled = cycle.failure is Status.STALLED
+        if coarse is not None and not stalled:  # whatever went wrong, the fine one has its turn
+            coarse = coarse if gained and steps < coarse_steps else None
             continue
         status = status or cycle.failure
         if status is None and not gained:
@@ -154,57 +203,91 @@ def _judge(true_residual: float, rtol: float, steps: int, max_steps: int) -> Sta
     return Status.MAX_STEPS if steps >= max_steps else None
 
 
-def _recurrence(
-    operator: LinearOperator,
-    preconditioner: LinearOperator,
-    w: Tensor,
-    r: Tensor,
-    *,
-    target: float,
-    budget: int,
-    every: int,
-) -> _Cycle:
-    """The textbook recurrence, from residual r until ‖r‖ <= target or `budget` steps.
+@dataclass(frozen=True)
+class _Recurrence:
+    """CG between two true residuals: what preconditions it, and when the host looks at it."""
 
-    All scalars stay on the device; `pending` gathers them until the host looks. A failure in the
-    steps not yet looked at goes back to the iterate of the last look. Directions are rounded to
-    what the operator sees: w then moves by the very p that A p was computed for, and the residual
-    drifts from the truth by the product's own error alone.
-    """
-    w, r = w.clone(), r.clone()
-    y = preconditioner.mv(r)
-    p = operator.representable(y).clone()
-    rho = torch.sum(r * y)
-    zero = torch.zeros_like(rho)
-    cycle = _Cycle(solution=w.clone(), steps=0)
-    pending: list[Tensor] = []
-    for step in range(1, budget + 1):
-        q = operator.mv(p)
-        eta = torch.sum(p * q)
-        # A residual of exactly zero ends in 0/0: such a step must do nothing instead.
-        alpha = torch.where(rho == 0, zero, rho / eta)
-        w.addcmul_(p, alpha)
-        r.addcmul_(q, -alpha)
-        y = preconditioner.mv(r)
-        rho_next = torch.sum(r * y)
-        pending.append(torch.stack([torch.linalg.vector_norm(r), eta, rho]))
-        p = operator.representable(y + p * torch.where(rho == 0, zero, rho_next / rho))
-        rho = rho_next
-        if step % every == 0 or step == budget:
-            seen = torch.stack(pending).tolist()  # the only host synchronisation
-            pending.clear()
-            cycle.failure = _failure(seen)
-            if cycle.failure is not None:
-                return cycle
-            cycle.solution, cycle.steps = w.clone(), step
-            cycle.residuals += [row[0] for row in seen]
-            if seen[-1][0] <= target:
-                break
-    return cycle
+    preconditioner: LinearOperator
+    deflation: Deflation | None
+    every: int
+    patience: Patience | None
+    energy_rtol: float | None
+
+    def run(
+        self, operator: LinearOperator, w: Tensor, r: Tensor, *, target: float, budget: int
+    ) -> _Cycle:
+        """From residual r until it `_is_done`, for `budget` steps, or to a failure.
+
+        All scalars stay on the device; `pending` gathers them until the host looks. A failure in
+        the steps not yet looked at goes back to the iterate of the last look. Preconditioned
+        residuals are rounded to what the operator sees: w then moves by the very p that q = A p
+        belongs to, and r drifts from the truth by the products' own error alone.
+        """
+        w, r = w.clone(), r.clone()
+        cycle = _Cycle(solution=w.clone(), steps=0)
+        norms = [float(torch.linalg.vector_norm(r))] if self.patience is not None else []
+        if self.deflation is not None:  # from here on nothing is left to do in its subspace
+            s, q = self.deflation.corrected(operator, None, r)
+            w.add_(s)
+            r.sub_(q)
+        p, q = torch.zeros_like(w), torch.zeros_like(w)
+        eta = torch.ones((), dtype=torch.float64, device=r.device)
+        pending: list[Tensor] = []
+        for step in range(1, budget + 1):
+            s, product = self._preconditioned(operator, r)
+            rho = torch.sum(r * s)
+            beta = -_ratio(torch.sum(s * q), eta)
+            p = torch.addcmul(s, p, beta)
+            q = torch.addcmul(product, q, beta)
+            eta = torch.sum(p * q)
+            slope = torch.sum(p * r)
+            length = _ratio(slope, eta)
+            w.addcmul_(p, length)
+            r.addcmul_(q, -length)
+            norm = torch.linalg.vector_norm(r)
+            pending.append(torch.stack([norm, eta, rho, 0.5 * length * slope]))
+            if step % self.every == 0 or step == budget:
+                seen = torch.stack(pending).tolist()  # the only host synchronisation
+                pending.clear()
+                cycle.failure = _failure(seen)
+                if cycle.failure is not None:
+                    return cycle
+                cycle.solution, cycle.steps = w.clone(), step
+                cycle.residuals += [row[0] for row in seen]
+                cycle.gains += [row[3] for row in seen]
+                if self._is_done(cycle, target):
+                    cycle.finished = True
+                    break
+                if self.patience is not None and self.patience.is_over(
+                    norms + cycle.residuals, target
+                ):
+                    cycle.failure = Status.STALLED
+                    break
+        return cycle
+
+    def _is_done(self, cycle: _Cycle, target: float) -> bool:
+        """Whether the residual has come to its target; or the energy to rest, if that counts."""
+        if self.energy_rtol is None:
+            return cycle.residuals[-1] <= target
+        last = max(RESTING_STEPS, cycle.steps // 3)
+        recent = sum(cycle.gains[-last:])
+        return cycle.steps > last and recent <= self.energy_rtol * sum(cycle.gains)
+
+    def _preconditioned(self, operator: LinearOperator, r: Tensor) -> tuple[Tensor, Tensor]:
+        """s = M⁻¹ r, free of the deflated subspace, and A s."""
+        y = operator.representable(self.preconditioner.mv(r))
+        if self.deflation is None:
+            return y, operator.mv(y)
+        return self.deflation.corrected(operator, y, r)
+
+
+def _ratio(one: Tensor, other: Tensor) -> Tensor:
+    """one / other, and 0 where that is 0 / 0: a residual of exactly zero ends there."""
+    return torch.where(one == 0, torch.zeros_like(one), one / other)
 
 
 def _failure(seen: list[list[float]]) -> Status | None:
-    for norm, eta, rho in seen:
+    for norm, eta, rho, _ in seen:
         if not all(abs(value) < float("inf") for value in (norm, eta, rho)):
             return Status.NON_FINITE
         if rho < 0 or (eta <= 0 and rho > 0):

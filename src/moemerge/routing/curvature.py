@@ -182,12 +182,17 @@ class RouterCurvature(LinearOperator):
         self.floor = floor
         total = torch.stack([s.diagonal for s in statistics]).sum(dim=0)  # Σ diag Σ_i
         self.sum_diagonal = torch.maximum(total, floor * total.mean(dim=0)) if floor else total
-        self._damped = diagonal * self.sum_diagonal
+        self.damped = diagonal * self.sum_diagonal  # c diag Σ, (K, d)
 
     @property
     def check_every(self) -> int:
         """How often a solver may look at its scalars without holding the device up."""
         return 1 if self.device.type == "cpu" else GPU_CHECK_EVERY
+
+    @property
+    def couples_experts(self) -> bool:
+        """Whether H has more than a diagonal."""
+        return any(w.rank_one is not None for s in self.statistics for _, w in s.parts)
 
     def accurate(self) -> RouterCurvature:
         """The same operator at the highest accuracy its features are served with."""
@@ -208,7 +213,7 @@ class RouterCurvature(LinearOperator):
         )
 
     def mv(self, vector: Tensor) -> Tensor:
-        out = self._damped * vector.contiguous()
+        out = self.damped * vector.contiguous()
         if self.dense == 0.0:
             return out
         for domain in self.statistics:

@@ -17,7 +17,7 @@ have its infimum at infinity, where the step limit ends the descent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,15 +25,16 @@ from torch import Tensor
 
 from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import UsageError
-from moemerge.linalg.cg import Status, cg
+from moemerge.linalg.cg import CGResult, Status, cg
 from moemerge.routing.curvature import DomainStatistics, RouterCurvature
 from moemerge.routing.domains import DomainFeatures, chunks_of, rows_at_once
 from moemerge.routing.gates import divergence
 from moemerge.routing.preconditioners import (
     NEWTON_STEPS,
+    Attempt,
+    BuiltPreconditioner,
     Preconditioner,
-    Prepared,
-    prepare,
+    attempts,
     steps_to_build,
 )
 from moemerge.routing.products import features_of
@@ -50,10 +51,11 @@ MOST_DAMPING = 1e5
 # Saturated gates have gradients without curvature: an expert's diagonal counts at least this share
 # of the mean over experts, or damping would let its rows go anywhere.
 DIAGONAL_FLOOR = 1e-2
-# Newton systems need no more accuracy than their model of the objective has. Where the
-# preconditioner is a weak one, a residual as small hides a step that is far from its end.
-FORCING, WEAK_FORCING = 0.1, 0.01
-STRONG = (Preconditioner.KRONECKER, Preconditioner.BLOCK)
+# Newton systems need no more accuracy than their model of the objective has: an energy to which the
+# last steps add no more than this. A small residual would not do: a weak preconditioner may leave
+# the step far from its end all the same. It tells how the solve gets on, no more.
+ENERGY_RTOL = 0.02
+FORCING = 0.1
 # With fewer tokens than features every target can be met, and each step divides the divergence
 # again without end. Below this share of the start's, it is the start's that progress counts by.
 VANISHING = 0.01
@@ -171,7 +173,7 @@ class _Newton:
         self.has_null_direction = gate.score is Score.SOFTMAX and gate.soft_cap is None
         self.damping = settings.damping
         self.inner_steps = 0
-        self.prepared: Prepared | None = None
+        self.kept: BuiltPreconditioner | None = None
         self.patience = 0.0  # CG steps after which a new preconditioner would have been cheaper
 
     def step(self, here: _Point) -> tuple[Tensor, bool]:
@@ -179,36 +181,57 @@ class _Newton:
         operator = RouterCurvature(
             here.statistics, dense=1.0, diagonal=self.damping, floor=DIAGONAL_FLOOR
         )
-        fresh = self.prepared is None
-        prepared = self.prepared or prepare(operator, self.settings.preconditioner, NEWTON_STEPS)
-        result = cg(
-            operator,
-            here.descent,
-            preconditioner=prepared.operator,
-            coarse=operator.coarse(),
-            rtol=FORCING if prepared.kind in STRONG else WEAK_FORCING,
-            max_steps=self.settings.max_inner_steps,
-            check_every=operator.check_every,
-            by_energy=True,
-        )
+        result: CGResult | None = None
+        for attempt in self._attempts(operator):
+            built, fresh = attempt.built, attempt.built is not self.kept
+            latest = self._solve(operator, here.descent, attempt, result)
+            result = latest if result is None else result.followed_by(latest)
+            if latest.status in (Status.CONVERGED, Status.MAX_STEPS):
+                break
+        assert result is not None  # there is always an attempt
         self.inner_steps += result.steps
         if fresh:
-            self.patience = result.steps + steps_to_build(operator, prepared.kind)
-        kept = result.converged and result.steps <= self.patience
-        self.prepared = prepared if kept else None
+            self.patience = latest.steps + steps_to_build(operator, built.kind)
+        self.kept = built if latest.converged and latest.steps <= self.patience else None
         step = result.solution
         if not float(torch.sum(here.descent * step)) > 0.0:  # CG got nowhere: scaled descent
-            step = prepared.operator.mv(here.descent)
+            step = built.operator.mv(here.descent)
         if self.has_null_direction:
             step = step - step.mean(dim=0, keepdim=True)
         return step, result.converged and self.damping <= TELLING_DAMPING
+
+    def _attempts(self, operator: RouterCurvature) -> Iterator[Attempt]:
+        """The preconditioner of the system before, and new ones where that does not serve."""
+        if self.kept is not None:
+            if self.kept.deflation is not None:  # which must be exact to be of use
+                self.kept.deflation.refresh(operator)
+            yield Attempt(self.kept, None)
+        yield from attempts(operator, self.settings.preconditioner, NEWTON_STEPS)
+
+    def _solve(
+        self, operator: RouterCurvature, rhs: Tensor, attempt: Attempt, before: CGResult | None
+    ) -> CGResult:
+        built = attempt.built
+        return cg(
+            operator,
+            rhs,
+            start=None if before is None else before.solution,
+            preconditioner=built.operator,
+            deflation=built.deflation,
+            coarse=operator.coarse(),
+            rtol=FORCING,
+            energy_rtol=ENERGY_RTOL,
+            max_steps=self.settings.max_inner_steps,
+            check_every=operator.check_every,
+            patience=attempt.patience,
+        )
 
     def went(self, length: float) -> None:
         """Learn from the share of the step that the line search allowed."""
         if length == 1.0:
             self.damping = max(self.damping * DAMPING_SHRINK, self.settings.damping)
             return
-        self.prepared = None  # curvature that misled here is none to go on with
+        self.kept = None  # curvature that misled here is none to go on with
         if length < SHORT:
             self.damping *= DAMPING_GROWTH if length > NOTHING else DAMPING_LEAP
 

@@ -1,4 +1,4 @@
-"""Approximate inverses of the router's curvature, and which of them to take.
+"""The ways to precondition a router's system, and which of them to take.
 
 * Jacobi: the diagonal.
 * Blocks: for each expert its exact (d, d) block of A. Costs K weighted Gram matrices and K·d²
@@ -7,30 +7,48 @@
   scaled to unit diagonal, A ≈ S^½ (a C_H ⊗ C_X + c I) S^½. The eigenvectors of the two small
   matrices diagonalise the bracket whole, damping included; blending each factor with its own
   diagonal instead would put the damping in the wrong place, and takes twice the steps.
+* Two-level: A itself on the leading directions of the features (`leading`), and Jacobi or Kronecker
+  for the rest.
 
-Blocks see how each expert's own tokens are correlated, which one Gram matrix for all cannot. With
-little damping and trained features it is what counts: a Newton system of a small model (K 24, d 96)
-takes 3 steps with blocks, and a hundred without.
+Kronecker takes a dozen steps where the features have no mean and the routers are soft, and hundreds
+or no end of them where tokens of one expert look unlike those of another: features with means and
+huge channels, sure routers. There the two-level method takes 10 to 50. Blocks see how each expert's
+own tokens are correlated, which one Gram matrix for all cannot: with little damping, in small
+models, that is what counts.
+
+AUTO begins with what should be cheapest, and goes on to a sturdier one when the pace of a solve is
+not what it was taken for: Kronecker or blocks, two-level, and Jacobi at last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
-from torch import Tensor
 
+from moemerge.linalg.cg import Patience
 from moemerge.linalg.operator import Diagonal, Identity, LinearOperator
 from moemerge.routing.curvature import RouterCurvature
+from moemerge.routing.inverses import KroneckerFactors, block_inverse
+from moemerge.routing.leading import (
+    CHUNK,
+    OVERSAMPLING,
+    ROUNDS,
+    SKETCH_TOKENS,
+    LeadingDirections,
+    directions_of,
+    sketched_directions,
+)
 
 # Least damping of the Kronecker form, as a share of a. Its small eigenvalues are far from A's: with
 # A's own damping of 1e-4 in place of this, CG takes four times the steps.
 KRONECKER_DAMPING = 0.02
-# Jitter tried first where a Cholesky factorisation fails, relative to the mean diagonal.
-FIRST_JITTER = 1e-7
-JITTER_GROWTH = 10.0
+# The same below the leading directions, where it need not reach far: with 0.1 the hardest features
+# take a third more steps, with 0.8 the kindest do.
+REST_DAMPING = 0.4
 # Blocks may not take more memory than this.
 BLOCK_BYTES = 2 << 30
 
@@ -43,83 +61,131 @@ class Preconditioner(StrEnum):
     JACOBI = "jacobi"
     BLOCK = "block"
     KRONECKER = "kronecker"
+    TWO_LEVEL = "two-level"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class BuiltPreconditioner:
     """A preconditioner ready for use; `jitter` is what made it definite (0: nothing was needed)."""
 
     kind: Preconditioner
     operator: LinearOperator
+    deflation: LeadingDirections | None = None
     jitter: float = 0.0
 
 
-class BlockInverse(LinearOperator):
-    """One (d, d) matrix for each expert."""
-
-    def __init__(self, inverses: Tensor) -> None:
-        super().__init__((inverses.shape[0], inverses.shape[1]), inverses.device)
-        self.inverses = inverses  # (K, d, d)
-
-    def mv(self, vector: Tensor) -> Tensor:
-        columns = vector.to(self.inverses.dtype).unsqueeze(-1)  # (K, d, 1)
-        return torch.bmm(self.inverses, columns).squeeze(-1).double()
-
-    def diagonal(self) -> Tensor:
-        return self.inverses.diagonal(dim1=1, dim2=2).double()
-
-
-class KroneckerInverse(LinearOperator):
-    """D (Q_H ⊗ Q_X) diag(values) (Q_H ⊗ Q_X)ᵀ D with an elementwise scale D."""
-
-    def __init__(self, scale: Tensor, experts: Tensor, features: Tensor, values: Tensor) -> None:
-        super().__init__((scale.shape[0], scale.shape[1]), scale.device)
-        self.scale = scale  # (K, d)
-        self.experts = experts  # (K, K), eigenvectors in columns
-        self.features = features  # (d, d), eigenvectors in columns
-        self.values = values  # (K, d)
-
-    def mv(self, vector: Tensor) -> Tensor:
-        y = self.experts.T @ (self.scale * vector).to(self.features.dtype) @ self.features
-        y = self.experts @ (y * self.values) @ self.features.T
-        return self.scale * y
-
-    def diagonal(self) -> Tensor:
-        spread = (self.experts**2) @ self.values @ (self.features**2).T
-        return self.scale * self.scale * spread
-
-
 Steps = Mapping[Preconditioner, int]
-# Steps to a residual of 1e-6 at α = 0.9, measured: on small models with real features (K 16-32,
-# d 64-128) and on d = 2048, K = 64 synthetic ones. Only their ratios matter.
+# Steps to a residual of 1e-6 at α = 0.9, measured on features of trained models and on synthetic
+# ones with means, huge channels and sure routers. Only their ratios matter. Kronecker's are those
+# of a trial that ends well, or of one that does not and of what is left for the two-level method.
 SOLVE_STEPS: Steps = {
-    Preconditioner.JACOBI: 200,
-    Preconditioner.KRONECKER: 40,
+    Preconditioner.JACOBI: 400,
+    Preconditioner.KRONECKER: 30,
     Preconditioner.BLOCK: 55,
+    Preconditioner.TWO_LEVEL: 40,
 }
-# Steps of all Newton systems of a router together (`exact`), the preconditioner built once;
-# measured on trained features (K 24, d 96), where the slowest of five layers weighs most.
+# Steps of all Newton systems of a router together (`exact`); measured on trained features (K 24,
+# d 96), where the slowest of five layers weighs most.
 NEWTON_STEPS: Steps = {
     Preconditioner.JACOBI: 500,
     Preconditioner.KRONECKER: 140,
     Preconditioner.BLOCK: 12,
+    Preconditioner.TWO_LEVEL: 60,
+}
+# When a solve with each is given up for the next.
+PATIENCE = {
+    Preconditioner.KRONECKER: Patience(window=8, steps=24),
+    Preconditioner.BLOCK: Patience(window=12, steps=60),
+    Preconditioner.TWO_LEVEL: Patience(window=24, steps=150),
 }
 
 
-def prepare(
+@dataclass(frozen=True)
+class Attempt:
+    """A preconditioner to try, and when to give it up (None: never)."""
+
+    built: BuiltPreconditioner
+    patience: Patience | None
+
+
+def attempts(
     operator: RouterCurvature, kind: Preconditioner, steps: Steps = SOLVE_STEPS
-) -> Prepared:
-    """Build the preconditioner asked for; AUTO chooses for as many `steps` as each would take."""
+) -> Iterator[Attempt]:
+    """What to solve with, one after the other; each is built when it is asked for.
+
+    A kind that is named is the only one. AUTO's end with Jacobi, which needs no patience.
+    """
+    if kind is not Preconditioner.AUTO:
+        yield Attempt(build(operator, kind), None)
+        return
+    first = Preconditioner.JACOBI
+    if operator.dense > 0.0:
+        first = choose(operator.shape, tokens_of(operator), operator.dtype, steps)
+    factors = None
+    if first is Preconditioner.BLOCK:
+        yield Attempt(_block(operator), PATIENCE[first])
+    elif first is Preconditioner.KRONECKER:
+        factors = KroneckerFactors.of(operator)
+        yield Attempt(_kronecker(operator, factors), PATIENCE[first])
+    if first is not Preconditioner.JACOBI:
+        two_level = _two_level(operator, factors)
+        patience = PATIENCE[Preconditioner.TWO_LEVEL]
+        yield Attempt(two_level, patience)
+        if factors is not None:  # the same directions, and a sturdier rest
+            yield Attempt(_with_jacobi(operator, two_level), patience)
+    yield Attempt(_jacobi(operator), None)
+
+
+def build(
+    operator: RouterCurvature, kind: Preconditioner, steps: Steps = SOLVE_STEPS
+) -> BuiltPreconditioner:
+    """The preconditioner asked for; of AUTO's the first."""
     if kind is Preconditioner.AUTO:
-        kind = choose(operator.shape, tokens_of(operator), operator.dtype, steps)
+        return next(attempts(operator, kind, steps)).built
     if kind is Preconditioner.JACOBI:
-        return Prepared(kind, Diagonal(operator.diagonal()).inverse())
+        return _jacobi(operator)
     if kind is Preconditioner.BLOCK:
         return _block(operator)
     if kind is Preconditioner.KRONECKER:
-        return _kronecker(operator)
-    return Prepared(Preconditioner.NONE, Identity(operator.shape, operator.device))
+        return _kronecker(operator, KroneckerFactors.of(operator))
+    if kind is Preconditioner.TWO_LEVEL:
+        return _two_level(operator, None)
+    return BuiltPreconditioner(kind, Identity(operator.shape, operator.device))
 
+
+def _jacobi(operator: RouterCurvature) -> BuiltPreconditioner:
+    return BuiltPreconditioner(Preconditioner.JACOBI, Diagonal(operator.diagonal()).inverse())
+
+
+def _block(operator: RouterCurvature) -> BuiltPreconditioner:
+    inverse, jitter = block_inverse(operator)
+    return BuiltPreconditioner(Preconditioner.BLOCK, inverse, jitter=jitter)
+
+
+def _kronecker(operator: RouterCurvature, factors: KroneckerFactors) -> BuiltPreconditioner:
+    damping = max(operator.damping, KRONECKER_DAMPING * operator.dense)
+    return BuiltPreconditioner(Preconditioner.KRONECKER, factors.inverse(operator, damping))
+
+
+def _two_level(operator: RouterCurvature, factors: KroneckerFactors | None) -> BuiltPreconditioner:
+    """The leading directions, with Kronecker for the rest if its factors are there."""
+    count = direction_count(operator.shape, couples=operator.couples_experts)
+    if factors is None:
+        directions = sketched_directions(operator, count)
+        rest: LinearOperator = _jacobi(operator).operator
+    else:
+        directions = directions_of(factors, operator, count)
+        rest = factors.inverse(operator, max(operator.damping, REST_DAMPING * operator.dense))
+    deflation = LeadingDirections(operator, directions)
+    return BuiltPreconditioner(Preconditioner.TWO_LEVEL, rest, deflation, deflation.jitter)
+
+
+def _with_jacobi(operator: RouterCurvature, built: BuiltPreconditioner) -> BuiltPreconditioner:
+    rest = _jacobi(operator).operator
+    return BuiltPreconditioner(built.kind, rest, built.deflation, built.jitter)
+
+
+# --- what they cost -----------------------------------------------------------------------------
 
 # Tokens for each feature below which one Gram matrix misleads: with two, Kronecker took up to 1000
 # steps and more where Jacobi took 411 at the most.
@@ -130,6 +196,25 @@ EIGEN_COST = 10.0
 INVERSE_COST = 4.0
 # Work (multiply-adds) below which calls, not arithmetic, cost the time.
 NEGLIGIBLE_WORK = 2e8
+# Rows of A_Z, and directions, at the most and at the least; a multiple of 8 suits the matrix units.
+MOST_ROWS, MOST_DIRECTIONS, LEAST_DIRECTIONS, DIRECTION_STEP = 4096, 64, 4, 8
+# Making A_Z may cost as much as this many products with A.
+BUILD_PRODUCTS = 10.0
+
+
+def direction_count(shape: tuple[int, int], *, couples: bool = True) -> int:
+    """J, the number of leading directions for a router of this shape.
+
+    A_Z takes N (K·J)² / 2 multiply-adds and a product 2 N K d; where H is diagonal, a K-th of that.
+    """
+    experts, width = shape
+    count = MOST_DIRECTIONS
+    if couples:
+        affordable = math.isqrt(int(4 * BUILD_PRODUCTS * width / experts))
+        count = min(count, affordable, MOST_ROWS // experts)
+    if count > DIRECTION_STEP:
+        count -= count % DIRECTION_STEP
+    return max(1, min(max(count, LEAST_DIRECTIONS), width // 2))
 
 
 @dataclass(frozen=True)
@@ -146,12 +231,19 @@ def works(shape: tuple[int, int], tokens: int) -> dict[Preconditioner, Work]:
     product = 2.0 * tokens * experts * width
     eigen = EIGEN_COST * (width**3 + experts**3)
     blocks = experts * (tokens * width**2 + INVERSE_COST * width**3)
+    count = direction_count(shape)
+    rows = experts * count
+    sketch = 2.0 * (ROUNDS + 1) * min(tokens, SKETCH_TOKENS) * width * (count + OVERSAMPLING)
+    leading = tokens * (rows**2 / 2.0 + width * count) + INVERSE_COST * rows**3
     return {
         Preconditioner.JACOBI: Work(0.0, product),
         Preconditioner.KRONECKER: Work(
             tokens * width**2 + eigen, product + 2.0 * experts * width * (width + experts)
         ),
         Preconditioner.BLOCK: Work(blocks, product + 1.0 * experts * width**2),
+        Preconditioner.TWO_LEVEL: Work(
+            sketch + leading, product + 2.0 * tokens * experts * count + 1.0 * rows**2
+        ),
     }
 
 
@@ -189,85 +281,33 @@ def steps_to_build(operator: RouterCurvature, kind: Preconditioner) -> float:
 
 
 # Gram matrix, eigenvectors and an eigendecomposition's workspace; a block, its factor, its inverse
-# and what torch needs to make the last.
-KRONECKER_MATRICES, BLOCK_MATRICES = 8, 4
+# and what torch needs to make the last; A_Z, its factor, its inverse, and halves of it on the way.
+KRONECKER_MATRICES, BLOCK_MATRICES, LEADING_MATRICES = 8, 4, 5
 
 
 def matrix_bytes(
     kind: Preconditioner, shape: tuple[int, int], tokens: int, dtype: torch.dtype
 ) -> int:
-    """The most memory that building a preconditioner takes, vectors left out.
+    """The most memory that building a preconditioner and solving with it take, vectors left out.
 
-    For AUTO, whichever of its two choices (for one system, for Newton's) takes more.
+    For AUTO the most that any of its attempts may hold, for one system or for Newton's.
     """
     experts, width = shape
-    kinds = {kind}
     if kind is Preconditioner.AUTO:
-        kinds = {choose(shape, tokens, dtype, steps) for steps in (SOLVE_STEPS, NEWTON_STEPS)}
-    count = {
-        Preconditioner.KRONECKER: KRONECKER_MATRICES,
-        Preconditioner.BLOCK: BLOCK_MATRICES * experts,
-    }
-    return max(count.get(one, 0) for one in kinds) * width**2 * dtype.itemsize
-
-
-def _block(operator: RouterCurvature) -> Prepared:
-    """(a mean h_k x xᵀ + c diag)⁻¹ for each expert k, h = diag H."""
-    experts, width = operator.shape
-    blocks = torch.zeros(experts, width, width, dtype=operator.dtype, device=operator.device)
-    for expert in range(experts):
-        for domain in operator.statistics:
-            blocks[expert] += domain.gram(lambda h, k=expert: h[:, k])  # type: ignore[misc]
-    damped = operator.damping * operator.sum_diagonal
-    blocks.mul_(operator.dense).diagonal(dim1=1, dim2=2).add_(damped.to(blocks.dtype))
-    factors, jitter = cholesky(blocks)
-    return Prepared(Preconditioner.BLOCK, BlockInverse(torch.cholesky_inverse(factors)), jitter)
-
-
-def cholesky(matrices: Tensor) -> tuple[Tensor, float]:
-    """Batched Cholesky factors, with the relative jitter that was needed (0 where none was).
-
-    A matrix that is zero altogether (an expert no token ever leans to) becomes the identity: it
-    then changes nothing, as its residual is zero too.
-    """
-    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
-    mean = diagonal.mean(dim=-1, keepdim=True)
-    diagonal += torch.where(diagonal > 0, 0.0, torch.where(mean > 0, mean, torch.ones_like(mean)))
-    jitter, step = 0.0, FIRST_JITTER
-    factors, info = torch.linalg.cholesky_ex(matrices)
-    while bool((info != 0).any()) and step < 1.0:
-        diagonal += (step - jitter) * mean
-        jitter, step = step, step * JITTER_GROWTH
-        factors, info = torch.linalg.cholesky_ex(matrices)
-    return factors, jitter
-
-
-def _kronecker(operator: RouterCurvature) -> Prepared:
-    mean_h = torch.stack([s.mean_hessian() for s in operator.statistics]).sum(dim=0)
-    # Tokens weighted by tr H: those that are routed with certainty do not bend the divergence.
-    gram = operator.statistics[0].gram(_trace)
-    for domain in operator.statistics[1:]:
-        gram += domain.gram(_trace)
-    lambda_h, vectors_h = torch.linalg.eigh(_unit_diagonal(mean_h))
-    lambda_x, vectors_x = torch.linalg.eigh(_unit_diagonal(gram))
-    damping = max(operator.damping, KRONECKER_DAMPING * operator.dense)
-    # Rounding makes zero eigenvalues a little negative.
-    products = torch.outer(lambda_h.to(lambda_x.dtype), lambda_x).clamp_min(0.0)
-    values = operator.dense * products + damping
-    scale = Diagonal(operator.sum_diagonal).inverse().values.sqrt()
-    inverse = KroneckerInverse(scale, vectors_h.to(lambda_x.dtype), vectors_x, 1.0 / values)
-    return Prepared(Preconditioner.KRONECKER, inverse)
-
-
-def _trace(h: Tensor) -> Tensor:
-    return h.sum(dim=-1)
-
-
-def _unit_diagonal(matrix: Tensor) -> Tensor:
-    """The matrix scaled to a diagonal of ones; empty rows become those of the identity."""
-    diagonal = matrix.diagonal()
-    empty = diagonal <= 0
-    scale = torch.where(empty, torch.ones_like(diagonal), diagonal).rsqrt()
-    unit = scale.unsqueeze(1) * matrix * scale
-    unit.diagonal().add_(empty.to(matrix.dtype))
-    return unit
+        firsts = {choose(shape, tokens, dtype, steps) for steps in (SOLVE_STEPS, NEWTON_STEPS)}
+        needed = [matrix_bytes(first, shape, tokens, dtype) for first in firsts]
+        leading = matrix_bytes(Preconditioner.TWO_LEVEL, shape, tokens, dtype)
+        if Preconditioner.KRONECKER in firsts:  # whose factors go on to serve below the directions
+            leading += matrix_bytes(Preconditioner.KRONECKER, shape, tokens, dtype)
+        return max(*needed, leading)
+    if kind is Preconditioner.KRONECKER:
+        return KRONECKER_MATRICES * width**2 * dtype.itemsize
+    if kind is Preconditioner.BLOCK:
+        return BLOCK_MATRICES * experts * width**2 * dtype.itemsize
+    if kind is Preconditioner.TWO_LEVEL:
+        count = direction_count(shape)
+        chunk = min(CHUNK, tokens * experts * count)
+        # Logits of all tokens and their coordinates; a chunk of v ⊗ x̂ with its terms.
+        tall = (tokens * (experts + count) + 2 * chunk) * dtype.itemsize
+        return tall + LEADING_MATRICES * (experts * count) ** 2 * torch.float64.itemsize
+    return 0

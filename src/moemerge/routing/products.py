@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moemerge.kernels import fused, splitting
+from moemerge.kernels.fused import Shift
 from moemerge.kernels.splitting import representable
 from moemerge.routing.domains import augmented, logits_of, working_dtype
 from moemerge.routing.weights import TokenWeights
@@ -72,6 +73,20 @@ class Features(ABC):
         """
 
     @abstractmethod
+    def solver_logits(self, v: Tensor, precision: Precision) -> Tensor:
+        """X Vᵀ of a `representable` V, (tokens, K): the first half of `add_curvature`."""
+
+    @abstractmethod
+    def moment(self, weights: TokenWeights, z: Tensor, projected: Tensor) -> Tensor:
+        """Σ (H_t z_t) projected_tᵀ of logits z, (K, J) float64."""
+
+    @abstractmethod
+    def add_weighted(
+        self, out: Tensor, weights: TokenWeights, z: Tensor, shift: Shift | None, factor: float
+    ) -> None:
+        """Add `factor` Σ H_t (z_t + shift_t) x_tᵀ to `out`: the second half. z may be spoilt."""
+
+    @abstractmethod
     def gram(self, weight: Tensor | None) -> Tensor:
         """Σ t_t x_t x_tᵀ, (columns, columns) in the working dtype: for preconditioners."""
 
@@ -113,6 +128,20 @@ class PlainFeatures(Features):
         x = self.x.to(torch.float64 if accurate else working_dtype(self.x))
         out.add_(self._outer(weights.apply(logits_of(x, v)), x), alpha=factor)
 
+    def solver_logits(self, v: Tensor, precision: Precision) -> Tensor:
+        return self.working_logits(v)
+
+    def moment(self, weights: TokenWeights, z: Tensor, projected: Tensor) -> Tensor:
+        return (weights.apply(z).T @ projected).double()
+
+    def add_weighted(
+        self, out: Tensor, weights: TokenWeights, z: Tensor, shift: Shift | None, factor: float
+    ) -> None:
+        if shift is not None:
+            z.addmm_(shift.projected, shift.coefficients.T.to(z.dtype))
+        x = self.x.to(working_dtype(self.x))
+        out.add_(self._outer(weights.apply(z), x), alpha=factor)
+
     def gram(self, weight: Tensor | None) -> Tensor:
         x = augmented(self.x.to(working_dtype(self.x)), self.columns)
         if weight is not None:
@@ -150,6 +179,18 @@ class FusedFeatures(Features):
     ) -> None:
         h = weights.diagonal, weights.rank_one
         fused.add_product(out, self.x, *h, v, terms=precision.terms, factor=factor)
+
+    def solver_logits(self, v: Tensor, precision: Precision) -> Tensor:
+        return fused.logits(self.x, v, terms=precision.terms.vector)
+
+    def moment(self, weights: TokenWeights, z: Tensor, projected: Tensor) -> Tensor:
+        return fused.moment(z, weights.diagonal, weights.rank_one, projected, wide=False)
+
+    def add_weighted(
+        self, out: Tensor, weights: TokenWeights, z: Tensor, shift: Shift | None, factor: float
+    ) -> None:
+        h, terms = (weights.diagonal, weights.rank_one), splitting.FAST.weighted
+        fused.add_weighted(out, self.x, *h, z, shift, terms=terms, factor=factor)
 
     def gram(self, weight: Tensor | None) -> Tensor:
         x = self.x

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moemerge.architectures.gates import Gate
 from moemerge.errors import DataError, UsageError
-from moemerge.linalg.cg import CGResult, cg
+from moemerge.linalg.cg import CGResult, Status, cg
 from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
-from moemerge.routing.preconditioners import Preconditioner, prepare
+from moemerge.routing.preconditioners import Preconditioner, attempts
 
 DEFAULT_ALPHA = 0.9
 
@@ -49,13 +49,30 @@ class SolveSettings:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What came of a solve with one preconditioner."""
+
+    preconditioner: Preconditioner
+    steps: int
+    status: Status
+    jitter: float
+
+
+@dataclass(frozen=True)
 class RouterSolution:
     """A new router and how it was found."""
 
     weight: Tensor  # (K, d) or (K, d + 1), float64, on the features' device
-    cg: CGResult
-    preconditioner: Preconditioner
-    jitter: float
+    cg: CGResult  # of all trials together
+    trials: tuple[Trial, ...]  # in order; all but the last were given up
+
+    @property
+    def preconditioner(self) -> Preconditioner:
+        return self.trials[-1].preconditioner
+
+    @property
+    def jitter(self) -> float:
+        return self.trials[-1].jitter
 
 
 def build_operator(
@@ -96,16 +113,26 @@ def solve_system(
         raise DataError(
             f"the merged router is {tuple(start.shape)}, the sources' are {operator.shape}"
         )
-    prepared = prepare(operator, settings.preconditioner)
-    result = cg(
-        operator,
-        operator.rhs(),
-        start=start,
-        preconditioner=prepared.operator,
-        coarse=operator.coarse(),
-        accurate=operator.accurate(),
-        rtol=settings.rtol,
-        max_steps=settings.max_steps,
-        check_every=operator.check_every,
-    )
-    return RouterSolution(result.solution, result, prepared.kind, prepared.jitter)
+    result: CGResult | None = None
+    tried: list[Trial] = []
+    for attempt in attempts(operator, settings.preconditioner):
+        built = attempt.built
+        latest = cg(
+            operator,
+            operator.rhs(),
+            start=start if result is None else result.solution,
+            preconditioner=built.operator,
+            deflation=built.deflation,
+            coarse=operator.coarse(),
+            accurate=operator.accurate(),
+            rtol=settings.rtol,
+            max_steps=settings.max_steps,
+            check_every=operator.check_every,
+            patience=attempt.patience,
+        )
+        tried.append(Trial(built.kind, latest.steps, latest.status, built.jitter))
+        result = latest if result is None else result.followed_by(latest)
+        if result.converged:
+            break
+    assert result is not None  # there is always an attempt
+    return RouterSolution(result.solution, result, tuple(tried))

@@ -51,6 +51,13 @@ class TokenWeights:
             return TokenWeights(diagonal, diagonal)
         return TokenWeights(diagonal, None if self.rank_one is None else self.rank_one[begin:end])
 
+    def every(self, stride: int) -> TokenWeights:
+        """The weights of every `stride`th token."""
+        diagonal = None if self.diagonal is None else self.diagonal[::stride]
+        if self.rank_one is self.diagonal:
+            return TokenWeights(diagonal, diagonal)
+        return TokenWeights(diagonal, None if self.rank_one is None else self.rank_one[::stride])
+
     def apply(self, v: Tensor) -> Tensor:
         """H v, (tokens, experts)."""
         if self.diagonal is None:
