@@ -28,8 +28,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yml"))
 _BLOCK = re.compile(r"^```(sh|yaml|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (\S+\.(?:yml|py))$")  # a block's first line that names a file
 # Verbs that write a folder: which of their words is OUT.
-WRITES = {"merge": 2, "run": 2, "calibrate": 2, "swap-routers": 4}
-_WRITTEN = re.compile(r"moemerge\.(?:merge|calibrate|run)\(\s*\"[^\"]+\",\s*\"([^\"]+)\"")
+WRITES = {"merge": 2, "run": 2, "calibrate": 2, "refit": 2, "swap-routers": 4}
+_WRITTEN = re.compile(r"moemerge\.(?:merge|calibrate|refit|run)\(\s*\"[^\"]+\",\s*\"([^\"]+)\"")
 # Verbs that train, download or take minutes; they have tests of their own.
 # A random model's answers are never right, so `data` would keep none.
 SLOW = {"demo", "testbed", "data"}
@@ -49,6 +49,8 @@ def models(
     }
     return {
         "allenai/OLMoE-1B-7B-0125": base,
+        "base": base,
+        "org/base": base,
         **tuned,
         **{f"org/{name}": path for name, path in tuned.items()},
     }
@@ -60,7 +62,7 @@ def scratch(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, path in models.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(path)
-    for seed, name in enumerate(["math", "math-test", "code", "code-test"]):
+    for seed, name in enumerate(["math", "math-test", "code", "code-test", "general"]):
         write_text(tmp_path / f"{name}.jsonl", seed=seed, rows=30)
     shutil.copytree(models["math"], tmp_path / "merged")
     (tmp_path / "examples").symlink_to(ROOT / "examples")

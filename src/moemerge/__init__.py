@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from moemerge.api import load_config as load_config
     from moemerge.api import make_data as make_data
     from moemerge.api import merge as merge
+    from moemerge.api import refit as refit
     from moemerge.api import run as run
     from moemerge.api import swap_routers as swap_routers
     from moemerge.api import validate as validate
     from moemerge.checkpoint import Checkpoint as Checkpoint
     from moemerge.config.calibration import CalibrationSettings as CalibrationSettings
     from moemerge.config.data import DataSettings as DataSettings
+    from moemerge.config.refit import RefitSettings as RefitSettings
     from moemerge.config.settings import CollectingSettings as CollectingSettings
     from moemerge.config.settings import DiagnosisSettings as DiagnosisSettings
     from moemerge.config.settings import MergeSettings as MergeSettings
@@ -41,12 +43,13 @@ if TYPE_CHECKING:
 # The public names of each room.
 _PUBLIC = {
     "moemerge.api": (
-        "calibrate collect_statistics diagnose inspect load_config make_data merge run "
-        "swap_routers validate"
+        "calibrate collect_statistics diagnose inspect load_config make_data merge refit "
+        "run swap_routers validate"
     ),
     "moemerge.checkpoint": "Checkpoint",
     "moemerge.config.calibration": "CalibrationSettings",
     "moemerge.config.data": "DataSettings",
+    "moemerge.config.refit": "RefitSettings",
     "moemerge.config.settings": "CollectingSettings DiagnosisSettings MergeSettings",
     "moemerge.errors": (
         "ArchitectureError CheckpointError ConfigError DataError MoeMergeError NumericalError "

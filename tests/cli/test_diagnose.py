@@ -175,7 +175,7 @@ def test_run_writes_a_page_too(case: cases.Case, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = moemerge("run", config, tmp_path / "out", "--report", page)
     assert result.exit_code == 0, result.output
-    assert "the merge before calibration" in page.read_text()
+    assert "the merge before its repair" in page.read_text()
     words = shlex.join(["moemerge", "run", str(config), str(tmp_path / "out")])
     assert words in page.read_text().replace("<span>", "").replace("</span>", "")
     assert f"page: {page}" in result.stderr
@@ -183,7 +183,7 @@ def test_run_writes_a_page_too(case: cases.Case, tmp_path: Path) -> None:
     plain.write_text("\n".join(lines[: 1 + len(case.sources)]) + "\n")
     result = moemerge("run", plain, tmp_path / "other", "--report", page)
     assert result.exit_code == 2
-    assert "no calibration: block" in result.stderr
+    assert "no calibration: or refit: block" in result.stderr
     assert not (tmp_path / "other").exists()
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import typer
 
-from moemerge.cli.calibrate import _what_is_left
+from moemerge.cli.calibrate import what_is_left
 from moemerge.cli.interrupts import interruptible
 from moemerge.runtime.unfinished import journal_path
 
 
 def test_only_the_page_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    left = _what_is_left(out)
+    left = what_is_left(out)
     out.mkdir()
     with pytest.raises(typer.Exit) as end, interruptible(left):
         raise KeyboardInterrupt
@@ -27,7 +27,7 @@ def test_only_the_page_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_an_older_folder_is_nothing_that_is_left(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    with pytest.raises(KeyboardInterrupt), interruptible(_what_is_left(out)):
+    with pytest.raises(KeyboardInterrupt), interruptible(what_is_left(out)):
         raise KeyboardInterrupt
 
 
@@ -36,7 +36,7 @@ def test_an_interrupted_import_is_not_tried_again(
 ) -> None:
     """What it had half imported would fail, and the user see a traceback."""
     out = tmp_path / "out"
-    left = _what_is_left(out)
+    left = what_is_left(out)
     journal_path(out).mkdir()
 
     def refused(name: str, *_: Any) -> None:

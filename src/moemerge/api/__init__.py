@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from moemerge.api.jobs import calibrate as calibrate
     from moemerge.api.jobs import collect_statistics as collect_statistics
     from moemerge.api.jobs import diagnose as diagnose
+    from moemerge.api.jobs import refit as refit
     from moemerge.api.jobs import swap_routers as swap_routers
     from moemerge.api.listing import inspect as inspect
     from moemerge.api.listing import list_architectures as list_architectures
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _PARTS = {
     "data": "make_data",
-    "jobs": "calibrate collect_statistics diagnose swap_routers",
+    "jobs": "calibrate collect_statistics diagnose refit swap_routers",
     "listing": "inspect list_architectures list_methods",
     "merging": "load_config merge run validate",
 }

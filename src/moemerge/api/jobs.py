@@ -11,6 +11,7 @@ from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
 from moemerge.config.fields import Strict
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
+from moemerge.config.refit import RefitKeywords, RefitSettings
 from moemerge.config.settings import (
     CollectingKeywords,
     CollectingSettings,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from moemerge.collecting import CollectReport
     from moemerge.diagnosis import Diagnosis, SwapReport
     from moemerge.diagnosis.page import BeforeAndAfter
+    from moemerge.refitting import RefitReport, RefitRequest
     from moemerge.text.rows import TextSource
 
 S = TypeVar("S", bound=Strict)
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
 
 class CalibrateKeywords(CalibrationKeywords, OutputKeywords, total=False):
     """Keywords of `calibrate`."""
+
+
+class RefitOutKeywords(RefitKeywords, OutputKeywords, total=False):
+    """Keywords of `refit`."""
 
 
 def settings_for(model: type[S], settings: S | None, values: Mapping[str, Any], job: str) -> S:
@@ -101,22 +107,64 @@ def calibrate(
     return done
 
 
+@with_keywords(RefitOutKeywords, RefitSettings, OutputSettings)
+def refit(
+    merged: Model,
+    out: str | Path,
+    *,
+    sources: Mapping[str, Model],
+    data: Mapping[str, Files],
+    weights: Mapping[str, float] | None = None,
+    settings: RefitSettings | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[RefitOutKeywords],
+) -> RefitReport:
+    """Refit the linear maps of `merged` to what its sources give, and write the model to `out`.
+
+    `sources` are the merged models and `data` their text (JSON lines or parquet), under the same
+    names; `weights` say how much each counts (1 where none is given). Settings are given as a
+    whole, or one by one: `refit(..., ridge=0.01, parts="attention,experts")`. `report` is an HTML
+    page to write: a diagnosis before and after. `resume` goes on where a killed run ended.
+    """
+    from moemerge.refitting import RefitRequest, run_refit
+
+    output, values = output_for(keywords, "refit")
+    request = RefitRequest(
+        merged=merged,
+        out=Path(out),
+        sources=sources,
+        data={name: files_of(files) for name, files in data.items()},
+        settings=settings_for(RefitSettings, settings, values, "refit"),
+        weights=weights or {},
+        overwrite=output.overwrite,
+        resume=output.resume,
+    )
+    progress = Silent() if progress is None else progress
+    page = before_and_after(output.report, request)
+    if page is not None:
+        request = replace(request, text=page.text)
+    done = run_refit(request, progress)
+    if page is not None:
+        page.write(progress)
+    return done
+
+
 def files_of(files: Files) -> tuple[TextSource, ...]:
     return (files,) if isinstance(files, str | Path) else tuple(files)
 
 
 def before_and_after(
     report: str | Path | None,
-    done: CalibrationRequest,
+    done: CalibrationRequest | RefitRequest,
     label: str | None = None,
     command: str | None = None,
 ) -> BeforeAndAfter | None:
-    """The page of a calibration, if one is wanted."""
+    """The page of a calibration or a refit, if one is wanted."""
     if report is None:
         return None
     from moemerge.diagnosis.page import BeforeAndAfter
 
-    settings = {name: getattr(done.settings, name) for name in CalibrationSettings.model_fields}
+    settings = {name: getattr(done.settings, name) for name in type(done.settings).model_fields}
     models = (done.merged, done.out)
     return BeforeAndAfter.of(
         report, models, done.sources, done.data, settings, label=label, command=command

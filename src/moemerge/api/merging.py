@@ -1,4 +1,4 @@
-"""Merging: read a config, check it, merge, and calibrate where the config says so."""
+"""Merging: read a config, check it, merge, and repair the merge where the config says so."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from moemerge.checkpoint.passing import passing_folder
 from moemerge.config.calibration import CalibrationBlock, CalibrationKeywords
 from moemerge.config.load import LoadedConfig
 from moemerge.config.load import load_config as _load_config
+from moemerge.config.refit import RefitBlock, RefitKeywords
+from moemerge.config.requests import SourceData
 from moemerge.config.settings import (
     MergeKeywords,
     MergeSettings,
@@ -32,10 +34,16 @@ from moemerge.text.rows import check_text
 
 if TYPE_CHECKING:
     from moemerge.calibration import CalibrationReport
+    from moemerge.refitting import RefitReport
 
 ConfigSource = str | Path | Mapping[str, Any] | LoadedConfig
 # What a page calls a merge that only lives while `run` works.
-MERGE_ALONE = "the merge before calibration"
+MERGE_ALONE = "the merge before its repair"
+# What `run` does after the merge, by the key of its block.
+BLOCKS: Mapping[str, type[CalibrationBlock] | type[RefitBlock]] = {
+    "calibration": CalibrationBlock,
+    "refit": RefitBlock,
+}
 
 
 class RunKeywords(MergeKeywords, OutputKeywords, total=False):
@@ -100,26 +108,25 @@ def validate(
 ) -> MergeReport:
     """Plan a merge (into `out`) and check all that can be checked without reading a tensor.
 
-    Of text the first rows are read; of a `calibration:` block its sources and layers are checked.
+    Of text the first rows are read; of a repair its sources and layers are checked.
     """
     settings = settings_for(MergeSettings, settings, keywords, "validate")
     loaded = load_config(config, lenient=settings.lenient)
-    _check_calibration(loaded)
+    _check_repair(loaded)
     return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What `run` did; `calibration` is None for a config that asks for none."""
+    """What `run` did; a part that the config does not ask for is None."""
 
     merge: MergeReport
-    calibration: CalibrationReport | None
+    calibration: CalibrationReport | None = None
+    refit: RefitReport | None = None
 
     def to_json(self) -> dict[str, Any]:
-        found = {"merge": self.merge.to_json()}
-        if self.calibration is not None:
-            found["calibration"] = self.calibration.to_json()
-        return found
+        parts = {"merge": self.merge, "calibration": self.calibration, "refit": self.refit}
+        return {name: part.to_json() for name, part in parts.items() if part is not None}
 
 
 @with_keywords(RunKeywords, MergeSettings, OutputSettings)
@@ -129,84 +136,121 @@ def run(
     *,
     settings: MergeSettings | None = None,
     calibration: CalibrationKeywords | None = None,
+    refit: RefitKeywords | None = None,
     progress: Progress | None = None,
     **keywords: Unpack[RunKeywords],
 ) -> RunReport:
-    """Merge, then calibrate where the config has a `calibration:` block, into the folder `out`.
+    """Merge, then repair as the config's `calibration:` or `refit:` block says, into `out`.
 
-    `calibration` holds settings that beat the block's. The uncalibrated merge exists only while
-    this runs; a killed run that is resumed merges again and goes on with the first unfinished
+    `calibration` and `refit` hold settings that beat the block's. The merge as it was exists only
+    while this runs; a killed run that is resumed merges again and goes on with the first unfinished
     layer. `report` is an HTML page to write, as of `calibrate`.
     """
     output, values = output_for(keywords, "run")
     if "overwrite" in keywords:
         values["overwrite"] = output.overwrite
     settings = settings_for(MergeSettings, settings, values, "run")
-    report = output.report
-    given = cast(Mapping[str, Any], calibration or {})
     loaded = load_config(config, lenient=settings.lenient)
     progress = Silent() if progress is None else progress
     out = Path(out)
-    if loaded.calibration is None:
-        _refuse_without_calibration(report, given)
-        return RunReport(_merge(loaded, out, settings, progress), None)
-    loaded = _with_settings(loaded, given)
-    wanted, block = loaded.calibration, loaded.config.calibration
-    assert wanted is not None  # `_with_settings` keeps what there was
-    assert block is not None
+    given: dict[str, Mapping[str, Any]] = {
+        "calibration": cast(Mapping[str, Any], calibration or {}),
+        "refit": cast(Mapping[str, Any], refit or {}),
+    }
+    key = next((key for key in BLOCKS if getattr(loaded, key) is not None), None)
+    _refuse_idle(key, given, output.report)
+    if key is None:
+        return RunReport(_merge(loaded, out, settings, progress))
+    loaded = _with_settings(loaded, key, given[key])
     check_output(out, overwrite=settings.overwrite)
-    _check_calibration(loaded)
-    from moemerge.calibration import CalibrationRequest, run_calibration
-
-    if report is not None:
+    _check_repair(loaded)
+    if output.report is not None:
         from moemerge.diagnosis.page import page_path
 
-        page_path(report)
+        page_path(output.report)
     with passing_folder(out) as folder:
         merged = _merge(loaded, folder / "merged", settings, progress, temporary=True)
-        request = CalibrationRequest(
-            merged=folder / "merged",
-            out=out,
-            sources=wanted.sources,
-            data=wanted.data,
-            settings=block.settings,
-            overwrite=settings.overwrite,
-            resume=output.resume,
-            temporary=True,
-        )
-        command = _run_command(config, out, given, report)
-        page = before_and_after(report, request, MERGE_ALONE, command)
-        if page is not None:
-            request = replace(request, text=page.text)
-        calibrated = run_calibration(request, progress)
-        if page is not None:
-            page.write(progress)
-    return RunReport(replace(merged, output=str(out)), calibrated)
+        wanted: SourceData = getattr(loaded, key)
+        common: dict[str, Any] = {
+            "merged": folder / "merged",
+            "out": out,
+            "sources": wanted.sources,
+            "data": wanted.data,
+            "settings": getattr(loaded.config, key).settings,
+            "overwrite": settings.overwrite,
+            "resume": output.resume,
+            "temporary": True,
+        }
+        command = _run_command(config, out, given[key], output.report)
+        told = (output.report, MERGE_ALONE, command)
+        if key == "refit":
+            assert loaded.config.refit is not None
+            done = _refit({**common, "weights": loaded.config.refit.weights}, progress, told)
+        else:
+            done = _calibrate(common, progress, told)
+    return RunReport(replace(merged, output=str(out)), **{key: done})
 
 
-def _check_calibration(loaded: LoadedConfig) -> None:
-    """What can be refused of a calibration before its merge is made."""
-    wanted, block = loaded.calibration, loaded.config.calibration
-    if wanted is not None and block is not None:
-        check_text(wanted.data)
-        check_sources(wanted.sources, block.layers)
+Told = tuple[str | Path | None, str, str]  # the page, what it calls the merge, and this command
 
 
-def _refuse_without_calibration(report: str | Path | None, given: Mapping[str, Any]) -> None:
-    """What only makes sense with a calibration: block."""
-    if report is not None:
+def _calibrate(values: Mapping[str, Any], progress: Progress, told: Told) -> Any:
+    from moemerge.calibration import CalibrationRequest, run_calibration
+
+    request = CalibrationRequest(**values)
+    report, label, command = told
+    page = before_and_after(report, request, label, command)
+    if page is not None:
+        request = replace(request, text=page.text)
+    done = run_calibration(request, progress)
+    if page is not None:
+        page.write(progress)
+    return done
+
+
+def _refit(values: Mapping[str, Any], progress: Progress, told: Told) -> Any:
+    from moemerge.refitting import RefitRequest, run_refit
+
+    request = RefitRequest(**values)
+    report, label, command = told
+    page = before_and_after(report, request, label, command)
+    if page is not None:
+        request = replace(request, text=page.text)
+    done = run_refit(request, progress)
+    if page is not None:
+        page.write(progress)
+    return done
+
+
+def _check_repair(loaded: LoadedConfig) -> None:
+    """What can be refused of a calibration or a refit before its merge is made."""
+    for key in BLOCKS:
+        wanted: SourceData | None = getattr(loaded, key)
+        if wanted is not None:
+            check_text(wanted.data)
+            layers = loaded.config.calibration.layers if loaded.config.calibration else None
+            check_sources(wanted.sources, layers)
+
+
+def _refuse_idle(
+    key: str | None, given: Mapping[str, Mapping[str, Any]], report: str | Path | None
+) -> None:
+    """What only makes sense with a block that the config does not have."""
+    if key is None and report is not None:
         raise UsageError(
-            f"a report {report} is asked for, but the config has no calibration: block",
+            f"a report {report} is asked for, but the config has no calibration: or refit: block",
             hint="its sources and data are what routing is measured with; or use "
             "`moemerge diagnose` on the merged model",
         )
-    idle = [name for name in given if name not in MergeSettings.model_fields]
-    if idle:
-        raise UsageError(
-            f"settings of a calibration are given ({', '.join(idle)}), but the config has no "
-            "calibration: block",
-            hint="add the block (an empty one means defaults), or leave the settings out",
-        )
+    understood = {*MergeSettings.model_fields, *(BLOCKS[key].model_fields if key else ())}
+    for other, values in given.items():
+        idle = [name for name in values if name not in understood]
+        if idle:
+            raise UsageError(
+                f"settings of a {other} are given ({', '.join(idle)}), but the config has no "
+                f"{other}: block",
+                hint="add the block (an empty one means defaults), or leave the settings out",
+            )
 
 
 def _run_command(
@@ -221,14 +265,14 @@ def _run_command(
     return shlex.join(words)
 
 
-def _with_settings(loaded: LoadedConfig, given: Mapping[str, Any]) -> LoadedConfig:
-    block = loaded.config.calibration
-    if not given or block is None:
+def _with_settings(loaded: LoadedConfig, key: str, given: Mapping[str, Any]) -> LoadedConfig:
+    block = getattr(loaded.config, key)
+    if not given:
         return loaded
-    values = {name: getattr(block, name) for name in CalibrationBlock.model_fields}
+    values = {name: getattr(block, name) for name in BLOCKS[key].model_fields}
     for one, other in (("alpha", "gamma"), ("gamma", "alpha")):
         if one in given:
             values.pop(other)
     values = {name: value for name, value in values.items() if value is not None}
-    changed = parse_settings(CalibrationBlock, {**values, **given}, "calibration settings")
-    return replace(loaded, config=loaded.config.model_copy(update={"calibration": changed}))
+    changed = parse_settings(BLOCKS[key], {**values, **given}, f"{key} settings")
+    return replace(loaded, config=loaded.config.model_copy(update={key: changed}))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from moemerge.calibration.layer import Agreement, LayerResult
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import SkippedRouter
-from moemerge.runtime.timing import Stopwatch
+from moemerge.runtime.timing import Timings
 
 PER_DOMAIN = ("kl_before", "kl_after", "mismatch_before", "mismatch_after")
 
@@ -121,42 +121,6 @@ def _mean(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     names = dict.fromkeys(name for row in rows for name in row)
     values = {n: [v for row in rows if (v := row.get(n)) is not None] for n in names}
     return {name: math.fsum(known) / len(known) for name, known in values.items() if known}
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Where a run's seconds went: one after the other, and beside them."""
-
-    seconds: Mapping[str, float]  # by part, up to the last router, and "write"
-    solved: float  # from the start until the last router was solved
-    beside: Mapping[str, tuple[float, int]]  # seconds and bytes of what ran in the background
-    peak_memory: int | None  # bytes on a GPU
-
-    @classmethod
-    def of(cls, stopwatch: Stopwatch, solved: float, peak: int | None) -> Timings:
-        parts = stopwatch.totals()
-        parts["other"] = max(0.0, solved - math.fsum(parts.values()))
-        beside = {name: (s, stopwatch.nbytes[name]) for name, s in stopwatch.beside.items()}
-        return cls(parts, solved, beside, peak)
-
-    def written(self, seconds: float, copied: tuple[float, int]) -> Timings:
-        """The same once the output is there."""
-        return replace(
-            self,
-            seconds={**self.seconds, "write": seconds},
-            beside={**self.beside, "copy": copied},
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "solved": round(self.solved, 3),
-            "seconds": {name: round(s, 3) for name, s in self.seconds.items()},
-            "beside": {
-                name: {"seconds": round(s, 3), "bytes": nbytes}
-                for name, (s, nbytes) in self.beside.items()
-            },
-            "peak_gpu_memory": self.peak_memory,
-        }
 
 
 @dataclass(frozen=True)

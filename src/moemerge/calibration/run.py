@@ -14,7 +14,7 @@ from moemerge.calibration.job import (
     prepare,
     stream_settings,
 )
-from moemerge.calibration.report import CalibrationReport, Timings, holdout_notices, totals
+from moemerge.calibration.report import CalibrationReport, holdout_notices, totals
 from moemerge.calibration.solve import RouterSolver, memory_need, solve_settings
 from moemerge.calibration.warm_up import WarmUp
 from moemerge.lockstep.inputs import settings_data
@@ -23,7 +23,7 @@ from moemerge.lockstep.streams import Lockstep, open_lockstep
 from moemerge.lockstep.walk import walk
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
-from moemerge.runtime.timing import peak_memory
+from moemerge.runtime.timing import Timings, peak_memory
 from moemerge.text.rows import source_names
 from moemerge.version import __version__
 

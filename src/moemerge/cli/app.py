@@ -16,7 +16,17 @@ from moemerge.cli.flags import without_types
 from moemerge.errors import MoeMergeError
 
 # In --help verbs stand in the order in which people need them; others come after these.
-FIRST = ("merge", "calibrate", "diagnose", "swap_routers", "stats", "inspect", "ls", "demo")
+FIRST = (
+    "merge",
+    "calibrate",
+    "refit",
+    "diagnose",
+    "swap_routers",
+    "stats",
+    "inspect",
+    "ls",
+    "demo",
+)
 HELPERS = ("app", "console", "flags", "interrupts", "render")
 
 

@@ -19,6 +19,7 @@ from moemerge.cli.flags import (
 )
 from moemerge.cli.interrupts import interruptible
 from moemerge.config.calibration import CalibrationSettings
+from moemerge.config.refit import RefitSettings
 from moemerge.config.settings import MergeSettings, OutputSettings
 from moemerge.runtime.unfinished import journal_path
 
@@ -56,7 +57,7 @@ def calibrate(
     from moemerge import api
     from moemerge.cli.calibration_table import calibration_report
 
-    with interruptible(_what_is_left(out_folder)), reporting.progress() as bar:
+    with interruptible(what_is_left(out_folder)), reporting.progress() as bar:
         done = api.calibrate(
             merged,
             out_folder,
@@ -75,23 +76,26 @@ def run(
     out_folder: Out,
     settings: MergeSettings,
     calibration: CalibrationSettings,
+    refit: RefitSettings,
     output: OutputSettings,
     reporting: Reporting,
 ) -> None:
-    """Merge as CONFIG says, then calibrate where it has a `calibration:` block, into OUT.
+    """Merge as CONFIG says, then repair as its `calibration:` or `refit:` block says, into OUT.
 
-    Flags of the calibration beat the block.
+    Flags of the repair beat the block.
     """
     from moemerge import api
     from moemerge.cli.calibration_table import calibration_report
+    from moemerge.cli.refit_table import refit_report
     from moemerge.cli.render import merge_report
 
-    with interruptible(_what_is_left(out_folder)), reporting.progress() as bar:
+    with interruptible(what_is_left(out_folder)), reporting.progress() as bar:
         done = api.run(
             config,
             out_folder,
             settings=settings,
             calibration=given(calibration),
+            refit=given(refit),
             resume=output.resume,
             report=output.report,
             progress=bar,
@@ -99,10 +103,12 @@ def run(
     tables = [merge_report(done.merge, verbose=reporting.verbose)]
     if done.calibration is not None:
         tables += ["", calibration_report(done.calibration, verbose=reporting.verbose)]
+    if done.refit is not None:
+        tables += ["", refit_report(done.refit, verbose=reporting.verbose)]
     reporting.show(done.to_json(), *tables, notices=done.merge.notices, page=output.report)
 
 
-def _what_is_left(out_folder: Path) -> Callable[[], str | None]:
+def what_is_left(out_folder: Path) -> Callable[[], str | None]:
     """Tells how to go on with an interrupted calibration, or that only the page is missing."""
     journal, before = journal_path(out_folder), _identity(out_folder)
 

@@ -187,13 +187,21 @@ def _declare(
     if inspect.isclass(kind) and dataclasses.is_dataclass(kind):
         fields = list(inspect.signature(kind, eval_str=True).parameters.values())
         return fields, lambda v: kind(**{field.name: v[field.name] for field in fields})
-    if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is dict:
-        pairs, option = get_args(kind)
+    if get_origin(kind) is Annotated and (pairs := _pairs(get_args(kind)[0])) is not None:
+        option = get_args(kind)[1]
         flag = f"--{name.replace('_', '-')}" if option.default is ... else option.default
         single = get_args(pairs)[1] is str
-        texts = parameter.replace(annotation=Annotated[list[str], option])
+        optional = parameter.default is None
+        annotation: Any = Annotated[list[str] | None if optional else list[str], option]
+        texts = parameter.replace(annotation=annotation)
         return [texts], lambda v: named(flag, v[name] or (), single=single)
     return [parameter], lambda v: v[name]
+
+
+def _pairs(kind: Any) -> Any:
+    """The dict in a type that is one, or one or None; None for any other."""
+    forms = [form for form in (kind, *get_args(kind)) if get_origin(form) is dict]
+    return forms[0] if forms else None
 
 
 def _flag(setting: Setting) -> inspect.Parameter:
@@ -241,7 +249,9 @@ def _help(setting: Setting) -> str:
         words += f": {', '.join(first)} or {last}"
     # A default of None is told in the description, where it means something.
     untold = setting.default is None or setting.default is False or setting.default in ("", ())
-    return f"{words}." if untold else f"{words} (default: {setting.default})."
+    default = setting.default
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    return f"{words}." if untold else f"{words} (default: {shown})."
 
 
 def _settings(model: type[Strict], values: Values) -> Strict:

@@ -104,10 +104,11 @@ class CalibrationKeywords(ForwardKeywords, total=False):
     strict: bool
 
 
-CalibrationSources = dict[str, ModelRef] | tuple[str, ...]
+NamedSources = dict[str, ModelRef] | tuple[str, ...]
 
 
-def _sources(raw: object) -> CalibrationSources:
+def named_sources(raw: object) -> NamedSources:
+    """`name: model`, or names of merged models."""
     if isinstance(raw, Mapping) and raw:
         return {str(name): _named(name, model) for name, model in raw.items()}
     names = raw if isinstance(raw, (list, tuple)) else ()
@@ -130,7 +131,7 @@ class CalibrationBlock(CalibrationSettings):
     """
 
     data: DataFiles | None = Field(None, description="calibration text of each source, by name")
-    sources: Annotated[CalibrationSources, PlainValidator(_sources)] | None = Field(
+    sources: Annotated[NamedSources, PlainValidator(named_sources)] | None = Field(
         None, description="name: model, or names of merged models; default: all but the base"
     )
 

@@ -16,7 +16,7 @@ from moemerge.config.parameter_values import Conditional, Gradient, plain
 from moemerge.config.schema import RunConfig
 from moemerge.config.yaml_lines import Dumper
 
-_ALWAYS = ("calibration",)  # written with their defaults, which a later version may change
+_ALWAYS = ("calibration", "refit")  # written with their defaults, which a later version may change
 _FIRST = ("merge_method", "base_model")
 _FILES = ("data", "statistics")  # whose values are file names
 

@@ -22,10 +22,11 @@ from moemerge.config.checks import (
 from moemerge.config.faults import Fault, Path, path_text
 from moemerge.config.parameters import MethodSchema
 from moemerge.config.requests import (
+    REPAIRS,
     SourceData,
     StatisticsRequest,
-    calibration_data,
-    calibration_faults,
+    repair_faults,
+    source_data,
     statistics_faults,
     statistics_request,
 )
@@ -43,7 +44,10 @@ from moemerge.errors import ConfigError
 
 _NO_METHOD: Final = "(none)"  # stands in for a missing merge_method while the rest is checked
 _BODIES: Final[tuple[Path, ...]] = (("models",), ("slices",), ("modules",))
-_PAIRED: Final[tuple[Path, ...]] = (("data",), ("calibration", "data"), ("calibration", "sources"))
+_PAIRED: Final[tuple[Path, ...]] = (
+    ("data",),
+    *((key, part) for key in REPAIRS for part in ("data", "sources")),
+)
 _UNNAMED: Final = "config"
 
 
@@ -81,6 +85,7 @@ class LoadedConfig:
     warnings: tuple[str, ...]
     merge: NormalisedMerge
     calibration: SourceData | None  # what to calibrate with, where the config asks for it
+    refit: SourceData | None = None  # and what to refit with
     statistics: StatisticsRequest | None = None
 
     def merge_alone(self) -> LoadedConfig:
@@ -158,7 +163,8 @@ class _Check:
             filters=tuple(replace(f, path=work.original(f.path)) for f in filters),
             warnings=warnings,
             merge=merge,
-            calibration=calibration_data(config),
+            calibration=source_data(config, "calibration"),
+            refit=source_data(config, "refit"),
             statistics=statistics_request(config, merge),
         )
 
@@ -185,7 +191,7 @@ class _Check:
         if models_known:
             faults += reference_faults(config)
         if models_known and not work.lost(*_PAIRED):
-            faults += calibration_faults(config)
+            faults += repair_faults(config)
         return faults
 
     def _method(self, config: RunConfig, work: WorkingCopy, models_known: bool) -> list[Fault]:

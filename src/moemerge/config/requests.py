@@ -13,6 +13,7 @@ from moemerge.config.calibration import CalibrationBlock
 from moemerge.config.faults import Fault, Path, listed
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import MethodSchema, StatisticsKind
+from moemerge.config.refit import RefitBlock
 from moemerge.config.resolve import NormalisedMerge, model_names
 from moemerge.config.schema import RunConfig
 from moemerge.config.settings import CollectingSettings
@@ -29,9 +30,14 @@ class SourceData:
     data: Mapping[str, tuple[str, ...]]
 
 
-def calibration_data(config: RunConfig) -> SourceData | None:
-    """What a checked config calibrates with; None where it has no `calibration:` block."""
-    block = config.calibration
+Block = CalibrationBlock | RefitBlock
+# Blocks of a config that repair a merge, by their keys, and what is done with a source's text.
+REPAIRS = {"calibration": "calibrates", "refit": "refits to"}
+
+
+def source_data(config: RunConfig, key: str) -> SourceData | None:
+    """What a checked config repairs its merge with; None where it has no block under this key."""
+    block: Block | None = getattr(config, key)
     if block is None:
         return None
     sources, optional = _sources(config, block)
@@ -40,19 +46,24 @@ def calibration_data(config: RunConfig) -> SourceData | None:
     return SourceData(chosen, {n: data[n] for n in chosen})
 
 
-def calibration_faults(config: RunConfig) -> list[Fault]:
-    """Each source has text, and each text a source."""
+def repair_faults(config: RunConfig) -> list[Fault]:
+    """Each source has text, and each text a source; a merge is repaired in one way."""
     faults: list[Fault] = []
     models = model_names(config)
-    block = config.calibration
+    if config.calibration is not None and config.refit is not None:
+        text = "a refit calibrates the routers too: give either `refit` or `calibration`"
+        return [Fault(("refit",), text)]
+    key = "calibration" if config.refit is None else "refit"
+    block: Block | None = getattr(config, key)
     if block is not None:
         if isinstance(block.sources, tuple):
             faults += [
-                Fault(("calibration", "sources", i), _no_model(name, models))
+                Fault((key, "sources", i), _no_model(name, models))
                 for i, name in enumerate(block.sources)
                 if name not in models
             ]
-        faults += _unpaired(config, block) if not faults else []
+        faults += _unpaired(config, block, key) if not faults else []
+        faults += _unweighted(config, block)
     if config.data is not None and (block is None or block.data is not None):
         known = {**models, **(_sources(config, block)[0] if block else {})}
         faults += [
@@ -63,9 +74,20 @@ def calibration_faults(config: RunConfig) -> list[Fault]:
     return faults
 
 
-def _sources(
-    config: RunConfig, block: CalibrationBlock
-) -> tuple[dict[str, ModelRef], dict[str, ModelRef]]:
+def _unweighted(config: RunConfig, block: Block) -> list[Fault]:
+    """A weight belongs to a source."""
+    if not isinstance(block, RefitBlock):
+        return []
+    sources, optional = _sources(config, block)
+    known = {**sources, **optional}
+    return [
+        Fault(("refit", "weights", name), _no_model(name, known))
+        for name in block.weights
+        if name not in known
+    ]
+
+
+def _sources(config: RunConfig, block: Block) -> tuple[dict[str, ModelRef], dict[str, ModelRef]]:
     """Sources that need text, and models that may have some (the base, unless it is chosen)."""
     models = model_names(config)
     if isinstance(block.sources, dict):
@@ -79,13 +101,13 @@ def _sources(
     )
 
 
-def _unpaired(config: RunConfig, block: CalibrationBlock) -> list[Fault]:
+def _unpaired(config: RunConfig, block: Block, key: str) -> list[Fault]:
     sources, optional = _sources(config, block)
-    place: Path = ("data",) if block.data is None else ("calibration", "data")
+    place: Path = ("data",) if block.data is None else (key, "data")
     data = block.data or config.data
     if data is None:
-        text = f"needs `data`, the text that calibrates each of: {listed(sources)}"
-        return [Fault(("calibration",), text)]
+        text = f"needs `data`, the text that {REPAIRS[key]} each of: {listed(sources)}"
+        return [Fault((key,), text)]
     faults = []
     missing = [name for name in sources if name not in data]
     for name in data:

@@ -27,6 +27,7 @@ from moemerge.config.fields import (
     model_ref,
 )
 from moemerge.config.models import ModelRef
+from moemerge.config.refit import RefitBlock
 from moemerge.config.settings import CollectingSettings
 
 Text = Annotated[str, Field(min_length=1)]
@@ -179,8 +180,8 @@ class RunConfig(Body):
         "name": "a name for the merge belongs to files of several merges (mergekit-multi), "
         "which are not supported: remove it"
     }
-    blocks: ClassVar[tuple[str, ...]] = ("router", "calibration")
-    repairs: ClassVar[tuple[str, ...]] = ("calibration",)  # what `run` does after the merge
+    blocks: ClassVar[tuple[str, ...]] = ("router", "calibration", "refit")
+    repairs: ClassVar[tuple[str, ...]] = ("calibration", "refit")  # what `run` does after the merge
 
     merge_method: Text
     base_model: ModelField | None = None
@@ -196,6 +197,7 @@ class RunConfig(Body):
     statistics: DataFiles | None = None
     collecting: CollectingBlock | None = None
     calibration: CalibrationBlock | None = None
+    refit: RefitBlock | None = None
 
     @property
     def body(self) -> Body:

@@ -25,20 +25,28 @@ from moemerge.runtime.devices import multiplies_bfloat16
 
 NAME = "moemerge"
 GROUPED = "grouped_mm"  # what transformers takes by itself
+EAGER = "eager"  # expert by expert
 
 
 def use_fused_experts(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:
     """Switch a model to the fused experts; tells whether it was."""
+    if dtype == torch.float64:  # torch has no grouped products of it
+        _compute_by(EAGER, model)
+        return False
     # Older GPUs have no grouped products; transformers then goes from expert to expert.
     if dtype != torch.bfloat16 or not multiplies_bfloat16(device) or not triton_works(device):
         return False
     register: Any = moe.ALL_EXPERTS_FUNCTIONS.register
     register(NAME, experts_forward)
+    return _compute_by(NAME, model)
+
+
+def _compute_by(name: str, model: PreTrainedModel) -> bool:
     switched = False
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "_experts_implementation", None) == GROUPED:
-            config._experts_implementation_internal = NAME
+            config._experts_implementation_internal = name
             switched = True
     return switched
 

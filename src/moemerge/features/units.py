@@ -56,6 +56,10 @@ class UnitMap:
             start += shape[0]
         return tuple(placed) if start == tap.shape[0] else ()
 
+    def stored_as(self, parameter: str) -> str | None:
+        """The stored tensor that a parameter is, where it is exactly one, unchanged."""
+        return self._names.on_disk(parameter)
+
     def experts(self, tap: ExpertsTap) -> Mapping[ExpertKey, Unit]:
         """Every expert's projections."""
         experts: dict[ExpertKey, Unit] = {}

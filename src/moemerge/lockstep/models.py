@@ -127,13 +127,18 @@ def require_same_family(
         )
 
 
-def check_sources(sources: Mapping[str, ModelRef], selection: LayerSelection) -> None:
-    """Refuse the sources of a merge that is still to be made, and layers that they have not."""
+def check_sources(sources: Mapping[str, ModelRef], selection: LayerSelection | None) -> None:
+    """Refuse the sources of a merge that is still to be made, and layers that they have not.
+
+    Without a selection (of layers whose routers are solved for), models may have no router.
+    """
     opened = [open_model(name, ref) for name, ref in sources.items()]
     for model in opened:
         require_same_family(opened[0], model)
-        require_calibratable(model)
-    ChosenRouters.of(opened[0], opened[1:], selection)
+        if selection is not None:
+            require_calibratable(model)
+    if selection is not None:
+        ChosenRouters.of(opened[0], opened[1:], selection)
 
 
 def pair_routers(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,3 +82,39 @@ class Stopwatch:
 def peak_memory(device: torch.device) -> int | None:
     """The most bytes that torch has taken from a GPU so far, spare ones included; None: a CPU."""
     return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Where a run's seconds went: one after the other, and in the background."""
+
+    seconds: Mapping[str, float]  # by part, up to the last router or map, and "write"
+    solved: float  # from the start until the last of them was solved for
+    beside: Mapping[str, tuple[float, int]]  # seconds and bytes of what ran in the background
+    peak_memory: int | None  # bytes on a GPU
+
+    @classmethod
+    def of(cls, stopwatch: Stopwatch, solved: float, peak: int | None) -> Timings:
+        parts = stopwatch.totals()
+        parts["other"] = max(0.0, solved - math.fsum(parts.values()))
+        beside = {name: (s, stopwatch.nbytes[name]) for name, s in stopwatch.beside.items()}
+        return cls(parts, solved, beside, peak)
+
+    def written(self, seconds: float, copied: tuple[float, int]) -> Timings:
+        """The same once the output is there."""
+        return replace(
+            self,
+            seconds={**self.seconds, "write": seconds},
+            beside={**self.beside, "copy": copied},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "solved": round(self.solved, 3),
+            "seconds": {name: round(s, 3) for name, s in self.seconds.items()},
+            "beside": {
+                name: {"seconds": round(s, 3), "bytes": nbytes}
+                for name, (s, nbytes) in self.beside.items()
+            },
+            "peak_gpu_memory": self.peak_memory,
+        }

@@ -1,0 +1,272 @@
+"""A whole refit at a real model's shape: where the time goes, beside the floor of each part.
+
+    python benchmarks/refit.py --work /dev/shm/b --out /tmp/refitted --shape olmoe-1b-7b
+    python benchmarks/refit.py --work /dev/shm/b --shape qwen3-30b-a3b --tokens 500000 \\
+        --link --no-write
+    python benchmarks/refit.py --work /tmp/bench --layers 6 --tokens 4000 --device cpu
+
+The merged checkpoint has random bf16 weights and is made in --work on first use. A source is the
+same with noise of its own in every layer; with --link, where memory cannot hold more than one
+model, its layers are links to the merged model's and only its embedding has noise, which moves
+every hidden state all the same. The refit is a process of its own. With --no-write it ends when the
+last map is fitted. The floors are measured in this run: disk, bf16 products, reads of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import synthetic
+from synthetic import SHAPES, Shape
+
+Row = tuple[str, float, float | None, str]  # a part, its seconds, their floor, what the floor is
+NOISE = 0.1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--out", type=Path, help="default: in --work")
+    parser.add_argument("--shape", choices=SHAPES, default="olmoe-1b-7b")
+    parser.add_argument("--layers", type=int, help="fewer than the real model has")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="of both domains")
+    parser.add_argument("--row-tokens", type=int, default=512)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--link", action="store_true", help="sources share the merged layers")
+    parser.add_argument("--no-write", action="store_true", help="end with the last map fitted")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of refit")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        refit(json.loads(args.child.read_text()))
+        return
+    if args.work is None:
+        parser.error("--work is needed")
+    run_all(args)
+
+
+# --- one refit, in its own process --------------------------------------------------------------
+
+
+def refit(spec: dict[str, Any]) -> None:
+    from moemerge.config.refit import RefitSettings
+    from moemerge.config.translate import parse_settings
+    from moemerge.refitting import RefitRequest, run_refit
+    from moemerge.runtime.allocator import keep_few_kernels, own_process
+    from moemerge.runtime.progress import Silent
+
+    own_process()
+    keep_few_kernels()
+    request = RefitRequest(
+        merged=spec["merged"],
+        out=Path(spec["out"]),
+        sources=spec["sources"],
+        data={name: [file] for name, file in spec["data"].items()},
+        settings=parse_settings(RefitSettings, spec["settings"], "the benchmark"),
+        overwrite=True,
+        write=spec["write"],
+    )
+    imported = time.time() - spec["begun"]
+    report = run_refit(request, Silent())
+    content = {
+        **report.to_json(),
+        "imported": imported,
+        "ended": time.time() - spec["begun"],
+        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    Path(spec["report"]).write_text(json.dumps(content))
+
+
+def make_source(folder: Path, merged: Path, seed: int, device: torch.device, link: bool) -> None:
+    """The merged model with noise; with `link`, in the embedding's shard alone."""
+    if folder.exists():
+        return
+    folder.mkdir(parents=True)
+    generator = torch.Generator(device).manual_seed(seed)
+    shards = sorted(merged.glob("*.safetensors"))
+    for file in sorted(merged.iterdir()):
+        if file.suffix != ".safetensors" or (link and file != shards[0]):
+            os.link(file, folder / file.name)
+            continue
+        data = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+        begin = 8 + int.from_bytes(bytes(data[:8].tolist()), "little")
+        weights = data[begin:].view(torch.bfloat16)
+        for part in torch.split(weights, 2**28):
+            there = part.to(device).float()
+            noise = torch.randn(there.shape, generator=generator, device=device)
+            part.copy_((there * (1.0 + NOISE * noise)).bfloat16())
+        (folder / file.name).write_bytes(data.numpy().tobytes())
+
+
+def run_once(
+    args: argparse.Namespace, shape: Shape, merged: Path, device: torch.device
+) -> dict[str, Any]:
+    sources, data = {}, {}
+    for seed, (name, words) in enumerate(synthetic.domains(shape).items()):
+        kind = "link" if args.link else "noise"
+        sources[name] = str(merged.with_name(f"{merged.name}-{kind}-{name}"))
+        make_source(Path(sources[name]), merged, seed + 1, device, args.link)
+        text = args.work / f"{args.shape}-{name}-{args.tokens}-{args.row_tokens}.jsonl"
+        synthetic.make_text(text, args.tokens // 2, args.row_tokens, words, seed)
+        data[name] = str(text)
+    settings: dict[str, Any] = dict(item.split("=", 1) for item in args.set)
+    if "ridge" in settings and settings["ridge"] != "auto":
+        settings["ridge"] = float(settings["ridge"])
+    spec: dict[str, Any] = {
+        "merged": str(merged),
+        "out": str(args.out or args.work / "refitted"),
+        "sources": sources,
+        "data": data,
+        "settings": {**settings, "device": args.device},
+        "write": not args.no_write,
+        "report": str(args.work / "report.json"),
+        "begun": time.time(),
+    }
+    path = args.work / "spec.json"
+    path.write_text(json.dumps(spec))
+    Path(spec["report"]).unlink(missing_ok=True)
+    status = subprocess.run([sys.executable, __file__, "--child", str(path)], check=False)
+    if status.returncode != 0:
+        sys.exit(f"the refit of {args.tokens} tokens failed")
+    found: dict[str, Any] = json.loads(Path(spec["report"]).read_text())
+    return found
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def run_all(args: argparse.Namespace) -> None:
+    device = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    )
+    shape = SHAPES[args.shape]
+    shape = replace(shape, layers=args.layers or shape.layers)
+    args.work.mkdir(parents=True, exist_ok=True)
+    merged = args.work / f"{args.shape}-{shape.layers}"
+    begin = time.perf_counter()
+    nbytes = synthetic.make_model(merged, shape, device)
+    print(f"model: {nbytes / 1e9:.1f} GB, made in {time.perf_counter() - begin:.1f} s", flush=True)
+    rates = {
+        "disk_read": synthetic.read_rate(merged),
+        "matrix": synthetic.matrix_rate(device),
+        "memory_read": synthetic.read_bandwidth(device),
+    }
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    report = run_once(args, shape, merged, device)
+    rows = floors(shape, args, report, rates)
+    show(args, shape, report, rows, rates)
+    if args.json is not None:
+        results = {
+            "shape": args.shape,
+            "layers": shape.layers,
+            "tokens": args.tokens,
+            "bytes": nbytes,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "rates": rates,
+            "report": {**report, "layers": len(report["layers"])},
+            "floors": {row[0]: row[2] for row in rows},
+        }
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+def floors(
+    shape: Shape, args: argparse.Namespace, report: dict[str, Any], rates: dict[str, float]
+) -> list[Row]:
+    """The parts of a run. Products are counted as the matrix unit does them, Grams whole."""
+    d, layers, tokens = shape.width, shape.layers, args.tokens
+    inner, pairs = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sent = tokens * shape.top_k
+    width = shape.expert_width
+    attention_maps = 2 * tokens * (
+        2 * d * (inner + 2 * pairs)  # what source and merged give
+        + d * d + d * (inner + 2 * pairs)  # Gram and cross products of q, k, v
+        + inner * d + inner * inner + d * inner  # of the output
+    )  # fmt: skip
+    first = 2 * sent * (2 * d * 2 * width + d * d + d * 2 * width)
+    last = 2 * sent * (d * 2 * width + 2 * d * width + d * 2 * width + width * width + d * width)
+    head = 2 * tokens * (3 * d * shape.vocabulary + d * d)
+    forward = (
+        2
+        * tokens
+        * (d * (2 * inner + 2 * pairs) + args.row_tokens * inner + shape.top_k * 3 * d * width)
+    )
+    rate = rates["matrix"]
+    known: dict[str, tuple[float | None, str]] = {
+        "fit maps": (layers * attention_maps / rate, "their products"),
+        "fit experts": (layers * (first + last) / rate, "their products"),
+        "fit the head": (head / rate, "its products"),
+        "fit routers": (layers * tokens * d * 2 / rates["memory_read"], "one read of X a layer"),
+    }
+    rows: list[Row] = [
+        ("start-up", report["imported"], None, "Python imports torch and transformers")
+    ]
+    seconds = report["timings"]["seconds"]
+    streaming = {name: s for name, s in seconds.items() if name in STREAMING}
+    total = sum(streaming.values())
+    rows.append(("forward", total, 2 * layers * forward / rate, "merged and sources, products"))
+    rows += [
+        (name, s, *known.get(name, (None, "")))
+        for name, s in seconds.items()
+        if name not in STREAMING
+    ]
+    read = report["timings"]["beside"].get("read")
+    if read is not None:
+        floor = read["bytes"] / rates["disk_read"]
+        rows.append(("(beside) read", read["seconds"], floor, f"{read['bytes'] / 1e9:.1f} GB"))
+    return rows
+
+
+STREAMING = ("embeddings", "attention", "experts", "modules", "other layers")
+
+
+def show(
+    args: argparse.Namespace,
+    shape: Shape,
+    report: dict[str, Any],
+    rows: list[Row],
+    rates: dict[str, float],
+) -> None:
+    timings = report["timings"]
+    fitted = report["imported"] + timings["solved"]
+    print(
+        f"\n{args.shape}, {shape.layers} layers, {args.tokens} tokens on {report['device']}: "
+        f"{fitted:.1f} s from the process's start to the last map fitted, "
+        f"{report['ended']:.1f} s to its end"
+    )
+    print(f"{'part':<18}{'seconds':>9}{'floor':>9}   the floor is")
+    for name, seconds, floor, why in rows:
+        shown = "" if floor is None else f"{floor:.2f}"
+        print(f"{name:<18}{seconds:>9.2f}{shown:>9}   {why}")
+    peak = timings["peak_gpu_memory"]
+    totals = report["totals"]
+    left = {kind: f"{value:.2f}" for kind, value in totals["error_left"].items()}
+    print(
+        f"{totals['maps']} maps, {totals['kept']} kept; error left {left}; expected "
+        f"{report['memory_estimate'] / 1e9:.1f} GB"
+        + (f", peak {peak / 1e9:.1f} GB on the GPU" if peak else "")
+        + f", {report['peak_rss'] / 1e9:.1f} GB of host memory; disk "
+        f"{rates['disk_read'] / 1e9:.1f} GB/s, products {rates['matrix'] / 1e12:.1f} TFLOP/s, "
+        f"memory {rates['memory_read'] / 1e12:.2f} TB/s",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Every setting of a refit. What other jobs have too is declared once, in `settings`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, get_args
+
+from pydantic import Field, PlainValidator
+
+from moemerge.config.calibration import NamedSources, named_sources
+from moemerge.config.faults import FaultsError, listed, shown
+from moemerge.config.fields import DataFiles, PositiveInt, Strict
+from moemerge.config.layers import LayerSelection
+from moemerge.config.settings import (
+    DEVICE,
+    DTYPE,
+    LIMIT,
+    MAX_LENGTH,
+    MAX_TOKENS,
+    OFFLOAD,
+    SEED,
+    DeviceField,
+    Dtype,
+    Flag,
+    ForwardKeywords,
+    LayersField,
+    Offload,
+    Seed,
+    Share,
+)
+from moemerge.registry import did_you_mean
+
+Part = Literal["attention", "router", "experts", "head"]
+PARTS: Final[tuple[Part, ...]] = get_args(Part)
+Ridge = float | Literal["auto"]
+RouterBy = Literal["exact", "harc", "keep"]
+
+
+def chosen_parts(raw: object) -> tuple[Part, ...]:
+    """`all`, or parts by name: `router,attention`, or a list of them."""
+    given = raw if isinstance(raw, list | tuple) else [raw]
+    if not given or not all(isinstance(word, str) for word in given):
+        raise FaultsError.one(f"expected all, or some of {listed(PARTS)}, not {shown(raw)}")
+    names = [name.strip() for word in given for name in str(word).split(",")]
+    for name in names:
+        if name not in ("all", *PARTS):
+            close = did_you_mean(name, PARTS) or f"; known: all, {listed(PARTS)}"
+            raise FaultsError.one(f"unknown part {name!r}{close}")
+    return tuple(part for part in PARTS if part in names or "all" in names)
+
+
+def ridge_value(raw: object) -> Ridge:
+    """`auto`, or a number above zero."""
+    if raw == "auto":
+        return "auto"
+    if isinstance(raw, int | float) and not isinstance(raw, bool) and 0.0 < raw < float("inf"):
+        return float(raw)
+    raise FaultsError.one(f"expected auto, or a number above 0, not {shown(raw)}")
+
+
+class RefitSettings(Strict):
+    """How the maps of a merged model are refitted."""
+
+    ridge: Annotated[Ridge, PlainValidator(ridge_value)] = Field(
+        "auto",
+        description="how strongly maps are held to their merged weights: auto takes what held-out "
+        "rows want, or a number λ",
+    )
+    parts: Annotated[tuple[Part, ...], PlainValidator(chosen_parts)] = Field(
+        PARTS, description="what is refitted: all, or some of attention,router,experts,head"
+    )
+    router: RouterBy = Field(
+        "exact",
+        description="routers by the KL itself on each source's own routing (exact), by HARC "
+        "(harc), or as merged (keep)",
+    )
+    layers: LayersField = Field(
+        LayerSelection(), description="which decoder layers: all, last:4, 8-15 or 0,2,5-7"
+    )
+    max_tokens: PositiveInt | None = MAX_TOKENS
+    max_length: PositiveInt = MAX_LENGTH
+    limit: PositiveInt | None = LIMIT
+    seed: Seed = SEED
+    holdout: Share = Field(
+        0.1,
+        description="share of the rows kept out of every fit: they choose λ, and a map that loses "
+        "on them stays as merged",
+    )
+    offload: Offload = OFFLOAD
+    device: DeviceField = DEVICE
+    dtype: Dtype = DTYPE
+    strict: Flag = Field(
+        False, description="fail when a router does not converge, or a map stays as merged"
+    )
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """λ is chosen on held-out rows, so there must be some."""
+        if data.get("holdout") == 0 and data.get("ridge", "auto") == "auto":
+            raise FaultsError.one(
+                "ridge auto is chosen on held-out rows: give a holdout above 0, or a ridge",
+                "holdout",
+            )
+        return data
+
+
+class RefitKeywords(ForwardKeywords, total=False):
+    """`RefitSettings` one by one."""
+
+    ridge: Ridge
+    parts: str | Sequence[str]
+    router: RouterBy
+    layers: LayerSelection | str | int | Sequence[str | int]
+    holdout: float
+    strict: bool
+
+
+Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+class RefitBlock(RefitSettings):
+    """The `refit:` block of a config: the settings, and what to refit with.
+
+    `data` falls back to the config's own `data:`; `sources` to the merged models.
+    """
+
+    data: DataFiles | None = Field(None, description="text of each source, by name")
+    sources: Annotated[NamedSources, PlainValidator(named_sources)] | None = Field(
+        None, description="name: model, or names of merged models; default: all but the base"
+    )
+    weights: dict[str, Weight] = Field(
+        default_factory=dict, description="how much each source counts, by name (default: 1)"
+    )
+
+    @property
+    def settings(self) -> RefitSettings:
+        """The settings alone."""
+        names = RefitSettings.model_fields
+        return RefitSettings.model_construct(**{n: getattr(self, n) for n in names})

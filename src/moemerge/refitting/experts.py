@@ -1,0 +1,214 @@
+"""Refit all experts of a layer: their first projections, then their last.
+
+A token counts for the experts that the merged router sends it to, by the square of its routing
+weight: that is how much an expert's error moves the hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemerge.errors import NumericalError
+from moemerge.features.taps import ExpertsTap, ExpertView
+from moemerge.features.tokens import sort_by_expert
+from moemerge.refitting.domains import Affine, DomainScales
+from moemerge.refitting.linear import blocks
+from moemerge.refitting.ridge import Factor, Fit, choose_ridge, fit_map
+from moemerge.refitting.sums import FitSums
+from moemerge.text.batches import Batch
+
+# Experts whose held-out tokens choose λ for all experts of the layer.
+SAMPLED = 8
+# RoutedBatch weights that sum up to less count for nothing; their share is not to become 0 / 0.
+SMALLEST_TOTAL = 1e-12
+
+
+@dataclass(frozen=True)
+class RoutedBatch:
+    """One batch: where its tokens are sent. Pairs of token and expert, sorted by expert."""
+
+    batch: Batch
+    x: Tensor  # (tokens, d)
+    chosen: Tensor  # (tokens, k)
+    weights: Tensor  # (tokens, k)
+    order: Tensor  # (pairs,) places in the flattened choices
+    bounds: Sequence[int]  # of each expert, in `order`
+
+    @classmethod
+    def of(cls, batch: Batch, given: Sequence[Tensor], experts: int) -> RoutedBatch:
+        x, chosen, weights = given[:3]
+        if chosen.is_floating_point():
+            chosen, weights = weights, chosen
+        order, bounds = sort_by_expert(chosen, experts)
+        return cls(batch, x, chosen, weights, order, bounds)
+
+    def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Its tokens (n,), and the routing weight of each (n, 1) in float32 at least."""
+        places = self.order[self.bounds[expert] : self.bounds[expert + 1]]
+        weights = self.weights.reshape(-1).index_select(0, places)
+        wide = weights if weights.dtype == torch.float64 else weights.float()
+        return places // self.chosen.shape[1], wide[:, None]
+
+    def total(self) -> Tensor:
+        """The sum of each token's routing weights, (tokens, 1)."""
+        wide = self.weights if self.weights.dtype == torch.float64 else self.weights.float()
+        return wide.sum(dim=1, keepdim=True).clamp_min(SMALLEST_TOTAL)
+
+
+class ExpertStack:
+    """The experts of one layer of one model, one by one, always as (out, in)."""
+
+    def __init__(self, module: Any, tap: ExpertsTap) -> None:
+        self.module = module
+        self.names = {"up": tap.up.rpartition(".")[2], "down": tap.down.rpartition(".")[2]}
+
+    def affine(self, which: str, expert: int) -> Affine:
+        bias = None
+        if self.module.has_bias:
+            bias = getattr(self.module, f"{self.names[which]}_bias")[expert].detach()
+        return Affine(self.weight(which, expert), bias)
+
+    def weight(self, which: str, expert: int) -> Tensor:
+        weight: Tensor = getattr(self.module, self.names[which])[expert].detach()
+        return weight.T if self.module.is_transposed else weight
+
+    def put(self, which: str, expert: int, weight: Tensor) -> None:
+        with torch.no_grad():
+            self.weight(which, expert).copy_(weight)
+
+    def inner(self, expert: int, x: Tensor) -> Tensor:
+        """What the last projection reads, (n, inner)."""
+        view = ExpertView(self.module, expert)
+        return view.mid(view.pre(x))
+
+
+# (routing, expert) -> inputs (n, in), what is missing (n, out) and √c (n, 1), in blocks
+Problem = Callable[[RoutedBatch, int], Iterator[tuple[Tensor, Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class ProjectionFit:
+    """How one projection of all experts is fitted."""
+
+    stack: ExpertStack
+    which: str  # up (with gate) or down
+    count: int
+    stored: torch.dtype
+    scales: DomainScales
+
+    def run(
+        self, routings: Sequence[RoutedBatch], problem: Problem, ridge: float | None
+    ) -> tuple[Fit, ...]:
+        """Fit every expert and put it into place. Experts do not read each other's outputs, so
+        their order does not matter."""
+        ready: dict[int, tuple[FitSums, FitSums]] = {}
+        if ridge is None:
+            sampled = _sample(routings, self.count)
+            ready = {expert: self._sums(routings, problem, expert) for expert in sampled}
+            ridge = choose_ridge(list(ready.values())).ridge
+        fits = []
+        for expert in range(self.count):
+            sums = ready.pop(expert, None) or self._sums(routings, problem, expert)
+            try:
+                fits.append(self._fit(expert, sums, ridge))
+            except NumericalError as error:
+                where = f"expert {expert}, {self.which}: {error.message}"
+                raise NumericalError(where, hint=error.hint) from error
+        return tuple(fits)
+
+    def _fit(self, expert: int, sums: tuple[FitSums, FitSums], ridge: float) -> Fit:
+        merged = self.stack.weight(self.which, expert)
+        factor = Factor(sums[0].gram, ridge)
+        weight, fit = fit_map(merged, *sums, factor, self.stored)
+        self.stack.put(self.which, expert, weight)
+        return fit
+
+    def _sums(
+        self, routings: Sequence[RoutedBatch], problem: Problem, expert: int
+    ) -> tuple[FitSums, FitSums]:
+        outputs, inputs = self.stack.weight(self.which, expert).shape
+        device = routings[0].x.device
+        sums = FitSums.empty(outputs, inputs, device), FitSums.empty(outputs, inputs, device)
+        for routing in routings:
+            for x, missing, root in problem(routing, expert):
+                sums[routing.batch.holdout].add(x, missing, root * self.scales(routing.batch))
+        return sums
+
+
+def _sample(routings: Sequence[RoutedBatch], count: int) -> list[int]:
+    """Experts spread evenly over the ranks of how many tokens they get, in their own order."""
+    tokens = [sum(r.bounds[e + 1] - r.bounds[e] for r in routings) for e in range(count)]
+    ranked = sorted(range(count), key=lambda expert: (tokens[expert], expert))
+    size = min(SAMPLED, count)
+    return sorted({ranked[(2 * at + 1) * count // (2 * size)] for at in range(size)})
+
+
+def first_projection(
+    stack: ExpertStack,
+    source: Callable[[Batch], tuple[ExpertStack, Tensor]],
+) -> Problem:
+    """gate and up: what the source's expert makes of the source's own state of the token.
+
+    `source` gives a batch's source experts and the state they read, (tokens, d).
+    """
+
+    def problem(routing: RoutedBatch, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        theirs, states = source(routing.batch)
+        wanted = theirs.affine("up", expert).widened()
+        now = stack.affine("up", expert).widened()
+        tokens, roots = routing.of_expert(expert)
+        for rows in blocks(len(tokens), max(now.weight.shape), tokens.device):
+            x = routing.x.index_select(0, tokens[rows])
+            missing = wanted(states.index_select(0, tokens[rows])) - now(x)
+            yield x, missing, roots[rows]
+
+    return problem
+
+
+def last_projection(
+    stack: ExpertStack,
+    missing: Callable[[Batch], Tensor],
+    factor: Callable[[Batch], Tensor | float],
+) -> Problem:
+    """down: its share of what the hidden state is `missing` (tokens, d) after the layer.
+
+    The expert adds `factor` · w · Δ inner to it and should add w / Σw of what is missing: so inputs
+    are scaled by both, and the share is divided by w, which is what each token is weighted by.
+    """
+
+    def problem(routing: RoutedBatch, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        lacking, scale, total = missing(routing.batch), factor(routing.batch), routing.total()
+        tokens, roots = routing.of_expert(expert)
+        width = max(stack.weight("down", expert).shape)
+        for rows in blocks(len(tokens), width, tokens.device):
+            places = tokens[rows]
+            inner = stack.inner(expert, routing.x.index_select(0, places))
+            by = scale.index_select(0, places) if isinstance(scale, Tensor) else scale
+            share = lacking.index_select(0, places) / total.index_select(0, places)
+            yield (inner * by).to(inner.dtype), share, roots[rows]
+
+    return problem
+
+
+def own_last_projection(
+    stack: ExpertStack, source: Callable[[Batch], tuple[ExpertStack, Tensor]]
+) -> Problem:
+    """down, where experts do not write to the hidden state: what the source's expert says."""
+
+    def problem(routing: RoutedBatch, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        theirs, states = source(routing.batch)
+        wanted = theirs.affine("down", expert).widened()
+        now = stack.affine("down", expert).widened()
+        tokens, roots = routing.of_expert(expert)
+        for rows in blocks(len(tokens), max(now.weight.shape), tokens.device):
+            places = tokens[rows]
+            inner = stack.inner(expert, routing.x.index_select(0, places))
+            said = wanted(theirs.inner(expert, states.index_select(0, places)))
+            yield inner, said - now(inner), roots[rows]
+
+    return problem

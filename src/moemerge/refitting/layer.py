@@ -1,0 +1,192 @@
+"""One decoder layer: its maps are refitted one after the other, as the batches come to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemerge.errors import ArchitectureError
+from moemerge.features.stops import Stop
+from moemerge.features.taps import ExpertsTap, LinearTap
+from moemerge.refitting.domains import Affine, DomainScales, parameter
+from moemerge.refitting.experts import (
+    ExpertStack,
+    ProjectionFit,
+    RoutedBatch,
+    first_projection,
+    last_projection,
+    own_last_projection,
+)
+from moemerge.refitting.linear import Inputs, Missing, fit_linear, sum_up
+from moemerge.refitting.plan import LayerPlan
+from moemerge.refitting.report import ExpertsRow, MapRow, Row
+from moemerge.refitting.targets import HiddenState, LayerView
+from moemerge.refitting.writes import Write
+from moemerge.text.batches import Batch
+
+
+@dataclass
+class LayerStructure:
+    """How a layer's modules write to the hidden state, learnt from the first batch."""
+
+    writes: tuple[Write, ...] = ()
+    leaders: Mapping[str, str] = field(default_factory=dict)  # gate -> reads the same, earlier
+    called: frozenset[str] = frozenset()  # modules that the layer runs
+
+    def place(self, path: str) -> int | None:
+        """Which write a module is; None: it writes elsewhere."""
+        return next((at for at, write in enumerate(self.writes) if write.path == path), None)
+
+    @property
+    def state(self) -> HiddenState:
+        return HiddenState(self.writes, self.leaders)
+
+
+@dataclass
+class LayerFitter:
+    """Refits the maps of one layer of the merged model."""
+
+    plan: LayerPlan
+    structure: LayerStructure
+    merged: LayerView
+    sources: Mapping[str, LayerView]  # by domain
+    scales: DomainScales
+    ridge: float | None  # None: held-out rows choose
+    stored: Callable[[str], torch.dtype]  # of a parameter by its name in memory
+    notices: list[str] = field(default_factory=list)
+    _shared: Inputs | None = None
+
+    def fit(self, stop: Stop) -> list[Row]:
+        """All batches wait before a map: refit it and put it into place."""
+        if not all(a.given for a in stop.arrivals) or not self._recorded(stop):
+            self.notices.append(
+                f"layer {self.plan.number}: {stop.path} reads other than the text's tokens: it "
+                "stays as merged"
+            )
+            return []
+        if stop.path in self.plan.experts:
+            self._shared = None
+            return self._experts(stop, self.plan.experts[stop.path])
+        return [self._linear(stop, self.plan.linear[stop.path])]
+
+    def _recorded(self, stop: Stop) -> bool:
+        """Whether the sources have shown what is needed of this map."""
+        if self.structure.place(stop.path) is not None:
+            return True
+        return all(
+            stop.path in self.sources[a.batch.domain].record(a.batch).inputs for a in stop.arrivals
+        )
+
+    # --- linear maps ---
+
+    def _linear(self, stop: Stop, tap: LinearTap) -> MapRow:
+        place = self.structure.place(tap.path)
+        inputs = self._inputs(stop, alone=place is not None)
+        missing = self._own(tap) if place is None else self._residual(tap, place)
+        sums = sum_up(inputs, tap.shape[0], missing, self.scales)
+        old = parameter(self.merged.model, tap.weight)
+        weight, fit = fit_linear(old, sums, self.ridge, self.stored(tap.weight))
+        with torch.no_grad():
+            old.copy_(weight)
+        self._forget(tap.path)
+        target = "output" if place is None else "hidden state"
+        return MapRow(tap.weight, target, fit)
+
+    def _inputs(self, stop: Stop, *, alone: bool) -> Inputs:
+        if not stop.shared or self._shared is None or alone:
+            inputs = Inputs([a.batch for a in stop.arrivals], [a.given[0] for a in stop.arrivals])
+            self._shared = None if alone else inputs
+            return inputs
+        return self._shared
+
+    def _own(self, tap: LinearTap) -> Missing:
+        """The target is what the source's map gives on the source's own input."""
+        now = Affine.of(self.merged.model, tap.weight).widened()
+        wanted = {
+            name: Affine.of(view.model, tap.weight).widened() for name, view in self.sources.items()
+        }
+
+        def missing(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
+            theirs = self.sources[batch.domain].record(batch).inputs[tap.path][rows]
+            return wanted[batch.domain](theirs) - now(x), 1.0
+
+        return missing
+
+    def _residual(self, tap: LinearTap, place: int) -> Missing:
+        """The target is the source's hidden state after this write."""
+        now = Affine.of(self.merged.model, tap.weight).widened()
+        state, write = self.structure.state, self.structure.writes[place]
+
+        def missing(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
+            wanted = state.after(self.sources[batch.domain], batch, place + 1, rows)
+            factor = state.coefficient(self.merged, batch, write, rows)
+            says = factor * now(x)
+            return wanted - state.after(self.merged, batch, place, rows) - says, factor
+
+        return missing
+
+    # --- experts ---
+
+    def _experts(self, stop: Stop, tap: ExpertsTap) -> list[Row]:
+        module: Any = self.merged.model.get_submodule(tap.path)
+        stack = ExpertStack(module, tap)
+        theirs = {
+            name: ExpertStack(view.model.get_submodule(tap.path), tap)
+            for name, view in self.sources.items()
+        }
+
+        def source(batch: Batch) -> tuple[ExpertStack, Tensor]:
+            states = self.sources[batch.domain].record(batch).inputs[tap.path]
+            return theirs[batch.domain], states
+
+        if any(len(arrival.given) < 3 for arrival in stop.arrivals):
+            raise ArchitectureError(f"{tap.path} is not told where its tokens go")
+        routings = [RoutedBatch.of(a.batch, a.given, tap.count) for a in stop.arrivals]
+        fits: list[Row] = []
+        for which in ("up", "down"):
+            fitting = ProjectionFit(
+                stack, which, tap.count, self.stored(getattr(tap, which)), self.scales
+            )
+            place = self.structure.place(tap.path)
+            if which == "up":
+                problem, target = first_projection(stack, source), "output"
+            elif place is None:
+                problem, target = own_last_projection(stack, source), "output"
+            else:
+                problem, target = self._last(stack, routings, place), "hidden state"
+            found = fitting.run(routings, problem, self.ridge)
+            fits.append(ExpertsRow(getattr(tap, which), target, found))
+        self._forget(tap.path)
+        return fits
+
+    def _forget(self, path: str) -> None:
+        """What the sources read there is of no more use."""
+        if path in self.structure.leaders.values():
+            return
+        for view in self.sources.values():
+            for record in view.records.values():
+                record.inputs.pop(path, None)
+
+    def _last(self, stack: ExpertStack, routings: list[RoutedBatch], place: int) -> Any:
+        """What the hidden state still lacks with the new first projections, by batch."""
+        state, write = self.structure.state, self.structure.writes[place]
+        lacking: dict[int, Tensor] = {}
+        factors: dict[int, Tensor | float] = {}
+        everything = slice(None)
+        for routing in routings:
+            batch = routing.batch
+            with torch.no_grad():
+                says: Tensor = stack.module(routing.x, routing.chosen, routing.weights)
+            factor = state.coefficient(self.merged, batch, write, everything)
+            gap = state.after(self.sources[batch.domain], batch, place + 1, everything)
+            gap = gap - state.after(self.merged, batch, place, everything)
+            gap -= factor * says
+            lacking[id(batch)] = gap.to(routing.x.dtype)
+            factors[id(batch)] = factor
+        return last_projection(
+            stack, lambda batch: lacking[id(batch)], lambda batch: factors[id(batch)]
+        )

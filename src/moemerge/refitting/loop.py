@@ -1,0 +1,233 @@
+"""Layer after layer: the sources run it, the merged model stops in it, its maps are refitted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moemerge.errors import ArchitectureError, NumericalError, ResourceError
+from moemerge.features.stops import Stop
+from moemerge.features.tokens import real_rows
+from moemerge.features.units import UnitMap
+from moemerge.refitting.domains import Affine, DomainScales, parameter
+from moemerge.refitting.drift import AsMerged, followed_batches, layer_drift
+from moemerge.refitting.head import fit_head
+from moemerge.refitting.layer import LayerFitter
+from moemerge.refitting.linear import Inputs
+from moemerge.refitting.plan import LayerPlan, RefitPlan, stored_experts, stored_linear
+from moemerge.refitting.report import LayerRow, MapRow, RouterRow, Row
+from moemerge.refitting.routers import RouterJob
+from moemerge.refitting.streams import RefitStreams, require_finite
+from moemerge.text.batches import Batch
+
+
+@dataclass(frozen=True)
+class FinishedLayer:
+    """A layer, or the head: its new tensors by name on disk, and what it was worth."""
+
+    tensors: dict[str, Tensor]
+    row: LayerRow
+
+
+@dataclass
+class RefitLoop:
+    """Runs everything once; `on_done` gets every finished layer that was planned."""
+
+    streams: RefitStreams
+    batches: tuple[Batch, ...]
+    plan: RefitPlan
+    units: UnitMap
+    routers: RouterJob
+    scales: DomainScales
+    ridge: float | None
+    on_done: Callable[[FinishedLayer], None]
+    done_before: Collection[int] = ()  # layers that a killed run had finished
+    _fitter: LayerFitter | None = None
+    _rows: list[Row] = field(default_factory=list)
+    _tensors: dict[str, Tensor] = field(default_factory=dict)  # routers of the layer at hand
+    _left: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._followed = followed_batches(self.batches)
+        self._as_merged = AsMerged(
+            layers=frozenset(self.streams.merged.stream.anatomy.layers),
+            batches={id(batch) for batch in self._followed},
+            copies=self.streams.merged.recorder.copies,
+        )
+
+    def run(self) -> None:
+        merged = self.streams.merged.stream
+        merged.stop_before(
+            [path for layer in self._planned for path in layer.pauses],
+        )
+        merged.listen(merged.anatomy.layers, self._as_merged.on_calls)
+        for runner in self.streams.sources.values():
+            runner.run_layer()  # up to the first layer
+        for stop in merged:
+            if stop.kind == "module":
+                with _errors_of(f"layer {stop.layer}"):
+                    self._fit(stop)
+                continue
+            with merged.stopwatch.span("store"):
+                self._finish_layer()
+            if stop.kind == "end":
+                with merged.stopwatch.span("fit the head"), _errors_of("the head"):
+                    self._head()
+            else:
+                self._begin_layer(self.plan.layers[stop.layer], stop)
+
+    @property
+    def _planned(self) -> list[LayerPlan]:
+        return [layer for layer in self.plan.layers if layer.number not in self.done_before]
+
+    def _begin_layer(self, plan: LayerPlan, stop: Stop) -> None:
+        if plan.number in self.done_before:
+            plan = plan.without_maps()
+        structure = self.streams.begin_layer(plan, stop)
+        self._left = set(plan.pauses)
+        self._fitter = LayerFitter(
+            plan=plan,
+            structure=structure,
+            merged=self.streams.merged.view(),
+            sources={name: runner.view() for name, runner in self.streams.sources.items()},
+            scales=self.scales,
+            ridge=self.ridge,
+            stored=self._stored,
+        )
+
+    def _fit(self, stop: Stop) -> None:
+        fitter = self._fitter
+        assert fitter is not None
+        if len(self._left) == len(fitter.plan.pauses):  # nothing of this layer has moved yet
+            require_finite(self.streams.merged.stream, fitter.plan.path)
+            self._run_as_merged(fitter.plan)
+        self._left.discard(stop.path)
+        stopwatch = self.streams.merged.stream.stopwatch
+        if stop.path in fitter.plan.routers:
+            with stopwatch.span("fit routers"):
+                self._fit_router(fitter, stop)
+            return
+        with stopwatch.span("fit experts" if stop.path in fitter.plan.experts else "fit maps"):
+            self._rows += fitter.fit(stop)
+
+    def _fit_router(self, fitter: LayerFitter, stop: Stop) -> None:
+        router = fitter.plan.routers[stop.path]
+        fit, tensors = self.routers.fit(stop, router.info, fitter.sources)
+        for there, name in (
+            (router.module.weight, router.info.weight),
+            (router.module.bias, router.info.bias),
+        ):
+            if there is not None and name is not None:
+                target = parameter(self.streams.merged.model, there)
+                target.copy_(tensors[name].reshape(target.shape))
+        self._tensors.update(tensors)
+        self._rows.append(RouterRow(router.info.weight, fit))
+
+    def _run_as_merged(self, plan: LayerPlan) -> None:
+        self._as_merged.run(self.streams.merged.model.get_submodule(plan.path))
+
+    # --- what is finished ---
+
+    def _finish_layer(self) -> None:
+        fitter, self._fitter = self._fitter, None
+        if fitter is None:
+            return
+        if not fitter.plan.pauses:
+            self._run_as_merged(fitter.plan)
+            return
+        self._require_all_ran(fitter)
+        rows, self._rows = self._rows, []
+        merged = self.streams.merged.recorder.records
+        source = self.streams.source_record
+        device = self.streams.merged.stream.device
+
+        def as_merged(batch: Batch) -> Tensor | None:
+            return self._as_merged.states(batch, real_rows(batch, device))
+
+        row = LayerRow(
+            layer=fitter.plan.number,
+            rows=tuple(rows),
+            drift_before=layer_drift(self._followed, as_merged, source),
+            drift_after=layer_drift(self._followed, lambda b: merged[id(b)].left, source),
+            notices=tuple(fitter.notices),
+        )
+        self.on_done(FinishedLayer(self._stored_tensors(fitter.plan), row))
+
+    def _require_all_ran(self, fitter: LayerFitter) -> None:
+        # Some matrices are read by the model's code without their module: nothing stops there.
+        never = self._left & fitter.structure.called
+        if never:
+            raise ArchitectureError(
+                f"{self.streams.merged.stream.checkpoint.label}: the model never ran "
+                f"{', '.join(sorted(never))}",
+                hint="config.json and weights may not belong together",
+            )
+        fitter.notices += [
+            f"layer {fitter.plan.number}: {path} is not run as a module: it stays as merged"
+            for path in sorted(self._left)
+        ]
+
+    def _stored_tensors(self, plan: LayerPlan) -> dict[str, Tensor]:
+        stream = self.streams.merged.stream
+        found, self._tensors = self._tensors, {}
+        for tap in plan.linear.values():
+            weight = parameter(stream.model, tap.weight)
+            found.update(stored_linear(stream.checkpoint, self.units.linear(tap), weight))
+        for path, experts in plan.experts.items():
+            units, module = self.units.experts(experts), stream.model.get_submodule(path)
+            for expert in range(experts.count):
+                stored_experts(stream.checkpoint, units, module, experts, expert, found)
+        return found
+
+    # --- the head ---
+
+    def _head(self) -> None:
+        head = self.plan.head
+        if head is None:
+            return
+        affines = {
+            name: Affine(runner.stream.weights.fetch([head.weight])[head.weight], None)
+            for name, runner in (("", self.streams.merged), *self.streams.sources.items())
+        }
+        final = self.streams.merged.final.values
+        theirs: dict[int, Tensor] = {}
+        for runner in self.streams.sources.values():
+            theirs.update(runner.final.values)
+        weight, fit = fit_head(
+            affines.pop(""),
+            affines,
+            Inputs(self.batches, [final[id(batch)] for batch in self.batches]),
+            theirs,
+            self.scales,
+            self.ridge,
+            self._stored(head.weight),
+        )
+        checkpoint = self.streams.merged.stream.checkpoint
+        tensors = stored_linear(checkpoint, self.units.linear(head), weight)
+        row = LayerRow(None, (MapRow(head.weight, "output", fit),), {}, {}, ())
+        self.on_done(FinishedLayer(tensors, row))
+
+    def _stored(self, name: str) -> torch.dtype:
+        """The dtype in which a parameter lies on disk."""
+        stream = self.streams.merged.stream
+        recipe = stream.names.recipes[name]
+        return stream.checkpoint.tensors[recipe.sources[0][1]].dtype.torch
+
+
+@contextlib.contextmanager
+def _errors_of(where: str) -> Iterator[None]:
+    """Errors of the mathematics name the layer; a full memory says what to change."""
+    try:
+        yield
+    except NumericalError as error:
+        raise NumericalError(f"{where}: {error.message}", hint=error.hint) from error
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ResourceError(
+            f"{where}: out of memory while its maps were refitted",
+            hint="lower --max-tokens, or use --offload disk; --resume keeps the finished layers "
+            "if settings stay the same",
+        ) from error

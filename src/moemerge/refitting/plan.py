@@ -1,0 +1,227 @@
+"""Which maps of a model are refitted, in which part of it they lie, and where each is stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moemerge.architectures.architecture import RouterInfo
+from moemerge.architectures.roles import Role, Unit
+from moemerge.checkpoint import Checkpoint
+from moemerge.config.refit import Part
+from moemerge.errors import ArchitectureError
+from moemerge.features.routers import Anatomy, RouterModule
+from moemerge.features.taps import ExpertsTap, LinearTap, Tap, Taps, projections
+from moemerge.features.units import PlacedUnit, UnitMap
+from moemerge.lockstep.models import PairedRouter
+
+_NUMBER = re.compile(r"\.\d+\.")
+# Gates of shared experts have one output and decide how much, not what: they stay as merged.
+GATE_OUTPUTS = 1
+PARTS: Mapping[Role, Part] = {
+    Role.ATTENTION: "attention",
+    Role.EXPERT: "experts",
+    Role.SHARED_EXPERT: "experts",
+    Role.MLP: "experts",
+    Role.ROUTER: "router",
+    Role.HEAD: "head",
+}
+
+
+@dataclass(frozen=True)
+class RouterMap:
+    """A router by its names in memory, and as it is stored."""
+
+    module: RouterModule
+    info: RouterInfo
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The maps of one decoder layer that are refitted, by module path."""
+
+    number: int
+    path: str
+    linear: Mapping[str, LinearTap] = field(default_factory=dict)
+    experts: Mapping[str, ExpertsTap] = field(default_factory=dict)
+    routers: Mapping[str, RouterMap] = field(default_factory=dict)
+    gates: tuple[str, ...] = ()  # maps with one output: they may scale what a shared expert says
+    writers: tuple[str, ...] = ()  # modules that may write to the hidden state
+
+    @property
+    def pauses(self) -> tuple[str, ...]:
+        return (*self.linear, *self.experts, *self.routers)
+
+    def without_maps(self) -> LayerPlan:
+        """The same layer with nothing to do in it."""
+        return replace(self, linear={}, experts={}, routers={})
+
+
+@dataclass(frozen=True)
+class RefitPlan:
+    """Every map that is refitted, and the stored tensors that will change."""
+
+    layers: tuple[LayerPlan, ...]
+    head: LinearTap | None
+    notices: tuple[str, ...]
+
+
+def make_plan(
+    anatomy: Anatomy,
+    taps: Taps,
+    units: UnitMap,
+    routers: Mapping[str, PairedRouter],
+    *,
+    layers: Collection[int],
+    parts: Collection[Part],
+) -> RefitPlan:
+    """Sort the taps of every layer by what they are for; refuses experts that cannot be read.
+
+    `routers` are those to refit, by their weight on disk.
+    """
+    if "experts" in parts:
+        _require_experts(units, taps)
+    notices: list[str] = []
+    planned = tuple(
+        _layer(anatomy, number, taps.layers[number], units, routers, notices)
+        if number in layers
+        else LayerPlan(number, anatomy.layers[number])
+        for number in range(len(anatomy.layers))
+    )
+    planned = tuple(replace(layer, **_of_parts(layer, units, parts)) for layer in planned)
+    head = taps.head if "head" in parts and len(layers) == len(anatomy.layers) else None
+    if "head" in parts and taps.head is None:
+        notices.append("the head shares its matrix with the embedding, so it stays as merged")
+    elif "head" in parts and head is None:
+        notices.append("the head stays as merged, since not all layers are refitted")
+    return RefitPlan(planned, head, tuple(dict.fromkeys(notices)))
+
+
+def _require_experts(units: UnitMap, taps: Taps) -> None:
+    try:
+        units.require_experts(taps)
+    except ArchitectureError as error:
+        raise ArchitectureError(
+            error.message.replace(
+                "so there are no statistics of them", "so they cannot be refitted"
+            ),
+            hint="--parts router,attention refits what can be",
+        ) from None
+
+
+def _layer(
+    anatomy: Anatomy,
+    number: int,
+    taps: Sequence[Tap],
+    units: UnitMap,
+    routers: Mapping[str, PairedRouter],
+    notices: list[str],
+) -> LayerPlan:
+    """All that could be refitted."""
+    linear: dict[str, LinearTap] = {}
+    gates: list[str] = []
+    stops = {}
+    for router in anatomy.routers:
+        stored = units.stored_as(router.weight)
+        if router.layer == number and stored is not None and stored in routers:
+            stops[router.path] = RouterMap(router, routers[stored].info)
+    for tap in taps:
+        if isinstance(tap, ExpertsTap) or tap.router or tap.path in stops:
+            continue
+        if tap.shape[0] == GATE_OUTPUTS:
+            gates.append(tap.path)
+            continue
+        linear[tap.path] = tap
+        if not units.linear(tap):
+            kind = _NUMBER.sub(".N.", tap.weight)
+            notices.append(f"{kind} is stored in parts: it stays as merged")
+    experts = {tap.path: tap for tap in taps if isinstance(tap, ExpertsTap)}
+    writers = (*linear, *experts)
+    return LayerPlan(number, anatomy.layers[number], linear, experts, stops, tuple(gates), writers)
+
+
+def _of_parts(layer: LayerPlan, units: UnitMap, parts: Collection[Part]) -> dict[str, Any]:
+    """The maps of a layer that belong to the wanted parts."""
+    linear = {}
+    for path, tap in layer.linear.items():
+        placed = units.linear(tap)
+        part = PARTS.get(placed[0].unit.role) if placed else None
+        if part is not None and part in parts and part != "router":
+            linear[path] = tap
+    return {"linear": linear, "experts": layer.experts if "experts" in parts else {}}
+
+
+def planned_names(plan: RefitPlan, units: UnitMap) -> set[str]:
+    """The stored tensors that will change."""
+    linear = [tap for layer in plan.layers for tap in layer.linear.values()]
+    linear += [] if plan.head is None else [plan.head]
+    names = {placed.unit.tensor for tap in linear for placed in units.linear(tap)}
+    for layer in plan.layers:
+        for tap in layer.experts.values():
+            names |= {unit.tensor for unit in units.experts(tap).values()}
+        for router in layer.routers.values():
+            names |= {n for n in (router.info.weight, router.info.bias) if n is not None}
+    return names
+
+
+# --- from memory to disk ------------------------------------------------------------------------
+
+
+def stored_linear(
+    checkpoint: Checkpoint, placed: Sequence[PlacedUnit], weight: Tensor
+) -> dict[str, Tensor]:
+    """A linear map's stored tensors, from its matrix in memory."""
+    found: dict[str, Tensor] = {}
+    for one in placed:
+        block = _block(checkpoint, one.unit, found)
+        rows = one.unit.slot.rows
+        target = block if rows is None else block[rows[0] : rows[1]]
+        one.unit.slot.take(target).copy_(one.take(weight))
+    return found
+
+
+def stored_experts(
+    checkpoint: Checkpoint,
+    units: Mapping[tuple[int, str | None], Unit],
+    module: nn.Module,
+    tap: ExpertsTap,
+    expert: int,
+    found: dict[str, Tensor],
+) -> None:
+    """Put one expert's projections, from the stacks in memory, into the tensors they are stored in.
+
+    `found` holds the tensors begun so far, by name.
+    """
+    holder: Any = module
+    up = getattr(holder, tap.up.rpartition(".")[2])[expert].detach()
+    down = getattr(holder, tap.down.rpartition(".")[2])[expert].detach()
+    if getattr(holder, "is_transposed", False):
+        up, down = up.T, down.T
+    values: dict[str | None, Tensor] = {None: up, "down": down}
+    values.update(projections(holder, up))
+    for projection, value in values.items():
+        unit = units.get((expert, projection))
+        if unit is None:
+            continue
+        block = _block(checkpoint, unit, found)
+        rows = unit.slot.rows
+        target = block if rows is None else block[rows[0] : rows[1]]
+        unit.slot.take(target).copy_(value)
+
+
+def _block(checkpoint: Checkpoint, unit: Unit, found: dict[str, Tensor]) -> Tensor:
+    """The stored tensor a unit lies in, as merged until its units are put into it."""
+    if unit.tensor not in found:
+        info = checkpoint.tensors[unit.tensor]
+        whole = unit.slot.covers_block and unit.slot.rows is None
+        found[unit.tensor] = (
+            torch.empty(info.shape, dtype=info.dtype.torch)
+            if whole
+            else checkpoint.read(unit.tensor)
+        )
+    return found[unit.tensor]

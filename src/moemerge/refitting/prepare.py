@@ -1,0 +1,215 @@
+"""Everything that can be refused, before the first layer is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moemerge.architectures.opened import OpenModel, open_model
+from moemerge.config.models import ModelRef
+from moemerge.config.refit import RefitSettings
+from moemerge.errors import ArchitectureError, UsageError
+from moemerge.features.settings import batch_tokens, forward_dtype
+from moemerge.lockstep.base import base_notices
+from moemerge.lockstep.inputs import (
+    JobText,
+    check_names,
+    check_same_tokens,
+    read_text,
+    require_streamable,
+    settings_data,
+)
+from moemerge.lockstep.models import (
+    MERGED,
+    PairedRouter,
+    gate_notices,
+    pair_routers,
+    require_same_family,
+)
+from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.dtypes import dtype_name
+from moemerge.text.batches import Batch, make_batches
+from moemerge.text.domains import Domain
+from moemerge.text.rows import TextSource, check_files
+
+SAME = "a source is a model that was merged: same layers, same experts, same width"
+# They say how a run is done; its result does not depend on them.
+NOT_IN_KEY = ("offload", "strict", "device", "dtype")
+
+Reference = str | Path | ModelRef
+
+
+@dataclass(frozen=True)
+class RefitRequest:
+    """What to refit, with what, to where. `sources` and `data` share their names."""
+
+    merged: Reference
+    out: Path
+    sources: Mapping[str, Reference]
+    data: Mapping[str, Sequence[TextSource]]
+    settings: RefitSettings
+    weights: Mapping[str, float] = field(default_factory=dict)  # of sources; 1 where none is given
+    overwrite: bool = False
+    resume: bool = False
+    # The merged folder was made by this very run and goes when it ends.
+    temporary: bool = False
+    # Without it maps are fitted and reported on; nothing is written, not even a journal.
+    write: bool = True
+    # The data, where they were read with the same settings already.
+    text: JobText | None = None
+
+
+@dataclass(frozen=True)
+class RefitJob:
+    """A refit that was checked and can be run."""
+
+    request: RefitRequest
+    merged: OpenModel
+    sources: Mapping[str, OpenModel]
+    layers: tuple[int, ...]
+    routers: Mapping[str, PairedRouter]  # by the merged router's weight on disk
+    text: JobText
+    batches: tuple[Batch, ...]
+    device: torch.device
+    dtype: torch.dtype
+    notices: tuple[str, ...]
+    key: Mapping[str, Any]  # what the result depends on: two runs with one key end alike
+
+    @property
+    def ridge(self) -> float | None:
+        """λ, or None where held-out rows choose it."""
+        ridge = self.request.settings.ridge
+        return None if ridge == "auto" else ridge
+
+
+def prepare(request: RefitRequest) -> RefitJob:
+    """Check names, files, models and text; make the batches."""
+    settings = request.settings
+    check_names(request.sources, request.data)
+    check_weights(request.weights, request.sources)
+    check_files(request.data)
+    device = resolve_device(settings.device)
+    merged = open_model(MERGED, request.merged)
+    require_refittable(merged)
+    dtype = forward_dtype(settings.dtype, merged)
+    _require_wide_enough(merged, dtype)
+    sources = {name: open_model(name, ref) for name, ref in request.sources.items()}
+    for source in sources.values():
+        require_same_family(merged, source)
+        require_streamable(merged, source, what=f"source {source.name!r}", hint=SAME)
+    layers = tuple(settings.layers.resolve(merged.architecture.num_layers))
+    notices = base_notices(merged, sources, request.sources)
+    routers = _routers(settings, merged, sources, layers)
+    if routers:
+        notices += gate_notices(merged, list(sources.values()), next(iter(routers.values())))
+    text = request.text or read_text(merged, sources, request.data, settings)
+    notices += [*text.notices, *_check_text(text, sources)]
+    return RefitJob(
+        request=request,
+        merged=merged,
+        sources=sources,
+        layers=layers,
+        routers=routers,
+        text=text,
+        batches=make_batches(text.domains, batch_tokens=batch_tokens(merged, device)),
+        device=device,
+        dtype=dtype,
+        notices=tuple(notices),
+        key=_key(request, merged, sources, text.domains, device, dtype),
+    )
+
+
+def check_weights(weights: Mapping[str, float], sources: Mapping[str, object]) -> None:
+    """A weight belongs to a source, and is a number above zero."""
+    for name, weight in weights.items():
+        if name not in sources:
+            raise UsageError(
+                f"a weight for {name!r}, which is no source",
+                hint=f"sources: {', '.join(sources)}",
+            )
+        if not 0.0 < weight < float("inf"):
+            raise UsageError(f"the weight of {name!r} is {weight}, expected a number above 0")
+
+
+def require_refittable(merged: OpenModel) -> None:
+    """Refuse what cannot be streamed in full precision."""
+    architecture = merged.architecture
+    if architecture.quantised:
+        raise ArchitectureError(
+            f"{merged.label} is quantised ({architecture.quantised})",
+            hint="dequantise it to bfloat16 first and refit that",
+        )
+
+
+def _require_wide_enough(merged: OpenModel, dtype: torch.dtype) -> None:
+    """New weights are the merged ones plus a step, so these must not be rounded on the way."""
+    stored = forward_dtype("auto", merged)
+    if dtype.itemsize < stored.itemsize:
+        raise UsageError(
+            f"{merged.label} is stored in {dtype_name(stored)}; computing in {dtype_name(dtype)} "
+            "would round the weights that stay",
+            hint=f"use --dtype {dtype_name(stored)}, or convert the model first",
+        )
+
+
+def _routers(
+    settings: RefitSettings,
+    merged: OpenModel,
+    sources: Mapping[str, OpenModel],
+    layers: Sequence[int],
+) -> dict[str, PairedRouter]:
+    family = merged.architecture.family
+    if settings.router == "keep" or "router" not in settings.parts or family is None:
+        return {}
+    return {pair.info.weight: pair for pair in pair_routers(merged, list(sources.values()), layers)}
+
+
+def _check_text(text: JobText, sources: Mapping[str, OpenModel]) -> list[str]:
+    """Every source reads its text as the merged model does."""
+    notices: list[str] = []
+    for domain in text.domains:
+        source, what = sources[domain.name], f"source {domain.name!r}"
+        notices += check_same_tokens([domain], text.tokenizer, source, what=what, hint=SAME)
+    return notices
+
+
+# --- the key ------------------------------------------------------------------------------------
+
+
+def _key(
+    request: RefitRequest,
+    merged: OpenModel,
+    sources: Mapping[str, OpenModel],
+    domains: Sequence[Domain],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    settings = settings_data(request.settings)
+    return {
+        "job": "refit",
+        "merged": merged.checkpoint.fingerprint(),
+        "order": list(sources),  # sums run in it, so the last bits depend on it
+        "sources": {name: model.checkpoint.fingerprint() for name, model in sources.items()},
+        "weights": dict(request.weights),
+        "data": {domain.name: _digest(domain) for domain in domains},
+        "settings": {
+            **{name: value for name, value in settings.items() if name not in NOT_IN_KEY},
+            "device": device.type,
+            "dtype": dtype_name(dtype),
+        },
+    }
+
+
+def _digest(domain: Domain) -> str:
+    digest = hashlib.sha256()
+    for rows in (domain.rows, domain.holdout):
+        digest.update(len(rows).to_bytes(8, "little"))
+        for row in rows:
+            digest.update(len(row).to_bytes(8, "little"))
+            digest.update(row.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,275 @@
+"""What a refit did, as data: a row for each map, each layer's drift, totals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moemerge.linalg.cg import Status
+from moemerge.refitting.ridge import Fit
+from moemerge.refitting.routers import RouterFit
+from moemerge.runtime.timing import Timings
+
+SHOWN = 5  # experts that a notice names
+
+
+def number(value: float | None) -> float | None:
+    """Six digits; JSON has no NaN and no infinity."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
+
+
+@dataclass(frozen=True)
+class MapRow:
+    """One linear map."""
+
+    name: str  # its weight, by the name in memory
+    target: str  # what it aims at: the source's `output`, or its `hidden state`
+    fit: Fit
+
+    @property
+    def fits(self) -> tuple[Fit, ...]:
+        return (self.fit,)
+
+    def to_json(self) -> dict[str, Any]:
+        fit = self.fit
+        return {
+            "map": self.name,
+            "target": self.target,
+            "ridge": number(fit.ridge),
+            "tokens": fit.tokens,
+            "inputs": fit.inputs,
+            "error_before": number(fit.before),
+            "error_after": number(fit.after),
+            "held_out": {
+                "tokens": fit.held_tokens,
+                "error_before": number(fit.held_before),
+                "error_after": number(fit.held_after),
+            },
+            "kept": fit.kept,
+        }
+
+
+@dataclass(frozen=True)
+class ExpertsRow:
+    """One projection of all experts of a layer."""
+
+    name: str
+    target: str
+    fits: tuple[Fit, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        fits = self.fits
+        return {
+            "map": self.name,
+            "target": self.target,
+            "ridge": number(fits[0].ridge),
+            "inputs": fits[0].inputs,
+            "experts": {
+                "tokens": [fit.tokens for fit in fits],
+                "error_before": [number(fit.before) for fit in fits],
+                "error_after": [number(fit.after) for fit in fits],
+                "held_out": {
+                    "tokens": [fit.held_tokens for fit in fits],
+                    "error_before": [number(fit.held_before) for fit in fits],
+                    "error_after": [number(fit.held_after) for fit in fits],
+                },
+            },
+            "kept": [expert for expert, fit in enumerate(fits) if fit.kept],
+        }
+
+
+@dataclass(frozen=True)
+class RouterRow:
+    """One router."""
+
+    name: str  # its weight on disk
+    fit: RouterFit
+
+    def to_json(self) -> dict[str, Any]:
+        fit = self.fit
+
+        def numbers(values: Mapping[str, float]) -> dict[str, float | None]:
+            return {name: number(value) for name, value in values.items()}
+
+        return {
+            "router": self.name,
+            "status": str(fit.status),
+            "steps": fit.steps,
+            "tokens": dict(fit.tokens),
+            "kl_before": numbers(fit.before),
+            "kl_after": numbers(fit.after),
+            "held_out": {
+                "kl_before": numbers(fit.held_before),
+                "kl_after": numbers(fit.held_after),
+            },
+            "kept": fit.kept,
+        }
+
+
+Row = MapRow | ExpertsRow | RouterRow
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A layer, or the head (None)."""
+
+    layer: int | None
+    rows: tuple[Row, ...]
+    drift_before: Mapping[str, float]  # by domain; empty where it is not known
+    drift_after: Mapping[str, float]
+    notices: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        return "the head" if self.layer is None else f"layer {self.layer}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layer": self.layer,
+            "maps": [row.to_json() for row in self.rows],
+            "drift_before": {name: number(v) for name, v in self.drift_before.items()},
+            "drift_after": {name: number(v) for name, v in self.drift_after.items()},
+            "notices": [*self.notices, *self.warnings()],
+        }
+
+    def warnings(self) -> list[str]:
+        """What a user should look at: maps that stay as merged, and routers without an end."""
+        found = []
+        for row in self.rows:
+            if isinstance(row, RouterRow) and row.fit.status is not Status.CONVERGED:
+                found.append(f"{self.where}: {row.name} did not converge ({row.fit.status})")
+            if not isinstance(row, ExpertsRow) and row.fit.kept:
+                found.append(f"{self.where}: {row.name} stays as merged, held-out rows would lose")
+            if isinstance(row, ExpertsRow) and all(fit.kept for fit in row.fits):
+                found.append(f"{self.where}: all of {row.name} stays as merged, held-out rows lose")
+        return found
+
+
+def few_tokens(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """By name and count, the experts that fewer tokens reach than they have inputs."""
+    scarce = [
+        (tokens, f"layer {layer['layer']} expert {expert}")
+        for layer in layers
+        for row in layer["maps"]
+        if "experts" in row and row["map"].endswith("down_proj")
+        for expert, tokens in enumerate(row["experts"]["tokens"])
+        if tokens < row["inputs"]
+    ]
+    if not scarce:
+        return []
+    scarce.sort()
+    named = ", ".join(f"{name} ({tokens})" for tokens, name in scarce[:SHOWN])
+    more = f" and {len(scarce) - SHOWN} more" if len(scarce) > SHOWN else ""
+    return [
+        f"{len(scarce)} experts were reached by fewer tokens than they have inputs, so they stay "
+        f"near their merged weights: {named}{more}; more text helps"
+    ]
+
+
+# --- totals -------------------------------------------------------------------------------------
+
+
+def map_errors(row: Mapping[str, Any]) -> tuple[float, float]:
+    """A map's error before and after, on held-out rows where there are any; a router's KL."""
+    if "router" in row:
+        side = row["held_out"] if row["held_out"]["kl_before"] else row
+        return _sum(side["kl_before"].values()), _sum(side["kl_after"].values())
+    side = row.get("experts", row)
+    best = side["held_out"]
+    before, after = best["error_before"], best["error_after"]
+    if before is None or (isinstance(before, list) and all(v is None for v in before)):
+        before, after = side["error_before"], side["error_after"]
+    if isinstance(before, list):
+        pairs = [(b, a) for b, a in zip(before, after, strict=True) if b is not None]
+        return math.fsum(b for b, _ in pairs), math.fsum(a or 0.0 for _, a in pairs)
+    return before, after
+
+
+def _sum(values: Any) -> float:
+    return math.fsum(value for value in values if value is not None)
+
+
+def ratios(layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What is left of each kind of map's error: the mean over maps of after / before."""
+    by_kind: dict[str, list[float]] = {}
+    for layer in layers:
+        for row in layer["maps"]:
+            before, after = map_errors(row)
+            if before:
+                by_kind.setdefault(kind_of(row), []).append(after / before)
+    return {kind: math.fsum(found) / len(found) for kind, found in by_kind.items()}
+
+
+def kind_of(row: Mapping[str, Any]) -> str:
+    """The last word of a map's name: q_proj, experts.down_proj, router, ..."""
+    if "router" in row:
+        return "router"
+    words = [word for word in row["map"].split(".") if word != "weight" and not word.isdigit()]
+    return ".".join(words[-2:]) if "expert" in row["map"] else words[-1]
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """The `refit` part of `moemerge_report.json`."""
+
+    merged: str
+    output: str
+    sources: Mapping[str, str]
+    weights: Mapping[str, float]
+    data: Mapping[str, tuple[str, ...]]
+    settings: Mapping[str, Any]
+    device: str
+    dtype: str
+    offload: str
+    memory: int  # bytes that the run was expected to need on its device
+    resumed: int  # layers taken from the journal of a killed run
+    tokens: Mapping[str, int]
+    held_out_tokens: Mapping[str, int]
+    layers: tuple[dict[str, Any], ...]
+    notices: tuple[str, ...]
+    seconds: float
+    timings: Timings
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        maps = [row for layer in self.layers for row in layer["maps"]]
+        fits = [row for row in maps if "router" not in row]
+        experts = sum(len(row["experts"]["tokens"]) for row in fits if "experts" in row)
+        last = [layer for layer in self.layers if layer["drift_after"]]
+        return {
+            "maps": sum("experts" not in row for row in fits) + experts,
+            "kept": sum(
+                len(row["kept"]) if isinstance(row["kept"], list) else int(row["kept"])
+                for row in fits
+            ),
+            "routers": sum("router" in row for row in maps),
+            "error_left": {kind: number(value) for kind, value in ratios(self.layers).items()},
+            "drift_before": dict(last[-1]["drift_before"]) if last else {},
+            "drift_after": dict(last[-1]["drift_after"]) if last else {},
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "merged": self.merged,
+            "output": self.output,
+            "sources": dict(self.sources),
+            "weights": dict(self.weights),
+            "data": {name: list(files) for name, files in self.data.items()},
+            "settings": dict(self.settings),
+            "device": self.device,
+            "dtype": self.dtype,
+            "offload": self.offload,
+            "memory_estimate": self.memory,
+            "resumed": self.resumed,
+            "tokens": dict(self.tokens),
+            "held_out_tokens": dict(self.held_out_tokens),
+            "layers": list(self.layers),
+            "totals": self.totals,
+            "notices": list(self.notices),
+            "seconds": round(self.seconds, 3),
+            "timings": self.timings.to_json(),
+        }

@@ -1,0 +1,164 @@
+"""Refit one router: the exact objective on each source's own routing, or HARC's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.architecture import RouterInfo
+from moemerge.architectures.gates import Gate
+from moemerge.architectures.opened import OpenModel
+from moemerge.errors import ArchitectureError, NumericalError
+from moemerge.features.stops import Stop
+from moemerge.linalg.cg import Status
+from moemerge.lockstep.models import PairedRouter, RouterWeights, StoredRouters
+from moemerge.refitting.targets import LayerView
+from moemerge.routing import DomainFeatures, SolveSettings, minimise_divergence
+from moemerge.routing.domains import logits_of, working_dtype
+from moemerge.routing.gates import divergence
+from moemerge.routing.products import features_of
+from moemerge.routing.solve import build_operator, solve_system
+
+
+@dataclass(frozen=True)
+class RouterProblem:
+    """A merged router on the tokens of every domain, and what each source's would do."""
+
+    gate: Gate
+    merged: Tensor  # (K, d), or (K, d + 1) with the bias as last column; float64
+    domains: Sequence[DomainFeatures]
+    holdout: Sequence[DomainFeatures]
+
+
+@dataclass(frozen=True)
+class RouterFit:
+    """A router's new matrix, and its divergence from the sources' routing before and after."""
+
+    weight: Tensor  # (K, d [+ 1]), float64 values that the stored dtype holds
+    status: Status
+    steps: int
+    tokens: Mapping[str, int]
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    held_before: Mapping[str, float]
+    held_after: Mapping[str, float]
+    kept: bool
+
+
+def fit_router(
+    problem: RouterProblem, dtypes: tuple[torch.dtype, torch.dtype | None], *, exact: bool
+) -> RouterFit:
+    """Solve, round to the stored dtypes, and keep the result where held-out tokens agree."""
+    settings = SolveSettings()
+    merged = problem.merged
+    solution = solve_system(
+        build_operator(problem.gate, problem.domains, settings), merged, settings
+    )
+    status, steps, weight = solution.cg.status, solution.cg.steps, solution.weight
+    if exact:
+        newton = minimise_divergence(problem.gate, problem.domains, weight, fallback=merged)
+        status, steps, weight = newton.status, newton.steps, newton.weight
+    weight = _rounded(weight, dtypes, problem.domains[0].features[0].shape[1])
+    before, after = (_divergences(problem.gate, problem.domains, w) for w in (merged, weight))
+    held_before, held_after = (
+        _divergences(problem.gate, problem.holdout, w) for w in (merged, weight)
+    )
+    old, new = (held_before, held_after) if held_before else (before, after)
+    kept = not sum(new.values()) < sum(old.values())
+    if kept:
+        weight, after, held_after = merged, before, held_before
+    tokens = {domain.name: domain.tokens for domain in problem.domains}
+    return RouterFit(weight, status, steps, tokens, before, after, held_before, held_after, kept)
+
+
+def _rounded(weight: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None], width: int) -> Tensor:
+    parts = [weight[:, :width].to(dtypes[0]).double()]
+    if dtypes[1] is not None:
+        parts.append(weight[:, width:].to(dtypes[1]).double())
+    found = torch.cat(parts, dim=1)
+    if not bool(torch.isfinite(found).all()):
+        raise NumericalError(
+            f"the new router does not fit into {dtypes[0]}: it holds non-finite values",
+            hint="give more text, or --router keep",
+        )
+    return found
+
+
+def _divergences(gate: Gate, domains: Sequence[DomainFeatures], weight: Tensor) -> dict[str, float]:
+    """Mean KL(source ‖ router) of each domain."""
+    found = {}
+    for domain in domains:
+        total = torch.zeros((), dtype=torch.float64, device=weight.device)
+        for at, x in enumerate(domain.features):
+            features = features_of(x, weight.shape[1])
+            target = (
+                features.working_logits(domain.router.to(x.device))
+                if domain.targets is None
+                else domain.targets[at]
+            )
+            mine = features.working_logits(weight.to(x.device))
+            total += divergence(gate, target.double(), mine.double()).sum()
+        found[domain.name] = float(total) / max(1, domain.tokens)
+    return found
+
+
+@dataclass(frozen=True)
+class RouterJob:
+    """Everything about routers that the loop does not need to know."""
+
+    merged: OpenModel
+    sources: Mapping[str, OpenModel]
+    pairs: Mapping[str, PairedRouter]  # by the merged router's weight on disk
+    exact: bool
+
+    def fit(
+        self, stop: Stop, place: RouterInfo, sources: Mapping[str, LayerView]
+    ) -> tuple[RouterFit, dict[str, Tensor]]:
+        """The fit, and the router's new tensors by name on disk."""
+        pair = self.pairs[place.weight]
+        merged = StoredRouters(self.merged, [place]).weights(place)
+        device = stop.arrivals[0].given[0].device
+        theirs = {
+            name: StoredRouters(self.sources[name], [info]).weights(info)
+            for name, info in pair.sources.items()
+        }
+        gate = place.gate
+        if gate is None:
+            raise ArchitectureError(f"layer {place.layer}: no gate is known for this router")
+        kept: dict[bool, list[DomainFeatures]] = {False: [], True: []}
+        for name, source in theirs.items():
+            matrix = source.matrix.to(device)
+            for holdout, domains in kept.items():
+                own = [
+                    (a.batch, a.given[0])
+                    for a in stop.arrivals
+                    if a.batch.domain == name and a.batch.holdout == holdout
+                ]
+                if not own:
+                    continue
+                targets = None
+                if self.exact:
+                    states = (sources[name].record(batch).inputs[stop.path] for batch, _ in own)
+                    targets = [logits_of(x.to(working_dtype(x)), matrix) for x in states]
+                domains.append(DomainFeatures(name, [x for _, x in own], matrix, targets))
+        bias_dtype = None if merged.bias is None else merged.bias.dtype
+        problem = RouterProblem(gate, merged.matrix.to(device), kept[False], kept[True])
+        fit = fit_router(problem, (merged.weight.dtype, bias_dtype), exact=self.exact)
+        return fit, self._tensors(place, merged, fit.weight.cpu())
+
+    def _tensors(
+        self, place: RouterInfo, merged: RouterWeights, matrix: Tensor
+    ) -> dict[str, Tensor]:
+        width = merged.weight.shape[1]
+        weight = merged.weight.clone()
+        weight[: place.rows] = matrix[:, :width].to(weight.dtype)
+        found = {place.weight: weight}
+        if place.bias is not None and merged.bias is not None:
+            bias = merged.bias.clone()
+            bias[: place.rows] = matrix[:, width].to(bias.dtype)
+            shape = self.merged.checkpoint.tensors[place.bias].shape
+            found[place.bias] = bias.reshape(shape)
+        return found

@@ -1,0 +1,248 @@
+"""A refit from merged folder to refitted folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from moemerge.checkpoint import Checkpoint
+from moemerge.errors import ResourceError
+from moemerge.features.memory import HEADROOM
+from moemerge.features.spill import Offload
+from moemerge.features.units import UnitMap
+from moemerge.linalg.cg import Status
+from moemerge.lockstep.inputs import settings_data
+from moemerge.lockstep.journal import Entry
+from moemerge.lockstep.output import Output, PatchedOutput, RefusedResultError
+from moemerge.lockstep.overlay import OverlaidCheckpoint
+from moemerge.lockstep.streams import PROCESS_BYTES
+from moemerge.refitting.domains import DomainScales
+from moemerge.refitting.loop import FinishedLayer, RefitLoop
+from moemerge.refitting.memory import refit_bytes
+from moemerge.refitting.plan import RefitPlan, make_plan, planned_names
+from moemerge.refitting.prepare import RefitJob, RefitRequest, prepare
+from moemerge.refitting.provenance import output_files
+from moemerge.refitting.report import RefitReport, few_tokens, map_errors
+from moemerge.refitting.routers import RouterJob
+from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
+from moemerge.runtime.devices import available_memory
+from moemerge.runtime.dtypes import dtype_name
+from moemerge.runtime.progress import Progress
+from moemerge.runtime.timing import Timings, peak_memory
+from moemerge.text.rows import source_names
+from moemerge.version import __version__
+
+HEAD = "head"
+
+
+def run_refit(request: RefitRequest, progress: Progress) -> RefitReport:
+    """Refit into `request.out`, which appears whole or not at all.
+
+    A run that is killed or interrupted leaves a journal of its finished layers next to OUT.
+    """
+    start = time.perf_counter()
+    job = prepare(request)
+    for notice in job.notices:
+        progress.note(notice)
+    with open_output(job) as output:
+        run = _Run(job, output, progress, start)
+        report = run.run()
+        fitted = time.perf_counter()
+        output.finish(output_files(job, report, __version__))
+    timings = report.timings.written(time.perf_counter() - fitted, output.copied)
+    return replace(report, timings=timings, seconds=time.perf_counter() - start)
+
+
+def open_output(job: RefitJob) -> Output:
+    """Where finished layers go."""
+    request = job.request
+    if not request.write:
+        return Output()
+    return PatchedOutput(
+        job.merged.checkpoint,
+        request.out,
+        inputs=[f for source in job.sources.values() for f in source.checkpoint.folders],
+        overwrite=request.overwrite,
+        link=request.temporary,
+        in_background=job.device.type != "cpu",
+    )
+
+
+class _Run:
+    """One refit on its way."""
+
+    def __init__(self, job: RefitJob, output: Output, progress: Progress, start: float) -> None:
+        self.job = job
+        self.output = output
+        self.progress = progress
+        self.start = start
+
+    def run(self) -> RefitReport:
+        job, output = self.job, self.output
+        overlay: dict[str, Callable[[], Tensor]] = {}
+        checkpoint = OverlaidCheckpoint(job.merged.checkpoint, overlay)
+        with open_streams(job, checkpoint, self.progress) as streams:
+            require_same_shapes(streams, job.sources)
+            plan, units = self._plan(streams)
+            names = planned_names(plan, units)
+            output.begin(job.key, names, resume=job.request.resume)
+            done = self._finished(plan, overlay)
+            loop = RefitLoop(
+                streams=streams,
+                batches=job.batches,
+                plan=plan,
+                units=units,
+                routers=RouterJob(
+                    job.merged,
+                    job.sources,
+                    job.routers,
+                    exact=job.request.settings.router == "exact",
+                ),
+                scales=DomainScales.of(job.batches, job.request.weights),
+                ridge=job.ridge,
+                on_done=self._done,
+                done_before=done,
+            )
+            loop.run()
+            output.check()
+            return self._report(streams, plan)
+
+    def _plan(self, streams: RefitStreams) -> tuple[RefitPlan, UnitMap]:
+        job, stream = self.job, streams.merged.stream
+        units = UnitMap(job.merged.checkpoint, job.merged.architecture, stream.names)
+        plan = make_plan(
+            stream.anatomy,
+            stream.taps,
+            units,
+            job.routers,
+            layers=job.layers,
+            parts=job.request.settings.parts,
+        )
+        for runner in streams.runners:
+            runner.final.head = plan.head
+        for notice in plan.notices:
+            self.progress.note(notice)
+        return plan, units
+
+    def _finished(self, plan: RefitPlan, overlay: dict[str, Callable[[], Tensor]]) -> set[int]:
+        """Layers that a killed run had finished: the model is streamed with their new tensors."""
+        done = set()
+        for layer in plan.layers:
+            if not layer.pauses:
+                continue
+            entry = self.output.finished(_name(layer.number))
+            if entry is None:
+                break
+            overlay.update({n: partial(entry.tensors.__getitem__, n) for n in entry.tensors})
+            self._require(entry.row)
+            done.add(layer.number)
+        if self.job.request.resume:
+            self.progress.note(f"{len(done)} finished layers found, the rest is refitted")
+        return done
+
+    def _done(self, finished: FinishedLayer) -> None:
+        self.output.check()
+        row = finished.row.to_json()
+        self._require(row)
+        for notice in row["notices"]:
+            self.progress.note(notice)
+        self._tell(row)
+        tensors = finished.tensors if self.job.request.write else {}
+        self.output.add(Entry(_name(finished.row.layer), tensors, row))
+
+    def _require(self, row: Mapping[str, Any]) -> None:
+        """Under --strict, also of layers that a run without it had finished."""
+        if self.job.request.settings.strict and row["notices"]:
+            bad = [m for m in row["maps"] if m.get("status", Status.CONVERGED) != Status.CONVERGED]
+            kept = [m for m in row["maps"] if m["kept"] is True]
+            if bad or kept:
+                raise RefusedResultError(
+                    row["notices"][0], hint="give more text, or leave --strict out"
+                )
+
+    def _tell(self, row: Mapping[str, Any]) -> None:
+        where = "head" if row["layer"] is None else f"layer {row['layer']}"
+        errors = [map_errors(m) for m in row["maps"] if "router" not in m]
+        before, after = sum(b for b, _ in errors), sum(a for _, a in errors)
+        left = f", {after / before:.0%} of the error left" if before else ""
+        drift = ""
+        if row["drift_before"] and row["drift_after"]:
+            old, new = (_mean(row[key]) for key in ("drift_before", "drift_after"))
+            drift = f", drift {old:.3g} → {new:.3g}"
+        self.progress.note(f"{where}: {len(row['maps'])} maps{left}{drift}")
+
+    def _report(self, streams: RefitStreams, plan: RefitPlan) -> RefitReport:
+        job, request = self.job, self.job.request
+        fitted = time.perf_counter() - self.start
+        layers = tuple(entry.row for entry in self.output.entries)
+        stopwatch = streams.merged.stream.stopwatch
+        tokens = {domain.name: domain.tokens for domain in job.text.domains}
+        held = {domain.name: sum(map(len, domain.holdout)) for domain in job.text.domains}
+        return RefitReport(
+            merged="this run's merge" if request.temporary else str(request.merged),
+            output=str(request.out),
+            sources={name: str(ref) for name, ref in request.sources.items()},
+            weights={name: request.weights.get(name, 1.0) for name in request.sources},
+            data={name: source_names(request.data[name]) for name in request.sources},
+            settings=settings_data(request.settings),
+            device=str(job.device),
+            dtype=dtype_name(job.dtype),
+            offload=streams.offload,
+            memory=expected_bytes(job, streams),
+            resumed=self.output.resumed,
+            tokens=tokens,
+            held_out_tokens=held,
+            layers=layers,
+            notices=(
+                *job.notices,
+                *plan.notices,
+                *(notice for layer in layers for notice in layer["notices"]),
+                *few_tokens(layers),
+            ),
+            seconds=fitted,
+            timings=Timings.of(stopwatch, fitted, peak_memory(job.device)),
+        )
+
+
+def _name(layer: int | None) -> str:
+    return HEAD if layer is None else f"layer {layer}"
+
+
+def _mean(values: Mapping[str, float]) -> float:
+    return sum(values.values()) / len(values)
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def expected_bytes(job: RefitJob, streams: RefitStreams) -> int:
+    """What the device will hold of this process at the most."""
+    own = PROCESS_BYTES if job.device.type == "cpu" else 0
+    models = sum(runner.stream.memory.on_device for runner in streams.runners)
+    return own + models + refit_bytes(job, streams)
+
+
+def open_streams(job: RefitJob, checkpoint: Checkpoint, progress: Progress) -> RefitStreams:
+    """Build all models, and choose where activations are parked; refuses what fits nowhere."""
+    wanted = job.request.settings.offload
+    kinds: tuple[Offload, ...] = (
+        ("device", "disk") if job.device.type == "cpu" else ("device", "cpu", "disk")
+    )
+    free = int(available_memory(job.device) * HEADROOM)
+    for kind in kinds if wanted == "auto" else (wanted,):
+        streams = build_streams(job, checkpoint, kind, progress)
+        if expected_bytes(job, streams) <= free:
+            return streams
+        needed, described = expected_bytes(job, streams), streams.merged.stream.memory.describe()
+        streams.close()
+    raise ResourceError(
+        f"refitting needs about {needed / 1e9:.1f} GB on {job.device}, and {free / 1e9:.1f} GB are "
+        f"usable. {described}, and the same for {len(job.sources)} sources",
+        hint="lower --max-tokens or --max-length"
+        + ("" if wanted in ("auto", "disk") else "; --offload disk parks activations there"),
+    )

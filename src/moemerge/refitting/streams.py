@@ -1,0 +1,287 @@
+"""The merged model and its sources, layer by layer; what a layer's fits need is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from moemerge.architectures.opened import OpenModel
+from moemerge.checkpoint import Checkpoint
+from moemerge.errors import ArchitectureError, NumericalError
+from moemerge.features.settings import StreamSettings
+from moemerge.features.spill import Offload
+from moemerge.features.stops import Stop
+from moemerge.features.stream import ModelStream
+from moemerge.features.taps import LinearTap, head_input
+from moemerge.features.tokens import real_tokens
+from moemerge.refitting.layer import LayerStructure
+from moemerge.refitting.plan import LayerPlan
+from moemerge.refitting.prepare import RefitJob
+from moemerge.refitting.records import LayerRecorder, Record
+from moemerge.refitting.targets import LayerView
+from moemerge.refitting.writes import Write, find_writes
+from moemerge.runtime.progress import Progress
+from moemerge.runtime.timing import Stopwatch
+from moemerge.text.batches import Batch
+
+
+@dataclass
+class Needs:
+    """What has to be recorded in the layer at hand; the first batch teaches how little that is."""
+
+    plan: LayerPlan | None = None
+    structure: LayerStructure | None = None
+
+    def source_input(self, path: str) -> bool:
+        plan, structure = self.plan, self.structure
+        if plan is None:
+            return False
+        if path in plan.experts or path in plan.routers:
+            return True
+        if structure is None:
+            return path in plan.linear or path in plan.gates or path in plan.writers
+        if path in structure.leaders.values():
+            return True
+        return path in plan.linear and structure.place(path) is None
+
+    def source_output(self, path: str) -> bool:
+        if self.plan is None:
+            return False
+        if self.structure is None:
+            return path in self.plan.writers or path in self.plan.gates
+        return any(write.path == path for write in self.structure.writes[:-1])
+
+    def merged_input(self, path: str) -> bool:
+        return self.structure is not None and path in self.structure.leaders.values()
+
+    def merged_output(self, path: str) -> bool:
+        return self.structure is not None and self.source_output(path)
+
+    def learn(self, batch: Batch, record: Record) -> None:
+        """From the first batch that has passed the layer."""
+        if self.plan is None or self.structure is not None:
+            return
+        self.structure = _structure(self.plan, record)
+        record.inputs = {p: x for p, x in record.inputs.items() if self.source_input(p)}
+        record.outputs = {p: x for p, x in record.outputs.items() if self.source_output(p)}
+
+
+def _structure(plan: LayerPlan, record: Record) -> LayerStructure:
+    writers, gates = set(plan.writers), set(plan.gates)
+    outputs = {p: record.outputs[p] for p in record.order if p in writers and p in record.outputs}
+    scales = {p: record.outputs[p] for p in record.order if p in gates and p in record.outputs}
+    called = frozenset(record.order)
+    if record.entered is None or record.left is None:
+        return LayerStructure(called=called)
+    writes = find_writes(record.entered, record.left, outputs, scales) or ()
+    leaders: dict[str, str] = {}
+    for write in writes:
+        if write.gate is not None:
+            leader = _leader(record, write)
+            if leader is None:
+                return LayerStructure(called=called)
+            leaders[write.gate] = leader
+    return LayerStructure(tuple(writes), leaders, called)
+
+
+def _leader(record: Record, write: Write) -> str | None:
+    """A module that reads the gate's input no later than the write."""
+    assert write.gate is not None
+    read = record.inputs.get(write.gate)
+    for path in record.order[: record.order.index(write.path) + 1]:
+        if read is not None and record.inputs.get(path) is read:
+            return path
+    return None
+
+
+@dataclass
+class FinalStates:
+    """What the head reads, of every batch."""
+
+    head: LinearTap | None
+    values: dict[int, Tensor] = field(default_factory=dict)  # by id of the batch
+
+    def add(self, stream: ModelStream, batch: Batch, hidden: Tensor) -> None:
+        if self.head is None:
+            return
+        x = head_input(stream.model, stream.anatomy.owner, self.head, hidden)
+        rows = batch.mask.reshape(-1).nonzero().squeeze(1).to(hidden.device)
+        tokens = real_tokens(x, batch, rows)
+        assert tokens is not None
+        self.values[id(batch)] = tokens
+
+
+@dataclass
+class Runner:
+    """One model on its way, and what it has shown in the layer it ran last."""
+
+    stream: ModelStream
+    recorder: LayerRecorder
+    final: FinalStates
+    stops: Iterator[Stop] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.stream.model
+
+    def view(self) -> LayerView:
+        return LayerView(self.stream.model, self.recorder.records)
+
+    def run_layer(self) -> None:
+        """Run the next layer with all batches (the first call: up to the first layer)."""
+        if self.stops is None:
+            self.stops = iter(self.stream)
+        self.recorder.begin()
+        if next(self.stops, None) is None:
+            raise ArchitectureError(f"{self.stream.checkpoint.label} has no further layer to run")
+
+
+def require_finite(stream: ModelStream, path: str) -> None:
+    """Refuse NaN and infinity in the weights of a layer that is in memory."""
+    named = dict(stream.model.get_submodule(path).named_parameters(prefix=path))
+    values = {n: p for n, p in named.items() if p.is_floating_point() and not p.is_meta}
+    if not values:
+        return
+    # A finite sum has only finite terms; one wait for the device a layer.
+    sums = torch.stack([value.sum(dtype=torch.float32) for value in values.values()])
+    if bool(sums.isfinite().all()):
+        return
+    bad = [name for name, value in values.items() if not bool(value.isfinite().all())]
+    if bad:
+        raise NumericalError(
+            f"{stream.checkpoint.label}: {', '.join(bad)} holds NaN or infinity",
+            hint="the checkpoint is damaged, or its training diverged",
+        )
+
+
+@dataclass
+class RefitStreams:
+    """All models: the merged one, and the source of every domain."""
+
+    merged: Runner
+    sources: Mapping[str, Runner]
+    needs: Needs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for runner in self.runners:
+            runner.stream.close()
+
+    @property
+    def runners(self) -> Sequence[Runner]:
+        return (self.merged, *self.sources.values())
+
+    @property
+    def offload(self) -> Offload:
+        return self.merged.stream.memory.offload
+
+    def begin_layer(self, plan: LayerPlan, stop: Stop) -> LayerStructure:
+        """The merged model waits before a layer: the sources run it whole."""
+        self.needs.plan = plan if plan.pauses else None
+        self.needs.structure = None
+        for runner in self.sources.values():
+            runner.run_layer()
+            if plan.pauses:
+                require_finite(runner.stream, plan.path)
+        self.merged.recorder.begin()
+        for arrival in stop.arrivals:
+            entered = arrival.given[0] if arrival.given else None
+            self.merged.recorder.records[id(arrival.batch)] = Record(entered=entered)
+        return self.needs.structure or LayerStructure()
+
+    def source_record(self, batch: Batch) -> Record:
+        return self.sources[batch.domain].recorder.records[id(batch)]
+
+
+def build_streams(
+    job: RefitJob, merged: Checkpoint, offload: Offload, progress: Progress
+) -> RefitStreams:
+    """Skeletons of all models, and recorders that listen to them.
+
+    `merged` is the merged model's checkpoint, with what a killed run had finished.
+    """
+    needs = Needs()
+    stopwatch = Stopwatch(job.device)
+    settings = StreamSettings(job.device, job.dtype, offload=offload, gather=False)
+    runners: dict[str, Runner] = {}
+    try:
+        for name in ("", *job.sources):
+            checkpoint = job.sources[name].checkpoint if name else merged
+            batches = [b for b in job.batches if name in ("", b.domain)]
+            runners[name] = _runner(
+                checkpoint, batches, settings, needs, stopwatch, None if name else progress
+            )
+    except BaseException:
+        for runner in runners.values():
+            runner.stream.close()
+        raise
+    return RefitStreams(runners.pop(""), runners, needs)
+
+
+def _runner(
+    checkpoint: Checkpoint,
+    batches: Sequence[Batch],
+    settings: StreamSettings,
+    needs: Needs,
+    stopwatch: Stopwatch,
+    progress: Progress | None,
+) -> Runner:
+    """`progress` is the merged model's; a source has none."""
+    is_merged = progress is not None
+    final = FinalStates(None)
+    stream = ModelStream(
+        checkpoint,
+        batches,
+        settings,
+        on_output=lambda batch, hidden: final.add(stream, batch, hidden),
+        progress=progress,
+        stopwatch=stopwatch,
+    )
+    recorder = LayerRecorder(
+        layers=frozenset(stream.anatomy.layers),
+        inputs=needs.merged_input if is_merged else needs.source_input,
+        outputs=needs.merged_output if is_merged else needs.source_output,
+        copies=settings.offload == "disk" or settings.offload == "cpu",
+        on_batch=None if is_merged else needs.learn,
+    )
+    stream.stop_at_layers(inputs=is_merged)
+    taps = [tap.path for taps in stream.taps.layers for tap in taps]
+    stream.listen([*stream.anatomy.layers, *taps], recorder.on_calls, outputs=True)
+    return Runner(stream, recorder, final)
+
+
+def require_same_shapes(streams: RefitStreams, sources: Mapping[str, OpenModel]) -> None:
+    """Every parameter of the layers must have its counterpart in every source."""
+    ours = {name: p.shape for name, p in streams.merged.model.named_parameters()}
+    inside = tuple(path + "." for path in streams.merged.stream.anatomy.layers)
+    for name, runner in streams.sources.items():
+        theirs = {n: p.shape for n, p in runner.model.named_parameters()}
+        for parameter in sorted(ours.keys() | theirs.keys()):
+            if not parameter.startswith(inside):
+                continue
+            mine, other = ours.get(parameter), theirs.get(parameter)
+            if mine != other:
+                raise ArchitectureError(
+                    f"{parameter} is {_shape(other)} in {sources[name].what}, and {_shape(mine)} "
+                    f"in {streams.merged.stream.checkpoint.label}",
+                    hint="a source is a model that was merged: same layers, experts and width",
+                )
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "missing" if shape is None else str(list(shape))

@@ -1,0 +1,202 @@
+"""Sums and their closed form: against dense algebra, and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moemerge.errors import NumericalError
+from moemerge.refitting.ridge import RIDGES, Factor, choose_ridge, fit_map
+from moemerge.refitting.sums import FitSums
+from moemerge.refitting.writes import Write, find_writes
+
+CPU = torch.device("cpu")
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sums_of(x: Tensor, missing: Tensor, scale: Tensor) -> FitSums:
+    sums = FitSums.empty(missing.shape[1], x.shape[1], CPU)
+    sums.add(x, missing, scale)
+    return sums
+
+
+def test_by_hand() -> None:
+    """One input x = 2 and one output that lacks 3: Δ = 6 / (4 + 4 λ), so 0.75 at λ = 1."""
+    sums = sums_of(torch.tensor([[2.0]]), torch.tensor([[3.0]]), torch.ones(1))
+    assert float(Factor(sums.gram, 1.0).update(sums.cross)) == pytest.approx(0.75)
+    # ‖3 − 0.75 · 2‖² = 2.25
+    assert sums.error(torch.tensor([[0.75]])) == pytest.approx(2.25)
+    assert sums.tokens == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 7, 3000])
+def test_sums_are_the_dense_ones(dtype: torch.dtype, tokens: int) -> None:
+    x, r = draw(tokens, 5, dtype=dtype), draw(tokens, 3, seed=1, dtype=torch.float32)
+    s = torch.rand(tokens, generator=torch.Generator().manual_seed(2))
+    sums = FitSums.empty(3, 5, CPU)
+    for part in (slice(0, tokens // 2), slice(tokens // 2, tokens)):
+        sums.add(x[part], r[part], s[part])
+    wide, lacking = s[:, None].double() * x.double(), s[:, None].double() * r.double()
+    near = {"rtol": 1e-5, "atol": 1e-6 * tokens**0.5}
+    torch.testing.assert_close(sums.gram, wide.T @ wide, **near)
+    torch.testing.assert_close(sums.cross, lacking.T @ wide, **near)
+    assert float(sums.energy) == pytest.approx(float(lacking.square().sum()), rel=1e-5)
+    step = draw(3, 5, seed=3)
+    direct = float((lacking - wide @ step.T).square().sum())
+    assert sums.error(step) == pytest.approx(direct, rel=1e-5)
+
+
+def test_maps_that_share_inputs_share_their_gram() -> None:
+    x, r, other = draw(40, 6), draw(40, 2, seed=1), draw(40, 3, seed=2)
+    first = sums_of(x, r, torch.ones(1))
+    second = first.sharing_gram(3)
+    second.add(x, other, torch.ones(1), gram=False)
+    alone = sums_of(x, other, torch.ones(1))
+    assert second.tokens == alone.tokens
+    torch.testing.assert_close(second.gram, alone.gram)
+    torch.testing.assert_close(second.cross, alone.cross)
+
+
+@pytest.mark.parametrize("ridge", [1e-6, 0.003, 1.0])
+@pytest.mark.parametrize("tokens", [3, 50])
+def test_the_update_minimises_its_objective(ridge: float, tokens: int) -> None:
+    """Against least squares with the ridge as further rows; also with fewer tokens than inputs."""
+    x, r = draw(tokens, 8), draw(tokens, 4, seed=1)
+    sums = sums_of(x, r, torch.ones(1))
+    damping = (ridge * sums.gram.diagonal().mean()).sqrt()
+    rows = torch.cat([x, damping * torch.eye(8).double()])
+    wanted = torch.linalg.lstsq(rows, torch.cat([r, torch.zeros(8, 4).double()])).solution.T
+    torch.testing.assert_close(Factor(sums.gram, ridge).update(sums.cross), wanted)
+
+
+def test_inputs_of_zeros_move_nothing() -> None:
+    sums = sums_of(torch.zeros(5, 4), torch.ones(5, 2), torch.ones(1))
+    weight, fit = fit_map(
+        torch.ones(2, 4), sums, FitSums.empty(2, 4, CPU), Factor(sums.gram, 0.1), torch.float32
+    )
+    assert torch.equal(weight, torch.ones(2, 4))
+    assert fit.before == fit.after == 10.0
+
+
+def test_a_matrix_that_cannot_be_factored_says_so() -> None:
+    broken = torch.diag(torch.tensor([1.0, -2.0, 3.0])).double()
+    with pytest.raises(NumericalError, match=r"cannot be factored at ridge 0\.01"):
+        Factor(broken, 0.01)
+
+
+def test_what_does_not_fit_the_stored_dtype_is_refused() -> None:
+    sums = sums_of(torch.full((1, 1), 1e-3), torch.full((1, 1), 1e6), torch.ones(1))
+    with pytest.raises(NumericalError, match=r"does not fit into torch\.float16"):
+        fit_map(
+            torch.zeros(1, 1),
+            sums,
+            FitSums.empty(1, 1, CPU),
+            Factor(sums.gram, 1e-6),
+            torch.float16,
+        )
+
+
+# --- held-out tokens ----------------------------------------------------------------------------
+
+
+def problem(tokens: int, noise: float, seed: int = 0) -> tuple[FitSums, FitSums]:
+    """Calibration and held-out sums of one true map with noise."""
+    true = draw(4, 20, seed=seed)
+    found = []
+    for at, count in enumerate((tokens, 400)):
+        x = draw(count, 20, seed=seed + 10 * at + 1)
+        r = x @ true.T + noise * draw(count, 4, seed=seed + 10 * at + 2)
+        found.append(sums_of(x, r, torch.full((1,), count**-0.5)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("tokens", "noise"), [(15, 3.0), (30, 3.0), (400, 0.1)])
+def test_the_chosen_ridge_is_the_best_of_all(tokens: int, noise: float) -> None:
+    problems = [problem(tokens, noise, seed) for seed in (0, 100)]
+    errors = {
+        ridge: sum(h.error(Factor(s.gram, ridge).update(s.cross)) for s, h in problems)
+        for ridge in RIDGES
+    }
+    choice = choose_ridge(problems)
+    assert choice.ridge == min(errors, key=errors.__getitem__)
+    assert choice.errors[choice.ridge] == pytest.approx(errors[choice.ridge])
+
+
+def test_noise_wants_more_ridge() -> None:
+    assert choose_ridge([problem(30, 3.0)]).ridge > choose_ridge([problem(400, 0.1)]).ridge
+
+
+def test_a_map_that_loses_on_held_out_tokens_stays_as_merged() -> None:
+    calibration, _ = problem(15, 1.0)
+    _, opposite = problem(15, 1.0)
+    opposite.cross.neg_()
+    merged = draw(4, 20, seed=9, dtype=torch.float32)
+    weight, fit = fit_map(
+        merged, calibration, opposite, Factor(calibration.gram, 0.01), torch.float32
+    )
+    assert fit.kept
+    assert torch.equal(weight, merged)
+    assert fit.held_after == fit.held_before
+    assert fit.after == fit.before
+    moved, free = fit_map(
+        merged, calibration, opposite, Factor(calibration.gram, 0.01), torch.float32, keep=False
+    )
+    assert not torch.equal(moved, merged)
+    assert free.after < free.before
+
+
+def test_errors_are_those_of_the_rounded_weight() -> None:
+    calibration, held = problem(400, 0.1)
+    merged = draw(4, 20, seed=9, dtype=torch.bfloat16)
+    weight, fit = fit_map(merged, calibration, held, Factor(calibration.gram, 1e-4), torch.bfloat16)
+    assert weight.dtype == torch.bfloat16
+    step = weight.double() - merged.double()
+    assert fit.after == calibration.error(step)
+    assert fit.held_after == held.error(step)
+    assert fit.held_before == float(held.energy)
+
+
+# --- what writes to the hidden state ------------------------------------------------------------
+
+
+def layer(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    names = ("h", "q", "o", "e", "s")
+    return {name: draw(60, 16, seed=at, dtype=dtype) for at, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writes_are_found_with_their_factors(dtype: torch.dtype) -> None:
+    t = layer(dtype)
+    outputs = {name: t[name] for name in ("q", "o", "e", "s")}
+    gates = {"g": draw(60, 1, seed=8, dtype=dtype)}
+    gated = torch.sigmoid(gates["g"].float()) * t["s"].float()
+    left = (t["h"].float() + t["o"].float() + 0.22 * t["e"].float() + gated).to(dtype)
+    writes = find_writes(t["h"], left, outputs, gates)
+    assert writes is not None
+    assert [(write.path, write.gate) for write in writes] == [("o", None), ("e", None), ("s", "g")]
+    assert writes[0] == Write("o", 1.0)
+    assert writes[1].factor == pytest.approx(0.22, rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_norm_in_between_is_no_write() -> None:
+    t = layer()
+    normed = t["o"] / t["o"].square().mean(dim=1, keepdim=True).sqrt()
+    assert find_writes(t["h"], t["h"] + normed, {"o": t["o"]}, {}) is None
+    assert find_writes(t["h"], t["h"], {"o": t["o"]}, {}) is None  # nothing is written at all
+    assert find_writes(t["h"], t["h"] + t["o"], {"o": t["o"][:, :8]}, {}) is None
+
+
+def test_large_channels_do_not_hide_a_write() -> None:
+    """One channel a thousand times the others, in bfloat16: its rounding alone is a large error."""
+    t = layer(torch.bfloat16)
+    t["h"][:, 3] *= 3000
+    left = (t["h"].float() + t["o"].float() + t["e"].float()).to(torch.bfloat16)
+    writes = find_writes(t["h"], left, {"o": t["o"], "e": t["e"], "q": t["q"]}, {})
+    assert writes == (Write("o", 1.0), Write("e", 1.0))
+    # A contribution that is left out is noticed all the same.
+    assert find_writes(t["h"], left, {"o": t["o"], "q": t["q"]}, {}) is None

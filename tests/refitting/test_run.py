@@ -1,0 +1,326 @@
+"""A whole refit: what is written and said, refused, resumed and left alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import moemerge
+import zoo
+from calibration import cases as calibrating
+from moemerge.errors import (
+    ArchitectureError,
+    ConfigError,
+    DataError,
+    MoeMergeError,
+    NumericalError,
+    UsageError,
+)
+from moemerge.refitting import loop
+from refitting.cases import Case, make_case
+
+FAST: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "router": "keep"}
+
+
+@pytest.fixture(scope="module")
+def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Case:
+    base = zoo_folder("olmoe", num_hidden_layers=2)
+    return make_case(base, tmp_path_factory.mktemp("case"), rows=30, scale=0.1)
+
+
+@pytest.fixture(scope="module")
+def refitted(case: Case, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    out = tmp_path_factory.mktemp("refitted") / "out"
+    return out, case.refit(out)
+
+
+# --- what is written ----------------------------------------------------------------------------
+
+
+def test_every_map_moves_and_nothing_else_does(case: Case, refitted: tuple[Path, Any]) -> None:
+    out, report = refitted
+    changed = calibrating.changed_tensors(case.merged, out)
+    assert changed
+    assert all(
+        any(part in name for part in ("_proj.", "mlp.gate.weight", "lm_head")) for name in changed
+    )
+    assert calibrating.leftovers(out) == []
+    assert report.totals["maps"] == 2 * (4 + 2 * zoo.EXPERTS) + 1
+    assert report.totals["routers"] == 2
+
+
+def test_the_report_tells_of_every_map(refitted: tuple[Path, Any]) -> None:
+    out, report = refitted
+    document = json.loads((out / "moemerge_report.json").read_text())
+    layers = document["refit"]["layers"]
+    assert [layer["layer"] for layer in layers] == [0, 1, None]
+    for layer in layers[:2]:
+        for key in ("drift_before", "drift_after"):
+            assert set(layer[key]) == {"math", "code"}
+        for domain, drift in layer["drift_after"].items():
+            assert 0 < drift < layer["drift_before"][domain]
+    maps = {row.get("map", row.get("router")): row for row in layers[0]["maps"]}
+    q = maps["model.layers.0.self_attn.q_proj.weight"]
+    assert q["target"] == "output"
+    assert q["tokens"] + q["held_out"]["tokens"] == sum(report.tokens.values()) + sum(
+        report.held_out_tokens.values()
+    )
+    assert q["held_out"]["error_after"] < q["held_out"]["error_before"]
+    assert maps["model.layers.0.self_attn.o_proj.weight"]["target"] == "hidden state"
+    down = maps["model.layers.0.mlp.experts.down_proj"]
+    assert down["target"] == "hidden state"
+    assert sum(down["experts"]["tokens"]) == zoo.TOP_K * q["tokens"]
+    assert "held-out" not in report.notices
+    card = (out / "README.md").read_text()
+    assert "refitted in closed form" in card
+    assert "drift refitted" in card
+
+
+def test_the_resolved_config_makes_it_again(refitted: tuple[Path, Any], tmp_path: Path) -> None:
+    out, _ = refitted
+    moemerge.run(out / "moemerge_config.yml", tmp_path / "again")
+    assert calibrating.changed_tensors(tmp_path / "again", out) == set()
+
+
+def test_without_a_base_it_says_what_that_may_cost(case: Case, tmp_path: Path) -> None:
+    told = "no source is the base model"
+    report = case.refit(tmp_path / "out", **FAST)
+    assert any(told in notice for notice in report.notices)
+    sources = {**case.sources, "base": case.merged}
+    data = {**case.data, "base": case.data["math"]}
+    report = case.refit(tmp_path / "kept", sources=sources, data=data, **FAST)
+    assert not any(told in notice for notice in report.notices)
+
+
+# --- parts and layers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ("attention", ("self_attn",)),
+        ("experts,head", ("experts", "lm_head")),
+        ("router", ("mlp.gate.weight",)),
+    ],
+)
+def test_parts_alone(case: Case, parts: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    case.refit(tmp_path / "out", ridge=0.01, parts=parts)
+    changed = calibrating.changed_tensors(case.merged, tmp_path / "out")
+    assert changed
+    assert all(any(word in name for word in words) for name in changed)
+
+
+def test_some_layers_alone(case: Case, tmp_path: Path) -> None:
+    report = case.refit(tmp_path / "out", layers="1", **FAST)
+    changed = calibrating.changed_tensors(case.merged, tmp_path / "out")
+    assert changed
+    assert all("layers.1." in name for name in changed)
+    assert any("the head stays as merged" in notice for notice in report.notices)
+
+
+def test_routers_by_harc_are_those_of_a_calibration(case: Case, tmp_path: Path) -> None:
+    """Where nothing else moves, the two jobs solve the same systems."""
+    case.refit(tmp_path / "refit", parts="router", router="harc", ridge=1.0, holdout=0.0)
+    moemerge.calibrate(
+        case.merged, tmp_path / "harc", sources=case.sources, data=case.data, device="cpu"
+    )
+    mine, theirs = zoo.tensors(tmp_path / "refit"), zoo.tensors(tmp_path / "harc")
+    for name, router in theirs.items():
+        torch.testing.assert_close(mine[name], router, rtol=1e-4, atol=1e-6)
+
+
+def test_exact_routers_are_those_of_a_calibration(case: Case, tmp_path: Path) -> None:
+    case.refit(tmp_path / "refit", parts="router", ridge=1.0, holdout=0.0)
+    moemerge.calibrate(
+        case.merged,
+        tmp_path / "exact",
+        sources=case.sources,
+        data=case.data,
+        targets="source-features",
+        objective="exact",
+        device="cpu",
+    )
+    mine, theirs = zoo.tensors(tmp_path / "refit"), zoo.tensors(tmp_path / "exact")
+    before = zoo.tensors(case.merged)
+    for name, router in theirs.items():
+        move = (router - before[name]).norm()
+        assert (mine[name] - router).norm() <= 1e-3 * move + 1e-9
+
+
+# --- killed and resumed -------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Nothing of ours catches it."""
+
+
+@pytest.fixture
+def killed_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`killed_after(n)`: the next run dies when it has finished n layers."""
+
+    def arrange(count: int) -> None:
+        left = [count]
+        finish = loop.RefitLoop._finish_layer
+
+        def dying(self: Any) -> None:
+            finish(self)
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+
+        monkeypatch.setattr(loop.RefitLoop, "_finish_layer", dying)
+
+    return arrange
+
+
+@pytest.mark.parametrize("finished", [0, 1, 2])
+def test_a_resumed_run_ends_with_the_same_bytes(
+    case: Case,
+    refitted: tuple[Path, Any],
+    finished: int,
+    killed_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    killed_after(finished)
+    with pytest.raises(Killed):
+        case.refit(out)
+    assert not out.exists()
+    monkeypatch.undo()
+    report = case.refit(out, resume=True)
+    assert report.resumed == finished
+    assert calibrating.weights(out) == calibrating.weights(refitted[0])
+    assert calibrating.leftovers(out) == []
+    whole = json.loads((refitted[0] / "moemerge_report.json").read_text())["refit"]["layers"]
+    assert [layer["maps"] for layer in report.layers] == [layer["maps"] for layer in whole]
+
+
+def test_another_run_cannot_be_resumed(
+    case: Case, killed_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    killed_after(1)
+    with pytest.raises(Killed):
+        case.refit(tmp_path / "out", **FAST)
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match=r"settings\.ridge"):
+        case.refit(tmp_path / "out", **{**FAST, "ridge": 0.02}, resume=True)
+
+
+# --- parked elsewhere ---------------------------------------------------------------------------
+
+
+def test_where_activations_wait_does_not_matter(
+    case: Case, refitted: tuple[Path, Any], tmp_path: Path
+) -> None:
+    report = case.refit(tmp_path / "out", offload="disk")
+    assert report.offload == "disk"
+    assert calibrating.weights(tmp_path / "out") == calibrating.weights(refitted[0])
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def spoil(source: Path, out: Path, name: str, value: float) -> Path:
+    """A copy of a model with one bad number."""
+    import shutil
+
+    shutil.copytree(source, out)
+    shard = next(out.glob("*.safetensors"))
+    tensors = load_file(shard)
+    tensors[name].view(-1)[3] = value
+    save_file(tensors, shard, metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("who", ["source", "merged"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.1.mlp.experts.5.up_proj.weight",
+        "model.layers.1.mlp.gate.weight",
+    ],
+)
+def test_nan_is_named_and_nothing_is_written(
+    case: Case, who: str, name: str, tmp_path: Path
+) -> None:
+    sources, merged = dict(case.sources), case.merged
+    if who == "source":
+        sources["code"] = spoil(case.sources["code"], tmp_path / "bad", name, float("nan"))
+    else:
+        merged = spoil(case.merged, tmp_path / "bad", name, float("inf"))
+    with pytest.raises(NumericalError, match=r"bad.*(layers\.1|layer 1)"):
+        moemerge.refit(
+            merged, tmp_path / "out", sources=sources, data=case.data, device="cpu", **FAST
+        )
+    assert not (tmp_path / "out").exists()
+    assert calibrating.leftovers(tmp_path / "out") == []
+
+
+def test_a_source_of_another_shape(
+    case: Case, zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    for other, error in (
+        (zoo_folder("olmoe", num_hidden_layers=3), "has 3 layers"),
+        (zoo_folder("olmoe", num_hidden_layers=2, intermediate_size=16), "down_proj is"),
+        (zoo_folder("mixtral"), "mixtral"),
+    ):
+        with pytest.raises(ArchitectureError, match=error):
+            case.refit(tmp_path / "out", sources={**case.sources, "code": other}, **FAST)
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_text_and_weights_must_fit(case: Case, tmp_path: Path) -> None:
+    bad: list[tuple[type[MoeMergeError], str, dict[str, Any]]] = [
+        (UsageError, "source 'code' has no data", {"data": {"math": case.data["math"]}}),
+        (UsageError, "a weight for 'maths'", {"weights": {"maths": 2.0}}),
+        (UsageError, "the weight of 'math' is 0", {"weights": {"math": 0.0}}),
+        (ConfigError, "ridge auto is chosen on held-out rows", {"holdout": 0.0}),
+        (ConfigError, "unknown part 'expert'", {"parts": "expert"}),
+        (ConfigError, "expected auto, or a number above 0", {"ridge": -1}),
+        (UsageError, "would round the weights that stay", {"dtype": "bfloat16"}),
+    ]
+    for error, words, options in bad:
+        with pytest.raises(error, match=words):
+            case.refit(tmp_path / "out", **options)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(DataError):
+        case.refit(tmp_path / "out", data={**case.data, "code": empty})
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_too_short(case: Case, tmp_path: Path) -> None:
+    """A lone row cannot be held out; few tokens cannot determine an expert, which is said."""
+    short = tmp_path / "short.jsonl"
+    short.write_text(json.dumps({"text": "the sum of one and two"}) + "\n")
+    data = {**case.data, "code": short}
+    with pytest.raises(DataError, match="leaves none to calibrate on"):
+        case.refit(tmp_path / "out", data=data)
+    data = dict.fromkeys(case.data, short)
+    report = case.refit(tmp_path / "out", data=data, ridge=0.1, holdout=0.0)
+    told = [notice for notice in report.notices if "fewer tokens than they have inputs" in notice]
+    assert len(told) == 1
+    assert "expert" in told[0]
+    assert " (0)" in told[0]
+
+
+def test_strict_refuses_a_map_that_stays_as_merged(case: Case, tmp_path: Path) -> None:
+    """Text of the one domain under the other's name: held-out rows of a lone row lose."""
+    short = tmp_path / "short.jsonl"
+    rows = ["the sum of one and two", "def code return print for in range"]
+    short.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    data = dict.fromkeys(case.data, short)
+    options: dict[str, Any] = {"ridge": 1e-6, "holdout": 0.5, "router": "keep", "data": data}
+    report = case.refit(tmp_path / "out", **options)
+    assert any("stays as merged, held-out rows would lose" in n for n in report.notices)
+    with pytest.raises(NumericalError, match="stays as merged"):
+        case.refit(tmp_path / "strict", strict=True, **options)
+    assert not (tmp_path / "strict").exists()
