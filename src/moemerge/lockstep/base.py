@@ -9,7 +9,7 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.config.models import ModelRef
 from moemerge.config.yaml_lines import read_yaml
 from moemerge.errors import ConfigError
-from moemerge.report.document import CONFIG_NAME
+from moemerge.report.files import CONFIG_NAME
 
 BASE = "base"
 

@@ -16,11 +16,11 @@ from moemerge.errors import ConfigError
 from moemerge.lockstep.inputs import settings_data
 from moemerge.refitting.prepare import RefitJob
 from moemerge.refitting.report import RefitReport
-from moemerge.report.card import model_card
-from moemerge.report.document import (
+from moemerge.report.files import (
     CARD_NAME,
     CONFIG_NAME,
     REPORT_NAME,
+    model_card,
     report_bytes,
     report_document,
 )
