@@ -9,17 +9,13 @@ from typer.testing import CliRunner
 
 from moemerge import api
 from moemerge.cli.app import app
-from moemerge.testbed.agreement import (
-    RoutingAgreement,
-    compare_recorded,
-    compare_routing,
-    record_routing,
-)
+from moemerge.testbed.agreement import RoutingAgreement, compare_routing
 from moemerge.testbed.demo import AS_MERGED, AVERAGED, HARC, SOURCE, SPECIALIST, DemoRow, findings
 from moemerge.testbed.experiments.methods import merge_config
 from moemerge.testbed.experiments.texts import held_out_text
 from moemerge.testbed.training import bundled_set
 from moemerge.testbed.training import run as running
+from testbed import whole_models
 from testbed.one_set import train
 
 BUNDLE_BYTES = 12e6
@@ -53,9 +49,9 @@ def test_every_row_is_a_model_that_was_made_and_measured(trained, tmp_path):
         made = [routers for name, routers in rows if name == method]
         assert made == [AS_MERGED, AVERAGED, HARC, SOURCE]
     # What is shown is what the folder's model does.
-    again = compare_routing(
-        folder / "wudi-merged", trained.models["math"], folder / "math-held-out.jsonl"
-    )
+    text = (folder / "math-held-out.jsonl").read_text().splitlines()
+    held_out = [json.loads(line)["text"] for line in text]
+    again = whole_models.compare(folder / "wudi-merged", trained.models["math"], held_out)
     shown = rows["WUDI", AS_MERGED]["agreement"]["math"]["mismatch"]
     assert again.mismatch == pytest.approx(shown)
     assert (folder / "report.html").exists() == (found["page"] is not None)
@@ -77,16 +73,12 @@ def test_calibration_heals_what_merging_broke(tmp_path):
     merged, harc = tmp_path / "merged", tmp_path / "harc"
     api.merge(merge_config("ties", trained.base, models, data), merged)
     api.calibrate(merged, harc, sources=models, data=data, limit=64, device="cpu")
-    for domain, own in models.items():
-        rows = held_out_text(domain, 20)
-        wanted = record_routing(own, rows, device="cpu")
-        broken, healed = (
-            compare_recorded(record_routing(model, rows, device="cpu"), wanted)
-            for model in (merged, harc)
-        )
-        assert broken.mismatch > 0.25
-        assert healed.mismatch < broken.mismatch - 0.05
-        assert healed.kl < broken.kl / 2
+    texts = {domain: held_out_text(domain, 20) for domain in models}
+    broken, healed = (compare_routing(m, models, texts, device="cpu") for m in (merged, harc))
+    for domain in models:
+        assert broken[domain].mismatch > 0.25
+        assert healed[domain].mismatch < broken[domain].mismatch - 0.05
+        assert healed[domain].kl < broken[domain].kl / 2
 
 
 def row(model, routers, solved, mismatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -12,9 +12,8 @@ import torch
 import zoo
 from moemerge.errors import UsageError
 from moemerge.runtime.progress import Silent
-from moemerge.testbed import agreement
 from moemerge.testbed.accuracy import LONGEST_ANSWER, generate
-from moemerge.testbed.agreement import compare_recorded, record_routing
+from moemerge.testbed.agreement import compare_routing
 from moemerge.testbed.experiments import Scale, TableRequest, plots, run_tables
 from moemerge.testbed.experiments.bench import Bench
 from moemerge.testbed.experiments.forced import generate_forced
@@ -26,6 +25,7 @@ from moemerge.testbed.network.layout import ARCHITECTURES
 from moemerge.testbed.training import PRESETS
 from moemerge.testbed.training import run as running
 from moemerge.testbed.training.sets import write_model
+from testbed import whole_models
 from testbed.one_set import train
 
 SCALE = Scale(problems=8, held_out=4, rows=12, tuning_steps=1)
@@ -61,16 +61,18 @@ def request_for(sets, out, *experiments, **values):
     )
 
 
-def test_routing_in_batches_is_routing_row_by_row(sets, monkeypatch):
-    model = sets / "olmoe-tiny-soft-0" / "math"
-    rows = sorted(held_out_text("math", 5), key=len)
-    whole = record_routing(model, rows, device="cpu")
-    monkeypatch.setitem(agreement.BATCH_TOKENS, "cpu", 1)  # a row at a time, without padding
-    single = record_routing(model, rows, device="cpu")
-    for together, alone in zip(whole.logits, single.logits, strict=True):
-        torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
-    assert compare_recorded(whole, whole).mismatch == 0.0
-    assert compare_recorded(whole, single).tokens == sum(map(len, rows))
+def test_routing_is_compared_as_whole_models_do(sets):
+    one = sets / "olmoe-tiny-soft-0"
+    specialists = {domain: one / domain for domain in DOMAINS}
+    texts = {domain: held_out_text(domain, 5) for domain in DOMAINS}
+    agreements = compare_routing(one / "base", specialists, texts, device="cpu")
+    for domain in DOMAINS:
+        expected = whole_models.compare(one / "base", specialists[domain], texts[domain])
+        for name, value in asdict(expected).items():
+            assert getattr(agreements[domain], name) == pytest.approx(value, rel=1e-4), name
+        assert agreements[domain].mismatch > 0
+    same = compare_routing(one / "math", {"math": one / "math"}, {"math": texts["math"]})
+    assert same["math"].mismatch == same["math"].kl == 0.0
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -14,12 +14,7 @@ import torch
 from moemerge import api
 from moemerge.config.calibration import Targets
 from moemerge.testbed.accuracy import accuracy
-from moemerge.testbed.agreement import (
-    RecordedRouting,
-    RoutingAgreement,
-    compare_recorded,
-    record_routing,
-)
+from moemerge.testbed.agreement import RoutingAgreement, compare_routing
 from moemerge.testbed.experiments.methods import AVERAGE, METHODS, graft_config, merge_config
 from moemerge.testbed.experiments.texts import asked_problems, held_out_text
 from moemerge.testbed.training import TrainedSet
@@ -72,7 +67,6 @@ class Demo:
         self._problems = {domain: asked_problems(domain, problems) for domain in DOMAINS}
         held_out = min(HELD_OUT, problems)
         self._held_out = {domain: held_out_text(domain, held_out) for domain in DOMAINS}
-        self._own: dict[str, RecordedRouting] = {}  # each specialist's routing
 
     def rows(self) -> Iterator[DemoRow]:
         """Make and measure every model, one by one."""
@@ -137,21 +131,14 @@ class Demo:
             routers=routers,
             folder=str(path),
             accuracy={domain: sum(own) / len(own) for domain, own in solved.items()},
-            agreement={domain: self._agreement(path, domain) for domain in DOMAINS},
+            agreement=compare_routing(path, self._models, self._held_out, device=self._device),
             seconds=clock.seconds,
         )
-
-    def _agreement(self, path: Path, domain: str) -> RoutingAgreement:
-        rows = self._held_out[domain]
-        if domain not in self._own:
-            self._own[domain] = record_routing(self._models[domain], rows, device=self._device)
-        ours = record_routing(path, rows, device=self._device)
-        return compare_recorded(ours, self._own[domain])
 
     def _write_held_out(self, domain: str) -> Path:
         path = self.folder / f"{domain}-held-out.jsonl"
         rows = [json.dumps({"text": text}) + "\n" for text in self._held_out[domain]]
-        path.write_text("".join(rows))
+        path.write_text("".join(rows), encoding="utf-8")
         return path
 
 

@@ -6,13 +6,12 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from moemerge import api
 from moemerge.testbed.accuracy import LONGEST_ANSWER, accuracy
-from moemerge.testbed.agreement import RecordedRouting, compare_recorded, record_routing
+from moemerge.testbed.agreement import compare_routing
 from moemerge.testbed.experiments.forced import generate_forced
 from moemerge.testbed.experiments.methods import graft_config, merge_config
 from moemerge.testbed.experiments.recipes import (
@@ -154,22 +153,15 @@ class Bench:
             routing = {}  # the source's own, by construction
         else:
             solved = accuracy(folder, asked, device=self.device)
-            rows = held_out_text(domain, self.scale.held_out)
-            ours = record_routing(folder, rows, device=self.device)
-            theirs = _reference(source, domain, self.scale.held_out, self.device)
-            routing = asdict(compare_recorded(ours, theirs))
+            texts = {domain: held_out_text(domain, self.scale.held_out)}
+            agreement = compare_routing(folder, {domain: source}, texts, device=self.device)
+            routing = asdict(agreement[domain])
         return {
             "problems": len(solved),
             "accuracy": sum(solved) / len(solved),
             "solved": pack(solved),
             **routing,
         }
-
-
-@lru_cache(maxsize=8)
-def _reference(source: Path, domain: str, held_out: int, device: str) -> RecordedRouting:
-    """A specialist's own routing; every model of its set is compared with it."""
-    return record_routing(source, held_out_text(domain, held_out), device=device)
 
 
 def pack(solved: list[bool]) -> str:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, logging
 
 from moemerge.features.routers import anatomy
 from moemerge.runtime.devices import resolve_device
-from moemerge.testbed.agreement import load_model
 
 # Prompts of one batch: two caches of a CPU's batch stay small, a GPU takes many at once.
 BATCH = {"cpu": 128, "cuda": 2048}
@@ -30,7 +29,7 @@ def generate_forced(
     """What `model` writes when each token goes to the experts, with the weights, that the model
     `router` would choose after the same text."""
     where = resolve_device(device)
-    pair = _Pair(load_model(model, where), load_model(router, where))
+    pair = _Pair(_load(model, where), _load(router, where))
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
     written = [""] * len(prompts)
@@ -101,3 +100,10 @@ def _continue(
         mask = torch.cat([mask, torch.ones_like(ids)], dim=-1)
         positions = positions[:, -1:] + 1
     return torch.stack(found, dim=-1)
+
+
+def _load(folder: Path, device: torch.device) -> Any:
+    """A checkpoint in float32, ready to run."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to(device).eval()
