@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import NumericalError
-from moemerge.linalg import Diagonal, LinearOperator, Status, cg
+from moemerge.linalg import Diagonal, LinearOperator, Resting, Status, cg
 from moemerge.linalg.cg import COARSE_STEPS
 
 SHAPE = (5, 8)
@@ -232,7 +232,7 @@ def test_an_unfinished_solve_is_kept_by_its_energy() -> None:
         flat = w.reshape(-1)
         return float(0.5 * flat @ matrix @ flat - b.reshape(-1) @ flat)
 
-    kept = cg(Dense(matrix), b, max_steps=12, energy_rtol=1e-3)
+    kept = cg(Dense(matrix), b, max_steps=12, resting=Resting(1e-3, 0.0))
     left = cg(Dense(matrix), b, max_steps=12)
     assert kept.status is left.status is Status.MAX_STEPS
     assert kept.true_residual == pytest.approx(true_residual(matrix, kept.solution, b))

@@ -267,9 +267,10 @@ def test_convergence_is_not_claimed_far_from_the_minimum(kind: Preconditioner) -
     minimum = minimise_divergence(SOFTMAX, domains, start, tight).kl[-1]
     result = minimise_divergence(SOFTMAX, domains, start, ExactSettings(preconditioner=kind))
     assert result.kl[-1] < 1.05 * minimum
-    assert not result.converged or result.kl[-1] < 1.005 * minimum
+    assert not result.converged or result.kl[-1] < 1.01 * minimum
     if kind is Preconditioner.AUTO:
         assert result.converged
+        assert result.kl[-1] < 1.005 * minimum
 
 
 def test_running_out_of_steps_is_said() -> None:

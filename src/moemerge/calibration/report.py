@@ -10,6 +10,7 @@ from typing import Any
 from moemerge.calibration.layer import Agreement, LayerResult
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import SkippedRouter
+from moemerge.routing import Preconditioner
 from moemerge.runtime.timing import Timings
 
 PER_DOMAIN = ("kl_before", "kl_after", "mismatch_before", "mismatch_after")
@@ -66,6 +67,8 @@ def _notices(layer: int, router: str, result: LayerResult) -> list[str]:
     notices = []
     if result.status is not Status.CONVERGED:
         notices.append(f"layer {layer}: {router} did not converge ({result.message})")
+    if Preconditioner.TWO_LEVEL in [t.preconditioner for t in result.solution.trials[:-1]]:
+        notices.append(f"layer {layer}: {result.solution.detour}")
     if result.rise is not None:
         notices.append(f"layer {layer}: {result.rise}")
     return notices

@@ -1,6 +1,6 @@
 """Matrix-free linear operators and the conjugate gradient method."""
 
-from moemerge.linalg.cg import CGResult, Patience, Status, cg
+from moemerge.linalg.cg import CGResult, Patience, Resting, Status, cg
 from moemerge.linalg.deflation import Deflation
 from moemerge.linalg.operator import Diagonal, Identity, LinearOperator
 
@@ -11,6 +11,7 @@ __all__ = [
     "Identity",
     "LinearOperator",
     "Patience",
+    "Resting",
     "Status",
     "cg",
 ]

@@ -34,8 +34,6 @@ RECURRENCE_MARGIN = 0.8
 COARSE_STEPS = 32
 # A refinement that does not at least halve the true residual has reached the precision's end.
 REFINEMENT_GAIN = 0.5
-# Steps, at the least, over which the energy must rest.
-RESTING_STEPS = 3
 
 
 class Status(StrEnum):
@@ -74,6 +72,21 @@ class Patience:
         best, before = min(residuals), min(residuals[: -self.window])
         pace = math.log(before / best) / self.window
         return pace * self.steps < math.log(best / target)
+
+
+@dataclass(frozen=True)
+class Resting:
+    """An energy rests when the last third of the steps (three at least) has lowered it by no more
+    than `atol`, or than `rtol` of what all steps have."""
+
+    rtol: float
+    atol: float
+
+    def is_reached(self, gains: Sequence[float]) -> bool:
+        last = max(3, len(gains) // 3)
+        if len(gains) <= last:
+            return False
+        return sum(gains[-last:]) <= max(self.atol, self.rtol * sum(gains))
 
 
 @dataclass(frozen=True)
@@ -133,17 +146,15 @@ def cg(
     max_steps: int = 1000,
     check_every: int = 1,
     patience: Patience | None = None,
-    energy_rtol: float | None = None,
+    resting: Resting | None = None,
 ) -> CGResult:
     """Solve A w = b for a symmetric positive definite A.
 
     `accurate` gives the true residual, and `coarse` serves the first COARSE_STEPS (with a
     `deflation`, which takes the large eigenvalues away, all steps); default: `operator` itself.
-    The host looks at the device only every `check_every` steps. With an `energy_rtol` it is the
-    energy ½ wᵀAw − bᵀw that counts and not the residual, as for a step of Newton's: a solve has
-    converged when the last third of its steps has added less than this share of what it has gained,
-    and what an unfinished one has come to is kept even where its residual has grown. `rtol` is then
-    where `patience` ends.
+    The host looks at the device only every `check_every` steps. With `resting` the energy
+    ½ wᵀAw − bᵀw counts beside the recurrence's residual, as for a step of Newton's, and what an
+    unfinished solve has come to is kept even where its residual has grown.
     """
     if tuple(rhs.shape) != operator.shape:
         raise NumericalError(f"right-hand side {tuple(rhs.shape)}, operator {operator.shape}")
@@ -160,7 +171,7 @@ def cg(
         deflation,
         check_every,
         patience,
-        energy_rtol,
+        resting,
     )
     coarse_steps = COARSE_STEPS if deflation is None else max_steps
 
@@ -179,11 +190,11 @@ def cg(
         candidate = b - truth.mv(cycle.solution)
         reached = float(torch.linalg.vector_norm(candidate)) / scale
         # Never hand back something worse than what we had.
-        if reached < before or (energy_rtol is not None and reached < float("inf")):
+        if reached < before or (resting is not None and reached < float("inf")):
             w, r, true_residual = cycle.solution, candidate, reached
         gained = reached <= REFINEMENT_GAIN * before
         status = _judge(true_residual, rtol, steps, max_steps)
-        if energy_rtol is not None and cycle.failure is None:
+        if resting is not None and cycle.failure is None:
             status = Status.CONVERGED if cycle.finished else status and Status.MAX_STEPS
         stalled = cycle.failure is Status.STALLED
         if coarse is not None and not stalled:  # whatever went wrong, the fine one has its turn
@@ -211,7 +222,7 @@ class _Recurrence:
     deflation: Deflation | None
     every: int
     patience: Patience | None
-    energy_rtol: float | None
+    resting: Resting | None
 
     def run(
         self, operator: LinearOperator, w: Tensor, r: Tensor, *, target: float, budget: int
@@ -266,12 +277,8 @@ class _Recurrence:
         return cycle
 
     def _is_done(self, cycle: _Cycle, target: float) -> bool:
-        """Whether the residual has come to its target; or the energy to rest, if that counts."""
-        if self.energy_rtol is None:
-            return cycle.residuals[-1] <= target
-        last = max(RESTING_STEPS, cycle.steps // 3)
-        recent = sum(cycle.gains[-last:])
-        return cycle.steps > last and recent <= self.energy_rtol * sum(cycle.gains)
+        small = cycle.residuals[-1] <= target
+        return small if self.resting is None else small and self.resting.is_reached(cycle.gains)
 
     def _preconditioned(self, operator: LinearOperator, r: Tensor) -> tuple[Tensor, Tensor]:
         """s = M⁻¹ r, free of the deflated subspace, and A s."""

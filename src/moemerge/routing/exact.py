@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import UsageError
-from moemerge.linalg.cg import CGResult, Status, cg
+from moemerge.linalg.cg import CGResult, Resting, Status, cg
 from moemerge.routing.curvature import DomainStatistics, RouterCurvature
 from moemerge.routing.domains import DomainFeatures, chunks_of, rows_at_once
 from moemerge.routing.gates import divergence
@@ -51,11 +51,13 @@ MOST_DAMPING = 1e5
 # Saturated gates have gradients without curvature: an expert's diagonal counts at least this share
 # of the mean over experts, or damping would let its rows go anywhere.
 DIAGONAL_FLOOR = 1e-2
-# Newton systems need no more accuracy than their model of the objective has: an energy to which the
-# last steps add no more than this. A small residual would not do: a weak preconditioner may leave
-# the step far from its end all the same. It tells how the solve gets on, no more.
-ENERGY_RTOL = 0.02
+# Newton systems need no more accuracy than their model of the objective has: a residual that has
+# fallen so far, and last steps that add no more than this share of what the step promises, or of
+# what would end the descent. The residual alone would not do: where a preconditioner is weak it may
+# be small and the step far from its end.
 FORCING = 0.1
+ENERGY_RTOL = 0.02
+NEGLIGIBLE = 0.02
 # With fewer tokens than features every target can be met, and each step divides the divergence
 # again without end. Below this share of the start's, it is the start's that progress counts by.
 VANISHING = 0.01
@@ -124,9 +126,9 @@ def minimise_divergence(
         if here.kl == 0.0 or here.gradient_norm == 0.0:
             status = Status.CONVERGED
             break
-        step, telling = newton.step(here)
-        promise = float(torch.sum(here.descent * step))  # = −gᵀs
         enough = settings.decrease_rtol * max(here.kl, VANISHING * kl[0])
+        step, telling = newton.step(here, enough)
+        promise = float(torch.sum(here.descent * step))  # = −gᵀs
         length = _line_search(gate, domains, w, step, here.kl, promise)
         there = _Point.at(gate, domains, w + length * step) if length > 0.0 else here
         descended, tried = there.kl < here.kl, newton.damping
@@ -176,15 +178,18 @@ class _Newton:
         self.kept: BuiltPreconditioner | None = None
         self.patience = 0.0  # CG steps after which a new preconditioner would have been cheaper
 
-    def step(self, here: _Point) -> tuple[Tensor, bool]:
-        """(Σ + λ diag Σ) s = −gradient, roughly; and whether s tells how far the minimum is."""
+    def step(self, here: _Point, enough: float) -> tuple[Tensor, bool]:
+        """(Σ + λ diag Σ) s = −gradient, roughly; and whether s tells how far the minimum is.
+
+        `enough`: a decrease of the divergence that is not worth a step.
+        """
         operator = RouterCurvature(
             here.statistics, dense=1.0, diagonal=self.damping, floor=DIAGONAL_FLOOR
         )
         result: CGResult | None = None
         for attempt in self._attempts(operator):
             built, fresh = attempt.built, attempt.built is not self.kept
-            latest = self._solve(operator, here.descent, attempt, result)
+            latest = self._solve(operator, here.descent, attempt, result, enough)
             result = latest if result is None else result.followed_by(latest)
             if latest.status in (Status.CONVERGED, Status.MAX_STEPS):
                 break
@@ -209,7 +214,12 @@ class _Newton:
         yield from attempts(operator, self.settings.preconditioner, NEWTON_STEPS)
 
     def _solve(
-        self, operator: RouterCurvature, rhs: Tensor, attempt: Attempt, before: CGResult | None
+        self,
+        operator: RouterCurvature,
+        rhs: Tensor,
+        attempt: Attempt,
+        before: CGResult | None,
+        enough: float,
     ) -> CGResult:
         built = attempt.built
         return cg(
@@ -220,7 +230,7 @@ class _Newton:
             deflation=built.deflation,
             coarse=operator.coarse(),
             rtol=FORCING,
-            energy_rtol=ENERGY_RTOL,
+            resting=Resting(ENERGY_RTOL, NEGLIGIBLE * enough),
             max_steps=self.settings.max_inner_steps,
             check_every=operator.check_every,
             patience=attempt.patience,

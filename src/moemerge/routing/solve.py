@@ -74,6 +74,14 @@ class RouterSolution:
     def jitter(self) -> float:
         return self.trials[-1].jitter
 
+    @property
+    def detour(self) -> str:
+        """Words for the preconditioners that were given up before the last."""
+        given_up = ", ".join(
+            f"{t.preconditioner} ({t.status} after {t.steps} steps)" for t in self.trials[:-1]
+        )
+        return f"solved with {self.preconditioner} after giving up {given_up}"
+
 
 def build_operator(
     gate: Gate, domains: Sequence[DomainFeatures], settings: SolveSettings
@@ -132,7 +140,7 @@ def solve_system(
         )
         tried.append(Trial(built.kind, latest.steps, latest.status, built.jitter))
         result = latest if result is None else result.followed_by(latest)
-        if result.converged:
+        if latest.status in (Status.CONVERGED, Status.MAX_STEPS):
             break
     assert result is not None  # there is always an attempt
     return RouterSolution(result.solution, result, tuple(tried))
