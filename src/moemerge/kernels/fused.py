@@ -32,6 +32,9 @@ SUM_BLOCK = 256
 ALIGNMENT = 16  # bytes, of an address and of a row
 HOPPER = 9  # the compute capability whose tiles these are; others are served by plain torch
 WEIGHED = 8192  # entries of a tile of `weigh` and `moment`
+# Of a loop over tiles: its most stages, and the shared memory for the tiles that it reads ahead (one
+# fewer than stages). A Hopper GPU has 227 KB; the rest is for the products' operands.
+STAGES, READ_AHEAD = 3, 200 * 2**10
 MOMENTS = 4  # programs of `moment` for each multiprocessor
 
 
@@ -156,6 +159,7 @@ def moment(
     rows_per_split = _ceil(_ceil(tokens, splits), rows) * rows
     splits = _ceil(tokens, rows_per_split)
     partial = torch.empty(splits, padded, columns, dtype=torch.float32, device=z.device)
+    arrays = 1 + sum(weights is not None for weights in (diagonal, rank_one))
     _launch(
         "moment_kernel",
         (splits,),
@@ -173,6 +177,7 @@ def moment(
         BJ=columns,
         WEIGHTS=_kind(diagonal, rank_one),
         WIDE=wide,
+        num_stages=_stages(rows, arrays * padded + columns),
     )
     return partial.sum(dim=0, dtype=torch.float64)[:experts, :directions]
 
@@ -389,6 +394,11 @@ def _kind(diagonal: Tensor | None, rank_one: Tensor | None) -> str:
 def _rows_of_a_tile(padded: int) -> int:
     """Tokens of a tile of (tokens, experts); matrix units take 16 and more."""
     return max(16, WEIGHED // padded)
+
+
+def _stages(rows: int, columns: int) -> int:
+    """Stages of a loop over tiles (rows, columns) of float32."""
+    return min(STAGES, 1 + READ_AHEAD // (4 * rows * columns))
 
 
 def _padded(experts: int) -> int:

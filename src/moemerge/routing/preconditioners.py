@@ -80,7 +80,7 @@ Steps = Mapping[Preconditioner, int]
 # of a trial that ends well, or of one that does not and of what is left for the two-level method.
 SOLVE_STEPS: Steps = {
     Preconditioner.JACOBI: 400,
-    Preconditioner.KRONECKER: 30,
+    Preconditioner.KRONECKER: 24,
     Preconditioner.BLOCK: 55,
     Preconditioner.TWO_LEVEL: 40,
 }

@@ -1,0 +1,141 @@
+"""The two-level method against its dense twin, and what `auto` does where a kind fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moemerge.architectures.gates import Gate
+from moemerge.linalg import Deflation, Diagonal, Status, cg
+from moemerge.linalg.cg import Patience
+from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, solve
+from moemerge.routing.curvature import Curvature, DomainStatistics, RouterCurvature
+from moemerge.routing.leading import LeadingDirections, sketched_directions
+from moemerge.routing.preconditioners import (
+    Attempt,
+    BuiltPreconditioner,
+    attempts,
+    build,
+)
+from moemerge.routing.solve import build_operator, solve_system
+from routing.problems import GATES, make_domains
+
+SOFTMAX = GATES["softmax"]
+
+
+def operator_of(
+    domains: list[DomainFeatures],
+    gate: Gate = SOFTMAX,
+    curvature: Curvature = Curvature.FULL,
+    damping: float = 0.1,
+) -> RouterCurvature:
+    statistics = [DomainStatistics(gate, domain, curvature) for domain in domains]
+    return RouterCurvature(statistics, dense=1.0 - damping, diagonal=damping)
+
+
+@pytest.mark.parametrize("curvature", list(Curvature))
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_correction_is_its_definition(gate: Gate, curvature: Curvature, bias: bool) -> None:
+    operator = operator_of(make_domains(2, tokens=40, bias=bias), gate, curvature)
+    leading = LeadingDirections(operator, sketched_directions(operator, 2))
+    torch.manual_seed(0)
+    y, r = (torch.randn(operator.shape, dtype=torch.float64) for _ in range(2))
+    for given in (y, None):
+        s, product = leading.corrected(operator, given, r)
+        twin, twin_product = Deflation.corrected(leading, operator, given, r)
+        torch.testing.assert_close(s, twin, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(product, twin_product, rtol=1e-9, atol=1e-9)
+        # No residual is left along the directions, but for the damping that keeps A_Z definite.
+        rest = leading.restrict(r - product)
+        assert float(rest.norm()) <= 1e-4 * float(leading.restrict(r).norm())
+
+
+def hard_domains(seed: int, dead: bool = False) -> list[DomainFeatures]:
+    """Means, a huge channel, sure routers."""
+    rng = torch.Generator().manual_seed(seed)
+    width, experts, tokens = 96, 8, 900
+    spectrum = torch.arange(1, width + 1).float() ** -0.8
+    base = 6 * torch.randn(experts, width, generator=rng) / width**0.5
+    domains = []
+    for name in "ab":
+        x = torch.randn(tokens, width, generator=rng) * 5 * spectrum
+        x += torch.randn(width, generator=rng)
+        x[:, 3] += 20.0
+        x /= x.square().mean(dim=1, keepdim=True).sqrt()
+        router = base + 0.5 * torch.randn(experts, width, generator=rng) / width**0.5
+        if dead:
+            router[0, 3] -= 40.0
+        domains.append(DomainFeatures(name, [x], router))
+    return domains
+
+
+@pytest.mark.parametrize("dead", [False, True])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_hard_features_take_few_steps(seed: int, dead: bool) -> None:
+    domains = hard_domains(seed, dead)
+    operator = build_operator(SOFTMAX, domains, SolveSettings())
+    start = domains[0].router.double()
+    steps = {}
+    for kind in (Preconditioner.AUTO, Preconditioner.TWO_LEVEL, Preconditioner.JACOBI):
+        solution = solve_system(operator, start, SolveSettings(preconditioner=kind))
+        assert solution.cg.converged
+        steps[kind] = solution.cg.steps
+    assert steps[Preconditioner.TWO_LEVEL] <= 40 < steps[Preconditioner.JACOBI]
+    assert steps[Preconditioner.AUTO] <= 60
+
+
+def test_a_preconditioner_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    domains = hard_domains(0)
+    operator = build_operator(SOFTMAX, domains, SolveSettings())
+
+    def with_a_bad_first(*args: object) -> list[Attempt]:
+        spread = torch.logspace(-4, 4, operator.shape[1], dtype=torch.float64)
+        bad = Diagonal(spread.expand(operator.shape).clone())
+        built = BuiltPreconditioner(Preconditioner.TWO_LEVEL, bad)
+        return [Attempt(built, Patience(8, 24)), Attempt(build(operator, jacobi), None)]
+
+    jacobi = Preconditioner.JACOBI
+    monkeypatch.setattr(solve, "attempts", with_a_bad_first)
+    solution = solve_system(operator, domains[0].router.double(), SolveSettings())
+    assert solution.cg.converged
+    assert [t.status for t in solution.trials] == [Status.STALLED, Status.CONVERGED]
+    assert solution.trials[0].steps <= 12
+    assert solution.preconditioner is jacobi
+    assert "two-level (stalled after" in solution.detour
+    assert solution.cg.steps == sum(t.steps for t in solution.trials)
+    assert len(solution.cg.residuals) == solution.cg.steps + 1
+
+
+def test_autos_last_attempt_is_jacobi_without_end() -> None:
+    operator = build_operator(SOFTMAX, hard_domains(0), SolveSettings())
+    last = list(attempts(operator, Preconditioner.AUTO))[-1]
+    assert (last.built.kind, last.patience) == (Preconditioner.JACOBI, None)
+
+
+def test_patience_counts_by_the_pace() -> None:
+    falling = [10.0**-n for n in range(10)]
+    assert not Patience(4, 10).is_over(falling, 1e-12)
+    assert Patience(4, 10).is_over([1.0, *([0.9] * 10)], 1e-6)
+    assert not Patience(4, 10).is_over([1.0, 0.9], 1e-6)  # too early to tell
+
+
+def test_deflated_solves_are_the_same_from_run_to_run() -> None:
+    domains = hard_domains(1)
+    settings = SolveSettings(preconditioner=Preconditioner.TWO_LEVEL)
+    one, other = (
+        solve_system(build_operator(SOFTMAX, domains, settings), domains[0].router, settings)
+        for _ in range(2)
+    )
+    assert torch.equal(one.weight, other.weight)
+
+
+def test_deflation_never_meets_the_eigenvalues_it_solves_for() -> None:
+    operator = operator_of(make_domains(2, width=12, experts=3, tokens=80))
+    leading = LeadingDirections(operator, sketched_directions(operator, 6))
+    jacobi = build(operator, Preconditioner.JACOBI).operator
+    plain = cg(operator, operator.rhs(), preconditioner=jacobi, rtol=1e-10)
+    deflated = cg(operator, operator.rhs(), preconditioner=jacobi, deflation=leading, rtol=1e-10)
+    assert deflated.converged
+    assert deflated.steps < plain.steps
+    torch.testing.assert_close(deflated.solution, plain.solution, rtol=1e-6, atol=1e-8)
