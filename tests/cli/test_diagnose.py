@@ -15,7 +15,7 @@ import moemerge as package
 import zoo
 from calibration import cases
 from moemerge.cli.app import app
-from moemerge.cli.diagnosis_table import bar, diagnosis_report
+from moemerge.cli.routing_table import bar, diagnosis_report
 
 
 @pytest.fixture(scope="session")

@@ -21,11 +21,10 @@ import zoo
 from calibration import cases
 from moemerge.api.merging import RunReport
 from moemerge.cli.app import app
-from moemerge.cli.calibration_table import calibration_report
 from moemerge.cli.console import substitute
 from moemerge.cli.demo import HEADINGS, _line, _stacked
-from moemerge.cli.diagnosis_table import diagnosis_report
 from moemerge.cli.render import FirstThatFits, NumberTable, merge_report
+from moemerge.cli.routing_table import calibration_report, diagnosis_report
 from moemerge.report.words import Quantity
 from moemerge.routing.figures import FIGURES
 

@@ -55,7 +55,7 @@ def calibrate(
 ) -> None:
     """Solve for the routers of MERGED so that they agree with its sources' routing."""
     from moemerge import api
-    from moemerge.cli.calibration_table import calibration_report
+    from moemerge.cli.routing_table import calibration_report
 
     with interruptible(what_is_left(out_folder)), reporting.progress() as bar:
         done = api.calibrate(
@@ -85,9 +85,9 @@ def run(
     Flags of the repair beat the block.
     """
     from moemerge import api
-    from moemerge.cli.calibration_table import calibration_report
     from moemerge.cli.refit_table import refit_report
     from moemerge.cli.render import merge_report
+    from moemerge.cli.routing_table import calibration_report
 
     with interruptible(what_is_left(out_folder)), reporting.progress() as bar:
         done = api.run(

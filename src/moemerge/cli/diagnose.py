@@ -42,7 +42,7 @@ def diagnose(
     tool merged MODEL.
     """
     from moemerge import api
-    from moemerge.cli.diagnosis_table import diagnosis_report
+    from moemerge.cli.routing_table import diagnosis_report
 
     with reporting.progress() as bar:
         diagnosis = api.diagnose(

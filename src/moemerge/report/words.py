@@ -28,9 +28,7 @@ class Quantity(StrEnum):
 
     def text(self, value: Any) -> str:
         """The value for people."""
-        if self is Quantity.EXPERTS:
-            value = None if value is None else len(value)
-        value = number(value)
+        value = amount(value)
         if value is None:
             return NONE
         if self in (Quantity.COUNT, Quantity.EXPERTS):
@@ -57,6 +55,11 @@ class FigureWords:
         shown = self.quantity.text(figures.get(self.name))
         return f"{shown}/{figures[self.out_of]}" if figures.get(self.out_of) else shown
 
+    def raw(self, figures: Mapping[str, Any]) -> str:
+        """Its value for programs that read tables."""
+        value = amount(figures.get(self.name))
+        return "" if value is None else f"{value:.6g}"
+
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(FigureWords)}
 
@@ -74,6 +77,11 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
+
+
+def amount(value: Any) -> float | None:
+    """A number, or of a list how many."""
+    return number(len(value) if isinstance(value, list | tuple) else value)
 
 
 def mean(values: Iterable[float | None]) -> float | None:

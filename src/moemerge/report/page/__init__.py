@@ -1,10 +1,11 @@
 """The page: a diagnosis as one HTML file that opens from disk and asks no network for anything.
 
-    reading     the document: which models, domains and layers, and their figures
-    plots       plotly, and what every figure has in common: axes, colours, hover
-    charts_*    what is drawn: layers, loads, flows, checks, swaps, the solver
-    tables      what is written: totals, the table of all rows, how to repeat it
-    assemble    sections in their order, through page.html, style.css and page.js, into one text
+    reading     the document: which models, domains and layers, and the words of their figures
+    plots       plotly, and what a model looks like in every chart
+    layers      mismatch, divergence and drift over the layers; routers exchanged
+    experts     loads, and which experts lost tokens to which
+    checks      whether the quadratic model holds; how a calibration converged
+    assemble    page.html, style.css and page.js filled in and packed into one text
 
 plotly is an extra: nothing here imports it before `require_page` has found it.
 """

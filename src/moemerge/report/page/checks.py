@@ -9,7 +9,6 @@ from typing import Any
 
 from moemerge.report.page.experts import choices_of, view_key
 from moemerge.report.page.plots import (
-    LEGEND,
     Chart,
     Group,
     Line,
@@ -65,7 +64,6 @@ def _shifts(reading: Reading) -> Chart:
         bargap=0.18,
         hovermode="x unified",
         showlegend=True,
-        legend=LEGEND,
         margin={"l": 38, "r": 10, "t": 30, "b": 38},
         xaxis=layer_axis(layers),
         yaxis=axis(range=[0, 1], tickformat=".0%", nticks=5),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moemerge.report.page.plots import (
-    LEGEND,
     Chart,
     Choice,
     Group,
@@ -197,7 +196,6 @@ def _swap_chart(
         bargap=0.3,
         bargroupgap=0.08,
         showlegend=True,
-        legend=LEGEND,
         margin={"l": 38, "r": 10, "t": 30, "b": 30},
         xaxis=axis(showgrid=False, type="category"),
         yaxis=axis(

@@ -9,6 +9,36 @@
   const coarse = matchMedia("(pointer: coarse)").matches;
   const PRINT_WIDTH = 690; // CSS pixels between the margins of an A4 page
 
+  const FONT = getComputedStyle(root).getPropertyValue("--sans");
+  // What all plots have in common: no frame, hair lines, their words in the surrounding page.
+  const PLOT = {
+    margin: { l: 38, r: 10, t: 8, b: 38 },
+    paper_bgcolor: "var(--surface)",
+    plot_bgcolor: "var(--surface)",
+    font: { family: FONT, size: 12, color: "var(--muted)" },
+    hoverlabel: {
+      bgcolor: "var(--surface)",
+      bordercolor: "var(--line-strong)",
+      font: { family: FONT, size: 12.5, color: "var(--ink)" },
+      align: "left",
+    },
+    showlegend: false,
+    legend: { orientation: "h", x: 0, y: 1.03, yanchor: "bottom", traceorder: "normal" },
+    dragmode: false,
+  };
+  const AXIS = {
+    title: { font: { size: 12 }, standoff: 6 },
+    gridcolor: "var(--grid)",
+    zeroline: false,
+    showline: false,
+    ticks: "",
+    fixedrange: true,
+    automargin: true,
+    spikecolor: "var(--line-strong)",
+    spikethickness: 1,
+    spikedash: "solid",
+  };
+
   async function unpack(id) {
     const bytes = Uint8Array.from(atob(byId(id).textContent), (letter) => letter.charCodeAt(0));
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -72,7 +102,8 @@
       if (plot.hidden) return Promise.resolve();
       data = data.map((trace, i) => merged(trace, view.data[i] || {}));
     }
-    const shape = view ? merged(content.layout, view.layout) : content.layout;
+    const shape = merged(PLOT, view ? merged(content.layout, view.layout) : content.layout);
+    for (const axis of ["xaxis", "yaxis"]) if (shape[axis]) shape[axis] = merged(AXIS, shape[axis]);
     const layout = { ...colours(shape), width: plot.clientWidth };
     const config = { displayModeBar: false, responsive: false, doubleClick: "reset" };
     if (coarse) layout.dragmode = false;

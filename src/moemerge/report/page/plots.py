@@ -18,7 +18,6 @@ from moemerge.report.words import Quantity, short
 # Untyped, and an extra: this module is imported only after `require_page`.
 go: Any = importlib.import_module("plotly.graph_objects")
 
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 # Up to so many layers every point gets its marker; beyond it a line reads better without.
 MARKED_LAYERS = 32
 HOVER_LABEL = 22
@@ -141,61 +140,27 @@ def tag(label: str) -> str:
 
 
 def plot(traces: Sequence[Any], *, height: int, **layout: Any) -> Any:
-    """A plot in the page's dress: no frame, hair lines, its words in the surrounding page."""
-    base: dict[str, Any] = {
-        "template": None,
-        "height": height,
-        "margin": {"l": 38, "r": 10, "t": 8, "b": 38},
-        "paper_bgcolor": "var(--surface)",
-        "plot_bgcolor": "var(--surface)",
-        "font": {"family": FONT, "size": 12, "color": "var(--muted)"},
-        "hoverlabel": {
-            "bgcolor": "var(--surface)",
-            "bordercolor": "var(--line-strong)",
-            "font": {"family": FONT, "size": 12.5, "color": "var(--ink)"},
-            "align": "left",
-        },
-        "showlegend": False,
-        "dragmode": False,
-    }
-    return go.Figure(data=list(traces), layout={**base, **layout})
-
-
-LEGEND: Mapping[str, Any] = {
-    "orientation": "h", "x": 0, "y": 1.03, "yanchor": "bottom", "traceorder": "normal",
-}  # fmt: skip
+    """What all plots look like is in page.js, beside the style sheet."""
+    return go.Figure(data=list(traces), layout={"template": None, "height": height, **layout})
 
 
 def axis(title: str = "", **settings: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "title": {"text": title, "font": {"size": 12}, "standoff": 6},
-        "gridcolor": "var(--grid)",
-        "zeroline": False,
-        "showline": False,
-        "ticks": "",
-        "fixedrange": True,
-        "automargin": True,
-    }
-    return {**base, **settings}
+    return {"title": {"text": title}, **settings}
 
 
-def layer_axis(layers: Sequence[int], **settings: Any) -> dict[str, Any]:
+def layer_axis(layers: Sequence[int]) -> dict[str, Any]:
     """Whole layer numbers, half a layer of air on both sides, no vertical lines."""
     low, high = (min(layers), max(layers)) if layers else (0, 1)
     room = max(0.5, 0.02 * (high - low))
     many = high - low > 12
-    base = axis(
+    return axis(
         "Layer",
         range=[low - room, high + room],
         showgrid=False,
         tickformat="d",
         unifiedhovertitle={"text": "<b>Layer %{x}</b>"},
-        spikecolor="var(--line-strong)",
-        spikethickness=1,
-        spikedash="solid",
         **({"nticks": 9} if many else {"dtick": 1 if high - low < 9 else 2}),
     )
-    return {**base, **settings}
 
 
 def formats(quantity: Quantity) -> tuple[str, str]:
