@@ -34,7 +34,7 @@ HOPPER = 9  # the compute capability whose tiles these are; others are served by
 WEIGHED = 8192  # entries of a tile of `weigh` and `moment`
 # Of a loop over tiles: its most stages, and the shared memory for the tiles that it reads ahead,
 # one fewer than stages. A Hopper GPU has 227 KB; the rest is for the products' operands.
-STAGES, READ_AHEAD = 3, 200 * 2**10
+STAGES, READ_AHEAD = 3, 180 * 2**10
 MOMENTS = 4  # programs of `moment` for each multiprocessor
 
 
