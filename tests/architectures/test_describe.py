@@ -11,10 +11,12 @@ import torch
 import zoo
 from moemerge.architectures.describe import Description, describe, gate_in_words
 from moemerge.architectures.gates import BiasPlace, Gate, Score
+from moemerge.checkpoint import Checkpoint
 
 
 def described(folder: Path) -> Description:
-    return describe(zoo.read_config(folder), zoo.tensors(folder))
+    checkpoint = Checkpoint.open(folder)
+    return describe(checkpoint.config, checkpoint.tensors)
 
 
 @pytest.mark.parametrize("model_type", zoo.FAMILIES)

@@ -24,6 +24,7 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
+from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.progress import Progress
 from moemerge.version import __version__
 
@@ -149,4 +150,5 @@ def _fitted(model: OpenModel, name: str, tensor: Tensor) -> tuple[Tensor, list[s
     fitted = tensor.to(info.dtype.torch).reshape(info.shape)
     if bool((fitted.to(tensor.dtype).reshape(tensor.shape) == tensor).all()):
         return fitted, []
-    return fitted, [f"{name}: rounded from {tensor.dtype} to {info.dtype}, which the model stores"]
+    stored = Dtype.of(tensor.dtype)
+    return fitted, [f"{name}: rounded from {stored} to {info.dtype}, which the model stores"]

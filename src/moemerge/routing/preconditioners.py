@@ -92,6 +92,9 @@ NEWTON_STEPS: Steps = {
     Preconditioner.BLOCK: 12,
     Preconditioner.TWO_LEVEL: 60,
 }
+# Kronecker is tried before the two-level method where it costs at most so many times as much: kind
+# features need no more, and for others its factors go on to serve below the directions.
+TRIAL = 2.0
 # When a solve with each is given up for the next.
 PATIENCE = {
     Preconditioner.KRONECKER: Patience(window=8, steps=24),
@@ -267,7 +270,11 @@ def choose(
     expected = costs(shape, tokens, dtype, steps)
     if expected.get(Preconditioner.BLOCK, float("inf")) < NEGLIGIBLE_WORK:
         return Preconditioner.BLOCK
-    return min(expected, key=lambda kind: expected[kind])
+    best = min(expected, key=lambda kind: expected[kind])
+    trial = expected.get(Preconditioner.KRONECKER, float("inf"))
+    if best is Preconditioner.TWO_LEVEL and trial < TRIAL * expected[best]:
+        return Preconditioner.KRONECKER
+    return best
 
 
 def tokens_of(operator: RouterCurvature) -> int:
