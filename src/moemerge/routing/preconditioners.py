@@ -272,7 +272,8 @@ def choose(
         return Preconditioner.BLOCK
     best = min(expected, key=lambda kind: expected[kind])
     trial = expected.get(Preconditioner.KRONECKER, float("inf"))
-    if best is Preconditioner.TWO_LEVEL and trial < TRIAL * expected[best]:
+    promising = steps[Preconditioner.KRONECKER] < steps[Preconditioner.TWO_LEVEL]
+    if best is Preconditioner.TWO_LEVEL and promising and trial < TRIAL * expected[best]:
         return Preconditioner.KRONECKER
     return best
 
