@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
-import os
 import random
-import signal
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,12 +40,14 @@ def prompts(asked, tmp_path) -> Path:
     return path
 
 
+COMMON = {"max_new_tokens": 24, "device": "cpu"}
+
+
 def request(model, out, *, prompts=(), text=(), overwrite=False, **values):
-    values = {"max_new_tokens": 24, "device": "cpu", **values}
     return DataRequest(
         model=model,
         out=out,
-        settings=parse_settings(DataSettings, values, "settings"),
+        settings=parse_settings(DataSettings, COMMON | values, "settings"),
         prompts=prompts,
         text=text,
         overwrite=overwrite,
@@ -197,31 +197,44 @@ def test_an_unfinished_run_of_other_settings_is_not_mixed_in(folder, tmp_path):
     assert out.exists()
 
 
+# In a process of its own, whose threads have not begun: a fork of the tests' process, which has
+# many, may wait for ever for a lock that one of them held.
+KILLED = """
+import json, os, signal, sys, time
+from pathlib import Path
+from moemerge.config.data import DataSettings
+from moemerge.config.translate import parse_settings
+from moemerge.data import DataRequest, run_data
+from moemerge.runtime.progress import Silent
+
 class Loud(Silent):
-    """Writes a byte for every step."""
+    def __init__(self, pipe):
+        self.pipe = pipe
 
-    def __init__(self, pipe: int) -> None:
-        self._pipe = pipe
+    def advance(self, amount):
+        os.write(self.pipe, b".")
 
-    def advance(self, amount: int) -> None:
-        os.write(self._pipe, b".")
-
-
-def run_and_kill(asked: DataRequest, steps: int, seconds: float) -> None:
-    """In a process of its own, until it has told of so many steps."""
+def until_killed(request, steps, seconds):
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        with contextlib.suppress(BaseException):
-            run_data(asked, Loud(writing))
+        run_data(request, Loud(writing))
         os._exit(0)
+    os.close(writing)
     for _ in range(steps):
-        os.read(reading, 1)
+        assert os.read(reading, 1), "ended before it was killed"
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(reading)
-    os.close(writing)
+    assert not request.out.exists()
+
+model, out, prompts, values, kills = json.loads(sys.argv[1])
+settings = parse_settings(DataSettings, values, "settings")
+request = DataRequest(model=Path(model), out=Path(out), settings=settings, prompts=[Path(prompts)])
+for steps, seconds in kills:
+    until_killed(request, steps, seconds)
+"""
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_rows(folder, prompts, tmp_path):
@@ -232,9 +245,9 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_rows(folder, pr
     run_data(request(folder, whole, prompts=[prompts], **values), Silent())
     asked = request(folder, out, prompts=[prompts], **values)
     rng = random.Random(0)
-    for _ in range(10):
-        run_and_kill(asked, rng.randrange(1, 12), rng.random() * 0.02)
-        assert not out.exists()
+    kills = [(rng.randrange(1, 12), rng.random() * 0.02) for _ in range(10)]
+    words = json.dumps([str(folder), str(out), str(prompts), COMMON | values, kills])
+    subprocess.run([sys.executable, "-c", KILLED, words], check=True, timeout=200)
     report = run_data(asked, Silent())
     assert 10 <= report.reused < 120
     assert out.read_bytes() == whole.read_bytes()
