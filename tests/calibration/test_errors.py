@@ -264,7 +264,7 @@ def test_a_source_that_reads_other_tokens_is_not_streamed(case: cases.Case, tmp_
 def test_a_quantised_model_is_refused(case: cases.Case, tmp_path: Path) -> None:
     folder = tmp_path / "quantised"
     shutil.copytree(case.merged, folder)
-    config = zoo.read_config(folder) | {"quantization_config": {"quant_method": "fp8"}}
+    config = zoo.read_config(folder) | {"quantization_config": {"quant_method": "gptq"}}
     (folder / "config.json").write_text(json.dumps(config))
     broken = cases.Case(folder, case.sources, case.data)
     refused(broken, tmp_path, ArchitectureError, "is quantised")

@@ -11,6 +11,7 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.gates import BiasPlace, Gate, Score
 from moemerge.architectures.reading import Header
 from moemerge.architectures.roles import ROUTING_ROLES, Role, Unit
+from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Description:
     active_parameters: int  # touched by one token: of the routed experts only the Top-k
     router_parameters: int
     bytes_by_role: Mapping[str, int]
-    parameters_by_dtype: Mapping[str, int]
+    parameters_by_dtype: Mapping[str, int]  # as they are stored
+    stored_by_role: Mapping[str, tuple[str, ...]]  # what the tensors of a role are stored as
     tied: bool
     quantised: str | None
     calibratable: bool
@@ -60,15 +62,21 @@ def describe_architecture(architecture: Architecture, tensors: Mapping[str, Head
     roles = {name: architecture.role(name) for name in tensors}
     size_by_role: Counter[str] = Counter()
     size_by_dtype: Counter[str] = Counter()
+    stored_by_role: dict[str, dict[str, None]] = {}
     for name, header in tensors.items():
-        size_by_role[roles[name].value] += sizes[name] * header.dtype.itemsize
-        size_by_dtype[str(header.dtype)] += sizes[name]
+        stored_as, nbytes = str(header.dtype), sizes[name] * header.dtype.itemsize
+        if isinstance(header, QuantisedInfo):
+            stored_as, nbytes = header.stored_as, header.stored_bytes
+        role = roles[name].value
+        size_by_role[role] += nbytes
+        size_by_dtype[stored_as] += sizes[name]
+        stored_by_role.setdefault(role, {})[stored_as] = None
     layers = {n for name in tensors if (n := architecture.layer_of(name)) is not None}
     gate = _first_gate(architecture)
     experts = architecture.num_experts if architecture.is_moe else None
     routed = sum(size for name, size in sizes.items() if roles[name] is Role.EXPERT)
     total = sum(sizes.values())
-    calibratable, reason = _calibratable(architecture, gate)
+    calibratable, reason = _calibratable(architecture, gate, tensors)
     return Description(
         family=architecture.family.title if architecture.family else None,
         model_type=architecture.model_type,
@@ -85,12 +93,22 @@ def describe_architecture(architecture: Architecture, tensors: Mapping[str, Head
         router_parameters=sum(s for name, s in sizes.items() if roles[name] in ROUTING_ROLES),
         bytes_by_role=dict(size_by_role),
         parameters_by_dtype=dict(size_by_dtype),
+        stored_by_role={role: tuple(kinds) for role, kinds in stored_by_role.items()},
         tied=architecture.tied,
-        quantised=architecture.quantised,
+        quantised=architecture.quantised or quantised_in_words(tensors),
         calibratable=calibratable,
         reason=reason,
         notice=architecture.notice,
     )
+
+
+def quantised_in_words(tensors: Mapping[str, Header]) -> str | None:
+    """`float8_e4m3fn in 128 x 128 blocks, read as bfloat16`; None for plain floats."""
+    units = [header for header in tensors.values() if isinstance(header, QuantisedInfo)]
+    if not units:
+        return None
+    kinds = dict.fromkeys(unit.stored_as for unit in units)
+    return f"{', '.join(kinds)}; read as {units[0].dtype}"
 
 
 def gate_in_words(gate: Gate) -> str:
@@ -172,17 +190,22 @@ def _kind_of_tensor(count: int, unit: Unit) -> str:
     return "fused" if unit.slot.squeeze else "flat"
 
 
-def _calibratable(architecture: Architecture, gate: Gate | None) -> tuple[bool, str | None]:
+def _calibratable(
+    architecture: Architecture, gate: Gate | None, tensors: Mapping[str, Header]
+) -> tuple[bool, str | None]:
     if not architecture.is_moe:
         return False, "no experts: there is no router to calibrate"
     if architecture.family is None:
         return False, f"unknown MoE architecture {architecture.model_type!r}"
     if architecture.quantised:
-        return False, f"quantised weights ({architecture.quantised}): dequantise them first"
+        return False, f"quantised weights ({architecture.quantised}) that are not read"
     places = [p for p in architecture.routers() if p.layer < architecture.num_layers]
     if not any(place.served for place in places):
         reasons = [place.reason for place in places if place.reason]
         return False, reasons[0] if reasons else "no router was found"
+    quantised = [p.weight for p in places if isinstance(tensors[p.weight], QuantisedInfo)]
+    if quantised:
+        return False, f"its routers are quantised themselves ({quantised[0]})"
     passed = {place.layer: place.reason for place in places if not place.served}
     if passed:
         listed = ", ".join(str(layer) for layer in passed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from moemerge.checkpoint.companions import CARRIED_FOLDERS, copied_files, folder_files, is_weights
 from moemerge.checkpoint.folder import INDEX, PICKLED_INDEX, TensorFile, is_inside
 from moemerge.checkpoint.output import OutputFolder, copy_file, write_file, writing
+from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
@@ -53,7 +55,7 @@ class CheckpointPatch:
     Layout, sharding and all files beside the weights stay as they are. `link` makes hard links of
     the shards in which nothing is replaced, which costs no space but ties the two folders
     together: do not edit either in place. Pickled and adapted (`model+lora`) sources are written
-    anew as safetensors. OUT appears on `commit` or not at all.
+    anew as safetensors, in floats. OUT appears on `commit` or not at all.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class CheckpointPatch:
         self.source = source
         self.out = out
         inputs = (source.path, *inputs)
-        in_place = not isinstance(source, AdaptedCheckpoint) and all(
+        self._in_place = in_place = not isinstance(source, AdaptedCheckpoint) and all(
             isinstance(file, SafetensorsFile) for file in source.files
         )
         self._target: _Target = (
@@ -82,7 +84,18 @@ class CheckpointPatch:
 
     def begin(self, names: Collection[str]) -> None:
         """Begin to copy in the background; `names` are the tensors that will be replaced."""
+        for name in names:
+            self._require_plain(name)
         self._target.begin(names)
+
+    def _require_plain(self, name: str) -> None:
+        info = self.source.tensors.get(name)
+        if self._in_place and isinstance(info, QuantisedInfo):
+            raise CheckpointError(
+                f"{self.source.label}: {name!r} is stored as {info.stored_as}; new values would be "
+                "rounded to that",
+                hint="write the model in bfloat16 first: `moemerge merge` with passthrough does",
+            )
 
     def poll(self) -> None:
         """Raise what has gone wrong in the background, if anything has."""
@@ -96,6 +109,7 @@ class CheckpointPatch:
     def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
         """Replace a tensor, or the leading-axis rows from `row` on. Safe from any thread; a row
         is replaced at most once."""
+        self._require_plain(name)
         info = self.source.tensors.get(name)
         if info is None:
             self.source.file_of(name)  # raises, with a suggestion
@@ -310,7 +324,7 @@ class _Rewritten:
         self._added: set[str] = set()
         self._writer = CheckpointWriter(
             out,
-            list(source.tensors.values()),
+            [TensorInfo.of(i.name, i.dtype, i.shape) for i in source.tensors.values()],
             shard_bytes=shard_bytes,
             overwrite=overwrite,
             inputs=inputs,
@@ -341,6 +355,10 @@ class _Rewritten:
             for name, spans in self._writer.missing().items():
                 for start, stop in spans:
                     self._copy_rows(self._source.tensors[name], start, stop)
+            # An adapter may change the vocabulary, and what was quantised is written as floats.
+            if "config.json" not in self._added:
+                config = json.dumps(self._source.config, indent=2) + "\n"
+                self.add_bytes("config.json", config.encode())
             files = {**other_files(self._source), **self._source.companions()}
             for name, path in files.items():
                 if name not in self._added and name != PICKLED_INDEX:

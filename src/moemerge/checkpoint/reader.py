@@ -15,12 +15,15 @@ from moemerge.checkpoint.companions import companion_files
 from moemerge.checkpoint.folder import TensorFile, config_hint, open_folder, read_json
 from moemerge.checkpoint.locate import locate
 from moemerge.checkpoint.lora import LoraChanges
+from moemerge.checkpoint.quantised.recognise import recognise, without_sections
+from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.sizes import format_size
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +37,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
     """An opened model folder. `tensors` tells names, shapes and dtypes in the order of the files.
 
     Opening reads headers alone. `read` gives a fresh CPU tensor and is safe from any thread.
+    Quantised tensors read as floats, their scales are part of them, and `config` is that of a model
+    in plain floats; `quantisation` tells how they are stored.
     """
 
     def __init__(self, path: Path, label: str | None = None) -> None:
@@ -41,11 +46,32 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.label = label if label is not None else str(path)
         self.config: dict[str, Any] = read_json(path / "config.json", config_hint(path))
         self.files, self._file_of = open_folder(path)
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: file.tensors[name] for name, file in self._file_of.items()
-        }
+        try:
+            self._look_for_quantised()
+        except BaseException:
+            Checkpoint.close(self)
+            raise
         files, size = len(self.files), format_size(self.total_bytes)
         logger.info("opened %s: %d tensors in %d files, %s", self.label, len(self), files, size)
+
+    def _look_for_quantised(self) -> None:
+        stored = {name: file.tensors[name] for name, file in self._file_of.items()}
+        self.tensors: Mapping[str, TensorInfo] = stored
+        try:
+            self.quantisation = recognise(
+                self.config, stored, lambda name: self.stored(name).tolist()
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.label}: {error.message}", hint=error.hint) from error
+        if self.quantisation is None:
+            return
+        self.config = without_sections(self.config)
+        # Each takes the place of its codes; its other parts are not seen.
+        units = self.quantisation.units.values()
+        unit_of = {unit.codes.name: unit for unit in units}
+        hidden = {part.name for unit in units for part in unit.parts} - unit_of.keys()
+        seen = (unit_of.get(name, info) for name, info in stored.items() if name not in hidden)
+        self.tensors = {info.name: info for info in seen}
 
     @classmethod
     def open(cls, ref: str | Path | ModelRef) -> Checkpoint:
@@ -64,21 +90,49 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
         `out`, a contiguous CPU tensor of the result's shape and dtype, saves the allocation.
         """
-        return self.file_of(name).read(name, rows, out)
+        info = self._info(name)
+        if not isinstance(info, QuantisedInfo):
+            return self.file_of(name).read(name, rows, out)
+        try:
+            return info.read(self.stored, rows, out)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.label}: {error.message}", hint=error.hint) from error
+
+    def stored(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """A tensor as it lies in the files, under the name that it has there."""
+        return self.file_of(name).read(name, rows)
 
     def has_elements(self, name: str) -> bool:
-        """Whether `read_elements` can read the tensor: it is stored as it is read."""
-        return isinstance(self.file_of(name), SafetensorsFile) and name in self.tensors
+        """Whether `read_elements` can read the tensor: its elements lie in order, row by row."""
+        info = self._info(name)
+        if isinstance(info, QuantisedInfo):
+            return not info.stacked
+        return isinstance(self.file_of(name), SafetensorsFile)
 
     def read_elements(self, name: str, start: int, out: memoryview) -> None:
-        """Fill the bytes `out` with the tensor's elements from `start` on, as they are stored."""
+        """Fill the bytes `out` with the tensor's elements from `start` on, as they are read."""
+        info = self._info(name)
+        if isinstance(info, QuantisedInfo):
+            # The rows that the elements lie in: what is read too much is less than two rows.
+            flat = torch.frombuffer(out, dtype=info.dtype.torch)
+            columns = info.shape[1]
+            first, last = start // columns, -(-(start + len(flat)) // columns)
+            begin = start - first * columns
+            flat.copy_(self.read(name, (first, last)).view(-1)[begin : begin + len(flat)])
+            return
         file = self.file_of(name)
         assert isinstance(file, SafetensorsFile)
         file.read_elements(name, start, out)
 
     def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
         """Let the system begin to read what will be asked for soon; does not wait."""
+        info = self._info(name)
+        if isinstance(info, QuantisedInfo):
+            name = info.codes.name
         self.file_of(name).prefetch(name, rows)
+
+    def _info(self, name: str) -> TensorInfo | None:
+        return self.tensors.get(name)
 
     def file_of(self, name: str) -> TensorFile:
         """The file that holds a tensor."""
@@ -90,7 +144,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return self._file_of[name]
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._file_of:
+        if name not in self.tensors:
             raise KeyError(name)
         return self.read(name)
 
@@ -114,8 +168,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(info.nbytes for info in self.tensors.values())
+        """Bytes of all tensors on disk."""
+        return sum(info.stored_bytes for info in self.tensors.values())
 
     @property
     def folders(self) -> tuple[Path, ...]:

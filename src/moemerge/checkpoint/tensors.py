@@ -39,6 +39,16 @@ class TensorInfo:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes on disk: fewer than `nbytes` where the tensor is quantised."""
+        return self.nbytes
+
+    @property
+    def stored_as(self) -> str:
+        """What its elements are on disk, in words."""
+        return str(self.dtype)
+
+    @property
     def stored_shape(self) -> list[int]:
         """The shape a safetensors header states: it counts elements, torch counts packs."""
         return [*self.shape[:-1], self.shape[-1] * self.dtype.pack] if self.shape else []

@@ -181,6 +181,7 @@ def description_table(description: Description) -> RenderableType:
         ),
         ("bytes", f"{format_size(d.total_bytes)}: {_shares(d)}"),
         ("dtypes", ", ".join(f"{k} ({count(v)})" for k, v in d.parameters_by_dtype.items())),
+        ("stored as", _stored_as(d) if d.quantised else ""),
         ("embeddings", "tied to the head" if d.tied else "not tied"),
         ("quantised", d.quantised or ""),
         ("calibration", _calibration(d)),
@@ -199,6 +200,15 @@ def _experts(d: Description) -> str:
 def _shares(d: Description) -> str:
     order = sorted(d.bytes_by_role.items(), key=lambda item: -item[1])
     return ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in order if nbytes)
+
+
+def _stored_as(d: Description) -> str:
+    """Which roles are stored as what: `float8_e4m3fn in 128 x 128 blocks: expert, attention`."""
+    roles: dict[str, list[str]] = {}
+    for role, kinds in d.stored_by_role.items():
+        for kind in kinds:
+            roles.setdefault(kind, []).append(role)
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in roles.items())
 
 
 def _calibration(d: Description) -> str:

@@ -76,7 +76,8 @@ def prepare(request: CollectRequest) -> CollectingJob:
     model = open_model("model", request.model)
     if model.architecture.quantised:
         raise ArchitectureError(
-            f"{model.label} is quantised ({model.architecture.quantised})",
+            f"{model.label} is quantised in a way that is not read "
+            f"({model.architecture.quantised})",
             hint="dequantise it to bfloat16 first and use that folder",
         )
     units = all_units(model.checkpoint, model.architecture)

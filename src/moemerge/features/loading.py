@@ -43,10 +43,12 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMode
     """The model with every parameter on meta; buffers are real, as not all of them are on disk."""
     config = _model_config(checkpoint)
     if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(
-            f"{checkpoint.label} is quantised; its layers cannot be streamed as they are",
-            hint="dequantise it to bfloat16 first and use that folder",
-        )
+        if checkpoint.quantisation is None:
+            raise CheckpointError(
+                f"{checkpoint.label} is quantised in a way that is not read",
+                hint="dequantise it to bfloat16 first and use that folder",
+            )
+        del config.quantization_config  # the checkpoint reads as plain floats
     cls = _model_class(config, checkpoint)
     with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = cls._from_config(config, dtype=dtype)

@@ -84,8 +84,8 @@ def require_streamable(model: OpenModel, other: OpenModel, *, what: str, hint: s
         )
     if other.architecture.quantised:
         raise ArchitectureError(
-            f"{what} ({other.label}) is quantised ({other.architecture.quantised}) and cannot be "
-            "run",
+            f"{what} ({other.label}) is quantised in a way that is not read "
+            f"({other.architecture.quantised})",
             hint=f"dequantise it first; {hint}",
         )
 

@@ -109,7 +109,7 @@ def require_calibratable(merged: OpenModel, verb: str = "calibrate") -> None:
         )
     if architecture.quantised:
         raise ArchitectureError(
-            f"{merged.label} is quantised ({architecture.quantised})",
+            f"{merged.label} is quantised in a way that is not read ({architecture.quantised})",
             hint=f"dequantise it to bfloat16 first and {verb} that",
         )
 

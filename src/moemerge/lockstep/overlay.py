@@ -27,7 +27,7 @@ class OverlaidCheckpoint(Checkpoint):
         self.label = base.label
         self.config = base.config
         self.files, self._file_of = base.files, base._file_of
-        self.tensors = base.tensors
+        self.tensors, self.quantisation = base.tensors, base.quantisation
         self._base = base
         self._overlay = overlay
 

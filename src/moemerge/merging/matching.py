@@ -74,8 +74,9 @@ def require_one_family(models: Sequence[OpenModel]) -> None:
     for model in models:
         if model.architecture.quantised:
             raise ArchitectureError(
-                f"{model.label} is quantised ({model.architecture.quantised})",
-                hint="dequantise it first: quantised values cannot be merged",
+                f"{model.label} is quantised in a way that is not read "
+                f"({model.architecture.quantised})",
+                hint="dequantise it first",
             )
 
 

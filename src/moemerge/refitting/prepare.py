@@ -141,7 +141,7 @@ def require_refittable(merged: OpenModel) -> None:
     architecture = merged.architecture
     if architecture.quantised:
         raise ArchitectureError(
-            f"{merged.label} is quantised ({architecture.quantised})",
+            f"{merged.label} is quantised in a way that is not read ({architecture.quantised})",
             hint="dequantise it to bfloat16 first and refit that",
         )
 

@@ -1,0 +1,1 @@
+"""Weights in few bits: read as floats, and written back."""

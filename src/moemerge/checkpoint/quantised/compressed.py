@@ -1,0 +1,263 @@
+"""What compressed-tensors writes: `quant_method: compressed-tensors`.
+
+FP8 and INT8 lie as they are in `X.weight`; packed INT4 and INT8 in the 32-bit words of
+`X.weight_packed`. `X.weight_scale` has a scale for the tensor, a row, a group of a row or a block;
+`X.weight_zero_point` and, where columns were grouped out of order, `X.weight_g_idx` go with it.
+`config_groups` says which modules are stored how.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from moemerge.checkpoint.quantised.codes import E4M3, INT8, PACKED_INT4, PACKED_INT8, Codes
+from moemerge.checkpoint.quantised.headers import (
+    HINT,
+    Headers,
+    count_pair,
+    is_count,
+    require_scales,
+    siblings,
+)
+from moemerge.checkpoint.quantised.scheme import Scheme, asymmetric, symmetric
+from moemerge.checkpoint.quantised.tensor import QuantisedInfo
+from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.errors import CheckpointError
+from moemerge.runtime.dtypes import Dtype
+
+READABLE: Final = frozenset(
+    {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
+)
+_PACKED: Final = {4: PACKED_INT4, 8: PACKED_INT8}
+_PLAIN: Final = {Dtype.FLOAT8_E4M3FN: ("float", E4M3), Dtype.INT8: ("int", INT8)}
+_OTHERS: Final = (".weight_shape", ".input_scale", ".input_zero_point")
+_WORD_BITS: Final = 32
+
+ReadShape = Callable[[str], list[int]]  # the numbers of a small integer tensor
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """How one group of modules stores its weights, as the config states it."""
+
+    bits: int
+    kind: str  # float or int
+    symmetric: bool
+    height: int | None
+    width: int | None
+
+    @classmethod
+    def of(cls, stated: Mapping[str, Any]) -> _Weights:
+        strategy = stated.get("strategy")
+        height: int | None = 1
+        width: int | None = None
+        if strategy == "tensor":
+            height = None
+        elif strategy == "block":
+            height, width = count_pair(stated.get("block_structure"), "block_structure")
+        elif strategy == "group":
+            width = stated.get("group_size")
+        if strategy not in ("tensor", "channel", "group", "block") or (
+            strategy == "group" and not is_count(width)
+        ):
+            raise CheckpointError(
+                f"quantization_config: weights by strategy {strategy!r} with group_size "
+                f"{stated.get('group_size')!r} are not read",
+                hint="readable: tensor, channel, group (with a group_size) and block",
+            )
+        kind, bits = str(stated.get("type", "int")), stated.get("num_bits")
+        return cls(
+            bits if isinstance(bits, int) else 0,
+            kind,
+            bool(stated.get("symmetric", True)),
+            height,
+            width,
+        )
+
+    def scheme(self, codes: Codes, scales: TensorInfo) -> Scheme:
+        fit = symmetric if self.symmetric else asymmetric
+        return Scheme(codes, self.height, self.width, fit, scales.dtype)
+
+
+class _Groups:
+    """Which weights belong to which module."""
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        groups = section.get("config_groups")
+        if not isinstance(groups, Mapping) or not all(
+            isinstance(g, Mapping) for g in groups.values()
+        ):
+            raise CheckpointError(
+                f"quantization_config: config_groups is {str(groups)[:80]}, expected an object of "
+                "objects",
+                hint="repair config.json, or fetch it again",
+            )
+        self._patterns: list[tuple[re.Pattern[str], _Weights]] = []
+        self._by_class: list[_Weights] = []
+        for group in groups.values():
+            if isinstance(group.get("weights"), Mapping):
+                self._add(group.get("targets") or [], _Weights.of(group["weights"]))
+
+    def _add(self, targets: Any, weights: _Weights) -> None:
+        for target in targets:
+            if not isinstance(target, str):
+                continue
+            if target.startswith("re:"):
+                try:
+                    self._patterns.append((re.compile(target.removeprefix("re:")), weights))
+                except re.error as error:
+                    raise CheckpointError(
+                        f"quantization_config: the target {target!r} is no valid pattern: {error}"
+                    ) from error
+            elif "." in target or target.islower():
+                self._patterns.append((re.compile(rf"(.*\.)?{re.escape(target)}$"), weights))
+            else:
+                self._by_class.append(weights)  # `Linear`: whatever no name speaks for
+
+    def of(self, module: str) -> _Weights:
+        for pattern, weights in self._patterns:
+            if pattern.match(module):
+                return weights
+        if self._by_class:
+            return self._by_class[0]
+        raise CheckpointError(
+            f"{module!r} is stored quantised, but no group of quantization_config has it as target",
+            hint=HINT,
+        )
+
+
+def find(
+    section: Mapping[str, Any], headers: Headers, dtype: Dtype, read: ReadShape
+) -> Iterator[QuantisedInfo]:
+    """Every tensor that is stored so; `read` gives the numbers of a `weight_shape`."""
+    groups = _Groups(section)
+    for name, info in headers.items():
+        stem, _, leaf = name.rpartition(".")
+        scales = headers.get(f"{stem}.weight_scale")
+        if leaf == "weight_packed":
+            yield _packed(
+                info, stem, headers, _required(scales, name), groups.of(stem), dtype, read
+            )
+        elif leaf == "weight" and (scales is not None or info.dtype in _PLAIN):
+            yield _plain(info, headers, _required(scales, name), groups.of(stem), dtype)
+
+
+def _required(scales: TensorInfo | None, name: str) -> TensorInfo:
+    if scales is None:
+        raise CheckpointError(
+            f"{name!r} is stored quantised, but there is no {name.rpartition('.')[0]}.weight_scale",
+            hint="its download is incomplete, or it was saved without its scales",
+        )
+    return scales
+
+
+def _plain(
+    info: TensorInfo, headers: Headers, scales: TensorInfo, weights: _Weights, dtype: Dtype
+) -> QuantisedInfo:
+    kind, codes = _PLAIN.get(info.dtype, ("", INT8))
+    if (kind, 8) != (weights.kind, weights.bits):
+        raise CheckpointError(
+            f"{info.name!r} is stored as {info.dtype}, but quantization_config states "
+            f"{weights.kind} of {weights.bits} bits",
+            hint=HINT,
+        )
+    return _checked(info, info, info.shape, headers, weights.scheme(codes, scales), scales, dtype)
+
+
+def _packed(
+    info: TensorInfo,
+    stem: str,
+    headers: Headers,
+    scales: TensorInfo,
+    weights: _Weights,
+    dtype: Dtype,
+    read: ReadShape,
+) -> QuantisedInfo:
+    codes = _PACKED.get(weights.bits)
+    if codes is None or weights.kind != "int" or info.dtype is not Dtype.INT32:
+        raise CheckpointError(
+            f"{info.name!r} is stored as {info.dtype}, {weights.kind} of {weights.bits} bits",
+            hint="readable packs: INT4 and INT8 in int32; convert the others with their own tool",
+        )
+    if len(info.shape) != 2:
+        raise CheckpointError(f"{info.name!r} has shape {list(info.shape)}, expected a matrix")
+    stated = headers.get(f"{stem}.weight_shape")
+    if weights.width is not None and len(scales.shape) == 2:
+        shape = (info.shape[0], scales.shape[1] * weights.width)
+    elif stated is not None:
+        shape = _shape(stated, read)
+    else:
+        shape = (info.shape[0], info.shape[1] * _WORD_BITS // codes.bits)
+    if info.shape != (shape[0], -(-shape[1] * codes.bits // _WORD_BITS)):
+        raise CheckpointError(
+            f"{info.name!r} is {list(info.shape)}, which is not {shape[0]} x {shape[1]} numbers of "
+            f"{codes.bits} bits",
+            hint=HINT,
+        )
+    logical = TensorInfo.of(f"{stem}.weight", dtype, shape)
+    if logical.name in headers:
+        raise CheckpointError(f"there is {info.name!r} and also {logical.name!r}")
+    return _checked(logical, info, shape, headers, weights.scheme(codes, scales), scales, dtype)
+
+
+def _shape(stated: TensorInfo, read: ReadShape) -> tuple[int, int]:
+    numbers = read(stated.name) if stated.shape == (2,) else []
+    if not numbers or not all(is_count(n) for n in numbers):
+        raise CheckpointError(
+            f"{stated.name!r} holds {numbers or list(stated.shape)}, expected two whole numbers "
+            "above zero",
+            hint="the file is damaged; fetch it again",
+        )
+    return numbers[0], numbers[1]
+
+
+def _checked(
+    logical: TensorInfo,
+    info: TensorInfo,
+    shape: tuple[int, ...],
+    headers: Headers,
+    scheme: Scheme,
+    scales: TensorInfo,
+    dtype: Dtype,
+) -> QuantisedInfo:
+    """The unit with its zero points and groups, all of which must fit."""
+    zeros = next(iter(siblings(info.name, (".weight_zero_point",), headers)), None)
+    order = next(iter(siblings(info.name, (".weight_g_idx",), headers)), None)
+    kind = TensorInfo.of(logical.name, dtype, shape)
+    unit = require_scales(
+        QuantisedInfo(
+            logical.name,
+            dtype,
+            shape,
+            kind.nbytes,
+            scheme,
+            info,
+            scales,
+            zeros if scheme.fit is asymmetric else None,
+            order,
+            siblings(info.name, _OTHERS, headers)
+            + ((zeros,) if zeros is not None and scheme.fit is symmetric else ()),
+            stacked=len(shape) == 3,
+        )
+    )
+    cells = unit.cells
+    if scheme.fit is asymmetric:
+        packed = -(-cells.down * scheme.codes.bits // _WORD_BITS), cells.across
+        fitting = {Dtype.INT8: (cells.down, cells.across), Dtype.INT32: packed}
+        if zeros is None or zeros.shape != fitting.get(zeros.dtype):
+            shown = "none" if zeros is None else f"{list(zeros.shape)} {zeros.dtype}"
+            raise CheckpointError(
+                f"{unit.name!r} is asymmetric: its weight_zero_point is {shown}, expected "
+                f"{list(packed)} int32 or {[cells.down, cells.across]} int8",
+                hint=HINT,
+            )
+    if order is not None and (order.shape != (cells.columns,) or order.dtype.is_floating_point):
+        raise CheckpointError(
+            f"{order.name!r} is {list(order.shape)} {order.dtype}, expected a whole number for "
+            f"each of {cells.columns} columns",
+            hint=HINT,
+        )
+    return unit

@@ -1,0 +1,315 @@
+"""A quantised tensor with its scales: one unit that reads as floats, rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from moemerge.checkpoint.quantised.cells import Cells
+from moemerge.checkpoint.quantised.codes import Codes
+from moemerge.checkpoint.quantised.scheme import Grid, Scheme
+from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.errors import CheckpointError
+from moemerge.runtime.dtypes import Dtype
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Elements that are decoded or encoded at once: what they take in float32 stays in a core's cache.
+_BAND: Final = 2**18
+_WORD_BITS: Final = 32
+
+Rows = tuple[int, int]
+Fetch = Callable[[str, Rows | None], "Tensor"]  # a stored tensor, or rows of it
+
+
+class Written(NamedTuple):
+    """Rows of a stored tensor, to be written from `row` on."""
+
+    name: str
+    tensor: Tensor
+    row: int
+
+
+@dataclass
+class Rounding:
+    """How far values moved when they were written: Σ(x − x̂)² and Σx²."""
+
+    error: float = 0.0
+    size: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        return math.sqrt(self.error / self.size) if self.size else 0.0
+
+
+@dataclass(frozen=True)
+class QuantisedInfo(TensorInfo):
+    """The header of a tensor that is stored in parts. Shape and dtype are those it is read in.
+
+    A stack has one matrix for every row of its leading axis. `order` gives each column the number
+    of its group; without it, columns are grouped one after the other.
+    """
+
+    scheme: Scheme
+    codes: TensorInfo
+    scales: TensorInfo
+    zeros: TensorInfo | None = None
+    order: TensorInfo | None = None
+    others: tuple[TensorInfo, ...] = field(default=())  # that only the stored form needs
+    stacked: bool = False
+    transposed: bool = False  # stored (out, in), read (in, out)
+
+    @property
+    def parts(self) -> tuple[TensorInfo, ...]:
+        """All stored tensors that it consists of."""
+        known = (self.codes, self.scales, self.zeros, self.order, *self.others)
+        return tuple(part for part in known if part is not None)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def stored_as(self) -> str:
+        return self.scheme.words
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(out, in) of the matrix, or of each in a stack."""
+        rows, columns = self.shape[-2:]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def cells(self) -> Cells:
+        return self.scheme.cells(*self.matrix)
+
+    @property
+    def step(self) -> int:
+        """Rows that can only be written together: whole cells, whole words of zero points."""
+        if self.stacked:
+            return 1
+        words = 1 if self.zeros is None else _rows_in_a_word(self.zeros, self.scheme.codes)
+        return math.lcm(self.cells.height, words)
+
+    # --- reading ---
+
+    def read(self, fetch: Fetch, rows: Rows | None, out: Tensor | None = None) -> Tensor:
+        """The tensor, or rows of its leading axis, in its dtype."""
+        shape = self.block_shape(rows)
+        start, stop = rows if rows is not None else (0, self.rows)
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype.torch)
+        for matrix, begin, target in self._matrices(fetch, start, stop, out):
+            for first, last in _bands(begin, begin + len(target), self.matrix[1], 1):
+                target[first - begin : last - begin] = matrix.decode(first, last)
+        return out
+
+    def _matrices(
+        self, fetch: Fetch, start: int, stop: int, block: Tensor
+    ) -> Iterator[tuple[_Matrix, int, Tensor]]:
+        """Each matrix, the first of its rows that is meant, and these as (out, in) in `block`."""
+        if not self.stacked:
+            yield _Matrix(self, fetch), start, block
+            return
+        for expert in range(start, stop):
+            view = block[expert - start]
+            yield _Matrix(self, fetch, expert), 0, view.T if self.transposed else view
+
+    # --- writing ---
+
+    def encode(
+        self, fetch: Fetch, block: Tensor, row: int, rounding: Rounding
+    ) -> Iterator[Written]:
+        """The parts of a float32 block that goes to the rows from `row` on.
+
+        Each cell takes the scale that the format's tools would choose, or the one that it has in
+        the stored tensor, whichever reads nearer: what was only read comes back as it was.
+        """
+        written: dict[str, list[Tensor]] = {}
+        for matrix, begin, values in self._matrices(fetch, row, row + len(block), block):
+            pieces: dict[str, list[Tensor]] = {}
+            height = self.cells.height if self.stacked else self.step
+            for first, last in _bands(begin, begin + len(values), self.matrix[1], height):
+                band = values[first - begin : last - begin]
+                for name, stored in matrix.encode(band, first, rounding):
+                    pieces.setdefault(name, []).append(stored)
+            for name, parts in pieces.items():
+                whole = torch.cat(parts)
+                written.setdefault(name, []).append(whole[None] if self.stacked else whole)
+        for part, each in self._written:
+            whole = torch.cat(written[part.name])
+            shape = (-1, *part.shape[1:]) if part.shape else ()
+            yield Written(part.name, whole.reshape(shape), row // each)
+
+    @property
+    def _written(self) -> Iterator[tuple[TensorInfo, int]]:
+        """The parts that new values change, and how many rows one row of each belongs to."""
+        stacked = self.stacked
+        yield self.codes, 1
+        yield self.scales, 1 if stacked else self.cells.height
+        if self.zeros is not None:
+            yield self.zeros, 1 if stacked else _rows_in_a_word(self.zeros, self.scheme.codes)
+
+    @property
+    def kept(self) -> tuple[TensorInfo, ...]:
+        """The parts that stay as they are whatever the values."""
+        return tuple(part for part in (self.order, *self.others) if part is not None)
+
+
+def _bands(start: int, stop: int, columns: int, step: int) -> Iterator[Rows]:
+    """Runs of rows of a size that is handled at once, each beginning at a multiple of `step`."""
+    length = max(1, _BAND // max(1, columns) // step) * step
+    first = start
+    while first < stop:
+        last = min(stop, (first // step) * step + length)
+        yield first, last
+        first = last
+
+
+def _rows_in_a_word(zeros: TensorInfo, codes: Codes) -> int:
+    return _WORD_BITS // codes.bits if zeros.dtype is Dtype.INT32 else 1
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One (out, in) matrix of a quantised tensor: its parts, row by row."""
+
+    info: QuantisedInfo
+    fetch: Fetch
+    expert: int | None = None
+    _read: dict[str, Tensor] = field(default_factory=dict)  # an expert's parts, each read once
+
+    def _part(self, part: TensorInfo, rows: Rows | None) -> Tensor:
+        if self.expert is None:
+            return self.fetch(part.name, rows)
+        if part.name not in self._read:
+            self._read[part.name] = self.fetch(part.name, (self.expert, self.expert + 1))[0]
+        whole = self._read[part.name]
+        return whole if rows is None else whole[rows[0] : rows[1]]
+
+    def _rows_of(self, part: TensorInfo) -> int:
+        shape = part.shape[1:] if self.info.stacked else part.shape
+        return shape[0] if shape else 1
+
+    def decode(self, start: int, stop: int) -> Tensor:
+        info, cells = self.info, self.info.cells
+        stored = self._part(info.codes, (start, stop))
+        values = info.scheme.codes.decode(stored.reshape(stop - start, -1), cells.columns)
+        grid = self.grid(start, stop)
+        scales = cells.for_rows(grid.scale, start, stop)
+        zeros = None if grid.zero is None else cells.for_rows(grid.zero, start, stop)
+        order = self.order()
+        if order is not None:
+            zeros = None if zeros is None else zeros.index_select(1, order)
+            return (values if zeros is None else values - zeros) * scales.index_select(1, order)
+        if zeros is not None:
+            values = values - cells.spread(zeros)
+        cells.multiply_(values, scales)
+        return values
+
+    def order(self) -> Tensor | None:
+        """The group of every column, where it does not follow from its place."""
+        if self.info.order is None:
+            return None
+        order = self._part(self.info.order, None).to(torch.int64)
+        if bool((order == -1).all()):  # a place that was kept free and not used
+            return None
+        cells = self.info.cells
+        inside = order.clamp(0, cells.across - 1)
+        counts = torch.bincount(inside, minlength=cells.across)
+        if not torch.equal(inside, order) or bool((counts != cells.width).any()):
+            raise CheckpointError(
+                f"{self.info.order.name!r} does not give {cells.width} columns of "
+                f"{self.info.name!r} to each of {cells.across} groups",
+                hint="the file is damaged, or its quantization_config states another group size",
+            )
+        return order
+
+    def grid(self, start: int, stop: int) -> Grid:
+        """Scales and zero points of the cells that hold these rows, (down, across)."""
+        info, cells = self.info, self.info.cells
+        first, last = cells.rows_of(start, stop)
+        whole = self._rows_of(info.scales) == 1 and cells.down > 1
+        stored = self._part(info.scales, None if not info.scales.shape or whole else (first, last))
+        scales = info.scheme.read_scales(stored.reshape(last - first, cells.across))
+        if not bool(((scales > 0) & scales.isfinite()).all()):
+            bad = scales[~((scales > 0) & scales.isfinite())]
+            raise CheckpointError(
+                f"{info.scales.name!r} holds {bad.numel()} scales that are not above zero and "
+                f"finite, the first is {float(bad[0])}",
+                hint="the file is damaged; fetch it again",
+            )
+        return Grid(scales, self._zeros(first, last))
+
+    def _zeros(self, first: int, last: int) -> Tensor | None:
+        part = self.info.zeros
+        if part is None:
+            return None
+        codes = self.info.scheme.codes
+        each = _rows_in_a_word(part, codes)
+        if each == 1:
+            return self._part(part, (first, last)).to(torch.float32)
+        begin = first // each
+        words = self._part(part, (begin, -(-last // each)))  # packed down the columns
+        zeros = codes.decode(words.T.contiguous(), words.shape[0] * each).T
+        return zeros[first - begin * each : last - begin * each].contiguous()
+
+    # --- writing ---
+
+    def encode(
+        self, values: Tensor, start: int, rounding: Rounding
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The parts of rows that begin with a cell, named as they are stored."""
+        info, scheme, cells = self.info, self.info.scheme, self.info.cells
+        values = values.to(torch.float32)
+        order = self.order()
+        place = None if order is None else torch.argsort(order, stable=True)
+        if place is not None:
+            values = values.index_select(1, place)
+        wanted = cells.gather(values)
+        grid = self.grid(start, start + len(values))
+        codes, read = scheme.encode(wanted, grid, info.dtype.torch)
+        error = (read.to(torch.float32) - wanted).square_().sum(dim=-1)
+        fitted = scheme.fitted(wanted)
+        other, read = scheme.encode(wanted, fitted, info.dtype.torch)
+        others_error = (read.to(torch.float32) - wanted).square_().sum(dim=-1)
+        better = others_error < error  # (down, across)
+        codes = torch.where(better[:, :, None], other, codes)
+        rounding.error += float(torch.where(better, others_error, error).sum(dtype=torch.float64))
+        rounding.size += float(wanted.square().sum(dtype=torch.float64))
+        flat = cells.scatter(codes, len(values))
+        if place is not None:
+            flat = torch.empty_like(flat).index_copy_(1, place, flat)
+        yield info.codes.name, self._packed(flat)
+        scale = torch.where(better, fitted.scale, grid.scale)
+        yield info.scales.name, scheme.store_scales(scale)
+        if info.zeros is not None and grid.zero is not None and fitted.zero is not None:
+            zero = torch.where(better, fitted.zero, grid.zero)
+            yield info.zeros.name, self._packed_zeros(zero)
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        """Codes (rows, columns) as the stored tensor has its rows."""
+        part = self.info.codes
+        each = part.shape[2:] if self.info.stacked else part.shape[1:]
+        width = math.prod(each) * part.dtype.itemsize  # bytes of a row
+        packed = self.info.scheme.codes.pack(codes).contiguous()
+        if packed.shape[1] < width:
+            packed = torch.nn.functional.pad(packed, (0, width - packed.shape[1]))
+        return packed.contiguous().view(part.dtype.torch).view(len(codes), *each)
+
+    def _packed_zeros(self, zeros: Tensor) -> Tensor:
+        """Zero points (rows, across) as they are stored."""
+        part, codes = self.info.zeros, self.info.scheme.codes
+        assert part is not None
+        each = _rows_in_a_word(part, codes)
+        if each == 1:
+            return zeros.to(part.dtype.torch)
+        down = -(-len(zeros) // each) * each
+        # Rows past the last are filled up with a stored 0.
+        raw = (zeros + codes.offset).to(torch.uint8)
+        raw = torch.nn.functional.pad(raw, (0, 0, 0, down - len(zeros)))
+        return codes.pack(raw.T).contiguous().view(torch.int32).T.contiguous()

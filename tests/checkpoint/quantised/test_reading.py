@@ -1,0 +1,220 @@
+"""Quantised checkpoints read as transformers and compressed-tensors dequantise them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import quantised_zoo as qz
+import zoo
+from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.quantised.tensor import QuantisedInfo
+
+Folder = Callable[..., Path]
+
+
+@pytest.fixture
+def bf16(zoo_folder: Folder) -> Folder:
+    def folder(model_type: str, **options: Any) -> Path:
+        return zoo_folder(model_type, dtype=torch.bfloat16, **options)
+
+    return folder
+
+
+def dequantised(folder: Path) -> Any:
+    """transformers' own model in bfloat16."""
+    with zoo._quiet():
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def as_saved(model: Any, folder: Path) -> dict[str, Tensor]:
+    """A model's tensors under their names on disk."""
+    model.config.quantization_config = None
+    model.hf_quantizer = None
+    with zoo._quiet():
+        plain = transformers.AutoModelForCausalLM.from_config(model.config)
+        plain.to(torch.bfloat16).load_state_dict(model.state_dict())
+        plain.save_pretrained(folder)
+    return zoo.tensors(folder)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_moe", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("scales", ["float32", "powers of two", "exponents"])
+def test_block_fp8_is_what_transformers_loads(
+    bf16: Folder, tmp_path: Path, model_type: str, scales: str
+) -> None:
+    quantise = {
+        "float32": qz.block_fp8(8, 8),
+        "powers of two": qz.block_fp8(8, 8, powers=True),
+        "exponents": qz.block_fp8(8, 8, torch.float8_e8m0fnu, powers=True),
+    }[scales]
+    section = qz.fp8_config(8, 8) | ({} if scales == "float32" else {"scale_fmt": "ue8m0"})
+    folder = qz.convert(bf16(model_type), tmp_path / "fp8", section, quantise, shards=3)
+    checkpoint = Checkpoint.open(folder)
+    units = [i for i in checkpoint.tensors.values() if isinstance(i, QuantisedInfo)]
+    assert len(units) > 40
+    theirs = as_saved(dequantised(folder), tmp_path / "plain")
+    assert set(checkpoint) == set(theirs)
+    for name in checkpoint:
+        assert torch.equal(checkpoint[name], theirs[name]), name
+
+
+def test_mxfp4_is_what_transformers_loads(bf16: Folder, tmp_path: Path) -> None:
+    plain = bf16("gpt_oss", intermediate_size=64, hidden_size=96)
+    folder = qz.convert(plain, tmp_path / "mx", {"quant_method": "mxfp4"}, qz.mxfp4, qz.is_stack)
+    checkpoint = Checkpoint.open(folder)
+    theirs = as_saved(dequantised(folder), tmp_path / "plain")
+    assert set(checkpoint) == set(theirs)
+    for name in checkpoint:
+        assert torch.equal(checkpoint[name], theirs[name]), name
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert checkpoint.tensors[name].shape == (8, 96, 128)
+    assert torch.equal(checkpoint.read(name, (2, 5)), theirs[name][2:5])
+    stored = checkpoint.tensors[name].stored_bytes
+    assert stored == 8 * 96 * 128 // 2 + 8 * 128 * 3  # half a byte each, and a byte for 32
+
+
+CASES: dict[str, tuple[dict[str, Any], qz.Quantise]] = {
+    "fp8 tensor": (qz.weights(8, "float", "tensor"), qz.fp8_scaled("tensor")),
+    "fp8 channel": (qz.weights(8, "float", "channel"), qz.fp8_scaled("channel")),
+    "fp8 channel float32": (
+        qz.weights(8, "float", "channel"),
+        qz.fp8_scaled("channel", torch.float32),
+    ),
+    "int4 group": (qz.weights(4, "int", "group", group_size=8), qz.packed(4, 8)),
+    "int4 group zeros": (
+        qz.weights(4, "int", "group", group_size=8, symmetric=False),
+        qz.packed(4, 8, zeros=True),
+    ),
+    "int4 channel zeros": (
+        qz.weights(4, "int", "channel", symmetric=False),
+        qz.packed(4, zeros=True),
+    ),
+    "int8 group": (qz.weights(8, "int", "group", group_size=4), qz.packed(8, 4)),
+    "int8 channel": (qz.weights(8, "int", "channel"), qz.packed(8)),
+    "int8 group zeros": (
+        qz.weights(8, "int", "group", group_size=4, symmetric=False),
+        qz.packed(8, 4, zeros=True),
+    ),
+}
+# Rows that do not fill the words of zero points; compressed-tensors cannot read less than two.
+SHAPES = [(13, 24), (24, 40), (9, 8), (33, 16), (17, 56)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_compressed_tensors_agrees(case: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    section, quantise = CASES[case]
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    checkpoint = single(tmp_path, section, quantise("a.weight", tensor))
+    scheme = QuantizationScheme(**section["config_groups"]["group_0"])
+    state = {k.removeprefix("a."): v for k, v in zoo.tensors(tmp_path).items()}
+    theirs = BaseCompressor.get_value_from_registry(section["format"]).decompress(state, scheme)
+    expected = theirs["weight"].to(torch.bfloat16)
+    assert checkpoint.tensors["a.weight"].shape == shape
+    assert torch.equal(checkpoint["a.weight"], expected)
+    assert torch.equal(checkpoint.read("a.weight", (2, 4)), expected[2:4])
+    spread = float((checkpoint["a.weight"] - tensor).norm() / tensor.norm())
+    assert spread < (0.15 if "int4" in case else 0.04)  # and it is the tensor that went in
+
+
+@pytest.mark.parametrize("shape", [(13, 24), (300, 200), (128, 129), (1, 1)], ids=str)
+def test_ragged_blocks(shape: tuple[int, int], tmp_path: Path) -> None:
+    """transformers takes its block size from the scales' shape and refuses or misreads such
+    tensors (DeepSeek-V3's kv_a_proj has 576 rows in blocks of 128); compressed-tensors does not."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    parts = qz.block_fp8(16, 128)("a.weight", tensor)
+    checkpoint = single(tmp_path, qz.fp8_config(16, 128), parts)
+    args = QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[16, 128])
+    theirs = dequantize(parts["a.weight"], parts["a.weight_scale_inv"], None, args)
+    assert torch.equal(checkpoint["a.weight"], theirs.to(torch.bfloat16))
+    middle = (shape[0] // 3, shape[0] // 3 + 1)
+    assert torch.equal(checkpoint.read("a.weight", middle), theirs[slice(*middle)].bfloat16())
+
+
+def test_groups_out_of_order(tmp_path: Path) -> None:
+    tensor = torch.randn(9, 32, generator=torch.Generator().manual_seed(5))
+    section = qz.weights(4, "int", "group", group_size=8, actorder="group")
+    parts = qz.packed(4, 8, shuffled=True)("a.weight", tensor)
+    codes = torch.stack([(parts["a.weight_packed"] >> 4 * i) & 15 for i in range(8)], -1)
+    scale = parts["a.weight_scale"][:, parts["a.weight_g_idx"].long()]
+    expected = (codes.reshape(9, 32) - 8) * scale
+    assert torch.equal(single(tmp_path, section, parts)["a.weight"], expected)
+    # A place that was kept for the groups and not used.
+    plain = qz.packed(4, 8)("a.weight", tensor)
+    unused = {**plain, "a.weight_g_idx": torch.full((32,), -1, dtype=torch.int32)}
+    values = single(tmp_path / "b", section, unused)["a.weight"]
+    assert torch.equal(values, single(tmp_path / "c", section, plain)["a.weight"])
+
+
+def test_groups_of_modules(tmp_path: Path) -> None:
+    """Kimi: experts in INT4, the rest in FP8; each module is stored as its group says."""
+    section = qz.weights(8, "float", "channel") | {"format": "mixed-precision"}
+    experts = qz.weights(4, "int", "group", group_size=8)["config_groups"]["group_0"]
+    section["config_groups"]["group_1"] = experts | {"targets": [r"re:.*experts\.\d+\..*"]}
+    tensor = torch.randn(6, 16, generator=torch.Generator().manual_seed(6))
+    parts = qz.packed(4, 8)("m.experts.3.up_proj.weight", tensor)
+    parts |= qz.fp8_scaled("channel")("m.q_proj.weight", tensor)
+    checkpoint = single(tmp_path, section, parts)
+    words = {name: info.stored_as for name, info in checkpoint.tensors.items()}
+    assert words == {
+        "m.experts.3.up_proj.weight": "int4 in groups of 8",
+        "m.q_proj.weight": "float8_e4m3fn with a scale a row",
+    }
+
+
+def test_stacks_of_blocks(tmp_path: Path) -> None:
+    stack = torch.randn(3, 20, 24, generator=torch.Generator().manual_seed(7)).bfloat16()
+    parts = qz.block_fp8(8, 16)("m.experts.down_proj", stack)
+    checkpoint = single(tmp_path, qz.fp8_config(8, 16), parts)
+    each = [
+        single(tmp_path / str(i), qz.fp8_config(8, 16), qz.block_fp8(8, 16)("a.weight", matrix))
+        for i, matrix in enumerate(stack)
+    ]
+    expected = torch.stack([one["a.weight"] for one in each])
+    assert torch.equal(checkpoint["m.experts.down_proj"], expected)
+
+
+def test_elements_in_a_row(tmp_path: Path) -> None:
+    """A run of elements begins and ends anywhere."""
+    tensor = torch.randn(9, 24, generator=torch.Generator().manual_seed(8))
+    checkpoint = single(tmp_path, qz.fp8_config(4, 8), qz.block_fp8(4, 8)("a.weight", tensor))
+    flat = checkpoint["a.weight"].view(-1)
+    assert checkpoint.has_elements("a.weight")
+    for start, length in [(0, 216), (5, 100), (47, 2), (215, 1)]:
+        out = torch.empty(length, dtype=torch.bfloat16)
+        checkpoint.read_elements("a.weight", start, memoryview(out.view(torch.uint8).numpy()))
+        assert torch.equal(out, flat[start : start + length])
+
+
+@pytest.mark.parametrize(("stated", "dtype"), [("float16", torch.float16), (None, torch.bfloat16)])
+def test_read_in_the_dtype_that_the_config_states(
+    tmp_path: Path, stated: str | None, dtype: torch.dtype
+) -> None:
+    parts = qz.block_fp8(4, 8)("a.weight", torch.randn(8, 8))
+    checkpoint = single(tmp_path, qz.fp8_config(4, 8), parts, dtype=stated)
+    assert checkpoint["a.weight"].dtype == dtype
+
+
+def single(folder: Path, section: dict[str, Any], parts: qz.Parts, **config: Any) -> Checkpoint:
+    """A checkpoint of a few tensors."""
+    import json
+
+    folder.mkdir(exist_ok=True)
+    qz.save(parts, folder)
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    return Checkpoint.open(folder)
