@@ -61,6 +61,7 @@ def harc(
     alpha: float | None = 0.9,
     gamma: float | None = None,
     curvature: str = "full",
+    weights: Mapping[str, float] | None = None,
 ) -> dict[str, Tensor]:
     """The calibrated routers by their names on disk, float64 (rounded in the model alone)."""
     model = load(merged)
@@ -72,7 +73,7 @@ def harc(
         for source in sources:
             w = routers[source][name].double()
             x = router_inputs(model, gate, rows[source])
-            sigma = precision_matrix(x, w, curvature)
+            sigma = (weights or {}).get(source, 1.0) * precision_matrix(x, w, curvature)
             own = torch.diag(sigma.diagonal())
             if gamma is not None:
                 regular = sigma + gamma * own

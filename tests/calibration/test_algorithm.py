@@ -21,6 +21,7 @@ SETTINGS = {
     "gamma": {"gamma": 0.3},
     "diagonal": {"curvature": "diagonal"},
     "identity": {"curvature": "identity"},
+    "weights": {"weights": {"code": 5.0}},
 }
 
 

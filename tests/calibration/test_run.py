@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 
 import moemerge
 import zoo
@@ -151,6 +152,41 @@ def test_lower_precision_of_the_forward(case_of: CaseOf, tmp_path: Path) -> None
         assert sum(row["kl_after"].values()) < sum(row["kl_before"].values())
 
 
+# --- how much a source counts -------------------------------------------------------------------
+
+
+def test_equal_weights_are_no_weights(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    case.calibrate(tmp_path / "plain")
+    report = case.calibrate(tmp_path / "equal", weights={"math": 7.0, "code": 7.0})
+    assert report.weights == {"math": 1.0, "code": 1.0}
+    assert cases.weights(tmp_path / "equal") == cases.weights(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("settings", [{}, {"objective": "exact", "targets": "source-features"}])
+def test_a_heavy_source_is_agreed_with(
+    settings: dict[str, Any], case_of: CaseOf, tmp_path: Path
+) -> None:
+    case = case_of("olmoe")
+    plain = case.calibrate(tmp_path / "plain", **settings)
+    heavy = case.calibrate(tmp_path / "heavy", weights={"math": 9.0}, **settings)
+    assert heavy.weights == {"math": 1.8, "code": 0.2}
+    assert heavy.to_json()["weights"] == heavy.weights
+    for before, after in zip(plain.layers[:1], heavy.layers[:1], strict=True):
+        assert after["kl_after"]["math"] < before["kl_after"]["math"]
+        assert after["kl_after"]["code"] > before["kl_after"]["code"]
+    config = yaml.safe_load((tmp_path / "heavy" / "moemerge_config.yml").read_text())
+    assert config["calibration"]["weights"] == {"math": 9.0}
+
+
+def test_the_base_among_the_sources_needs_no_word(case_of: CaseOf, tmp_path: Path) -> None:
+    case = case_of("olmoe")
+    sources = {"base": case.sources["math"], "code": case.sources["code"]}
+    data = {"base": case.data["math"], "code": case.data["code"]}
+    report = case.calibrate(tmp_path / "out", sources=sources, data=data)
+    assert not any("no source is the base" in notice for notice in report.notices)
+
+
 # --- what is told -------------------------------------------------------------------------------
 
 
@@ -168,7 +204,8 @@ class Notes(list[str]):
 def test_every_layer_is_told(case_of: CaseOf, tmp_path: Path) -> None:
     notes = Notes()
     case_of("olmoe").calibrate(tmp_path / "out", progress=notes)
-    assert len(notes) == 3
+    assert len(notes) == 4
+    assert "no source is the base model" in notes[0]
     pattern = r"layer 2: \d+ steps, residual \d\.\de-\d\d, KL \S+ → \S+, 0 s left"
     assert re.fullmatch(pattern, notes[-1])
 
@@ -238,7 +275,8 @@ def test_what_is_read_is_read_once(
 
 def test_few_tokens_are_told(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe")
-    assert not case.calibrate(tmp_path / "enough").notices
+    (about_the_base,) = case.calibrate(tmp_path / "enough").notices
+    assert "no source is the base" in about_the_base
     report = case.calibrate(tmp_path / "few", limit=1)
     for name in case.sources:
         tokens = report.totals["tokens"][name]

@@ -48,7 +48,9 @@ def test_a_table_on_stdout_and_a_line_for_each_layer_on_stderr(
     assert [line.split()[0] for line in lines[2:6]] == ["0", "1", "2", "mean"]
     assert all(len(line) <= 80 for line in lines[:6])
     assert ", 3 converged" in result.stdout
-    assert [line[:7] for line in result.stderr.splitlines()] == ["layer 0", "layer 1", "layer 2"]
+    base, *layers = result.stderr.splitlines()
+    assert base.startswith("no source is the base model")
+    assert [line[:7] for line in layers] == ["layer 0", "layer 1", "layer 2"]
 
 
 def test_json_goes_to_a_file_or_to_stdout(case: cases.Case, tmp_path: Path) -> None:

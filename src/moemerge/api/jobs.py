@@ -74,6 +74,7 @@ def calibrate(
     *,
     sources: Mapping[str, Model],
     data: Mapping[str, Files],
+    weights: Mapping[str, float] | None = None,
     settings: CalibrationSettings | None = None,
     progress: Progress | None = None,
     **keywords: Unpack[CalibrateKeywords],
@@ -81,9 +82,10 @@ def calibrate(
     """Solve for the routers of `merged` and write the calibrated model to `out`.
 
     `sources` are the merged models and `data` their text (JSON lines or parquet), under the same
-    names. Settings are given as a whole, or one by one: `calibrate(..., alpha=0.5, layers="8-15")`.
-    `report` is an HTML page to write: a diagnosis before and after, on the rows held out (on the
-    same rows, where none are). `resume` goes on where a killed run ended.
+    names; `weights` say how much each counts (1 where none is given). Settings are given as a
+    whole, or one by one: `calibrate(..., alpha=0.5, layers="8-15")`. `report` is an HTML page to
+    write: a diagnosis before and after, on the rows held out (on the same rows, where none are).
+    `resume` goes on where a killed run ended.
     """
     from moemerge.calibration import CalibrationRequest, run_calibration
 
@@ -94,6 +96,7 @@ def calibrate(
         sources=sources,
         data={name: files_of(files) for name, files in data.items()},
         settings=settings_for(CalibrationSettings, settings, values, "calibrate"),
+        weights=weights or {},
         overwrite=output.overwrite,
         resume=output.resume,
     )

@@ -177,17 +177,14 @@ def run(
             "sources": wanted.sources,
             "data": wanted.data,
             "settings": getattr(loaded.config, key).settings,
+            "weights": getattr(loaded.config, key).weights,
             "overwrite": settings.overwrite,
             "resume": output.resume,
             "temporary": True,
         }
         command = _run_command(config, out, given[key], output.report)
         told = (output.report, MERGE_ALONE, command)
-        if key == "refit":
-            assert loaded.config.refit is not None
-            done = _refit({**common, "weights": loaded.config.refit.weights}, progress, told)
-        else:
-            done = _calibrate(common, progress, told)
+        done = (_refit if key == "refit" else _calibrate)(common, progress, told)
     return RunReport(replace(merged, output=str(out)), **{key: done})
 
 

@@ -67,6 +67,7 @@ def resolved_config(job: CalibrationJob, report: CalibrationReport) -> str:
     block = {
         **settings_data(job.request.settings),
         "sources": dict(report.sources),
+        "weights": dict(job.request.weights) or None,
         "data": {name: list(files) for name, files in report.data.items()},
     }
     block = {key: value for key, value in block.items() if value is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.config.models import ModelRef
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
+from moemerge.lockstep.base import base_notices
 from moemerge.lockstep.inputs import (
     JobText,
     check_names,
@@ -20,6 +21,7 @@ from moemerge.lockstep.inputs import (
     read_text,
     require_streamable,
     settings_data,
+    source_weights,
 )
 from moemerge.lockstep.models import (
     MERGED,
@@ -56,6 +58,7 @@ class CalibrationRequest:
     sources: Mapping[str, Reference]
     data: Mapping[str, Sequence[TextSource]]
     settings: CalibrationSettings
+    weights: Mapping[str, float] = field(default_factory=dict)  # of sources; 1 where none is given
     overwrite: bool = False
     resume: bool = False
     # The merged folder was made by this very run and goes when it ends: its config says all,
@@ -74,6 +77,7 @@ class CalibrationJob:
     request: CalibrationRequest
     merged: OpenModel
     sources: Mapping[str, OpenModel]
+    weights: Mapping[str, float]  # of every source, with a mean of 1
     routers: ChosenRouters
     stored: Mapping[str, StoredRouters]  # the same in the merged model and in every source
     text: JobText
@@ -114,6 +118,7 @@ class CalibrationJob:
             "merged": _sha256(merged),
             "order": list(sources),  # sums run in it, so the last bits depend on it
             "sources": {name: _sha256(text) for name, text in sources.items()},
+            "weights": dict(self.weights),
             "data": {domain.name: _digest(domain) for domain in self.text.domains},
             "batch_tokens": self._batch_tokens,
             "settings": {
@@ -130,6 +135,7 @@ class CalibrationJob:
 def open_models(request: CalibrationRequest) -> tuple[OpenModel, dict[str, OpenModel]]:
     """The merged model and the sources: named as the data are, of one family, to be calibrated."""
     check_names(request.sources, request.data)
+    source_weights(request.weights, request.sources)
     check_files(request.data)
     merged = open_model(MERGED, request.merged)
     require_calibratable(merged)
@@ -171,7 +177,8 @@ def prepare(
     settings = request.settings
     routers = ChosenRouters.of(merged, list(sources.values()), settings.layers)
     text = request.text or read_text(merged, sources, request.data, settings)
-    notices = [*gate_notices(merged, list(sources.values()), routers.pairs[0]), *text.notices]
+    notices = base_notices(merged, sources, request.sources)
+    notices += [*gate_notices(merged, list(sources.values()), routers.pairs[0]), *text.notices]
     width = merged.checkpoint.tensors[routers.pairs[0].info.weight].shape[1]
     notices += [word for domain in text.domains if (word := few_tokens(domain, width))]
     if settings.targets == "source-features":
@@ -183,7 +190,10 @@ def prepare(
     stored = {MERGED: StoredRouters(merged, [pair.info for pair in routers.pairs])}
     for name, source in sources.items():
         stored[name] = StoredRouters(source, [pair.sources[name] for pair in routers.pairs])
-    return CalibrationJob(request, merged, sources, routers, stored, text, stream, tuple(notices))
+    weights = source_weights(request.weights, sources)
+    return CalibrationJob(
+        request, merged, sources, weights, routers, stored, text, stream, tuple(notices)
+    )
 
 
 def few_tokens(domain: Domain, width: int) -> str | None:

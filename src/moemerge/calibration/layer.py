@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,6 +58,7 @@ class LayerResult:
     exact: ExactResult | None
     agreement: Agreement
     holdout: Agreement | None
+    weights: Mapping[str, float]  # how much each domain counts
     router_on_features: Agreement | None  # where the target is another: the paper's one as well
 
     @property
@@ -76,16 +78,20 @@ class LayerResult:
             )
         return self.solution.cg.message
 
+    def total(self, figure: str, by_domain: Mapping[str, Measured]) -> float:
+        """A figure's sum over the domains, each as much as it counts: what is solved for."""
+        return math.fsum(self.weights[n] * getattr(m, figure) for n, m in by_domain.items())
+
     @property
     def rise(self) -> str | None:
         """Words for a divergence that is larger than the merged router's, and what to do."""
-        before, after = self.agreement.before.values(), self.agreement.after.values()
-        kl = sum(m.kl for m in before), sum(m.kl for m in after)
+        before, after = self.agreement.before, self.agreement.after
+        kl = self.total("kl", before), self.total("kl", after)
         if kl[1] <= kl[0]:
             return None
         if self.exact is not None:  # which began no higher than the merged router
             why = "rounding to the stored dtype took more than there was to gain"
-        elif sum(m.quadratic for m in after) > sum(m.quadratic for m in before):
+        elif self.total("quadratic", after) > self.total("quadratic", before):
             # What is solved for has a diagonal part beside it, which fell at its expense.
             why = "damping outweighs these tokens; give more text, or take --alpha nearer to 1"
         else:
@@ -130,6 +136,7 @@ def calibrate_layer(
             exact=newton,
             agreement=_agreement(problem, problem.domains, new),
             holdout=_agreement(problem, problem.holdout, new) if problem.holdout else None,
+            weights={domain.name: domain.weight for domain in problem.domains},
             router_on_features=_agreement(problem, on_features, new) if on_features else None,
         )
 

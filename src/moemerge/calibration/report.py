@@ -54,7 +54,7 @@ def layer_row(layer: int, router: str, result: LayerResult, seconds: float) -> d
             "steps": result.exact.steps,
             "inner_steps": result.exact.inner_steps,
             "kl": {
-                "merged": _number(sum(m.kl for m in result.agreement.before.values())),
+                "merged": _number(result.total("kl", result.agreement.before)),
                 "quadratic": _number(result.exact.kl[0]),
                 "exact": _number(result.exact.kl[-1]),
             },
@@ -133,6 +133,7 @@ class CalibrationReport:
     merged: str
     output: str
     sources: Mapping[str, str]
+    weights: Mapping[str, float]
     data: Mapping[str, tuple[str, ...]]
     settings: Mapping[str, Any]
     device: str
@@ -155,6 +156,7 @@ class CalibrationReport:
             "merged": self.merged,
             "output": self.output,
             "sources": dict(self.sources),
+            "weights": dict(self.weights),
             "data": {name: list(files) for name, files in self.data.items()},
             "settings": dict(self.settings),
             "device": self.device,

@@ -87,6 +87,7 @@ def _report(
         merged="this run's merge" if request.temporary else str(request.merged),
         output=str(request.out),
         sources={name: str(ref) for name, ref in request.sources.items()},
+        weights=job.weights,
         data={name: source_names(request.data[name]) for name in request.sources},
         settings=settings_data(request.settings),
         device=str(job.stream.device),

@@ -56,7 +56,7 @@ class RouterSolver(Visitor):
         with self._stopwatch.span("routers"), _errors_of(info.layer):
             merged = stored[MERGED].weights(info)
             sources = {name: stored[name].weights(other) for name, other in pair.sources.items()}
-            problem = layer_problem(pair, stops, merged, sources)
+            problem = layer_problem(pair, stops, merged, sources, self._job.weights)
         with self._stopwatch.span("warm-up"), _errors_of(info.layer):
             self._warm_up.wait()
         with _errors_of(info.layer):
@@ -162,6 +162,7 @@ def layer_problem(
     stops: Stops,
     merged: RouterWeights,
     sources: Mapping[str, RouterWeights],
+    weights: Mapping[str, float],
 ) -> LayerProblem:
     """The merged model's features with every source's router, or with its own routing."""
     gate, stop = pair.info.gate, stops.lead
@@ -178,7 +179,7 @@ def layer_problem(
             targets = None
             if name in stops.others:
                 targets = _own_logits(name, router, stop, stops.others[name], holdout=holdout)
-            domains.append(DomainFeatures(name, features, router, targets))
+            domains.append(DomainFeatures(name, features, router, targets, weights[name]))
     return LayerProblem(
         gate=gate,
         merged=merged.matrix.to(device),

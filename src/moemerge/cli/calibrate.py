@@ -14,8 +14,10 @@ from moemerge.cli.flags import (
     Reporting,
     Sources,
     Texts,
+    Weights,
     add_verb,
     given,
+    numbers,
 )
 from moemerge.cli.interrupts import interruptible
 from moemerge.config.calibration import CalibrationSettings
@@ -26,9 +28,10 @@ from moemerge.runtime.unfinished import journal_path
 CALIBRATE_EXAMPLES = """
   moemerge calibrate merged/ out/ \\
       --source math=org/math --data math=math.jsonl \\
-      --source code=org/code --data code=code.jsonl
+      --source code=org/code --data code=code.jsonl \\
+      --source base=org/base --data base=general.jsonl
   moemerge calibrate merged/ out/ --source a=A --data a=a.jsonl \\
-      --source b=B --data b=b.jsonl --layers last:4 --holdout 0.1
+      --source b=B --data b=b.jsonl --weight b=2 --layers last:4
   moemerge calibrate merged/ out/ --source a=A --data a=a.jsonl --resume
 """
 RUN_EXAMPLES = """
@@ -52,6 +55,7 @@ def calibrate(
     settings: CalibrationSettings,
     output: OutputSettings,
     reporting: Reporting,
+    weight: Weights = None,
 ) -> None:
     """Solve for the routers of MERGED so that they agree with its sources' routing."""
     from moemerge import api
@@ -63,6 +67,7 @@ def calibrate(
             out_folder,
             sources=source,
             data=data,
+            weights=numbers("--weight", weight),
             settings=settings,
             progress=bar,
             **given(output),

@@ -41,6 +41,12 @@ Texts = Annotated[
         help="Text of that source (.jsonl, .jsonl.gz, .parquet). Repeat it.",
     ),
 ]
+Weights = Annotated[
+    dict[str, str] | None,
+    typer.Option(
+        "--weight", metavar="NAME=X", help="How much that source counts (default: 1). Repeat it."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
 Page = Annotated[
@@ -278,4 +284,17 @@ def named(flag: str, given: Iterable[str], *, single: bool = False) -> dict[str,
             result[name] = value
         else:
             result.setdefault(name, []).append(value)
+    return result
+
+
+def numbers(flag: str, values: Mapping[str, str] | None) -> dict[str, float]:
+    """NAME=X with X as a number."""
+    result = {}
+    for name, text in (values or {}).items():
+        try:
+            result[name] = float(text)
+        except ValueError:
+            raise UsageError(
+                f"{flag} {name}={text}: expected a number", hint=f"{flag} {name}=2"
+            ) from None
     return result

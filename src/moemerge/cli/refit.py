@@ -7,11 +7,10 @@ from typing import Annotated
 import typer
 
 from moemerge.cli.calibrate import what_is_left
-from moemerge.cli.flags import Out, Reporting, Sources, Texts, add_verb, given
+from moemerge.cli.flags import Out, Reporting, Sources, Texts, Weights, add_verb, given, numbers
 from moemerge.cli.interrupts import interruptible
 from moemerge.config.refit import RefitSettings
 from moemerge.config.settings import OutputSettings
-from moemerge.errors import UsageError
 
 EXAMPLES = """
   moemerge refit merged/ out/ \\
@@ -23,12 +22,6 @@ EXAMPLES = """
       --parts attention,experts --ridge 0.01
   moemerge refit merged/ out/ --source a=A --data a=a.jsonl --resume
 """
-Weights = Annotated[
-    dict[str, str] | None,
-    typer.Option(
-        "--weight", metavar="NAME=X", help="How much that source counts (default: 1). Repeat it."
-    ),
-]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -55,23 +48,10 @@ def refit(
             out_folder,
             sources=source,
             data=data,
-            weights=numbers("--weight", weight or {}),
+            weights=numbers("--weight", weight),
             settings=settings,
             progress=bar,
             **given(output),
         )
     table = refit_report(done, verbose=reporting.verbose)
     reporting.show(done.to_json(), table, page=output.report)
-
-
-def numbers(flag: str, values: dict[str, str]) -> dict[str, float]:
-    """NAME=X with X as a number."""
-    result = {}
-    for name, text in values.items():
-        try:
-            result[name] = float(text)
-        except ValueError:
-            raise UsageError(
-                f"{flag} {name}={text}: expected a number", hint=f"{flag} {name}=2"
-            ) from None
-    return result

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moemerge.cli.render import facts
+from moemerge.cli.routing_table import unequal
 
 if TYPE_CHECKING:
     from moemerge.refitting import RefitReport
@@ -29,6 +30,7 @@ def refit_report(report: RefitReport, *, verbose: bool) -> RenderableType:
         ("maps", f"{total['maps']} refitted, {total['routers']} routers{kept}"),
         ("error left", ", ".join(f"{k} {v:.0%}" for k, v in total["error_left"].items())),
         ("tokens", ", ".join(tokens)),
+        *unequal(report.weights),
         ("time", f"{report.seconds:.1f} s on {report.device}, {report.dtype}"),
         ("folder", report.output),
     ]

@@ -199,12 +199,20 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
     if "holdout" in total:
         changes = (f"{name} {_change(total, HELD_OUT, name)}" for name in report.sources)
         rows.insert(1, ("held out", f"KL {', '.join(changes)}"))
+    rows += unequal(report.weights)
     reasons = Counter(skipped.reason for skipped in report.skipped)
     rows += [("left alone", f"{count}: {reason}") for reason, count in reasons.items()]
     if verbose:
         rows += [("", f"layer {s.layer}: {s.router}") for s in report.skipped]
         rows += _timings(report)
     return Group(_solves(report, verbose=verbose), "", facts(rows))
+
+
+def unequal(weights: Mapping[str, float]) -> list[tuple[str, str]]:
+    """A row with the sources' weights where they differ."""
+    if len(set(weights.values())) == 1:
+        return []
+    return [("weights", ", ".join(f"{name} {weight:.3g}" for name, weight in weights.items()))]
 
 
 def _timings(report: CalibrationReport) -> list[tuple[str, str]]:

@@ -124,16 +124,26 @@ def _named(name: object, model: object) -> ModelRef:
         raise FaultsError([p.under((str(name),)) for p in error.faults]) from None
 
 
-class CalibrationBlock(CalibrationSettings):
-    """The `calibration:` block of a config: the settings, and what to calibrate with.
+Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+class RepairBlock(Strict):
+    """What a merge is repaired with, as its config says.
 
     `data` falls back to the config's own `data:`; `sources` to the merged models.
     """
 
-    data: DataFiles | None = Field(None, description="calibration text of each source, by name")
+    data: DataFiles | None = Field(None, description="text of each source, by name")
     sources: Annotated[NamedSources, PlainValidator(named_sources)] | None = Field(
         None, description="name: model, or names of merged models; default: all but the base"
     )
+    weights: dict[str, Weight] = Field(
+        default_factory=dict, description="how much each source counts, by name (default: 1)"
+    )
+
+
+class CalibrationBlock(CalibrationSettings, RepairBlock):
+    """The `calibration:` block of a config: the settings, and what to calibrate with."""
 
     @property
     def settings(self) -> CalibrationSettings:

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field, PlainValidator
 
-from moemerge.config.calibration import NamedSources, named_sources
+from moemerge.config.calibration import RepairBlock
 from moemerge.config.faults import FaultsError, listed, shown
-from moemerge.config.fields import DataFiles, PositiveInt, Strict
+from moemerge.config.fields import PositiveInt, Strict
 from moemerge.config.layers import LayerSelection
 from moemerge.config.settings import (
     DEVICE,
@@ -115,22 +115,8 @@ class RefitKeywords(ForwardKeywords, total=False):
     strict: bool
 
 
-Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-
-
-class RefitBlock(RefitSettings):
-    """The `refit:` block of a config: the settings, and what to refit with.
-
-    `data` falls back to the config's own `data:`; `sources` to the merged models.
-    """
-
-    data: DataFiles | None = Field(None, description="text of each source, by name")
-    sources: Annotated[NamedSources, PlainValidator(named_sources)] | None = Field(
-        None, description="name: model, or names of merged models; default: all but the base"
-    )
-    weights: dict[str, Weight] = Field(
-        default_factory=dict, description="how much each source counts, by name (default: 1)"
-    )
+class RefitBlock(RefitSettings, RepairBlock):
+    """The `refit:` block of a config: the settings, and what to refit with."""
 
     @property
     def settings(self) -> RefitSettings:

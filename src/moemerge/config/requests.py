@@ -63,7 +63,7 @@ def repair_faults(config: RunConfig) -> list[Fault]:
                 if name not in models
             ]
         faults += _unpaired(config, block, key) if not faults else []
-        faults += _unweighted(config, block)
+        faults += _unweighted(config, block, key)
     if config.data is not None and (block is None or block.data is not None):
         known = {**models, **(_sources(config, block)[0] if block else {})}
         faults += [
@@ -74,14 +74,12 @@ def repair_faults(config: RunConfig) -> list[Fault]:
     return faults
 
 
-def _unweighted(config: RunConfig, block: Block) -> list[Fault]:
+def _unweighted(config: RunConfig, block: Block, key: str) -> list[Fault]:
     """A weight belongs to a source."""
-    if not isinstance(block, RefitBlock):
-        return []
     sources, optional = _sources(config, block)
     known = {**sources, **optional}
     return [
-        Fault(("refit", "weights", name), _no_model(name, known))
+        Fault((key, "weights", name), _no_model(name, known))
         for name in block.weights
         if name not in known
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,21 @@ def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> No
         raise UsageError(
             "; ".join(problems), hint="every source needs its text: --source A=MODEL --data A=FILE"
         )
+
+
+def source_weights(given: Mapping[str, float], sources: Collection[str]) -> dict[str, float]:
+    """How much each source counts, by name: 1 where nothing is given, scaled to a mean of 1."""
+    for name, weight in given.items():
+        if name not in sources:
+            raise UsageError(
+                f"a weight for {name!r}, which is no source{did_you_mean(name, sources)}",
+                hint=f"sources: {', '.join(sources)}",
+            )
+        if not 0.0 < weight < math.inf:
+            raise UsageError(f"the weight of {name!r} is {weight}, expected a number above 0")
+    weights = {name: float(given.get(name, 1.0)) for name in sources}
+    mean = math.fsum(weights.values()) / len(weights)
+    return {name: weight / mean for name, weight in weights.items()}
 
 
 @dataclass(frozen=True)

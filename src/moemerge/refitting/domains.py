@@ -25,9 +25,7 @@ class DomainScales:
         for batch in batches:
             key = (batch.domain, batch.holdout)
             tokens[key] = tokens.get(key, 0) + batch.tokens
-        return cls(
-            {key: math.sqrt(weights.get(key[0], 1.0) / count) for key, count in tokens.items()}
-        )
+        return cls({key: math.sqrt(weights[key[0]] / count) for key, count in tokens.items()})
 
     def __call__(self, batch: Batch) -> float:
         return self.scales[batch.domain, batch.holdout]

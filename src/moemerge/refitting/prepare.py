@@ -23,6 +23,7 @@ from moemerge.lockstep.inputs import (
     read_text,
     require_streamable,
     settings_data,
+    source_weights,
 )
 from moemerge.lockstep.models import (
     MERGED,
@@ -71,6 +72,7 @@ class RefitJob:
     request: RefitRequest
     merged: OpenModel
     sources: Mapping[str, OpenModel]
+    weights: Mapping[str, float]  # of every source, with a mean of 1
     layers: tuple[int, ...]
     routers: Mapping[str, PairedRouter]  # by the merged router's weight on disk
     text: JobText
@@ -91,7 +93,7 @@ def prepare(request: RefitRequest) -> RefitJob:
     """Check names, files, models and text; make the batches."""
     settings = request.settings
     check_names(request.sources, request.data)
-    check_weights(request.weights, request.sources)
+    weights = source_weights(request.weights, request.sources)
     check_files(request.data)
     device = resolve_device(settings.device)
     merged = open_model(MERGED, request.merged)
@@ -113,6 +115,7 @@ def prepare(request: RefitRequest) -> RefitJob:
         request=request,
         merged=merged,
         sources=sources,
+        weights=weights,
         layers=layers,
         routers=routers,
         text=text,
@@ -122,18 +125,6 @@ def prepare(request: RefitRequest) -> RefitJob:
         notices=tuple(notices),
         key=_key(request, merged, sources, text.domains, device, dtype),
     )
-
-
-def check_weights(weights: Mapping[str, float], sources: Mapping[str, object]) -> None:
-    """A weight belongs to a source, and is a number above zero."""
-    for name, weight in weights.items():
-        if name not in sources:
-            raise UsageError(
-                f"a weight for {name!r}, which is no source",
-                hint=f"sources: {', '.join(sources)}",
-            )
-        if not 0.0 < weight < float("inf"):
-            raise UsageError(f"the weight of {name!r} is {weight}, expected a number above 0")
 
 
 def require_refittable(merged: OpenModel) -> None:
@@ -195,7 +186,7 @@ def _key(
         "merged": merged.checkpoint.fingerprint(),
         "order": list(sources),  # sums run in it, so the last bits depend on it
         "sources": {name: model.checkpoint.fingerprint() for name, model in sources.items()},
-        "weights": dict(request.weights),
+        "weights": source_weights(request.weights, sources),
         "data": {domain.name: _digest(domain) for domain in domains},
         "settings": {
             **{name: value for name, value in settings.items() if name not in NOT_IN_KEY},

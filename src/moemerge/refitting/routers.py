@@ -67,7 +67,8 @@ def fit_router(
         _divergences(problem.gate, problem.holdout, w) for w in (merged, weight)
     )
     old, new = (held_before, held_after) if held_before else (before, after)
-    kept = not sum(new.values()) < sum(old.values())
+    weights = {domain.name: domain.weight for domain in problem.domains}
+    kept = not _total(new, weights) < _total(old, weights)
     if kept:
         weight, after, held_after = merged, before, held_before
     tokens = {domain.name: domain.tokens for domain in problem.domains}
@@ -85,6 +86,10 @@ def _rounded(weight: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None], wid
             hint="give more text, or --router keep",
         )
     return found
+
+
+def _total(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    return sum(weights[name] * value for name, value in values.items())
 
 
 def _divergences(gate: Gate, domains: Sequence[DomainFeatures], weight: Tensor) -> dict[str, float]:
@@ -112,6 +117,7 @@ class RouterJob:
     merged: OpenModel
     sources: Mapping[str, OpenModel]
     pairs: Mapping[str, PairedRouter]  # by the merged router's weight on disk
+    weights: Mapping[str, float]  # of every source
     exact: bool
 
     def fit(
@@ -143,7 +149,9 @@ class RouterJob:
                 if self.exact:
                     states = (sources[name].record(batch).inputs[stop.path] for batch, _ in own)
                     targets = [logits_of(x.to(working_dtype(x)), matrix) for x in states]
-                domains.append(DomainFeatures(name, [x for _, x in own], matrix, targets))
+                domains.append(
+                    DomainFeatures(name, [x for _, x in own], matrix, targets, self.weights[name])
+                )
         bias_dtype = None if merged.bias is None else merged.bias.dtype
         problem = RouterProblem(gate, merged.matrix.to(device), kept[False], kept[True])
         fit = fit_router(problem, (merged.weight.dtype, bias_dtype), exact=self.exact)

@@ -1,7 +1,8 @@
 """The curvature of the routing divergence as a matrix-free operator (the paper's Proposition 1).
 
 For domain i with features x and target logits z_i (its own router on x, or whatever it was given),
-the divergence is ½ (Wx − z_i)ᵀ H_i (Wx − z_i) to second order, averaged over the domain's tokens:
+the divergence is ½ (Wx − z_i)ᵀ H_i (Wx − z_i) to second order, averaged over the domain's tokens
+(times the domain's weight, where it has one; every mean below is such a mean):
 
     Σ_i = mean H_i ⊗ x xᵀ,      H = D_g (diag p − p pᵀ) D_g      (softmax: g = 1)
     A   = Σ_i [a Σ_i + c diag Σ_i],   (a, c) = (α, 1 − α) or (1, γ)
@@ -76,6 +77,7 @@ class DomainStatistics:
         domain.check()
         self.domain = domain
         self.tokens = domain.tokens
+        self.divisor = domain.divisor
         self.router = domain.router.to(domain.features[0].device, torch.float64)  # (K, d)
         self.working = working_dtype(domain.features[0])
         self.pull = torch.zeros_like(self.router)  # mean H z_i xᵀ
@@ -96,9 +98,9 @@ class DomainStatistics:
             self.pull += features.outer(pull)
             self.diagonal += features.squares(weights.own(z))
         self.parts = list(coalesced(parts))
-        self.pull /= self.tokens
-        self.diagonal /= self.tokens
-        self.kl = float(kl) / self.tokens
+        self.pull /= self.divisor
+        self.diagonal /= self.divisor
+        self.kl = float(kl) / self.divisor
         if not bool(torch.isfinite(self.pull).all() & torch.isfinite(self.diagonal).all()):
             raise NumericalError(
                 f"domain {domain.name!r}: NaN or infinity in the router's inputs or logits",
@@ -122,7 +124,7 @@ class DomainStatistics:
         """Add `factor` Σ_i v to `out`, (K, d) float64."""
         for x, weights in self.parts:
             features = self._features(x)
-            features.add_curvature(out, weights, vector, precision, factor / self.tokens)
+            features.add_curvature(out, weights, vector, precision, factor / self.divisor)
 
     @property
     def coarse_is_cheaper(self) -> bool:
@@ -143,7 +145,7 @@ class DomainStatistics:
             total += torch.diag(weights.diagonal.sum(dim=0, dtype=torch.float64))
             if weights.rank_one is not None:
                 total -= (weights.rank_one.T @ weights.rank_one).double()
-        return total / self.tokens
+        return total / self.divisor
 
     def gram(self, weight: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """mean t x xᵀ, (d, d) in the working dtype; t = weight(diag H) of a token, default 1."""
@@ -152,7 +154,7 @@ class DomainStatistics:
         for features, weights in self.chunks():
             like = total.new_empty(features.x.shape[0], experts)
             total += features.gram(None if weight is None else weight(weights.own(like)))
-        return total / self.tokens
+        return total / self.divisor
 
 
 class RouterCurvature(LinearOperator):

@@ -26,10 +26,16 @@ class DomainFeatures:
     targets: Sequence[Tensor] | None = (
         None  # blocks of (tokens, K) logits; None: router on features
     )
+    weight: float = 1.0  # how much this domain counts beside the others
 
     @property
     def tokens(self) -> int:
         return sum(block.shape[0] for block in self.features)
+
+    @property
+    def divisor(self) -> float:
+        """What a sum over the tokens is divided by to become the domain's share of the whole."""
+        return self.tokens / self.weight
 
     @property
     def has_bias(self) -> bool:

@@ -267,7 +267,7 @@ def _line_search(
                 divergence(gate, target.double(), z.double() + length * dz.double()).sum()
                 for target, z, dz in chunks
             ]
-            value += float(torch.stack(sums).sum()) / domain.tokens
+            value += float(torch.stack(sums).sum()) / domain.divisor
         if value <= kl - ARMIJO * length * promise:
             return length
         length *= 0.5

@@ -99,7 +99,7 @@ class LeadingDirections(Deflation):
                 features = features_of(x, operator.shape[1])
                 parts.append(features.solver_logits(y, operator.precision))
                 moment = features.moment(weights, parts[-1], along)
-                product.add_(moment, alpha=operator.dense / domain.tokens)
+                product.add_(moment, alpha=operator.dense / domain.divisor)
             logits.append(parts)
         return logits, product
 
@@ -120,7 +120,7 @@ class LeadingDirections(Deflation):
                 z = along.new_zeros(len(along), experts) if logits is None else logits[number][part]
                 features = features_of(x, operator.shape[1])
                 shift = Shift(along, coefficients)
-                features.add_weighted(out, weights, z, shift, operator.dense / domain.tokens)
+                features.add_weighted(out, weights, z, shift, operator.dense / domain.divisor)
         return out
 
 
@@ -249,7 +249,7 @@ def _sums(
     own = torch.zeros(experts, count, count, dtype=torch.float64, device=operator.device)
     cross: Tensor | None = None
     for domain, parts in zip(operator.statistics, projected, strict=True):
-        share = 1.0 / domain.tokens
+        share = 1.0 / domain.divisor
         for weights, along in _chunks(domain, parts, experts):
             h = weights.own(along.new_empty(len(along), experts))
             blocks = (along.T @ _spread(h, along)).reshape(count, experts, count)
