@@ -106,3 +106,21 @@ def weights(folder: Path) -> dict[str, bytes]:
 def leftovers(out: Path) -> list[str]:
     """Hidden files and folders beside an output."""
     return [path.name for path in out.parent.iterdir() if path.name.startswith(".")]
+
+
+def with_a_mean(base: Path, out: Path, *, mean: float, sharpness: float) -> Path:
+    """A copy whose embeddings share a mean (of so many deviations, two channels twenty times that)
+    and whose routers are this much surer."""
+    shutil.copytree(base, out)
+    rng = torch.Generator().manual_seed(3)
+    for shard in out.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name, value in tensors.items():
+            if name.endswith("embed_tokens.weight"):
+                shift = torch.randn(value.shape[1], generator=rng) * mean * value.float().std()
+                shift[:2] *= 20
+                tensors[name] = (value.float() + shift).to(value.dtype)
+            elif name.endswith("mlp.gate.weight"):
+                tensors[name] = value * sharpness
+        save_file(tensors, shard, metadata={"format": "pt"})
+    return out

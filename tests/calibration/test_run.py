@@ -133,6 +133,18 @@ def test_preconditioners_agree(preconditioner: str, case_of: CaseOf, tmp_path: P
         assert row["kl_after"] == pytest.approx(other["kl_after"], rel=1e-3)
 
 
+@pytest.mark.parametrize("rows", [14, 120])
+@pytest.mark.parametrize("mean", [1.0, 10.0])
+def test_features_with_a_mean_and_sure_routers_take_few_steps(
+    mean: float, rows: int, zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = zoo_folder("olmoe", hidden_size=128, num_experts=32, num_experts_per_tok=4)
+    hard = cases.with_a_mean(base, tmp_path / "base", mean=mean, sharpness=6.0)
+    report = cases.make_case(hard, tmp_path, rows=rows).calibrate(tmp_path / "out")
+    solves = [(row["status"], row["iterations"] <= 60) for row in report.to_json()["layers"]]
+    assert solves == [("converged", True)] * 3
+
+
 def test_chat_rows_go_through_the_template(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe", template=True)
     path = tmp_path / "chat.jsonl"

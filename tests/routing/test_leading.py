@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -107,10 +109,26 @@ def test_a_preconditioner_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert len(solution.cg.residuals) == solution.cg.steps + 1
 
 
-def test_autos_last_attempt_is_jacobi_without_end() -> None:
+def test_autos_last_attempts_have_no_end() -> None:
+    """Directions with Jacobi, and Jacobi alone for the case that these break down."""
     operator = build_operator(SOFTMAX, hard_domains(0), SolveSettings())
-    last = list(attempts(operator, Preconditioner.AUTO))[-1]
+    *_, sturdy, last = attempts(operator, Preconditioner.AUTO)
+    assert (sturdy.built.kind, sturdy.patience) == (Preconditioner.TWO_LEVEL, None)
+    assert isinstance(sturdy.built.operator, Diagonal)
     assert (last.built.kind, last.patience) == (Preconditioner.JACOBI, None)
+
+
+@pytest.mark.parametrize("alpha", [0.001, 0.99, 0.999])
+def test_little_and_much_damping(alpha: float) -> None:
+    """With little, every kind takes hundreds of steps: the directions are not given up."""
+    domains = hard_domains(1)
+    settings = SolveSettings(alpha=alpha, max_steps=3000)
+    operator = build_operator(SOFTMAX, domains, settings)
+    start = domains[0].router.double()
+    jacobi = replace(settings, preconditioner=Preconditioner.JACOBI)
+    auto, plain = (solve_system(operator, start, s) for s in (settings, jacobi))
+    assert auto.cg.converged
+    assert auto.cg.steps <= plain.cg.steps
 
 
 def test_patience_counts_by_the_pace() -> None:

@@ -17,7 +17,7 @@ own tokens are correlated, which one Gram matrix for all cannot: with little dam
 models, that is what counts.
 
 AUTO begins with what should be cheapest, and goes on to a sturdier one when the pace of a solve is
-not what it was taken for: Kronecker or blocks, two-level, and Jacobi at last.
+not what it was taken for: Kronecker or blocks, two-level, and Jacobi where even that breaks down.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def attempts(
 ) -> Iterator[Attempt]:
     """What to solve with, one after the other; each is built when it is asked for.
 
-    A kind that is named is the only one. AUTO's end with Jacobi, which needs no patience.
+    A kind that is named is the only one. AUTO's end with those that need no patience.
     """
     if kind is not Preconditioner.AUTO:
         yield Attempt(build(operator, kind), None)
@@ -132,10 +132,11 @@ def attempts(
         yield Attempt(_kronecker(operator, factors), PATIENCE[first])
     if first is not Preconditioner.JACOBI:
         two_level = _two_level(operator, factors)
-        patience = PATIENCE[Preconditioner.TWO_LEVEL]
-        yield Attempt(two_level, patience)
-        if factors is not None:  # the same directions, and a sturdier rest
-            yield Attempt(_with_jacobi(operator, two_level), patience)
+        if factors is not None:
+            yield Attempt(two_level, PATIENCE[Preconditioner.TWO_LEVEL])
+        # The same directions, and a sturdier rest: in exact arithmetic never slower than Jacobi
+        # alone, so only what breaks down goes on to that.
+        yield Attempt(_with_jacobi(operator, two_level), None)
     yield Attempt(_jacobi(operator), None)
 
 
