@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import moemerge
 import quantised_zoo as qz
 import zoo
+from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
+from moemerge.errors import UsageError
 
 Folder = Callable[..., Path]
 
@@ -84,3 +88,178 @@ def test_every_input_tensor_is_accounted_for(published: Callable[..., Any], tmp_
     merged = load_file(tmp_path / "out" / "model.safetensors")
     for account in report["inputs"].values():
         assert account["merged"] == account["tensors"] == len(merged)
+
+
+def same(*models: Path, out: Path, base: Path | None = None) -> dict[str, Any]:
+    config = linear(*models) | ({} if base is None else {"base_model": str(base)})
+    moemerge.merge(config, out, requantize="same")
+    return json.loads((out / "moemerge_report.json").read_text())["merge"]
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("kind", qz.KINDS)
+def test_one_model_alone_comes_back_byte_for_byte(
+    published: Callable[..., Any], tmp_path: Path, kind: str
+) -> None:
+    (_, folder), *_ = published(kind)
+    report = same(folder, out=tmp_path / "out")
+    before, after = zoo.tensors(folder), zoo.tensors(tmp_path / "out")
+    assert set(before) == set(after)
+    assert [name for name in before if not equal(before[name], after[name])] == []
+    assert all(one["relative_error"] == 0.0 for one in report["requantised"].values())
+    ours, theirs = zoo.read_config(tmp_path / "out"), zoo.read_config(folder)
+    assert ours["quantization_config"] == theirs["quantization_config"]
+
+
+# Relative errors that rounding may cost: what each format makes in normal weights, and a little.
+MOST = {"fp8": 0.03, "mxfp4": 0.13, "int4": 0.10, "int8": 0.012}
+
+
+@pytest.mark.parametrize("kind", qz.KINDS)
+def test_a_merge_is_written_as_its_inputs_were(
+    published: Callable[..., Any], tmp_path: Path, kind: str
+) -> None:
+    folders = [quantised for _, quantised in published(kind)]
+    report = same(*folders, out=tmp_path / "out")
+    moemerge.merge(linear(*folders, out_dtype="float32"), tmp_path / "wide")
+    wide, stored = zoo.tensors(tmp_path / "wide"), zoo.tensors(tmp_path / "out")
+    assert {n: (t.shape, t.dtype) for n, t in stored.items()} == {
+        n: (t.shape, t.dtype) for n, t in zoo.tensors(folders[0]).items()
+    }
+    most = next(value for word, value in MOST.items() if word in kind)
+    error = size = 0.0
+    with moemerge.Checkpoint.open(tmp_path / "out") as written:
+        assert written.quantisation is not None
+        for name in written.quantisation.units:
+            difference = written[name].double() - wide[name].double()
+            assert difference.norm() <= most * wide[name].double().norm(), name
+            error += float(difference.square().sum())
+            size += float(wide[name].double().square().sum())
+    (told,) = report["requantised"].values()
+    assert told["relative_error"] == pytest.approx((error / size) ** 0.5, rel=1e-4)
+    assert told["tensors"] == len(written.quantisation.units)
+
+
+@pytest.mark.parametrize("kind", ["deepseek fp8", "qwen fp8", "gpt-oss mxfp4"])
+def test_the_output_loads_and_speaks_as_the_dequantised_model(
+    published: Callable[..., Any], tmp_path: Path, kind: str
+) -> None:
+    folders = [quantised for _, quantised in published(kind)]
+    same(*folders, out=tmp_path / "out")
+    plain = qz.plain_copy(tmp_path / "out", tmp_path / "plain")
+    tokens = torch.arange(3, 40)[None]
+    with zoo._quiet(), torch.no_grad():
+        logits = [
+            transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.bfloat16)(
+                tokens
+            ).logits
+            for f in (tmp_path / "out", plain)
+        ]
+    assert torch.equal(*logits)
+
+
+def test_the_scales_are_those_of_the_formats_tools(tmp_path: Path) -> None:
+    """Where the model's own scales do not fit, they are what transformers' quantiser computes."""
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    rng = torch.Generator().manual_seed(2)
+    wanted = torch.randn(24, 32, generator=rng)
+    parts = qz.block_fp8(8, 8)("a.weight", torch.full((24, 32), 1e9))  # all would be zero
+    info, fetch = unit_of(tmp_path, qz.fp8_config(8, 8), parts)
+    ours = {w.name: w.tensor for w in info.encode(fetch, wanted, 0, Rounding())}
+    config = FineGrainedFP8Config(weight_block_size=(8, 8))
+    theirs = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": wanted})
+    assert torch.equal(ours["a.weight_scale_inv"], theirs["a.weight_scale_inv"])
+    assert torch.equal(ours["a.weight"].float(), theirs["a.weight"].float())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_scales_are_those_of_compressed_tensors(
+    tmp_path: Path, bits: int, symmetric: bool
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    rng = torch.Generator().manual_seed(2)
+    wanted = torch.randn(16, 32, generator=rng)
+    section = qz.weights(bits, "int", "group", group_size=8, symmetric=symmetric)
+    far = torch.linspace(1e4, 2e4, 512).view(16, 32)
+    quantise = qz.packed(bits, 8, zeros=not symmetric, scale_dtype=torch.float32)
+    info, fetch = unit_of(tmp_path, section, quantise("a.weight", far))
+    ours = {w.name.removeprefix("a."): w.tensor for w in info.encode(fetch, wanted, 0, Rounding())}
+    scheme = QuantizationScheme(**section["config_groups"]["group_0"])
+    groups = wanted.view(16, 4, 8)
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+    state = {"weight": wanted, "weight_scale": scale, "weight_zero_point": zero}
+    theirs = BaseCompressor.get_value_from_registry("pack-quantized").compress(state, scheme)
+    assert set(ours) == set(theirs) - {"weight_shape"}
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def unit_of(folder: Path, section: Any, parts: qz.Parts) -> tuple[QuantisedInfo, Any]:
+    qz.save(parts, folder)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
+    checkpoint = moemerge.Checkpoint.open(folder)
+    info = checkpoint.tensors["a.weight"]
+    assert isinstance(info, QuantisedInfo)
+    return info, checkpoint.stored
+
+
+def test_what_cannot_be_written_back_is_refused(
+    published: Callable[..., Any], tmp_path: Path
+) -> None:
+    (plain, _), (_, quantised), _ = published("qwen fp8")
+    with pytest.raises(UsageError, match="is not quantised"):
+        same(plain, quantised, out=tmp_path / "out")
+    slices = [{"sources": [{"model": str(quantised), "layer_range": [0, 2]}]}]
+    config = {"merge_method": "passthrough", "slices": slices}
+    with pytest.raises(UsageError, match="cannot move layers"):
+        moemerge.merge(config, tmp_path / "out", requantize="same")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_notice_says_how_coarse_the_inputs_are(published: Callable[..., Any]) -> None:
+    (plain, quantised), *_ = published("gpt-oss mxfp4")
+    notices = moemerge.validate(linear(plain, quantised)).notices
+    (notice,) = [n for n in notices if "quantised" in n]
+    error = float(re.search(r"groups of 32 \(([\d.]+)%\)", notice)[1])
+    assert 10.0 < error < 13.0
+    assert not any("quantised" in n for n in moemerge.validate(linear(plain)).notices)
+
+
+def test_an_adapter_on_a_quantised_base(published: Callable[..., Any], tmp_path: Path) -> None:
+    (_, quantised), *_ = published("qwen fp8")
+    plain = qz.plain_copy(quantised, tmp_path / "plain")
+    adapter = tmp_path / "lora"
+    adapter.mkdir()
+    rng = torch.Generator().manual_seed(0)
+    module = "base_model.model.model.layers.1.self_attn.q_proj"
+    rows, columns = zoo.tensors(plain)["model.layers.1.self_attn.q_proj.weight"].shape
+    pair = {
+        f"{module}.lora_A.weight": torch.randn(2, columns, generator=rng),
+        f"{module}.lora_B.weight": torch.randn(rows, 2, generator=rng),
+    }
+    save_file(pair, adapter / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    for folder, out in ((quantised, "a"), (plain, "b")):
+        moemerge.merge(linear(Path(f"{folder}+{adapter}"), folder), tmp_path / out)
+    ours, theirs = zoo.tensors(tmp_path / "a"), zoo.tensors(tmp_path / "b")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    same(Path(f"{quantised}+{adapter}"), out=tmp_path / "c")
+    before, after = zoo.tensors(quantised), zoo.tensors(tmp_path / "c")
+    changed = {name for name in before if not equal(before[name], after[name])}
+    weight = "model.layers.1.self_attn.q_proj.weight"
+    assert changed == {weight, f"{weight}_scale_inv"}

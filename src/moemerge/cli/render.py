@@ -122,6 +122,9 @@ def merge_report(report: MergeReport, *, verbose: bool) -> RenderableType:
     rows = [("method", report.method)]
     if report.router:
         rows.append(("routers", report.router))
+    for words, one in report.requantised.items():
+        error = f"relative error of rounding {one['relative_error']:.2%}"
+        rows.append(("requantised", f"{one['tensors']} tensors as {words}, {error}"))
     rows += [
         (
             "output",

@@ -38,6 +38,7 @@ LayersField = Annotated[LayerSelection, PlainValidator(layer_selection)]
 Flag = Annotated[bool, Field(strict=True)]
 Share = Annotated[float | Literal["auto"], PlainValidator(auto_or_share)]
 Seed = Annotated[int, Field(strict=True, ge=0)]
+Requantize = Literal["no", "same"]
 
 # What every job that runs a model over text can be told, in the same words and with one default.
 LAYERS: Any = Field(LayerSelection(), description="which MoE layers: all, last:4, 8-15 or 0,2,5-7")
@@ -48,6 +49,11 @@ SEED: Any = Field(0, description="seed of every random choice")
 OFFLOAD: Any = Field("auto", description="where hidden states live between layers")
 DEVICE: Any = Field("auto", description="where to compute: auto, cpu, cuda or cuda:N")
 DTYPE: Any = Field("auto", description="dtype of the forward pass (auto: the checkpoint's)")
+REQUANTIZE: Any = Field(
+    "no",
+    description="how quantised weights are written: as floats (no), or as the model stores them "
+    "that the config is taken from (same)",
+)
 
 
 class ForwardKeywords(TypedDict, total=False):
@@ -87,6 +93,7 @@ class MergeSettings(Strict):
         False, description="warn about keys that mergekit would ignore, do not refuse"
     )
     allow_nonfinite: Flag = Field(False, description="merge models that hold NaN or infinity")
+    requantize: Requantize = REQUANTIZE
 
 
 class MergeKeywords(TypedDict, total=False):
@@ -98,6 +105,7 @@ class MergeKeywords(TypedDict, total=False):
     overwrite: bool
     lenient: bool
     allow_nonfinite: bool
+    requantize: Requantize
 
 
 class OutputSettings(Strict):

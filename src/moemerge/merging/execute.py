@@ -14,9 +14,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from moemerge.checkpoint import CheckpointWriter
 from moemerge.errors import CheckpointError, ResourceError
 from moemerge.merging.chunked import ChunkMerger
 from moemerge.merging.finite import FiniteCheck
@@ -41,6 +40,12 @@ MOST_WORKERS = 8
 FEWEST_WORKERS = 2  # one may wait for the disk
 READ_AHEAD = 2  # blocks per worker that are fetched in advance
 POLL_SECONDS = 0.5
+
+
+class TensorWriter(Protocol):
+    """Takes blocks of rows of declared tensors, from any thread."""
+
+    def write(self, name: str, tensor: Tensor, row: int = 0) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -83,14 +88,14 @@ class MemoryBudget:
 
 
 def execute(
-    plan: MergePlan, writer: CheckpointWriter, settings: ExecutionSettings, progress: Progress
+    plan: MergePlan, writer: TensorWriter, settings: ExecutionSettings, progress: Progress
 ) -> MergeOutcome:
     """Compute and write every block of `plan`. Raises the first error; the caller aborts."""
     reuse_freed_memory()
     prepare_for_threads(settings.device)
     runner = _Runner(plan, writer, settings, progress)
     workers = settings.workers or min(max(cpu_count(), FEWEST_WORKERS), MOST_WORKERS)
-    progress.start("merging", plan.bytes_written, unit="B")
+    progress.start("merging", sum(t.nbytes for t in plan.tensors), unit="B")
     # Largest first: a big embedding must not be what everybody waits for at the end.
     order = sorted(plan.blocks, key=lambda b: -b.working_bytes)
     later = [*order[READ_AHEAD * workers :], *[None] * (READ_AHEAD * workers)]
@@ -129,7 +134,7 @@ class _Runner:
     def __init__(
         self,
         plan: MergePlan,
-        writer: CheckpointWriter,
+        writer: TensorWriter,
         settings: ExecutionSettings,
         progress: Progress,
     ) -> None:
@@ -140,7 +145,12 @@ class _Runner:
         self.budget = MemoryBudget(settings.memory_budget)
         self.stopped = threading.Event()
         self.remarks = Remarks()
-        self.dtypes = {t.name: t.dtype.torch for t in plan.tensors}
+        # What will be quantised is rounded once, from float32.
+        self.dtypes = {
+            t.name: torch.float32 if t.name in plan.quantised else t.dtype.torch
+            for t in plan.tensors
+        }
+        self.sizes = {t.name: t.dtype.itemsize for t in plan.tensors}
         self.finite = FiniteCheck(plan, allow=settings.allow_nonfinite)
         self.chunks = ChunkMerger(plan, settings.device, self._apply, self.finite)
 
@@ -161,7 +171,7 @@ class _Runner:
             self.finite.merged(result, block)
             row = 0 if block.rows is None else block.rows[0]
             self.writer.write(block.tensor, result, row=row)
-        self.progress.advance(result.numel() * result.element_size())
+        self.progress.advance(result.numel() * self.sizes[block.tensor])
 
     def _prefetch(self, block: Block) -> None:
         for source in (s for merge in block.merges for s in merge.reads):

@@ -44,11 +44,15 @@ def output_files(
     vocabularies: Vocabularies,
     output: OutputTensors,
     chat_template: str | None,
+    *,
+    requantise: bool = False,
 ) -> OutputFiles:
     """Everything but the weights. The donor is the base, or the first model without one."""
     donor = models[merge.name_of(merge.donor)]
     copied = donor.checkpoint.companions()
     config = result_config(donor, models, output)
+    if requantise and (stored := donor.checkpoint.quantisation) is not None:
+        config = _updated(config, stored.keys[:-1], {stored.keys[-1]: dict(stored.section)})
     made: dict[str, bytes] = {}
     notices: list[str] = []
     if vocabularies.plan is not None:

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.roles import WHOLE, Slot, Unit
-from moemerge.checkpoint import TensorInfo
+from moemerge.checkpoint import Checkpoint, TensorInfo
+from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.config.parameters import StatisticsKind
+from moemerge.errors import CheckpointError
 from moemerge.merging.method import MergeMethod
 from moemerge.runtime.dtypes import Dtype
 
@@ -110,6 +112,12 @@ def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Blo
     for merge in merges:
         by_rows[merge.unit.slot.rows].append(merge)
     for rows, group in by_rows.items():
+        if isinstance(info, QuantisedInfo) and rows is not None and not info.holds_whole(rows):
+            raise CheckpointError(
+                f"rows {rows[0]}:{rows[1]} of {info.name} are merged on their own, but stored as "
+                f"{info.stored_as} together with others",
+                hint="leave --requantize out",
+            )
         yield Block(info.name, rows, info.block_shape(rows), tuple(group))
 
 
@@ -120,6 +128,8 @@ def _splits(merge: UnitMerge) -> bool:
 
 def _runs(info: TensorInfo, merge: UnitMerge) -> Iterator[Block]:
     step = max(1, RUN_ELEMENTS * info.rows // max(1, info.nbytes // info.dtype.itemsize))
+    if isinstance(info, QuantisedInfo):
+        step = -(-step // info.step) * info.step
     for start in range(0, info.rows, step):
         rows = (start, min(start + step, info.rows))
         slot = Slot(rows=rows)
@@ -189,12 +199,21 @@ class MergePlan:
     input_dtype: Dtype | None  # the config's `dtype`: inputs are cast to it first
     seed: int
     notices: tuple[str, ...] = ()
+    quantised: Mapping[str, int] = field(default_factory=dict)  # output tensor -> model
     # By the model's position; empty while they are still to be computed.
     statistics: Mapping[tuple[int, StatisticsKind], Statistics] = field(default_factory=dict)
 
     @property
     def bytes_written(self) -> int:
-        return sum(t.nbytes for t in self.tensors)
+        return sum(t.stored_bytes for t in self.tensors)
+
+    def quantised_tensors(self) -> dict[str, tuple[QuantisedInfo, Checkpoint]]:
+        """The output tensors that are written quantised, each with the model that stores it so."""
+        return {
+            info.name: (info, self.models[self.quantised[info.name]].checkpoint)
+            for info in self.tensors
+            if isinstance(info, QuantisedInfo)
+        }
 
     @property
     def bytes_read(self) -> int:

@@ -11,6 +11,8 @@ from moemerge.architectures.names import with_layer
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES, WHOLE, Role, Unit
 from moemerge.checkpoint import TensorInfo
+from moemerge.checkpoint.quantised.scheme import relative_error
+from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.config.parameter_values import ParameterReader, TensorContext
 from moemerge.config.parameters import BasePolicy
 from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
@@ -62,6 +64,8 @@ class Planner:
         vocabularies: Vocabularies,
         dtype: str | None,
         out_dtype: str | None,
+        *,
+        requantise: bool = False,
     ) -> None:
         self.merge = merge
         self.models = models
@@ -75,6 +79,8 @@ class Planner:
         chosen = out_dtype or dtype
         self.out_dtype = None if chosen is None else parse_dtype(chosen)
         self.input_dtype = None if dtype is None else parse_dtype(dtype)
+        self.requantise = requantise
+        self.quantised: dict[str, int] = {}  # output tensor -> the model that stores it so
         self.ledger = Ledger()
         self.missing: dict[tuple[str, str], list[str]] = defaultdict(list)
         self.names: dict[str, set[str]] = defaultdict(set)  # of all that is merged, by role
@@ -141,6 +147,8 @@ class Planner:
         if not stored.dtype.is_floating_point:
             return self._integers(reference, output, stored, whole)
         info = self._output_info(output, stored, units, whole)
+        if self.requantise and isinstance(stored, QuantisedInfo):
+            info = self._quantised(stored, reference)
         merges = [self._unit(i, unit, whole, to, info) for i, unit in enumerate(units)]
         self._account(whole, merges)
         return info, list(split_into_blocks(info, merges))
@@ -194,6 +202,10 @@ class Planner:
         if self.vocabularies.spans(units[0]):
             shape = self.vocabularies.shape(units[0])
         return TensorInfo.of(output, self.out_dtype or stored.dtype, shape)
+
+    def _quantised(self, stored: QuantisedInfo, model: str) -> QuantisedInfo:
+        self.quantised[stored.name] = self.position[model]
+        return stored
 
     def _unit(
         self,
@@ -305,6 +317,8 @@ class Planner:
         self.ledger.record(model, name, Fate.COPIED, why)
         dtype = self.out_dtype if stored.dtype.is_floating_point else None
         info = TensorInfo.of(output, dtype or stored.dtype, stored.shape)
+        if self.requantise and isinstance(stored, QuantisedInfo):
+            info = self._quantised(stored, model)
         source = UnitInput(self.position[model], name, WHOLE)
         return info, [Block(output, None, info.shape, (), copy=source)]
 
@@ -377,4 +391,18 @@ class Planner:
             notice = model.architecture.notice
             if notice:
                 yield f"{model.name}: {notice}"
+            if model.checkpoint.quantisation is not None:
+                yield f"{model.name}: {coarseness(model)}"
         yield from self.vocabularies.notices
+
+
+def coarseness(model: OpenModel) -> str:
+    """How much a quantised model's own rounding has cost already."""
+    quantisation = model.checkpoint.quantisation
+    assert quantisation is not None
+    schemes = {unit.stored_as: unit.scheme for unit in quantisation.units.values()}
+    errors = [f"{words} ({relative_error(scheme):.1%})" for words, scheme in schemes.items()]
+    return (
+        f"its weights are quantised: {', '.join(errors)}; in brackets the relative error that such "
+        "rounding makes in normally distributed weights. Task vectors smaller than that are noise"
+    )

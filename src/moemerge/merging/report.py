@@ -41,6 +41,7 @@ class MergeReport:
     notices: tuple[str, ...]
     statistics: dict[str, Any] = field(default_factory=dict)  # of each model, where they came from
     remarks: dict[str, Any] = field(default_factory=dict)  # what methods said of single units
+    requantised: dict[str, Any] = field(default_factory=dict)  # the error of rounding, by format
     device: str | None = None  # None: planned, not run
     seconds: float | None = None  # all of it, with the statistics that were computed first
     statistics_seconds: float | None = None
@@ -77,6 +78,7 @@ class MergeReport:
             },
             **({"statistics": self.statistics} if self.statistics else {}),
             **({"remarks": self.remarks} if self.remarks else {}),
+            **({"requantised": self.requantised} if self.requantised else {}),
             "notices": list(self.notices),
         }
 
@@ -90,7 +92,7 @@ def describe_plan(plan: MergePlan, method: str, router: str | None) -> MergeRepo
         output_tensors=len(plan.tensors),
         output_bytes=plan.bytes_written,
         output_parameters=sum(t.nbytes // t.dtype.itemsize for t in plan.tensors),
-        dtypes=tuple(sorted({str(t.dtype) for t in plan.tensors})),
+        dtypes=tuple(sorted({t.stored_as for t in plan.tensors})),
         bytes_read=plan.bytes_read,
         peak_block_bytes=plan.peak_block_bytes,
         seed=plan.seed,

@@ -18,12 +18,14 @@ from moemerge.checkpoint import (
     parse_size,
     require_space,
 )
+from moemerge.checkpoint.requantise import QuantisingWriter, stored_tensors
 from moemerge.config.checks import filter_faults
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
 from moemerge.config.parameters import StatisticsKind
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.settings import MergeSettings
+from moemerge.errors import UsageError
 from moemerge.merging.execute import ExecutionSettings, execute
 from moemerge.merging.output import OutputFiles, output_files
 from moemerge.merging.plan import MergePlan
@@ -130,16 +132,24 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     seed = settings.seed if settings.seed is not None else config.seed or 0
     models = open_models(merge)
     vocabularies = plan_vocabularies(merge, models, config.tokenizer)
-    planner = Planner(merge, models, vocabularies, config.dtype, config.out_dtype)
+    requantise = settings.requantize == "same"
+    if requantise:
+        require_requantisable(merge, models)
+    planner = Planner(
+        merge, models, vocabularies, config.dtype, config.out_dtype, requantise=requantise
+    )
     output = planner.plan()
     readers = [reader for reader in (merge.reader, merge.router_reader) if reader is not None]
     ineffective = list(filter_faults(loaded.filters, readers, planner.names))
-    files = output_files(merge, models, vocabularies, output, config.chat_template)
+    files = output_files(
+        merge, models, vocabularies, output, config.chat_template, requantise=requantise
+    )
     plan = MergePlan(
         models=tuple(models.values()),
         tensors=output.tensors,
         blocks=output.blocks,
         accounts=output.accounts,
+        quantised=planner.quantised,
         input_dtype=planner.input_dtype,
         seed=seed,
         notices=(
@@ -176,7 +186,7 @@ def run_merge(
     device = resolve_device(settings.device)
     writer = CheckpointWriter(
         out,
-        plan.tensors,
+        list(stored_tensors(plan.tensors)),
         shard_bytes=parse_size(settings.out_shard_size),
         overwrite=settings.overwrite,
         inputs=job.input_folders,
@@ -186,10 +196,12 @@ def run_merge(
         report = replace(job.report, device=str(device), output=str(out))
         _write_companions(writer, job, report)  # now, while the disk has nothing else to do
         execution = ExecutionSettings(device=device, allow_nonfinite=settings.allow_nonfinite)
-        outcome = execute(plan, writer, execution, progress)
+        target = QuantisingWriter(writer, plan.quantised_tensors())
+        outcome = execute(plan, target, execution, progress)
         report = replace(
             report,
             remarks=outcome.remarks.to_json(),
+            requantised=target.errors.to_json(),
             notices=(*report.notices, *outcome.remarks.notices(), *outcome.notices),
             seconds=time.perf_counter() - job.started,
         )
@@ -226,6 +238,21 @@ def merge_card(report: MergeReport, config: str) -> str:
         config=config,
         version=__version__,
     )
+
+
+def require_requantisable(merge: NormalisedMerge, models: Mapping[str, OpenModel]) -> None:
+    """Refuse to write back what the model that gives the config does not store so."""
+    donor = models[merge.name_of(merge.donor)]
+    if donor.checkpoint.quantisation is None:
+        raise UsageError(
+            f"--requantize same: {donor.label}, whose config the result takes, is not quantised",
+            hint="leave it out, or name a quantised model as base_model",
+        )
+    if not merge.whole:
+        raise UsageError(
+            "--requantize same cannot move layers: its config names the layers that stay in floats",
+            hint="merge the slices into floats, and quantise the result with the format's tool",
+        )
 
 
 def _router_words(merge: NormalisedMerge) -> str | None:

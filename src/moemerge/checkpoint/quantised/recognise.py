@@ -30,6 +30,7 @@ class Quantisation:
 
     method: str
     section: Mapping[str, Any]
+    keys: tuple[str, ...]  # where the section stands in the config
     units: Mapping[str, QuantisedInfo]
 
     @property
@@ -43,10 +44,13 @@ def recognise(
     config: Mapping[str, Any], headers: Headers, read: compressed.ReadShape
 ) -> Quantisation | None:
     """None for plain floats, and for what is not read: others refuse that by its name."""
-    section = _section(config)
-    method = None if section is None else section.get("quant_method")
-    if section is None or not is_readable(section):
+    keys = _keys(config)
+    section: Any = config
+    for key in keys:
+        section = section[key]
+    if not keys or not is_readable(section):
         return None
+    method = section.get("quant_method")
     dtype = _dtype(config)
     found: Iterable[QuantisedInfo]
     if method == "fp8":
@@ -62,7 +66,7 @@ def recognise(
             hint="remove quantization_config from config.json if the weights are plain floats",
         )
     _require_no_strays(units.values(), headers)
-    return Quantisation(str(method), section, units)
+    return Quantisation(str(method), section, keys, units)
 
 
 def is_readable(section: Mapping[str, Any]) -> bool:
@@ -83,14 +87,16 @@ def without_sections(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The config's own statement, or that of a nested text config."""
+def _keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where the config says how its weights are quantised, or a nested text config does."""
     for key in SECTIONS:
         if isinstance(config.get(key), Mapping):
-            section: Mapping[str, Any] = config[key]
-            return section
-    inner = (_section(value) for value in config.values() if isinstance(value, Mapping))
-    return next((section for section in inner if section is not None), None)
+            return (key,)
+    for name, value in config.items():
+        inner = _keys(value) if isinstance(value, Mapping) else ()
+        if inner:
+            return (name, *inner)
+    return ()
 
 
 def _dtype(config: Mapping[str, Any]) -> Dtype:

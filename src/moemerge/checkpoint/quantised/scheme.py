@@ -78,7 +78,10 @@ class Scheme:
     def encode(self, cells: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Codes of values (down, across, n), and what will be read of them in `dtype`."""
         scale = grid.scale[:, :, None]
-        zero = 0.0 if grid.zero is None else grid.zero[:, :, None]
+        if grid.zero is None:  # nothing is added: zero keeps its sign
+            codes = self.codes.round(cells / scale)
+            return codes, (self.codes.values_of(codes) * scale).to(dtype)
+        zero = grid.zero[:, :, None]
         codes = self.codes.round(cells / scale + zero)
         return codes, ((self.codes.values_of(codes) - zero) * scale).to(dtype)
 

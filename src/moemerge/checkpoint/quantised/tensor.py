@@ -95,6 +95,10 @@ class QuantisedInfo(TensorInfo):
         words = 1 if self.zeros is None else _rows_in_a_word(self.zeros, self.scheme.codes)
         return math.lcm(self.cells.height, words)
 
+    def holds_whole(self, rows: Rows) -> bool:
+        """Whether these rows can be written without their neighbours."""
+        return rows[0] % self.step == 0 and (rows[1] % self.step == 0 or rows[1] == self.rows)
+
     # --- reading ---
 
     def read(self, fetch: Fetch, rows: Rows | None, out: Tensor | None = None) -> Tensor:
@@ -265,7 +269,7 @@ class _Matrix:
     ) -> Iterator[tuple[str, Tensor]]:
         """The parts of rows that begin with a cell, named as they are stored."""
         info, scheme, cells = self.info, self.info.scheme, self.info.cells
-        values = values.to(torch.float32)
+        values = values.to(torch.float32).contiguous()
         order = self.order()
         place = None if order is None else torch.argsort(order, stable=True)
         if place is not None:

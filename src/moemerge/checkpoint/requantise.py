@@ -1,0 +1,73 @@
+"""Writing quantised tensors: floats come in, rows of codes and scales go out."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
+from moemerge.checkpoint.reader import Checkpoint
+from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.checkpoint.writer import CheckpointWriter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def stored_tensors(tensors: Sequence[TensorInfo]) -> Iterator[TensorInfo]:
+    """What lies on disk of tensors: all parts of those that are quantised."""
+    for info in tensors:
+        if isinstance(info, QuantisedInfo):
+            yield from info.parts
+        else:
+            yield info
+
+
+class RoundingErrors:
+    """How far values moved, by what they are stored as. Used by many threads at once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Rounding] = {}
+        self._tensors: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, info: QuantisedInfo, rounding: Rounding, *, complete: bool) -> None:
+        with self._lock:
+            total = self._sums.setdefault(info.stored_as, Rounding())
+            total.error += rounding.error
+            total.size += rounding.size
+            self._tensors[info.stored_as] += complete
+
+    def to_json(self) -> dict[str, Any]:
+        """By format: how many tensors, and √(Σ(x − x̂)² / Σx²) over all of them."""
+        return {
+            words: {"tensors": self._tensors[words], "relative_error": rounding.relative}
+            for words, rounding in sorted(self._sums.items())
+        }
+
+
+class QuantisingWriter:
+    """A writer of tensors, some of which are stored quantised as in the model they come from."""
+
+    def __init__(
+        self, writer: CheckpointWriter, quantised: Mapping[str, tuple[QuantisedInfo, Checkpoint]]
+    ) -> None:
+        self._writer = writer
+        self._quantised = quantised
+        self.errors = RoundingErrors()
+        for info, source in quantised.values():
+            for part in info.kept:
+                writer.write(part.name, source.stored(part.name))
+
+    def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
+        """As `CheckpointWriter.write`; rows of a quantised tensor are multiples of its `step`."""
+        if name not in self._quantised:
+            self._writer.write(name, tensor, row)
+            return
+        info, source = self._quantised[name]
+        rounding = Rounding()
+        for part in info.encode(source.stored, tensor, row, rounding):
+            self._writer.write(part.name, part.tensor, part.row)
+        self.errors.add(info, rounding, complete=row == 0)
