@@ -32,7 +32,7 @@ WRITES = {"merge": 2, "run": 2, "calibrate": 2, "refit": 2, "swap-routers": 4}
 _WRITTEN = re.compile(r"moemerge\.(?:merge|calibrate|refit|run)\(\s*\"[^\"]+\",\s*\"([^\"]+)\"")
 # Verbs that train, download or take minutes; they have tests of their own.
 # A random model's answers are never right, so `data` would keep none.
-SLOW = {"demo", "testbed", "data"}
+SLOW = {"demo", "testbed", "data", "evaluate"}
 
 
 @pytest.fixture(scope="module")

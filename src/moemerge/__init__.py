@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from moemerge.api import calibrate as calibrate
     from moemerge.api import collect_statistics as collect_statistics
     from moemerge.api import diagnose as diagnose
+    from moemerge.api import evaluate as evaluate
     from moemerge.api import inspect as inspect
     from moemerge.api import load_config as load_config
     from moemerge.api import make_data as make_data
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from moemerge.checkpoint import Checkpoint as Checkpoint
     from moemerge.config.calibration import CalibrationSettings as CalibrationSettings
     from moemerge.config.data import DataSettings as DataSettings
+    from moemerge.config.evaluation import EvaluationSettings as EvaluationSettings
     from moemerge.config.refit import RefitSettings as RefitSettings
     from moemerge.config.settings import CollectingSettings as CollectingSettings
     from moemerge.config.settings import DiagnosisSettings as DiagnosisSettings
@@ -43,12 +45,13 @@ if TYPE_CHECKING:
 # The public names of each room.
 _PUBLIC = {
     "moemerge.api": (
-        "calibrate collect_statistics diagnose inspect load_config make_data merge refit "
-        "run swap_routers validate"
+        "calibrate collect_statistics diagnose evaluate inspect load_config make_data merge "
+        "refit run swap_routers validate"
     ),
     "moemerge.checkpoint": "Checkpoint",
     "moemerge.config.calibration": "CalibrationSettings",
     "moemerge.config.data": "DataSettings",
+    "moemerge.config.evaluation": "EvaluationSettings",
     "moemerge.config.refit": "RefitSettings",
     "moemerge.config.settings": "CollectingSettings DiagnosisSettings MergeSettings",
     "moemerge.errors": (

@@ -9,9 +9,10 @@ import pytest
 from moemerge.config.data import DataSettings
 from moemerge.config.translate import parse_settings
 from moemerge.data.contamination import Benchmark
-from moemerge.data.prompts import read_prompts, read_texts
 from moemerge.data.selection import balanced, distinct, normal
+from moemerge.data.texts import read_texts
 from moemerge.errors import ConfigError, DataError
+from moemerge.generation.prompts import read_prompts
 from moemerge.text.rows import TextRow
 
 
@@ -20,7 +21,8 @@ def settings(**values) -> DataSettings:
 
 
 def prompt(fields, **values):
-    return read_prompts([TextRow("f.jsonl, row 1", fields)], settings(**values))[0]
+    row, chosen = TextRow("f.jsonl, row 1", fields), settings(**values)
+    return read_prompts([row], chosen, chosen.balance)[0]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moemerge.api.data import make_data as make_data
+    from moemerge.api.evaluation import evaluate as evaluate
     from moemerge.api.jobs import calibrate as calibrate
     from moemerge.api.jobs import collect_statistics as collect_statistics
     from moemerge.api.jobs import diagnose as diagnose
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _PARTS = {
     "data": "make_data",
+    "evaluation": "evaluate",
     "jobs": "calibrate collect_statistics diagnose refit swap_routers",
     "listing": "inspect list_architectures list_methods",
     "merging": "load_config merge run validate",

@@ -22,6 +22,7 @@ FIRST = (
     "refit",
     "diagnose",
     "swap_routers",
+    "evaluate",
     "stats",
     "inspect",
     "ls",

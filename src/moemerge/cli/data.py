@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from moemerge.data import DataReport
-    from moemerge.data.report import Counts
+    from moemerge.generation.counts import Counts
 
 EXAMPLES = """
   moemerge data org/math math.jsonl --prompts gsm8k_train.jsonl --verify math \\

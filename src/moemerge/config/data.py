@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from moemerge.config.faults import FaultsError
-from moemerge.config.fields import PositiveInt, Strict
-from moemerge.config.generation import GenerationKeywords, GenerationSettings, Texts
+from moemerge.config.fields import PositiveInt
+from moemerge.config.generation import (
+    GenerationKeywords,
+    GenerationSettings,
+    PromptKeywords,
+    PromptSettings,
+    Texts,
+)
 
-PROMPT = "{prompt}"
-
-
-def _columns(raw: object) -> object:
-    """`prompt=problem,answer=expected_answer`, or a mapping of the same."""
-    if not isinstance(raw, str):
-        return raw
-    pairs = [pair.strip() for pair in raw.split(",") if pair.strip()]
-    for pair in pairs:
-        if not all(part.strip() for part in pair.partition("=")):
-            raise FaultsError.one(f"expected NAME=COLUMN,..., not {pair!r}")
-    return {name.strip(): column.strip() for name, _, column in (p.partition("=") for p in pairs)}
-
-
-Column = Literal["prompt", "answer", "reference", "tests", "text"]
-Columns = Annotated[dict[Column, str], BeforeValidator(_columns)]
 Keep = Literal["correct", "all", "prompt", "reference"]
 
 
-def _template(raw: object) -> object:
-    if isinstance(raw, str) and PROMPT not in raw:
-        raise FaultsError.one(f"{raw!r} has no {PROMPT} in it")
-    return raw
-
-
-class KeepingSettings(Strict):
+class KeepingSettings(PromptSettings):
     """Which rows are asked, how answers are judged, and what is kept."""
 
     verify: str = Field(
@@ -49,14 +32,6 @@ class KeepingSettings(Strict):
         description="the model's right answers, all its answers, the prompts alone, or the "
         "rows' own solutions",
     )
-    map: Columns = Field(
-        {}, description="columns by what they hold: prompt=problem,answer=expected_answer"
-    )
-    template: Annotated[str, BeforeValidator(_template)] = Field(
-        PROMPT, description="what is asked: {prompt}, or words around it and other columns"
-    )
-    system: str | None = Field(None, description="a system message before every prompt")
-    prefill: str = Field("", description="how every answer begins")
     limit: PositiveInt | None = Field(None, description="most prompts, or rows of text")
     rows: PositiveInt | None = Field(None, description="most rows that are kept")
     balance: str | None = Field(
@@ -84,15 +59,11 @@ class DataSettings(GenerationSettings, KeepingSettings):
     """Everything about calibration text: what is kept, and how answers are drawn."""
 
 
-class DataKeywords(GenerationKeywords, total=False):
+class DataKeywords(GenerationKeywords, PromptKeywords, total=False):
     """`DataSettings` one by one."""
 
     verify: str
     keep: Keep
-    map: str | Mapping[str, str] | dict[Column, str]
-    template: str
-    system: str | None
-    prefill: str
     limit: int | None
     rows: int | None
     balance: str | None

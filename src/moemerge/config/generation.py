@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypedDict
 
 from pydantic import BeforeValidator, Field
@@ -13,6 +13,7 @@ from moemerge.config.settings import DEVICE, SEED, DeviceField, Dtype, Seed
 
 Natural = Annotated[int, Field(strict=True, ge=0)]
 Engine = Literal["transformers", "server", "vllm"]
+PROMPT = "{prompt}"
 
 
 def _texts(raw: object) -> object:
@@ -26,19 +27,62 @@ def _texts(raw: object) -> object:
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 
 
-class GenerationSettings(Strict):
-    """How completions are drawn, and what runs the model."""
+def _columns(raw: object) -> object:
+    """`prompt=problem,answer=expected_answer`, or a mapping of the same."""
+    if not isinstance(raw, str):
+        return raw
+    pairs = [pair.strip() for pair in raw.split(",") if pair.strip()]
+    for pair in pairs:
+        if not all(part.strip() for part in pair.partition("=")):
+            raise FaultsError.one(f"expected NAME=COLUMN,..., not {pair!r}")
+    return {name.strip(): column.strip() for name, _, column in (p.partition("=") for p in pairs)}
 
-    samples: PositiveInt = Field(1, description="completions of each prompt")
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = Field(
-        0.0, description="0 takes the likeliest token each time"
+
+Column = Literal["prompt", "answer", "reference", "tests", "text"]
+Columns = Annotated[dict[Column, str], BeforeValidator(_columns)]
+
+
+def _template(raw: object) -> object:
+    if isinstance(raw, str) and PROMPT not in raw:
+        raise FaultsError.one(f"{raw!r} has no {PROMPT} in it")
+    return raw
+
+
+class PromptSettings(Strict):
+    """What is asked of each row."""
+
+    map: Columns = Field(
+        {}, description="columns by what they hold: prompt=problem,answer=expected_answer"
     )
+    template: Annotated[str, BeforeValidator(_template)] = Field(
+        PROMPT, description="what is asked: {prompt}, or words around it and other columns"
+    )
+    system: str | None = Field(None, description="a system message before every prompt")
+    prefill: str = Field("", description="how every answer begins")
+
+
+class PromptKeywords(TypedDict, total=False):
+    """`PromptSettings` one by one."""
+
+    map: str | Mapping[str, str] | dict[Column, str]
+    template: str
+    system: str | None
+    prefill: str
+
+
+Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+TEMPERATURE = "0 takes the likeliest token each time"
+SAMPLES = "completions of each prompt"
+MAX_NEW_TOKENS = "tokens at which a completion is cut"
+
+
+class EngineSettings(Strict):
+    """What runs the model, and what every way of drawing has in common."""
+
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
         1.0, description="draw from the likeliest tokens that hold this share of the probability"
     )
     top_k: Natural = Field(0, description="draw from this many likeliest tokens (0: from all)")
-    max_new_tokens: PositiveInt = Field(1024, description="tokens at which a completion is cut")
-    stop: Texts = Field((), description="texts that end a completion, and are not part of it")
     seed: Seed = SEED
     engine: Engine = Field(
         "transformers", description="what runs the model: in this process, or a server"
@@ -58,15 +102,11 @@ class GenerationSettings(Strict):
     )
 
 
-class GenerationKeywords(TypedDict, total=False):
-    """`GenerationSettings` one by one."""
+class EngineKeywords(TypedDict, total=False):
+    """`EngineSettings` one by one."""
 
-    samples: int
-    temperature: float
     top_p: float
     top_k: int
-    max_new_tokens: int
-    stop: str | Sequence[str] | tuple[str, ...]
     seed: int
     engine: Engine
     url: str | Sequence[str] | tuple[str, ...]
@@ -74,3 +114,21 @@ class GenerationKeywords(TypedDict, total=False):
     batch_size: int | None
     device: str
     dtype: Dtype
+
+
+class GenerationSettings(EngineSettings):
+    """How completions are drawn, and what runs the model."""
+
+    samples: PositiveInt = Field(1, description=SAMPLES)
+    temperature: Temperature = Field(0.0, description=TEMPERATURE)
+    max_new_tokens: PositiveInt = Field(1024, description=MAX_NEW_TOKENS)
+    stop: Texts = Field((), description="texts that end a completion, and are not part of it")
+
+
+class GenerationKeywords(EngineKeywords, total=False):
+    """`GenerationSettings` one by one."""
+
+    samples: int
+    temperature: float
+    max_new_tokens: int
+    stop: str | Sequence[str] | tuple[str, ...]

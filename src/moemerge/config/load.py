@@ -113,11 +113,12 @@ def load_config(
 
     Raises ConfigError with every fault. File and model paths are kept as written.
     """
-    where, document = _read(source)
+    where, document = read_document(source)
     return _Check(document, schemas, FaultReporter(where, document, lenient)).run()
 
 
-def _read(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
+def read_document(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
+    """A config's name for messages, and what it says."""
     if isinstance(source, Mapping):
         return _UNNAMED, Document(data=source)
     if isinstance(source, str) and "\n" in source:

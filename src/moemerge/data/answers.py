@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moemerge.data.job import DataRequest, tokenized
-from moemerge.data.prompts import PromptRow
+from moemerge.data.job import DataRequest
 from moemerge.generation.engine import Completion, Finish
 from moemerge.generation.engines import engine_maker, made_by
 from moemerge.generation.journal import CompletionJournal
+from moemerge.generation.prompts import PromptRow, tokenized
 from moemerge.generation.run import Generated, complete
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.unfinished import completions_path, judgements_path

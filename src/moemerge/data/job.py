@@ -9,19 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from moemerge.checkpoint import Checkpoint
-from moemerge.checkpoint.locate import locate_data
 from moemerge.config.data import DataSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.translate import parse_settings
 from moemerge.data.contamination import Benchmark
-from moemerge.data.prompts import PromptRow, read_prompts, read_texts
 from moemerge.data.selection import balanced, distinct, normal
+from moemerge.data.texts import read_texts
 from moemerge.errors import DataError, UsageError
+from moemerge.generation.prompts import PromptRow, located, read_prompts
 from moemerge.statistics.writer import check_output_file
-from moemerge.text.prompts import prompt_text, prompt_tokens
 from moemerge.text.rows import TextSource, read_rows
-from moemerge.text.tokens import Tokenizer, load_tokenizer
 from moemerge.verification.judgement import Verifier
 from moemerge.verification.verifiers import make_verifier
 
@@ -83,18 +80,10 @@ def check_request(request: DataRequest) -> None:
         )
 
 
-def located(sources: Sequence[TextSource]) -> list[TextSource]:
-    """Files and rows, with the files of hub data sets in place of their ids."""
-    result: list[TextSource] = []
-    for source in sources:
-        result += locate_data(source) if isinstance(source, str) else [source]
-    return result
-
-
 def select_prompts(request: DataRequest) -> Selected:
     """Read prompts; leave out repetitions and what benchmarks hold; take each group's share."""
     settings = request.settings
-    rows = read_prompts(read_rows(located(request.prompts)), settings)
+    rows = read_prompts(read_rows(located(request.prompts)), settings, settings.balance)
     once = distinct(rows, key=lambda row: normal(row.asked))
     clean, contaminated = _decontaminated(once, settings)
     rng = random.Random(settings.seed)
@@ -164,17 +153,3 @@ def opened_verifier(settings: DataSettings) -> Iterator[Verifier | None]:
         yield verifier
     finally:
         verifier.close()
-
-
-def tokenized(prompts: Sequence[PromptRow], tokenizer: Tokenizer, prefill: str) -> list[list[int]]:
-    texts = [prompt_text(row.turns, tokenizer, prefill, row.where) for row in prompts]
-    tokens = prompt_tokens(texts, tokenizer)
-    for row, ids in zip(prompts, tokens, strict=True):
-        if not ids:
-            raise DataError(f"{row.where}: the prompt is empty, expected a question")
-    return tokens
-
-
-def open_tokenizer(model: str | Path | ModelRef) -> Tokenizer:
-    with Checkpoint.open(model) as checkpoint:
-        return load_tokenizer(checkpoint.tokenizer_folder)

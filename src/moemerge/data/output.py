@@ -1,16 +1,10 @@
-"""Rows as they are written, and the file that appears whole or not at all."""
+"""Rows as they are written."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import os
-import secrets
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from moemerge.data.prompts import PromptRow
+from moemerge.generation.prompts import PromptRow
 from moemerge.text.prompts import has_template
 from moemerge.text.tokens import Tokenizer
 
@@ -54,22 +48,3 @@ def _conversation(prompt: PromptRow, response: str) -> Row:
 
 def _joined(prompt: PromptRow) -> str:
     return "\n".join(str(turn["content"]) for turn in prompt.turns)
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """JSON lines (gzipped where the name says so), written beside the file and renamed."""
-    target = Path(os.path.realpath(path))
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
-    # Halves of characters, which a cut text may end with, have no bytes in UTF-8.
-    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    data = "".join(lines).encode("utf-8", "replace")
-    if path.name.endswith(".gz"):
-        data = gzip.compress(data, mtime=0)
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)

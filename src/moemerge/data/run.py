@@ -13,7 +13,6 @@ from moemerge.data.job import (
     DataRequest,
     Selected,
     check_request,
-    open_tokenizer,
     opened_verifier,
     select_prompts,
     select_texts,
@@ -23,16 +22,17 @@ from moemerge.data.output import (
     answered_row,
     prompt_row,
     reference_row,
-    write_rows,
 )
-from moemerge.data.prompts import PromptRow
-from moemerge.data.report import Counts, DataReport, count
+from moemerge.data.report import DataReport
 from moemerge.data.selection import balanced, distinct
 from moemerge.errors import DataError
+from moemerge.generation.counts import Counts, count
 from moemerge.generation.engine import Finish
+from moemerge.generation.prompts import PromptRow, open_tokenizer
 from moemerge.generation.run import Generated
 from moemerge.runtime.progress import Progress
 from moemerge.text.tokens import Tokenizer
+from moemerge.text.writing import write_rows
 
 Grouped = tuple[str, Row]  # a row with the group that it counts for
 NOTHING = Generated((), 0, 0, 0.0)

@@ -45,4 +45,10 @@ def made_by(model: str | Path | ModelRef, settings: GenerationSettings) -> dict[
     """What completions of one file have in common."""
     with Checkpoint.open(model) as checkpoint:
         fingerprint = checkpoint.fingerprint()
-    return {"model": fingerprint, **{name: getattr(settings, name) for name in _DECISIVE}}
+    return {"model": fingerprint, **drawn_by(settings)}
+
+
+def drawn_by(settings: GenerationSettings) -> dict[str, Any]:
+    """`made_by` without the model, as JSON keeps it."""
+    values = {name: getattr(settings, name) for name in _DECISIVE}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}

@@ -50,10 +50,19 @@ class CompletionJournal:
 
     def find(self, tokens: Sequence[int], prompt: int, sample: int) -> Completion | None:
         """What is there of this prompt and sample, for the prompt's place in the caller's list."""
-        known = self._known.get((prompt_key(tokens), sample))
+        return self.get(prompt_key(tokens), prompt, sample)
+
+    def get(self, key: str, prompt: int, sample: int) -> Completion | None:
+        """`find` for a prompt whose key is known."""
+        known = self._known.get((key, sample))
         if known is None or known.prompt == prompt:
             return known
         return Completion(prompt, sample, known.text, known.tokens, known.finish, known.detail)
+
+    def finished(self) -> set[tuple[str, int]]:
+        """The keys and samples of completions that need not be made again."""
+        done = (item for item in self._known.items() if item[1].finish is not Finish.FAILED)
+        return {key for key, _completion in done}
 
     def add(self, tokens: Sequence[int], completion: Completion) -> None:
         key = prompt_key(tokens)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moemerge.config.generation import GenerationSettings
+from moemerge.errors import MoeMergeError, ResourceError
 from moemerge.generation.engine import Completion, Engine, Finish, Wanted
 from moemerge.generation.journal import CompletionJournal
 from moemerge.runtime.progress import Progress
@@ -56,6 +57,14 @@ def complete(
                 tokens_made += completion.tokens
                 progress.status(_rate(tokens_made, time.monotonic() - begun))
                 progress.advance(1)
+        except MoeMergeError:
+            raise
+        except Exception as error:  # whatever a library does when a device or a model fails it
+            raise ResourceError(
+                f"the engine {engine.name} stopped after {len(found) - reused} of {len(missing)} "
+                f"completions ({type(error).__name__}: {error})",
+                hint="they are kept: the same command goes on from there",
+            ) from error
         finally:
             progress.finish()
             engine.close()

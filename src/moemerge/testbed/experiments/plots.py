@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moemerge.errors import UsageError
+from moemerge.evaluation.significance import Mean
 from moemerge.testbed.experiments.catalogue import (
     AS_MERGED,
     AVERAGED,
@@ -16,7 +17,6 @@ from moemerge.testbed.experiments.catalogue import (
     REFERENCE,
     SOURCE,
 )
-from moemerge.testbed.experiments.significance import Mean
 from moemerge.testbed.experiments.summary import RowSummary, Summary
 
 # Told apart in print and by colour-blind eyes (Okabe and Ito's palette).

@@ -6,11 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moemerge.testbed.experiments.bench import unpack
-from moemerge.testbed.experiments.catalogue import Experiment, Row
-from moemerge.testbed.experiments.journal import CellJournal
-from moemerge.testbed.experiments.recipes import SetKey
-from moemerge.testbed.experiments.significance import (
+from moemerge.evaluation.significance import (
     McNemar,
     Mean,
     PairedTest,
@@ -18,6 +14,10 @@ from moemerge.testbed.experiments.significance import (
     mean,
     paired_t,
 )
+from moemerge.testbed.experiments.bench import unpack
+from moemerge.testbed.experiments.catalogue import Experiment, Row
+from moemerge.testbed.experiments.journal import CellJournal
+from moemerge.testbed.experiments.recipes import SetKey
 
 Entries = Mapping[SetKey, Mapping[str, Any]]  # what was measured of one row, by set
 

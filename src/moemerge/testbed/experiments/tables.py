@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moemerge.evaluation.significance import Mean, PairedTest
 from moemerge.testbed.experiments.catalogue import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE
-from moemerge.testbed.experiments.significance import Mean, PairedTest
 from moemerge.testbed.experiments.summary import Comparison, RowSummary, Summary
 
 SIGNIFICANT = 0.05

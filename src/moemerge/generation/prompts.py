@@ -1,16 +1,23 @@
-"""Rows of any data set as prompts: which column holds what."""
+"""Rows of any data set as prompts: which column holds what, and what a model is asked."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, Final
 
-from moemerge.config.data import DataSettings
+from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.locate import locate_data
+from moemerge.config.generation import PromptSettings
+from moemerge.config.models import ModelRef
 from moemerge.errors import DataError
 from moemerge.registry import did_you_mean
-from moemerge.text.rows import TextRow, Turn, row_fields, said, turns_of
+from moemerge.text.prompts import prompt_text, prompt_tokens
+from moemerge.text.rows import TextRow, TextSource, Turn, row_fields, said, turns_of
+from moemerge.text.tokens import Tokenizer, load_tokenizer
 
 # Where a set does not say otherwise: the first of these columns that a row has.
 USUAL: Final[Mapping[str, tuple[str, ...]]] = {
@@ -23,7 +30,7 @@ USUAL: Final[Mapping[str, tuple[str, ...]]] = {
     "text": ("text", "content"),
 }  # fmt: skip
 CONVERSATIONS: Final = ("messages", "conversations")
-_PLACE: Final = re.compile(r"\{(\w+)\}")
+_PLACE: Final = re.compile(r"\{(\w+)(?:\[(\d+)\])?\}")
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,36 @@ class PromptRow:
         return "\n".join(str(t["content"]) for t in self.turns if t["role"] != "system")
 
 
-def read_prompts(rows: Sequence[TextRow], settings: DataSettings) -> list[PromptRow]:
+def located(sources: Sequence[TextSource]) -> list[TextSource]:
+    """Files and rows, with the files of hub data sets in place of their ids."""
+    result: list[TextSource] = []
+    for source in sources:
+        result += locate_data(source) if isinstance(source, str) else [source]
+    return result
+
+
+def open_tokenizer(model: str | Path | ModelRef) -> Tokenizer:
+    with Checkpoint.open(model) as checkpoint:
+        return load_tokenizer(checkpoint.tokenizer_folder)
+
+
+def tokenized(prompts: Sequence[PromptRow], tokenizer: Tokenizer, prefill: str) -> list[list[int]]:
+    texts = [prompt_text(row.turns, tokenizer, prefill, row.where) for row in prompts]
+    tokens = prompt_tokens(texts, tokenizer)
+    for row, ids in zip(prompts, tokens, strict=True):
+        if not ids:
+            raise DataError(f"{row.where}: the prompt is empty, expected a question")
+    return tokens
+
+
+def read_prompts(
+    rows: Sequence[TextRow], settings: PromptSettings, group_by: str | None = None
+) -> list[PromptRow]:
     """All rows as prompts; a row without one is an error."""
-    return [_prompt(row, settings) for row in rows]
+    return [_prompt(row, settings, group_by) for row in rows]
 
 
-def _prompt(row: TextRow, settings: DataSettings) -> PromptRow:
+def _prompt(row: TextRow, settings: PromptSettings, group_by: str | None) -> PromptRow:
     fields = row_fields(row)
     for name, column in settings.map.items():
         if column not in fields:
@@ -66,7 +97,7 @@ def _prompt(row: TextRow, settings: DataSettings) -> PromptRow:
         named["prompt"] = f"{named['prompt']}\n\n{named['input']}"
     turns, answer = _turns(named, row.where)
     turns = _dressed(turns, named, settings)
-    group = str(named.get(settings.balance)) if settings.balance else _file(row.where)
+    group = str(named.get(group_by)) if group_by else file_of(row.where)
     return PromptRow(row.where, turns, named, group, answer or _reference(named))
 
 
@@ -90,19 +121,35 @@ def _turns(fields: Mapping[str, Any], where: str) -> tuple[tuple[Turn, ...], str
 
 
 def _dressed(
-    turns: tuple[Turn, ...], fields: Mapping[str, Any], settings: DataSettings
+    turns: tuple[Turn, ...], fields: Mapping[str, Any], settings: PromptSettings
 ) -> tuple[Turn, ...]:
     """The last turn put into the template, and the system message before all."""
     *before, last = turns
     values = {**fields, "prompt": last["content"]}
+    if "choices" in values:
+        values["choices"] = lettered(values["choices"])
 
     def filled(match: re.Match[str]) -> str:
+        value = values.get(match[1])
+        if match[2] is not None and isinstance(value, list) and int(match[2]) < len(value):
+            return str(value[int(match[2])])
         # Other braces are the template's own: \boxed{} and the like.
-        return str(values[match[1]]) if match[1] in values else match[0]
+        return match[0] if value is None or match[2] is not None else str(value)
 
     said_last = {**last, "content": _PLACE.sub(filled, settings.template)}
     system: list[Turn] = [{"role": "system", "content": settings.system}] if settings.system else []
     return (*system, *before, said_last)
+
+
+def lettered(choices: Any) -> str:
+    """Choices line by line, each with its letter: a list of texts, or {"label", "text"} lists."""
+    if isinstance(choices, Mapping) and {"label", "text"} <= choices.keys():
+        pairs = zip(choices["label"], choices["text"], strict=False)
+    elif isinstance(choices, list):
+        pairs = zip(ascii_uppercase, choices, strict=False)
+    else:
+        return str(choices)
+    return "\n".join(f"({letter}) {text}" for letter, text in pairs)
 
 
 def _reference(fields: Mapping[str, Any]) -> str | None:
@@ -111,21 +158,5 @@ def _reference(fields: Mapping[str, Any]) -> str | None:
     return None if column is None else str(fields[column])
 
 
-def read_texts(rows: Sequence[TextRow], settings: DataSettings) -> list[tuple[str, str]]:
-    """(group, text) of rows of plain text."""
-    texts = []
-    for row in rows:
-        fields = row_fields(row)
-        column = settings.map.get("text") or next((c for c in USUAL["text"] if c in fields), "text")
-        if not isinstance(fields.get(column), str):
-            raise DataError(
-                f"{row.where}: no text in column {column!r}{did_you_mean(column, fields)}",
-                hint=f"columns: {', '.join(fields)}; --map text=COLUMN",
-            )
-        group = str(fields.get(settings.balance)) if settings.balance else _file(row.where)
-        texts.append((group, fields[column]))
-    return texts
-
-
-def _file(where: str) -> str:
+def file_of(where: str) -> str:
     return where.rpartition(", row ")[0] or "rows in memory"

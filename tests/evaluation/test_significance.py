@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from moemerge.testbed.experiments.bench import pack, unpack
-from moemerge.testbed.experiments.significance import (
+from moemerge.evaluation.significance import (
     incomplete_beta,
     mcnemar,
     mean,
@@ -15,6 +14,7 @@ from moemerge.testbed.experiments.significance import (
     sign_test,
     student_two_sided,
 )
+from moemerge.testbed.experiments.bench import pack, unpack
 
 
 def test_mean_and_its_standard_error():

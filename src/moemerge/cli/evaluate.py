@@ -1,0 +1,73 @@
+"""`moemerge evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moemerge.cli.flags import Reporting, add_verb
+from moemerge.cli.interrupts import interruptible
+from moemerge.config.evaluation import EvaluationSettings
+
+EXAMPLES = """
+  moemerge evaluate merged/ calibrated/ --task gsm8k --task math500
+  moemerge evaluate merged/ --task gsm8k --data gsm8k=gsm8k_test.jsonl.gz \\
+      --samples 1 --temperature 0 --limit 200
+  moemerge evaluate merged/ calibrated/ --task humaneval+ --allow-code
+  moemerge evaluate --rescore --task gsm8k --protocol paper
+"""
+
+
+def add_to(app: typer.Typer) -> None:
+    add_verb(app, evaluate, EXAMPLES)
+
+
+def evaluate(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL...", help="Folders, or hub ids.")
+    ] = None,
+    *,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASK",
+            help="gsm8k, math500, humaneval+, mbpp+, ifeval, commonsense_qa, or a FILE.yml. "
+            "Repeat it.",
+        ),
+    ] = None,
+    data: Annotated[
+        dict[str, list[str]] | None,
+        typer.Option(metavar="TASK=FILE", help="A task's problems, from this file. Repeat it."),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Keeps all answers; results.json is there.")
+    ] = Path("evaluation"),
+    rescore: Annotated[
+        bool, typer.Option("--rescore", help="Judge the answers in FOLDER anew, without models.")
+    ] = False,
+    settings: EvaluationSettings,
+    reporting: Reporting,
+) -> None:
+    """Say how good models are on benchmarks, and whether one is better than another."""
+    from moemerge import api
+    from moemerge.cli.evaluation_table import evaluation_report
+
+    with interruptible(lambda: _what_is_left(out)), reporting.progress() as bar:
+        report = api.evaluate(
+            models or (),
+            task or (),
+            out=out,
+            data=data or {},
+            rescore=rescore,
+            settings=settings,
+            progress=bar,
+        )
+    table = evaluation_report(report, verbose=reporting.verbose)
+    reporting.show(report.to_json(), table, notices=report.notices)
+
+
+def _what_is_left(out: Path) -> str | None:
+    kept = (out / "completions").is_dir()
+    return "the same command goes on with the answers that are there" if kept else None

@@ -1,0 +1,217 @@
+"""Problems answered by models. What was answered before is taken from the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moemerge.config.generation import GenerationSettings
+from moemerge.errors import DataError
+from moemerge.evaluation.folder import Asked, CompletionIndex
+from moemerge.evaluation.job import EvaluationJob, Model, PosedTask, generation_settings
+from moemerge.generation.engine import Completion, Finish
+from moemerge.generation.engines import drawn_by, engine_maker, made_by
+from moemerge.generation.journal import CompletionJournal, prompt_key
+from moemerge.generation.prompts import open_tokenizer
+from moemerge.generation.run import complete
+from moemerge.report.words import display_names
+from moemerge.runtime.progress import Progress
+from moemerge.text.prompts import has_template, prompt_text, prompt_tokens
+from moemerge.text.tokens import Tokenizer
+
+Completions = tuple[tuple[Completion, ...], ...]  # by problem and sample
+
+
+@dataclass(frozen=True)
+class AnsweredTask:
+    """What one model wrote to one task."""
+
+    prompts: tuple[str, ...]  # as the model saw them
+    completions: Completions
+
+
+Answers = dict[str, dict[str, AnsweredTask]]  # model -> task
+
+
+@dataclass(frozen=True)
+class AskedModel:
+    """A model with its tokenizer, and every prompt as it will see it."""
+
+    name: str
+    model: Model
+    tokenizer: Tokenizer
+    prompts: Mapping[str, tuple[str, ...]]  # task -> prompts
+    tokens: Mapping[str, tuple[tuple[int, ...], ...]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a model still has to do."""
+
+    model: str
+    completions: int
+    reused: int
+    prompt_tokens: int  # of problems with a completion to make
+    most_tokens: int  # that can be generated
+
+    def __str__(self) -> str:
+        if not self.completions:
+            return f"{self.model}: all {self.reused} completions are there already"
+        there = f" ({self.reused} are there already)" if self.reused else ""
+        return (
+            f"{self.model}: {self.completions:,} completions to make{there}, prompts of "
+            f"{self.prompt_tokens:,} tokens, at most {self.most_tokens:,} tokens to generate"
+        )
+
+
+def ask(job: EvaluationJob) -> list[AskedModel]:
+    """Every prompt of every model, before any of them is loaded."""
+    return [_asked(job, name, model) for name, model in job.models.items()]
+
+
+def _asked(job: EvaluationJob, name: str, model: Model) -> AskedModel:
+    tokenizer = open_tokenizer(model)
+    if job.settings.plain:
+        tokenizer.chat_template = None
+    prompts, tokens = {}, {}
+    for posed in job.tasks:
+        task = posed.task.settings
+        if task.needs_chat_template and not has_template(tokenizer) and not job.settings.plain:
+            raise DataError(
+                f"{model}: task {posed.name} needs a chat template, and the tokenizer has none",
+                hint="add chat_template.jinja to the model folder; --plain asks in plain text",
+            )
+        texts = [prompt_text(r.turns, tokenizer, task.prefill, r.where) for r in posed.problems]
+        ids = prompt_tokens(texts, tokenizer)
+        for row, line in zip(posed.problems, ids, strict=True):
+            if not line:
+                raise DataError(f"{row.where}: the prompt is empty, expected a question")
+        prompts[posed.name] = tuple(texts)
+        tokens[posed.name] = tuple(tuple(line) for line in ids)
+    return AskedModel(name, model, tokenizer, prompts, tokens)
+
+
+def efforts(job: EvaluationJob, models: Sequence[AskedModel]) -> list[Effort]:
+    """What each model still has to do; nothing is written for it."""
+    return [_effort(job, asked) for asked in models]
+
+
+def _effort(job: EvaluationJob, asked: AskedModel) -> Effort:
+    made = reused = length = most = 0
+    for settings, tasks in _groups(job):
+        common = made_by(asked.model, settings)
+        index = CompletionIndex.of(job.request.out, str(asked.model), common)
+        known: set[tuple[str, int]] = set()
+        if index.completions.exists():
+            with CompletionJournal(index.completions, index.made_by) as journal:
+                known = journal.finished()
+        for line in (line for task in tasks for line in asked.tokens[task.name]):
+            key = prompt_key(line)
+            missing = sum((key, sample) not in known for sample in range(settings.samples))
+            made += missing
+            reused += settings.samples - missing
+            length += len(line) if missing else 0
+            most += missing * settings.max_new_tokens
+    return Effort(asked.name, made, reused, length, most)
+
+
+def _groups(job: EvaluationJob) -> list[tuple[GenerationSettings, list[PosedTask]]]:
+    """Tasks that are drawn alike: a model is loaded once for each group."""
+    groups: dict[GenerationSettings, list[PosedTask]] = {}
+    for posed in job.tasks:
+        groups.setdefault(generation_settings(job.settings, posed.task), []).append(posed)
+    return list(groups.items())
+
+
+def answer(job: EvaluationJob, asked: AskedModel, progress: Progress) -> dict[str, AnsweredTask]:
+    """All answers of one model, task by task; each is on disk as soon as it is made."""
+    answered = {}
+    for settings, tasks in _groups(job):
+        common = made_by(asked.model, settings)
+        index = CompletionIndex.of(job.request.out, str(asked.model), common)
+        for task in tasks:
+            prompts = zip(asked.tokens[task.name], asked.prompts[task.name], strict=True)
+            lines = [Asked(prompt_key(line), text) for line, text in prompts]
+            index.tasks.setdefault(task.name, {}).update(zip(task.names, lines, strict=True))
+        index.write()
+        make_engine = engine_maker(asked.model, asked.tokenizer, settings, progress)
+        together = [line for task in tasks for line in asked.tokens[task.name]]
+        with CompletionJournal(index.completions, common) as journal:
+            made = iter(complete(together, settings, make_engine, journal, progress).completions)
+        for task in tasks:
+            completions = tuple(next(made) for _problem in task.problems)
+            answered[task.name] = AnsweredTask(asked.prompts[task.name], completions)
+    return answered
+
+
+def recall(job: EvaluationJob, progress: Progress) -> Answers:
+    """Answers from the folder alone, of the models that are named or of all that are there."""
+    groups = _groups(job)
+    drawn = [drawn_by(settings) for settings, _tasks in groups]
+    indexes: dict[str, dict[int, CompletionIndex]] = {}
+    for index in CompletionIndex.all_in(job.request.out):
+        way = {name: value for name, value in index.made_by.items() if name != "model"}
+        if way not in drawn:
+            continue
+        place = drawn.index(way)
+        before = indexes.setdefault(index.model, {}).get(place)
+        if before is not None:  # the folder was given another model of the same name since
+            progress.note(f"{index.model}: answers of two versions are there, the newer count")
+            index = max(before, index, key=lambda i: i.completions.stat().st_mtime)
+        indexes[index.model][place] = index
+    wanted = [str(model) for model in job.models.values()] or list(indexes)
+    if not wanted:
+        raise DataError(
+            f"{job.request.out} holds no answers that were drawn with these settings",
+            hint="give the settings they were drawn with (--samples, --temperature, ...), "
+            "or run without --rescore",
+        )
+    names = dict(zip(wanted, display_names(wanted), strict=True))
+    return {names[label]: _recalled(job, label, indexes.get(label, {})) for label in wanted}
+
+
+def _recalled(
+    job: EvaluationJob, label: str, indexes: Mapping[int, CompletionIndex]
+) -> dict[str, AnsweredTask]:
+    answered = {}
+    for place, (settings, tasks) in enumerate(_groups(job)):
+        index = indexes.get(place)
+        if index is None or not index.completions.exists():
+            raise _missing(job, label, tasks[0], len(tasks[0].problems) * settings.samples)
+        with CompletionJournal(index.completions, index.made_by) as journal:
+            for task in tasks:
+                prompts = index.tasks.get(task.name, {})
+                asked = [prompts.get(name) for name in task.names]
+                known = [
+                    [a and journal.get(a.key, n, sample) for sample in range(settings.samples)]
+                    for n, a in enumerate(asked)
+                ]
+                lacking = sum(one is None for samples in known for one in samples)
+                if lacking:
+                    raise _missing(job, label, task, lacking)
+                answered[task.name] = AnsweredTask(
+                    tuple(a.prompt for a in asked if a),
+                    tuple(tuple(one for one in samples if one) for samples in known),
+                )
+    return answered
+
+
+def _missing(job: EvaluationJob, label: str, task: PosedTask, count: int) -> DataError:
+    return DataError(
+        f"{label}: {count} answers to {task.name} are not in {job.request.out}",
+        hint="the same command without --rescore makes them",
+    )
+
+
+def failures(answers: Answers) -> list[str]:
+    """What is said of completions that could not be made."""
+    lines = []
+    for model, tasks in answers.items():
+        for task, answered in tasks.items():
+            failed = [one for c in answered.completions for one in c if one.finish is Finish.FAILED]
+            if failed:
+                lines.append(
+                    f"{model}, {task}: {len(failed)} completions could not be made and count as "
+                    f"wrong ({failed[0].detail}); the same command tries them again"
+                )
+    return lines

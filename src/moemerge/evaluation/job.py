@@ -1,0 +1,162 @@
+"""Everything that can be refused, before a model is loaded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from moemerge.config.evaluation import EvaluationSettings
+from moemerge.config.generation import GenerationSettings
+from moemerge.config.models import ModelRef
+from moemerge.config.translate import parse_settings
+from moemerge.errors import DataError, UsageError
+from moemerge.evaluation.catalogue import BenchmarkTask, find_task
+from moemerge.generation.prompts import PromptRow, located, read_prompts
+from moemerge.registry import did_you_mean
+from moemerge.report.words import display_names
+from moemerge.text.rows import TextSource, read_rows
+
+# Columns that name a problem, where each has a name of its own.
+NAMING: Final = ("task_id", "unique_id", "id", "key")
+Model = str | Path | ModelRef
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Which models solve which tasks, and the folder that keeps their answers."""
+
+    models: Sequence[Model]
+    tasks: Sequence[str]
+    out: Path
+    settings: EvaluationSettings
+    data: Mapping[str, Sequence[TextSource]] = field(default_factory=dict)
+    rescore: bool = False  # take answers from `out` alone
+
+
+@dataclass(frozen=True)
+class PosedTask:
+    """A task and those of its problems that are posed."""
+
+    task: BenchmarkTask
+    problems: tuple[PromptRow, ...]
+    names: tuple[str, ...]  # of the problems
+    verify: str  # under the protocol of this run
+    samples: int  # that count under it
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """A request that was checked, with its problems read."""
+
+    request: EvaluationRequest
+    tasks: tuple[PosedTask, ...]
+    models: Mapping[str, Model]  # by their names in tables
+
+    @property
+    def settings(self) -> EvaluationSettings:
+        return self.request.settings
+
+
+def prepare(request: EvaluationRequest) -> EvaluationJob:
+    """Read tasks and problems; all that is wrong with them is said now."""
+    _check(request)
+    tasks = [find_task(name) for name in dict.fromkeys(request.tasks)]
+    _check_data_names(request, tasks)
+    posed = tuple(_posed(task, request) for task in tasks)
+    labels = [str(model) for model in request.models]
+    return EvaluationJob(
+        request, posed, dict(zip(display_names(labels), request.models, strict=True))
+    )
+
+
+def generation_settings(settings: EvaluationSettings, task: BenchmarkTask) -> GenerationSettings:
+    """How completions of one task are drawn."""
+    shared = GenerationSettings.model_fields.keys() & EvaluationSettings.model_fields.keys()
+    values = {name: getattr(settings, name) for name in shared}
+    values["max_new_tokens"] = settings.max_new_tokens or task.settings.max_new_tokens
+    return parse_settings(
+        GenerationSettings, {**values, "stop": task.settings.stop}, f"task {task.name}"
+    )
+
+
+def _check(request: EvaluationRequest) -> None:
+    if not request.tasks:
+        raise UsageError("no task is given", hint="--task gsm8k, for instance")
+    if not request.models and not request.rescore:
+        raise UsageError("no model is given", hint="moemerge evaluate MODEL... --task TASK")
+    labels = [str(model) for model in request.models]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise UsageError(f"{', '.join(twice)}: given twice", hint="name each model once")
+    if len(labels) > 1 and request.settings.engine == "server" and not request.rescore:
+        raise UsageError(
+            f"{len(labels)} models, but a server runs one",
+            hint="evaluate them one by one into the same --out; --rescore then compares all",
+        )
+    if request.out.exists() and not request.out.is_dir():
+        raise UsageError(f"{request.out} is a file, expected a folder to keep answers in")
+
+
+def _check_data_names(request: EvaluationRequest, tasks: Sequence[BenchmarkTask]) -> None:
+    names = [task.name for task in tasks]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"two task files are called {', '.join(twice)}", hint="rename one")
+    for name in request.data:
+        if name not in names:
+            raise UsageError(
+                f"data for {name!r}, which is none of the tasks{did_you_mean(name, names)}",
+                hint=f"tasks: {', '.join(names)}",
+            )
+
+
+def _posed(task: BenchmarkTask, request: EvaluationRequest) -> PosedTask:
+    settings = request.settings
+    rows = read_prompts(read_rows(_sources(task, request)), task.settings)
+    names = _names(rows)
+    kept = list(range(len(rows)))
+    if settings.limit is not None and settings.limit < len(rows):
+        kept = sorted(random.Random(settings.seed).sample(kept, settings.limit))
+    published = task.settings.paper if settings.protocol == "paper" else None
+    verify = (published and published.verify) or task.settings.verify
+    samples = (published and published.samples) or settings.samples
+    return PosedTask(
+        task,
+        tuple(rows[place] for place in kept),
+        tuple(names[place] for place in kept),
+        verify,
+        min(samples, settings.samples),
+    )
+
+
+def _sources(task: BenchmarkTask, request: EvaluationRequest) -> list[TextSource]:
+    given = request.data.get(task.name)
+    if given:
+        return located(given)
+    if task.data is None:
+        raise DataError(
+            f"task {task.name}: its file names no data", hint=f"--data {task.name}=FILE"
+        )
+    try:
+        return located([task.data])
+    except DataError as error:
+        raise DataError(
+            f"task {task.name}: {error.message}",
+            hint=f"--data {task.name}=FILE reads its problems from a file",
+        ) from error
+
+
+def _names(rows: Sequence[PromptRow]) -> list[str]:
+    """Each problem's own name, else its number."""
+    for column in NAMING:
+        names = [str(row.fields.get(column, "")) for row in rows]
+        if all(names) and len(set(names)) == len(names):
+            return names
+    return [str(number) for number in range(1, len(rows) + 1)]

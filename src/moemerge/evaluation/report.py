@@ -1,0 +1,230 @@
+"""What came of an evaluation: means with their errors, and every pair of models compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Final
+
+import numpy as np
+
+from moemerge.evaluation.resampling import (
+    Array,
+    drawn_means,
+    flipped_means,
+    interval,
+    two_sided,
+    weighted,
+)
+from moemerge.evaluation.significance import McNemar, mcnemar, mean
+from moemerge.generation.counts import Counts
+
+ALPHA: Final = 0.05
+OVERALL: Final = "overall"
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """One task: the score of every model on every problem, from 0 to 1."""
+
+    name: str
+    title: str
+    domain: str
+    problems: tuple[str, ...]
+    scores: Array  # (models, problems)
+    single: bool  # one sample: every score is 0 or 1
+    counts: tuple[Counts, ...] = ()  # of each model's answers
+    source: str | None = None  # the data set, for a model card
+    metric: str = "accuracy"
+    expected: int | None = None  # problems that the whole set has
+    most_tokens: int | None = None  # at which a completion was cut
+
+
+@dataclass(frozen=True)
+class MeanScore:
+    """A mean over problems; `error` is clustered by problem, None for a single one."""
+
+    mean: float
+    error: float | None
+    interval: tuple[float, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"mean": self.mean, "error": self.error, "interval": list(self.interval)}
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Second minus first, problem by problem."""
+
+    first: str
+    second: str
+    difference: float
+    interval: tuple[float, float]
+    p: float  # two-sided, by exchanging the two models at random on each problem
+    won: int  # problems on which the second is better
+    lost: int
+    mcnemar: McNemar | None = None  # where every score is 0 or 1
+
+    @property
+    def significant(self) -> bool:
+        """McNemar's test is the exact form of the other one."""
+        return (self.p if self.mcnemar is None else self.mcnemar.p) < ALPHA
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "first": self.first,
+            "second": self.second,
+            "difference": self.difference,
+            "interval": list(self.interval),
+            "p": self.p,
+            "mcnemar": None if self.mcnemar is None else vars(self.mcnemar),
+            "significant": self.significant,
+            "won": self.won,
+            "lost": self.lost,
+        }
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """A task, or an average over tasks: each model's score, and every pair compared."""
+
+    name: str
+    title: str
+    kind: str  # "task", "domain" or "overall"
+    tasks: tuple[str, ...]
+    scores: Mapping[str, MeanScore]
+    pairs: tuple[PairedDifference, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "title": self.title,
+            "kind": self.kind,
+            "tasks": list(self.tasks),
+            "scores": {model: score.to_json() for model, score in self.scores.items()},
+            "pairs": [pair.to_json() for pair in self.pairs],
+        }
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Every number of an evaluation."""
+
+    protocol: str
+    settings: Mapping[str, Any]
+    models: Mapping[str, str]  # names in tables -> as they were given
+    tasks: tuple[TaskScores, ...]
+    rows: tuple[ResultRow, ...]
+    notices: tuple[str, ...] = ()
+    reused: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "protocol": self.protocol,
+            "settings": dict(self.settings),
+            "models": dict(self.models),
+            "results": [row.to_json() for row in self.rows],
+            "tasks": [self._task(task) for task in self.tasks],
+            "notices": list(self.notices),
+            "seconds": round(self.seconds, 3),
+        }
+
+    def _task(self, task: TaskScores) -> dict[str, Any]:
+        models = list(self.models)
+        return {
+            "name": task.name,
+            "title": task.title,
+            "domain": task.domain,
+            "metric": task.metric,
+            "data": task.source,
+            "counts": {m: c.to_json() for m, c in zip(models, task.counts, strict=False)},
+            "problems": [
+                {"problem": name, **{m: float(task.scores[n, at]) for n, m in enumerate(models)}}
+                for at, name in enumerate(task.problems)
+            ],
+        }
+
+
+def compare(
+    tasks: Sequence[TaskScores], models: Sequence[str], *, draws: int, seed: int
+) -> tuple[ResultRow, ...]:
+    """Rows of the table: each domain's tasks and their average, then the mean of the averages."""
+    drawn = [_Drawn(task, len(models), draws, seed, place) for place, task in enumerate(tasks)]
+    rows: list[ResultRow] = []
+    domains = list(dict.fromkeys(task.domain for task in tasks))
+    for domain in domains:
+        own = [one for one in drawn if one.task.domain == domain]
+        for one in own:
+            name, title = one.task.name, one.task.title
+            rows.append(_row(models, [one], [1.0], (name, title, "task")))
+        if len(own) > 1:
+            title = f"{domain} average"
+            rows.append(_row(models, own, [1 / len(own)] * len(own), (domain, title, "domain")))
+    if len(domains) > 1:
+        sizes = [sum(o.task.domain == one.task.domain for o in drawn) for one in drawn]
+        weights = [1 / (len(domains) * size) for size in sizes]
+        rows.append(_row(models, drawn, weights, (OVERALL, OVERALL, "overall")))
+    return tuple(rows)
+
+
+class _Drawn:
+    """A task with its problems drawn again: averages are made of the same draws."""
+
+    def __init__(self, task: TaskScores, models: int, draws: int, seed: int, place: int) -> None:
+        self.task = task
+        rng = np.random.default_rng([seed, place])
+        pairs = list(combinations(range(models), 2))
+        self.differences = np.array(
+            [task.scores[second] - task.scores[first] for first, second in pairs]
+        ).reshape(len(pairs), task.scores.shape[1])
+        self.means = drawn_means(task.scores, draws, rng)  # (draws, models)
+        self.flipped = flipped_means(self.differences, draws, rng)  # (draws, pairs)
+        self.summaries = [mean(row) for row in task.scores.tolist()]
+
+
+def _row(
+    models: Sequence[str],
+    drawn: Sequence[_Drawn],
+    weights: Sequence[float],
+    words: tuple[str, str, str],
+) -> ResultRow:
+    means = weighted([one.means for one in drawn], weights)
+    flipped = weighted([one.flipped for one in drawn], weights)
+    scores = {}
+    for place, model in enumerate(models):
+        summaries = [one.summaries[place] for one in drawn]
+        errors = [s.error for s in summaries]
+        value = math.fsum(w * s.value for w, s in zip(weights, summaries, strict=True))
+        squares = [(w * e) ** 2 for w, e in zip(weights, errors, strict=True) if e is not None]
+        error = math.sqrt(math.fsum(squares)) if None not in errors else None
+        scores[model] = MeanScore(value, error, interval(means[:, place]))
+    pairs = []
+    for place, (first, second) in enumerate(combinations(range(len(models)), 2)):
+        gaps = [one.differences[place] for one in drawn]
+        observed = math.fsum(w * float(g.mean()) for w, g in zip(weights, gaps, strict=True))
+        pairs.append(
+            PairedDifference(
+                first=models[first],
+                second=models[second],
+                difference=observed,
+                interval=interval(means[:, second] - means[:, first]),
+                p=two_sided(observed, flipped[:, place]),
+                won=sum(int((g > 0).sum()) for g in gaps),
+                lost=sum(int((g < 0).sum()) for g in gaps),
+                mcnemar=_mcnemar(drawn, first, second),
+            )
+        )
+    name, title, kind = words
+    names = tuple(one.task.name for one in drawn)
+    return ResultRow(name, title, kind, names, scores, tuple(pairs))
+
+
+def _mcnemar(drawn: Sequence[_Drawn], first: int, second: int) -> McNemar | None:
+    """Where it applies: one task, each problem right or wrong."""
+    if len(drawn) != 1 or not drawn[0].task.single:
+        return None
+    scores = drawn[0].task.scores
+    return mcnemar([bool(v) for v in scores[first]], [bool(v) for v in scores[second]])

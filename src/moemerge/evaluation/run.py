@@ -1,0 +1,128 @@
+"""From a request to a report, and the folder that keeps what it was made of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from moemerge.config.evaluation import EvaluationSettings
+from moemerge.evaluation.answers import (
+    Answers,
+    AskedModel,
+    Effort,
+    answer,
+    ask,
+    efforts,
+    failures,
+    recall,
+)
+from moemerge.evaluation.folder import file_name, write_whole
+from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation_settings, prepare
+from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
+from moemerge.evaluation.scoring import ScoredTask, judge, opened_verifiers
+from moemerge.report.files import report_bytes, report_document
+from moemerge.runtime.progress import Progress
+from moemerge.text.writing import write_rows
+from moemerge.version import __version__
+
+RESULTS = "results.json"
+
+
+def estimate(request: EvaluationRequest) -> list[Effort]:
+    """What each model would have to do; nothing is generated or written."""
+    job = prepare(request)
+    return efforts(job, ask(job))
+
+
+def run_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationReport:
+    """Let models answer, judge, compare. A killed run goes on when it is run again."""
+    begun = time.monotonic()
+    job = prepare(request)
+    with opened_verifiers(job, progress) as verifiers:
+        answers = recall(job, progress) if request.rescore else _answered(job, progress)
+        scored = judge(job, verifiers, answers, progress)
+    report = _report(job, answers, scored)
+    report = replace(report, seconds=time.monotonic() - begun)
+    _keep(job, scored, report)
+    return report
+
+
+def _answered(job: EvaluationJob, progress: Progress) -> Answers:
+    asked: Sequence[AskedModel] = ask(job)
+    for effort in efforts(job, asked):
+        progress.note(str(effort))
+    return {one.name: answer(job, one, progress) for one in asked}
+
+
+def _report(job: EvaluationJob, answers: Answers, scored: Sequence[ScoredTask]) -> EvaluationReport:
+    settings, models = job.settings, list(answers)
+    tasks = tuple(_scores(task, models, settings) for task in scored)
+    given = {name: str(model) for name, model in job.models.items()}
+    return EvaluationReport(
+        protocol=settings.protocol,
+        settings=settings.model_dump(mode="json"),
+        models={name: given.get(name, name) for name in models},
+        tasks=tasks,
+        rows=compare(tasks, models, draws=settings.draws, seed=settings.seed),
+        notices=(*failures(answers), *_notices(tasks, models)),
+    )
+
+
+def _scores(task: ScoredTask, models: Sequence[str], settings: EvaluationSettings) -> TaskScores:
+    posed = task.posed
+    own = posed.task.settings
+    return TaskScores(
+        name=posed.name,
+        title=own.title,
+        domain=own.domain,
+        problems=posed.names,
+        scores=task.scores(),
+        single=posed.samples == 1,
+        counts=tuple(task.counts(model) for model in models),
+        source=own.data,
+        expected=own.problems,
+        most_tokens=generation_settings(settings, posed.task).max_new_tokens,
+    )
+
+
+def _notices(tasks: Sequence[TaskScores], models: Sequence[str]) -> Iterator[str]:
+    for task in tasks:
+        if task.expected is not None and len(task.problems) != task.expected:
+            yield f"{task.name}: {len(task.problems)} problems; the whole set has {task.expected}"
+        for model, counts in zip(models, task.counts, strict=True):
+            if counts.cut:
+                yield (
+                    f"{model}, {task.name}: {counts.cut} of {counts.asked} completions were cut "
+                    f"(most tokens: {task.most_tokens}) and judged as they are"
+                )
+            for grade in ("undecided", "timeout"):
+                if number := counts.grades.get(grade):
+                    yield f"{model}, {task.name}: {number} answers {grade}, counted as wrong"
+
+
+def _keep(job: EvaluationJob, scored: Sequence[ScoredTask], report: EvaluationReport) -> None:
+    out = job.request.out
+    for task in scored:
+        for model in task.answers:
+            folder = out / "answers" / file_name(task.posed.name)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_rows(folder / f"{file_name(model)}.jsonl", _answers(task, model))
+    document = report_document(__version__, evaluation=report.to_json())
+    write_whole(out / RESULTS, report_bytes(document))
+
+
+def _answers(task: ScoredTask, model: str) -> Iterator[dict[str, Any]]:
+    for name, samples in zip(task.posed.names, task.answers[model], strict=True):
+        for one in samples:
+            yield {
+                "problem": name,
+                "sample": one.completion.sample,
+                "prompt": one.prompt,
+                "response": one.response,
+                "tokens": one.completion.tokens,
+                "finish": one.completion.finish.value,
+                "grade": None if one.judged is None else one.judged.grade.value,
+                "detail": one.completion.detail if one.judged is None else one.judged.detail,
+            }

@@ -1,0 +1,129 @@
+"""Answers judged under a protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from moemerge.evaluation.answers import Answers
+from moemerge.evaluation.folder import file_name
+from moemerge.evaluation.job import EvaluationJob, PosedTask
+from moemerge.evaluation.resampling import Array
+from moemerge.generation.counts import Counts, count
+from moemerge.generation.engine import Completion, Finish
+from moemerge.runtime.progress import Progress
+from moemerge.verification.cache import CachedVerifier
+from moemerge.verification.code_checks import CodeVerifier
+from moemerge.verification.judgement import Judgement, Verifier
+from moemerge.verification.verifiers import check_all, check_rows, make_verifier
+
+
+@dataclass(frozen=True)
+class JudgedAnswer:
+    """One sample of one problem; `judged` is None where it could not be made."""
+
+    prompt: str
+    response: str  # with the beginning that it was given
+    completion: Completion
+    judged: Judgement | None
+
+    @property
+    def right(self) -> bool:
+        return self.judged is not None and self.judged.right
+
+
+@dataclass(frozen=True)
+class ScoredTask:
+    """A task with the answers of all models: model -> problem -> sample."""
+
+    posed: PosedTask
+    answers: Mapping[str, tuple[tuple[JudgedAnswer, ...], ...]]
+
+    def scores(self) -> Array:
+        """The share of right samples, (models, problems)."""
+        return np.array(
+            [
+                [sum(one.right for one in samples) / len(samples) for samples in problems]
+                for problems in self.answers.values()
+            ]
+        )
+
+    def counts(self, model: str) -> Counts:
+        return count(
+            (one.completion, one.judged) for samples in self.answers[model] for one in samples
+        )
+
+
+@contextmanager
+def opened_verifiers(job: EvaluationJob, progress: Progress) -> Iterator[dict[str, Verifier]]:
+    """The check of every task, by the task's name; rows that it cannot judge are refused now."""
+    made: dict[str, Verifier] = {}
+    with ExitStack() as stack:
+        for posed in job.tasks:
+            if posed.verify not in made:
+                verifier = make_verifier(
+                    posed.verify, allow_code=job.settings.allow_code, workers=job.settings.workers
+                )
+                stack.callback(verifier.close)
+                made[posed.verify] = verifier
+                if isinstance(verifier, CodeVerifier):
+                    for line in verifier.protections.sentences():
+                        progress.note(line)
+            check_rows(made[posed.verify], [(row.where, row.fields) for row in posed.problems])
+        yield {posed.name: made[posed.verify] for posed in job.tasks}
+
+
+def judge(
+    job: EvaluationJob, verifiers: Mapping[str, Verifier], answers: Answers, progress: Progress
+) -> list[ScoredTask]:
+    """Judge all answers; texts that were judged before are looked up."""
+    with ExitStack() as stack:
+        cached: dict[str, CachedVerifier] = {}
+        for posed in job.tasks:
+            if posed.verify not in cached:
+                path = job.request.out / "judgements" / f"{file_name(posed.verify)}.jsonl"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                memory = CachedVerifier(verifiers[posed.name], path)
+                cached[posed.verify] = stack.enter_context(memory)
+        return [_scored(job, posed, cached[posed.verify], answers, progress) for posed in job.tasks]
+
+
+def _scored(
+    job: EvaluationJob,
+    posed: PosedTask,
+    verifier: Verifier,
+    answers: Answers,
+    progress: Progress,
+) -> ScoredTask:
+    prefill = posed.task.settings.prefill
+    asked = [
+        (row.fields, prefill + completion.text, completion)
+        for tasks in answers.values()
+        for row, samples in zip(posed.problems, tasks[posed.name].completions, strict=True)
+        for completion in samples[: posed.samples]
+        if completion.finish is not Finish.FAILED
+    ]
+    items = [(fields, response) for fields, response, _completion in asked]
+    judged = check_all(verifier, items, workers=job.settings.workers, progress=progress)
+    by_completion = {
+        id(completion): judgement
+        for (_fields, _response, completion), judgement in zip(asked, judged, strict=True)
+    }
+    return ScoredTask(
+        posed,
+        {
+            model: tuple(
+                tuple(
+                    JudgedAnswer(prompt, prefill + one.text, one, by_completion.get(id(one)))
+                    for one in samples[: posed.samples]
+                )
+                for prompt, samples in zip(
+                    tasks[posed.name].prompts, tasks[posed.name].completions, strict=True
+                )
+            )
+            for model, tasks in answers.items()
+        },
+    )

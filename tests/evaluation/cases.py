@@ -1,0 +1,43 @@
+"""Task files, and evaluations in one call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from moemerge.config.evaluation import EvaluationSettings
+from moemerge.config.translate import parse_settings
+from moemerge.evaluation import EvaluationReport, EvaluationRequest, run_evaluation
+from moemerge.runtime.progress import Silent
+
+GREEDY = {"samples": 1, "temperature": 0, "device": "cpu", "draws": 500}
+
+
+def write_task(folder: Path, asked, name: str = "sums", **values) -> str:
+    """A task file with its data beside it."""
+    folder.mkdir(exist_ok=True)
+    rows = [{"question": p.prompt, "answer": p.answer, "kind": p.kind} for p in asked]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = {
+        "title": name.title(), "domain": "math", "data": f"{name}.jsonl", "verify": "exact",
+        "max_new_tokens": 24, **values,
+    }  # fmt: skip
+    path = folder / f"{name}.yml"
+    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in said.items()))
+    return str(path)
+
+
+def request(models, tasks, out, *, data=None, rescore=False, **values) -> EvaluationRequest:
+    settings = parse_settings(EvaluationSettings, {**GREEDY, **values}, "settings")
+    return EvaluationRequest(
+        models=models, tasks=tasks, out=out, settings=settings, data=data or {}, rescore=rescore
+    )
+
+
+def run(models, tasks, out, **values) -> EvaluationReport:
+    return run_evaluation(request(models, tasks, out, **values), Silent())
+
+
+def kept_answers(out: Path, task: str, model: str) -> list[dict]:
+    lines = (out / "answers" / task / f"{model}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

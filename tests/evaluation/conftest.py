@@ -1,0 +1,20 @@
+"""The bundled specialists, and problems of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moemerge.testbed.tasks import problems
+from moemerge.testbed.training import bundled_set
+
+
+@pytest.fixture(scope="session")
+def specialists() -> dict[str, Path]:
+    return dict(bundled_set().models)
+
+
+@pytest.fixture(scope="session")
+def sums():
+    return problems("math", split="test", count=40, seed=11)

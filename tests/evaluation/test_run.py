@@ -1,0 +1,123 @@
+"""Evaluations from end to end, with the bundled specialists."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from evaluation.cases import kept_answers, run, write_task
+from moemerge.errors import DataError, UsageError
+from moemerge.testbed.accuracy import accuracy
+
+
+def test_scores_are_those_of_the_testbed_problem_by_problem(specialists, sums, tmp_path):
+    task, out = write_task(tmp_path, sums), tmp_path / "out"
+    models = [specialists["math"], specialists["chat"]]
+    report = run(models, [task], out)
+    for place, model in enumerate(models):
+        assert report.tasks[0].scores[place].tolist() == accuracy(model, sums, device="cpu")
+    assert 0 < report.rows[0].scores["math"].mean < 1
+    assert [row["prompt"] for row in kept_answers(out, "sums", "math")] == [p.prompt for p in sums]
+    results = json.loads((out / "results.json").read_text())["evaluation"]
+    assert results == json.loads(json.dumps(report.to_json()))
+    problem = results["tasks"][0]["problems"][0]
+    assert problem == {
+        "problem": "1", "math": report.tasks[0].scores[0, 0], "chat": report.tasks[0].scores[1, 0],
+    }  # fmt: skip
+
+
+def test_what_is_answered_is_not_asked_again(specialists, sums, tmp_path, monkeypatch):
+    task, out = write_task(tmp_path, sums), tmp_path / "out"
+    first = run([specialists["math"]], [task], out)
+
+    def refuse(*_args):
+        raise AssertionError("the model was loaded again")
+
+    monkeypatch.setattr("moemerge.evaluation.answers.engine_maker", lambda *_: refuse)
+    again = run([specialists["math"]], [task], out)
+    assert again.tasks[0].scores.tolist() == first.tasks[0].scores.tolist()
+    fewer = run([specialists["math"]], [task], out, limit=10)
+    assert len(fewer.tasks[0].problems) == 10
+    with pytest.raises(AssertionError, match="loaded again"):
+        run([specialists["math"]], [task], out, temperature=1.0)
+
+
+def test_answers_are_judged_anew_without_the_models(specialists, sums, tmp_path):
+    task, out = write_task(tmp_path, sums), tmp_path / "out"
+    models = [specialists["math"], specialists["chat"]]
+    first = run(models, [task], out)
+    task = write_task(tmp_path, sums, verify="math")  # judges by numbers, not by words
+    again = run([], [task], out, rescore=True)
+    assert set(again.models) == {"math", "chat"}
+    assert again.tasks[0].counts[0].asked == len(sums)
+    assert again.rows[0].scores["math"].mean >= first.rows[0].scores["math"].mean
+    with pytest.raises(DataError, match="holds no answers that were drawn with these settings"):
+        run([], [task], out, rescore=True, temperature=0.5)
+    with pytest.raises(DataError, match="40 answers to sums are not in"):
+        run([specialists["code"]], [task], out, rescore=True)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "values", "message"),
+    [
+        ([], {}, "no task is given"),
+        (["gsm8l"], {}, "unknown task 'gsm8l', did you mean 'gsm8k'"),
+        (["gsm8k"], {"data": {"gsm8l": ["x.jsonl"]}}, "none of the tasks, did you mean 'gsm8k'"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(specialists, tmp_path, tasks, values, message):
+    with pytest.raises(UsageError, match=message):
+        run([specialists["math"]], tasks, tmp_path / "out", **values)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_data_and_missing_templates_are_refused(specialists, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match=r"no such file .*nowhere\.jsonl"):
+        run([specialists["math"]], ["gsm8k"], out, data={"gsm8k": ["nowhere.jsonl"]})
+    rows = [{"question": "1+1=", "answer": "so\n#### 2"}]
+    with pytest.raises(DataError, match=r"(?s)task gsm8k needs a chat template.*--plain"):
+        run([specialists["math"]], ["gsm8k"], out, data={"gsm8k": rows})
+    assert not out.exists()
+    report = run([specialists["math"]], ["gsm8k"], out, data={"gsm8k": rows}, plain=True)
+    assert "the whole set has 1319" in report.notices[0]
+
+
+def test_cut_completions_are_counted_and_told(specialists, sums, tmp_path):
+    task = write_task(tmp_path, sums, max_new_tokens=1)
+    report = run([specialists["math"]], [task], tmp_path / "out")
+    counts = report.tasks[0].counts[0]
+    assert counts.cut > 0
+    assert f"{counts.cut} of 40 completions were cut (most tokens: 1)" in report.notices[0]
+    assert run([specialists["math"]], [task], tmp_path / "out", max_new_tokens=24).notices == ()
+
+
+def test_an_engine_that_dies_loses_nothing(specialists, sums, tmp_path, monkeypatch):
+    from moemerge.errors import ResourceError
+    from moemerge.generation.transformers_engine import TransformersEngine
+
+    task, out = write_task(tmp_path, sums), tmp_path / "out"
+    whole = TransformersEngine.generate
+
+    def dies(self, wanted, total):
+        made = whole(self, wanted, total)
+        for _ in range(7):
+            yield next(made)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TransformersEngine, "generate", dies)
+        with pytest.raises(ResourceError, match=r"(?s)stopped after 7 of 40.*illegal.*kept"):
+            run([specialists["math"]], [task], out)
+    wanted = []
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            TransformersEngine,
+            "generate",
+            lambda self, missing, total: wanted.extend(missing) or whole(self, missing, total),
+        )
+        resumed = run([specialists["math"]], [task], out)
+    assert len(wanted) == 33
+    unbroken = run([specialists["math"]], [task], tmp_path / "other")
+    assert resumed.tasks[0].scores.tolist() == unbroken.tasks[0].scores.tolist()
