@@ -189,9 +189,10 @@ def diagnose(
     """Measure what a merge did to the routing of `model`, whoever merged it.
 
     `sources` are the merged models and `data` text of each (best held out from any calibration),
-    under the same names; models in `against` are measured beside it. Settings are given as a
-    whole, or one by one: `diagnose(..., swaps=True, max_tokens=20_000)`. `report` is an HTML page
-    to write.
+    under the same names; text under any other name is measured against the `base`: what was lost
+    there, no source speaks for. Models in `against` are measured beside it. Settings are given as
+    a whole, or one by one: `diagnose(..., swaps=True, max_tokens=20_000)`. `report` is an HTML
+    page to write.
     """
     from moemerge.diagnosis import DiagnosisRequest, run_diagnosis
     from moemerge.diagnosis.page import page_path

@@ -15,7 +15,8 @@ EXAMPLES = """
       --source code=org/code --data code=code-test.jsonl --report routing.html
   moemerge diagnose merged/ --against calibrated/ --swaps \\
       --source a=A --data a=a.jsonl --source b=B --data b=b.jsonl
-  moemerge diagnose merged/ --source a=A --data a=a.jsonl --json figures.json
+  moemerge diagnose calibrated/ --source a=A --data a=a.jsonl \\
+      --base org/base --data general=general.jsonl --json figures.json
 """
 
 

@@ -66,6 +66,14 @@ def _names(diagnosis: Diagnosis) -> dict[str, str]:
     return {model.name: name for model, name in zip(models, shown, strict=True)}
 
 
+def _domains(diagnosis: Diagnosis) -> dict[str, str]:
+    """What each domain is called: one that no source speaks for says so."""
+    return {
+        name: f"{name} (base)" if facts.reference == "base" else name
+        for name, facts in diagnosis.domains.items()
+    }
+
+
 def _routers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """(how it is called, its weight's name): by layer, and by name where a layer has several."""
     routers = list(dict.fromkeys((row.layer, row.router) for row in diagnosis.layers))
@@ -79,9 +87,9 @@ def _routers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 def _bars(diagnosis: Diagnosis) -> NumberTable:
     """A row for each router, with each domain's mismatch; of a model alone the KL as well."""
     models = [model.name for model in diagnosis.models]
-    domains = list(diagnosis.domains)
+    domains = _domains(diagnosis)
     figures = ("mismatch", "KL") if len(models) == 1 else ("mismatch",)
-    headings = [f"{domain}\n{figure}" for domain in domains for figure in figures]
+    headings = [f"{called}\n{figure}" for called in domains.values() for figure in figures]
     table = NumberTable(["\nlayer", *headings], words=())
     rows = {(row.router, row.model, row.domain): row for row in diagnosis.layers}
     width = BAR if len(models) * len(domains) <= WIDE else NARROW_BAR
@@ -117,7 +125,9 @@ def _figures(diagnosis: Diagnosis, domain: str) -> NumberTable:
     names, several = _names(diagnosis), len(diagnosis.models) > 1
     keys = ["layer", *(["model"] if several else [])]
     headings = [*keys, *map(_heading, shown)]
-    table = NumberTable(headings, keys=len(keys), words=range(1, len(keys)), title=domain)
+    table = NumberTable(
+        headings, keys=len(keys), words=range(1, len(keys)), title=_domains(diagnosis)[domain]
+    )
     for name, router in _routers(diagnosis):
         for row in (row for row in rows if row.router == router):
             model = [names[row.model]] if several else []
@@ -137,10 +147,10 @@ def _totals(diagnosis: Diagnosis, *, verbose: bool) -> NumberTable:
     names, several = _names(diagnosis), len(diagnosis.models) > 1
     keys = ["domain", "model" if several else "tokens"]
     table = NumberTable([*keys, *map(_heading, shown)], keys=2, words=[0, 1] if several else [0])
-    for domain in diagnosis.domains:
+    for domain, called in _domains(diagnosis).items():
         for total in (total for total in diagnosis.totals if total.domain == domain):
             second = names[total.model] if several else str(total.tokens)
-            table.add(domain, second, *(figure.text(total.figures) for figure in shown))
+            table.add(called, second, *(figure.text(total.figures) for figure in shown))
     return table
 
 
@@ -166,7 +176,10 @@ def _background(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return [
         ("model", f"{model.label}: {model.architecture}, {model.layers} layers"),
         ("gate", f"{model.gate}, {model.experts} experts, {model.routers} routers compared"),
-        *((f"source {name}", source.label) for name, source in diagnosis.sources.items()),
+        *(
+            (f"{diagnosis.domains[name].reference} {name}", source.label)
+            for name, source in diagnosis.sources.items()
+        ),
         ("time", f"{diagnosis.seconds:.1f} s on {diagnosis.device}, {diagnosis.dtype}"),
         ("repeat", diagnosis.command),
     ]

@@ -27,7 +27,14 @@ from typing import (
 from pydantic import Field, PlainValidator
 from pydantic.fields import FieldInfo
 
-from moemerge.config.fields import PositiveInt, Strict, auto_or_share, device_name, layer_selection
+from moemerge.config.fields import (
+    PositiveInt,
+    Strict,
+    auto_or_share,
+    device_name,
+    layer_selection,
+    model_ref,
+)
 from moemerge.config.layers import LayerSelection
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,6 +42,7 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16", "float64"]
 Offload = Literal["auto", "device", "cpu", "disk"]
 DeviceField = Annotated[str, PlainValidator(device_name)]
 LayersField = Annotated[LayerSelection, PlainValidator(layer_selection)]
+ModelName = Annotated[str, PlainValidator(lambda raw: str(model_ref(raw)))]
 Flag = Annotated[bool, Field(strict=True)]
 Share = Annotated[float | Literal["auto"], PlainValidator(auto_or_share)]
 Seed = Annotated[int, Field(strict=True, ge=0)]
@@ -136,6 +144,9 @@ class DiagnosisSettings(ForwardSettings):
         description="also run the model with each source's routers, and each source with the "
         "model's (twice the time)",
     )
+    base: ModelName | None = Field(
+        None, description="model that text without a source of its name is measured against"
+    )
 
 
 class DiagnosisKeywords(ForwardKeywords, total=False):
@@ -144,6 +155,7 @@ class DiagnosisKeywords(ForwardKeywords, total=False):
     layers: LayerSelection | str | int | Sequence[str | int]
     holdout: float | Literal["auto"]
     swaps: bool
+    base: str | Path | None
 
 
 class CollectingSettings(ForwardSettings):

@@ -42,6 +42,7 @@ class Measurements:
     calibrations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)  # what models are called
     routed: Sequence[int] = ()  # every layer with a router, measured or not, ascending
+    elsewhere: Sequence[DomainTotal] = ()  # on text that no source speaks for, against the base
 
 
 class _Subject:
@@ -67,8 +68,12 @@ def advise(measured: Measurements) -> tuple[str, ...]:
     question and the diagnosed model is one of them, it is about that.
     """
     models = overall(measured.totals)
+    elsewhere = _elsewhere(measured)
     if models[MODEL].routes_exactly:
-        return ("Nothing to repair: no token is routed otherwise than by its source.",)
+        return (
+            *elsewhere,
+            "Nothing to repair: no token is routed otherwise than by its source.",
+        )
     best = recommended(models)
     about = _Subject(measured, models[MODEL if MODEL in best else best[0]])
     advice = []
@@ -84,7 +89,7 @@ def advise(measured: Measurements) -> tuple[str, ...]:
         advice = [f"{name}: {text[0].lower()}{text[1:]}" for text in advice]
     own = [row for row in measured.rows if row.model == MODEL]
     choice = _choice([models[name] for name in best], models[MODEL], measured.names)
-    return (*choice, *advice, *_swapped(measured.swaps), *_few_tokens(own))
+    return (*choice, *elsewhere, *advice, *_swapped(measured.swaps), *_few_tokens(own))
 
 
 def _choice(best: Sequence[Overall], own: Overall, names: Mapping[str, str]) -> list[str]:
@@ -109,6 +114,26 @@ def _choice(best: Sequence[Overall], own: Overall, names: Mapping[str, str]) -> 
         f"sources' {best[1].loss_gap:+.3f} nats; {called[0]} {first.loss_gap:+.3f}). Neither "
         "number decides: try both on your tasks."
     ]
+
+
+def _elsewhere(measured: Measurements) -> list[str]:
+    """What each model lost on text that no source speaks for, and how to keep it."""
+    advice = []
+    for domain in dict.fromkeys(total.domain for total in measured.elsewhere):
+        totals = [total for total in measured.elsewhere if total.domain == domain]
+        gaps = {t.model: gap for t in totals if (gap := Overall(t.model, [t]).loss_gap) is not None}
+        if not gaps:
+            continue
+        told = ", ".join(
+            f"{measured.names.get(name, name)} {gap:+.3f}" for name, gap in gaps.items()
+        )
+        start = f"On {domain}, which no source speaks for, the loss above the base's is {told} nats"
+        remedy = (
+            "; the base as one more source keeps it: calibrate or refit with --source base=BASE "
+            "--data base=FILE"
+        )
+        advice.append(start + (remedy if max(gaps.values()) > NOTICEABLE else "") + ".")
+    return advice
 
 
 def _cause(about: _Subject) -> list[str]:

@@ -41,7 +41,10 @@ Reference = str | Path | ModelRef
 
 @dataclass(frozen=True)
 class DiagnosisRequest:
-    """What to diagnose, with what. `sources` and `data` share their names."""
+    """What to diagnose, with what. `sources` and `data` share their names.
+
+    A domain without a source of its own is measured against the settings' `base`.
+    """
 
     model: Reference
     sources: Mapping[str, Reference]
@@ -51,6 +54,18 @@ class DiagnosisRequest:
     label: str | None = None  # what to call a model whose folder is not to stay
     command: str | None = None  # what repeats this, where it is not `moemerge diagnose`
 
+    @property
+    def unspoken(self) -> tuple[str, ...]:
+        """Domains that no source speaks for."""
+        return tuple(name for name in self.data if name not in self.sources)
+
+    @property
+    def references(self) -> dict[str, Reference]:
+        """The model that each domain is measured against: its source, or the base."""
+        base = self.settings.base
+        bases = {} if base is None else dict.fromkeys(self.unspoken, base)
+        return {**self.sources, **bases}
+
 
 @dataclass(frozen=True)
 class DiagnosisJob:
@@ -58,7 +73,7 @@ class DiagnosisJob:
 
     request: DiagnosisRequest
     subjects: tuple[OpenModel, ...]  # the diagnosed model, then those it is compared with
-    sources: Mapping[str, OpenModel]
+    sources: Mapping[str, OpenModel]  # of every domain; the base where it has none of its own
     routers: ChosenRouters  # counterparts in sources and subjects, by their names
     text: JobText
     stream: StreamSettings
@@ -85,15 +100,21 @@ class DiagnosisJob:
 def prepare(request: DiagnosisRequest, text: JobText | None = None) -> DiagnosisJob:
     """Check names, files, models and text, which may have been read before."""
     settings = request.settings
-    check_names(request.sources, request.data)
-    if MODEL in request.sources:
+    references = request.references
+    check_names(references, request.data)
+    if settings.base is not None and not request.unspoken:
+        raise UsageError(
+            "a base is given, but every domain has a source of its own",
+            hint="it is what text of another name is measured against: --data general=FILE",
+        )
+    if MODEL in references:
         raise UsageError(
             f"a source cannot be named {MODEL!r}", hint="that name is the diagnosed model's own"
         )
     check_files(request.data)
     device = resolve_device(settings.device)
     subjects = _subjects(request)
-    sources = {name: open_model(name, ref) for name, ref in request.sources.items()}
+    sources = {name: open_model(name, ref) for name, ref in references.items()}
     model, others = subjects[0], [*subjects[1:], *sources.values()]
     for other in others:
         require_same_family(model, other, hint=SAME_MODELS)
@@ -120,7 +141,7 @@ def _subjects(request: DiagnosisRequest) -> tuple[OpenModel, ...]:
     subjects = {MODEL: model}
     for ref in request.against:
         label = str(ref)
-        if label in subjects or label in request.sources or label == model.label:
+        if label in subjects or label in request.references or label == model.label:
             raise UsageError(
                 f"--against {label}: that name is taken",
                 hint="name another model than the diagnosed one, its sources and the others, or "

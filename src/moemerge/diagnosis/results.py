@@ -45,6 +45,7 @@ class DomainFacts:
     tokens: int
     rows: int
     files: tuple[str, ...]
+    reference: str = "source"  # what it is measured against: its source, or the `base`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,13 +197,25 @@ def _diagnosis(
         for domain in job.sources
     )
     rows = tuple(comparison.rows)
+    unspoken = request.unspoken
+    # What a merge did is told by its sources' domains; the others show what it cost elsewhere.
+    spoken = tuple(t for t in totals if t.domain not in unspoken) or totals
+    domains = {total.domain for total in spoken}
     swaps = _swaps(comparison, sides, totals)
     calibrations = {m.name: done for m in job.subjects if (done := _calibration_of(m))}
     models = tuple(NamedModel(model.name, model.label) for model in job.subjects)
     shown = display_names([model.label for model in models])
     names = {model.name: name for model, name in zip(models, shown, strict=True)}
     routed = sorted({p.layer for p in job.model.architecture.routers() if p.served})
-    words = advise(Measurements(rows, totals, swaps, calibrations, names, routed))
+    measured = Measurements(
+        [row for row in rows if row.domain in domains],
+        spoken,
+        [swap for swap in swaps if swap.domain in domains],
+        calibrations,
+        names,
+        routed,
+        elsewhere=[total for total in totals if total.domain not in domains],
+    )
     return Diagnosis(
         version=__version__,
         command=request.command or command_of(request),
@@ -212,7 +224,12 @@ def _diagnosis(
         models=models,
         sources={n: NamedModel(n, model.label) for n, model in job.sources.items()},
         domains={
-            d.name: DomainFacts(d.tokens, len(d.rows), source_names(request.data[d.name]))
+            d.name: DomainFacts(
+                d.tokens,
+                len(d.rows),
+                source_names(request.data[d.name]),
+                "base" if d.name in unspoken else "source",
+            )
             for d in job.domains
         },
         layers=rows,
@@ -220,8 +237,8 @@ def _diagnosis(
         swaps=swaps,
         calibration=next(iter(calibrations.values()), None),
         calibration_of=next(iter(calibrations), None),
-        verdict=judge(totals, names),
-        advice=words,
+        verdict=judge(spoken, names),
+        advice=advise(measured),
         settings=settings_data(request.settings),
         device=str(job.stream.device),
         dtype=dtype_name(job.stream.dtype),
@@ -259,8 +276,8 @@ def _calibration_of(model: OpenModel) -> dict[str, Any] | None:
 def command_of(request: DiagnosisRequest) -> str:
     """The command line that repeats this diagnosis."""
     words = ["moemerge", "diagnose", str(request.model)]
-    for name, source in request.sources.items():
-        words += ["--source", f"{name}={source}"]
+    for name in request.references:
+        words += ["--source", f"{name}={request.sources[name]}"] if name in request.sources else []
         for file in source_names(request.data[name]):
             words += ["--data", f"{name}={file}"]
     for other in request.against:

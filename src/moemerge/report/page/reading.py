@@ -116,6 +116,11 @@ class Reading:
         source = (self.document.get("sources") or {}).get(domain) or {}
         return str(source.get("label") or domain)
 
+    def reference(self, domain: str) -> str:
+        """What a domain is measured against: its source, or the base."""
+        text = (self.document.get("domains") or {}).get(domain) or {}
+        return "Base" if text.get("reference") == "base" else "Source"
+
     @cached_property
     def worst(self) -> Row:
         """The row of the diagnosed model with the highest mismatch."""
