@@ -36,6 +36,9 @@ TEXTS = [
     HEAD + "parameters: {weight: 1}\nmodels: [{model: x/a}]\n"
     "calibration: {data: {z: f}, sources: {z: q@v}, alpha: 0.5}\n",
     HEAD + "parameters: {weight: 1}\nmodels: [{model: {path: x/a, revision: v1+2}}]\n",
+    HEAD + "parameters: {weight: 1}\nmodels: [{model: x/a}]\n"
+    "data: {a: {file: a.jsonl, prompts: p.jsonl, verify: math, map: {prompt: q}, limit: 9}}\n"
+    "calibration: {alpha: 0.5}\n",
     "merge_method: wudi\nbase_model: b\nmodels: [{model: a}]\nparameters: {solver: exact}\n",
 ]
 

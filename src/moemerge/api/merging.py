@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from moemerge import merging
+from moemerge.api.data import check_recipes, make_texts
 from moemerge.api.jobs import before_and_after, output_for, settings_for
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.passing import passing_folder
@@ -87,6 +88,7 @@ def _merge(
 ) -> MergeReport:
     """Merge; statistics that the config has text for instead are made first, and go at the end."""
     job = merging.plan_merge(loaded, settings, out)  # before models are run for hours
+    make_texts(loaded, progress)
     wanted = loaded.statistics
     if wanted is None or wanted.complete:
         return merging.run_merge(job, out, progress, temporary=temporary)
@@ -113,6 +115,7 @@ def validate(
     settings = settings_for(MergeSettings, settings, keywords, "validate")
     loaded = load_config(config, lenient=settings.lenient)
     _check_repair(loaded)
+    check_recipes(loaded)
     return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
 
 
@@ -164,6 +167,7 @@ def run(
     loaded = _with_settings(loaded, key, given[key])
     check_output(out, overwrite=settings.overwrite)
     _check_repair(loaded)
+    check_recipes(loaded)
     if output.report is not None:
         from moemerge.diagnosis.page import page_path
 
@@ -224,7 +228,7 @@ def _check_repair(loaded: LoadedConfig) -> None:
     for key in BLOCKS:
         wanted: SourceData | None = getattr(loaded, key)
         if wanted is not None:
-            check_text(wanted.data)
+            check_text(loaded.is_there(wanted.data))
             layers = loaded.config.calibration.layers if loaded.config.calibration else None
             check_sources(wanted.sources, layers)
 

@@ -67,14 +67,19 @@ _DATA_SET: Final = re.compile(
 TRAINING_FILES: Final = "*train*"
 
 
+def is_local(source: str) -> bool:
+    """Whether text is a file of this machine, there or not, and no hub data set."""
+    suffixed = source.lower().endswith((".jsonl", ".jsonl.gz", ".parquet")) and ":" not in source
+    there = os.path.exists(os.path.expanduser(source))
+    return there or suffixed or _DATA_SET.fullmatch(source) is None
+
+
 def locate_data(source: str) -> list[Path]:
     """Files of text: an existing one, or of a hub data set `org/name@revision:PATTERN` those whose
     path in it matches (by default those with `train` in it)."""
-    path = Path(os.path.expanduser(source))
     match = _DATA_SET.fullmatch(source)
-    suffixed = source.lower().endswith((".jsonl", ".jsonl.gz", ".parquet")) and ":" not in source
-    if os.path.exists(path) or match is None or suffixed:
-        return [path]
+    if match is None or is_local(source):
+        return [Path(os.path.expanduser(source))]
     from moemerge.checkpoint.hub import fetch_data  # a slow import that files do not need
 
     files = fetch_data(match["repo"], match["revision"], match["files"] or TRAINING_FILES)

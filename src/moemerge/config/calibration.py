@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
+from moemerge.config.data import NamedTexts
 from moemerge.config.faults import FaultsError, shown
-from moemerge.config.fields import DataFiles, Fraction, PositiveInt, Strict, model_ref
+from moemerge.config.fields import Fraction, PositiveInt, Strict, model_ref
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.config.settings import (
@@ -133,7 +134,9 @@ class RepairBlock(Strict):
     `data` falls back to the config's own `data:`; `sources` to the merged models.
     """
 
-    data: DataFiles | None = Field(None, description="text of each source, by name")
+    data: NamedTexts | None = Field(
+        None, description="text of each source, by name: files, or how to make one"
+    )
     sources: Annotated[NamedSources, PlainValidator(named_sources)] | None = Field(
         None, description="name: model, or names of merged models; default: all but the base"
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, TypeAdapter
 
-from moemerge.config.fields import PositiveInt
+from moemerge.config.fields import Files, Name, NotEmpty, PositiveInt
 from moemerge.config.generation import (
     GenerationKeywords,
     GenerationSettings,
@@ -57,6 +57,38 @@ class KeepingSettings(PromptSettings):
 
 class DataSettings(GenerationSettings, KeepingSettings):
     """Everything about calibration text: what is kept, and how answers are drawn."""
+
+
+class DataRecipe(DataSettings):
+    """Text of a config that is made if its file is not there: by the model of that name."""
+
+    file: Name = Field(description="the text's file (.jsonl, .jsonl.gz)")
+    prompts: Texts = Field((), description="prompts for the model, as files or hub ids")
+    text: Texts = Field((), description="plain text to take as it is, instead")
+
+    @property
+    def settings(self) -> DataSettings:
+        """The settings alone."""
+        names = DataSettings.model_fields
+        return DataSettings.model_construct(**{n: getattr(self, n) for n in names})
+
+
+_FILES: TypeAdapter[tuple[str, ...]] = TypeAdapter(Files)
+
+
+def _text(raw: object) -> tuple[str, ...] | DataRecipe:
+    if isinstance(raw, Mapping):
+        return DataRecipe.model_validate(raw)
+    return raw if isinstance(raw, DataRecipe) else _FILES.validate_python(raw)
+
+
+Text = Annotated[tuple[str, ...] | DataRecipe, PlainValidator(_text)]
+NamedTexts = Annotated[dict[str, Text], NotEmpty]
+
+
+def files_of(text: tuple[str, ...] | DataRecipe) -> tuple[str, ...]:
+    """Where a config's text is, or will be."""
+    return (text.file,) if isinstance(text, DataRecipe) else text
 
 
 class DataKeywords(GenerationKeywords, PromptKeywords, total=False):

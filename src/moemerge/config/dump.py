@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from moemerge.config.data import DataRecipe
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import Conditional, Gradient, plain
@@ -51,7 +52,7 @@ class _Writer:
             if value is None or not (full or value != default):
                 continue
             if name in _FILES and self.absolute:
-                value = {key: list(map(os.path.abspath, files)) for key, files in value.items()}
+                value = {key: _absolute(text) for key, text in value.items()}
             result[name] = self.plain(value, full=full or name in _ALWAYS)
         return result
 
@@ -69,6 +70,17 @@ class _Writer:
         if isinstance(value, (list, tuple)):
             return [self.plain(item, full=full) for item in value]
         return value
+
+
+def _absolute(text: tuple[str, ...] | DataRecipe) -> list[str] | DataRecipe:
+    """Files by their whole paths; of a recipe those that exist, the others may be hub ids."""
+    if not isinstance(text, DataRecipe):
+        return list(map(os.path.abspath, text))
+    inputs = {
+        key: tuple(os.path.abspath(p) if os.path.exists(p) else p for p in getattr(text, key))
+        for key in ("prompts", "text", "against")
+    }
+    return text.model_copy(update={"file": os.path.abspath(text.file), **inputs})
 
 
 def _model(ref: ModelRef) -> Any:

@@ -25,10 +25,12 @@ from moemerge.config.requests import (
     REPAIRS,
     SourceData,
     StatisticsRequest,
+    TextRequest,
     repair_faults,
     source_data,
     statistics_faults,
     statistics_request,
+    text_requests,
 )
 from moemerge.config.resolve import (
     NormalisedMerge,
@@ -87,6 +89,12 @@ class LoadedConfig:
     calibration: SourceData | None  # what to calibrate with, where the config asks for it
     refit: SourceData | None = None  # and what to refit with
     statistics: StatisticsRequest | None = None
+    texts: Mapping[str, TextRequest] = field(default_factory=dict)  # to be made, by file
+
+    def is_there(self, data: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """`data` without what is still to be made."""
+        made = {file for file in self.texts if not FilePath(file).exists()}
+        return {name: files for name, files in data.items() if made.isdisjoint(files)}
 
     def merge_alone(self) -> LoadedConfig:
         """Without what `run` does after the merge, and a warning about it."""
@@ -167,6 +175,7 @@ class _Check:
             calibration=source_data(config, "calibration"),
             refit=source_data(config, "refit"),
             statistics=statistics_request(config, merge),
+            texts=text_requests(config),
         )
 
     def _note_structure(self, fault: Fault) -> None:

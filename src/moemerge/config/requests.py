@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from moemerge.config.calibration import CalibrationBlock
+from moemerge.config.data import DataRecipe, files_of
 from moemerge.config.faults import Fault, Path, listed
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import MethodSchema, StatisticsKind
@@ -43,7 +44,7 @@ def source_data(config: RunConfig, key: str) -> SourceData | None:
     sources, optional = _sources(config, block)
     data = block.data or config.data or {}
     chosen = {n: m for n, m in {**sources, **optional}.items() if n in data}
-    return SourceData(chosen, {n: data[n] for n in chosen})
+    return SourceData(chosen, {n: files_of(data[n]) for n in chosen})
 
 
 def repair_faults(config: RunConfig) -> list[Fault]:
@@ -125,6 +126,27 @@ def _no_model(name: str, models: Mapping[str, ModelRef], likely: list[str] | Non
     return f"no model is called {name!r}{close or '; known: ' + listed(models)}"
 
 
+@dataclass(frozen=True)
+class TextRequest:
+    """Text that is made where it is not there: by this model, as the recipe says."""
+
+    model: ModelRef
+    recipe: DataRecipe
+
+
+def text_requests(config: RunConfig) -> dict[str, TextRequest]:
+    """The recipes of a checked config, by the files that they make."""
+    models, requests = model_names(config), {}
+    blocks = [block for block in (config.calibration, config.refit) if block is not None]
+    for block in blocks:
+        models |= block.sources if isinstance(block.sources, dict) else {}
+    for data in (config.data, *(block.data for block in blocks)):
+        for name, text in (data or {}).items():
+            if isinstance(text, DataRecipe):
+                requests[text.file] = TextRequest(models[name], text)
+    return requests
+
+
 # --- statistics -----------------------------------------------------------------------------------
 
 _WORDS: Mapping[StatisticsKind, str] = {
@@ -157,7 +179,7 @@ def statistics_request(config: RunConfig, merge: NormalisedMerge) -> StatisticsR
     return StatisticsRequest(
         needs=needs,
         files={name: files[name] for name in needs if name in files},
-        data={name: data[name] for name in needs if name not in files},
+        data={name: files_of(data[name]) for name in needs if name not in files},
         settings=config.collecting or CollectingSettings.model_validate({}),
     )
 

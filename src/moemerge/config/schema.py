@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from moemerge.config.calibration import CalibrationBlock
+from moemerge.config.data import NamedTexts
 from moemerge.config.faults import FaultsError, listed
 from moemerge.config.fields import (
     ChatTemplateField,
@@ -193,7 +194,7 @@ class RunConfig(Body):
     tokenizer: TokenizerSettings | None = None
     chat_template: ChatTemplateField | None = None
     router: RouterSettings | None = None
-    data: DataFiles | None = None
+    data: NamedTexts | None = None
     statistics: DataFiles | None = None
     collecting: CollectingBlock | None = None
     calibration: CalibrationBlock | None = None
