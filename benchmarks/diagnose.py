@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import synthetic
-from moemerge.runtime.allocator import own_process, reuse_freed_memory
+from moemerge.runtime.process import own_process, reuse_freed_memory
 from synthetic import SHAPES, Shape
 
 # OLMoE's experts and choices at an eighth of its width, where routing weighs most.

@@ -66,7 +66,7 @@ def refit(spec: dict[str, Any]) -> None:
     from moemerge.config.refit import RefitSettings
     from moemerge.config.translate import parse_settings
     from moemerge.refitting import RefitRequest, run_refit
-    from moemerge.runtime.allocator import keep_few_kernels, own_process
+    from moemerge.runtime.process import keep_few_kernels, own_process
     from moemerge.runtime.progress import Silent
 
     own_process()

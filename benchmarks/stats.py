@@ -87,7 +87,7 @@ def collect(spec: dict[str, Any]) -> None:
     from moemerge.collecting import CollectRequest, run_collect
     from moemerge.config.settings import CollectingSettings
     from moemerge.config.translate import parse_settings
-    from moemerge.runtime.allocator import keep_few_kernels
+    from moemerge.runtime.process import keep_few_kernels
 
     keep_few_kernels()
     settings = {"kind": spec["kind"], "device": spec["device"]}

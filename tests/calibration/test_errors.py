@@ -27,7 +27,7 @@ from moemerge.errors import (
     TokenizerError,
     UsageError,
 )
-from moemerge.features import memory
+from moemerge.features import settings as streaming
 from moemerge.features.settings import forward_dtype
 from moemerge.lockstep import streams
 
@@ -220,7 +220,7 @@ def test_an_output_is_overwritten_only_on_request(case: cases.Case, tmp_path: Pa
 def test_too_little_memory_is_told_before_the_work(
     case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: 100_000)
+    monkeypatch.setattr(streaming, "available_memory", lambda device: 100_000)
     match = r"(?s)calibration needs about .* MB on cpu.*usable.*lower --max-tokens"
     refused(case, tmp_path, ResourceError, match, device="cpu")
 
@@ -230,7 +230,7 @@ def test_activations_go_to_disk_where_memory_is_short(
 ) -> None:
     plain = case.calibrate(tmp_path / "plain", device="cpu")
     parked = plain.memory - streams.PROCESS_BYTES  # which is there already
-    monkeypatch.setattr(memory, "available_memory", lambda device: parked)  # HEADROOM cuts it
+    monkeypatch.setattr(streaming, "available_memory", lambda device: parked)  # HEADROOM cuts it
     spilled = case.calibrate(tmp_path / "spilled", device="cpu")
     assert (plain.offload, spilled.offload) == ("device", "disk")
     assert cases.weights(tmp_path / "plain") == cases.weights(tmp_path / "spilled")

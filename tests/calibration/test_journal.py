@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from calibration import cases
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.features import settings
-from moemerge.runtime.unfinished import journal_path
+from moemerge.runtime.journals import journal_path
 
 CaseOf = Callable[..., cases.Case]
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import zoo
 from calibration import cases
 from moemerge.cli.app import app
-from moemerge.runtime.unfinished import journal_path
+from moemerge.runtime.journals import journal_path
 
 
 @pytest.fixture(scope="session")

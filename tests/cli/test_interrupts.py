@@ -11,7 +11,7 @@ import typer
 
 from moemerge.cli.calibrate import what_is_left
 from moemerge.cli.interrupts import interruptible
-from moemerge.runtime.unfinished import journal_path
+from moemerge.runtime.journals import journal_path
 
 
 def test_only_the_page_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,7 @@ from collecting.cases import Collect, token_rows
 from moemerge.architectures.opened import open_model
 from moemerge.features.loading import map_names
 from moemerge.features.routers import anatomy
-from moemerge.features.taps import LinearTap, Tap, find_taps, projections
-from moemerge.features.units import UnitMap
+from moemerge.features.taps import LinearTap, Tap, UnitMap, find_taps, projections
 from moemerge.statistics import Statistics
 from moemerge.text.domains import TextSettings, load_domain
 from moemerge.text.tokens import load_tokenizer

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moemerge.collecting import squares
-from moemerge.collecting.moments import CHUNK, Moment, Routed, gram_sum
-from moemerge.collecting.squares import RoutedGradients
+from moemerge.collecting import maths
+from moemerge.collecting.maths import CHUNK, Moment, Routed, RoutedGradients, gram_sum
 from moemerge.features.tokens import sort_by_expert
 
 
@@ -46,10 +45,10 @@ def test_a_moment_is_a_mean_over_all_that_came() -> None:
 @pytest.mark.parametrize("budget", [1, 4 * 6 * 4, 4 * 6 * 4 * 3, 2**20])
 def test_squares_of_single_sequences(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fits into the budget: rows of one sequence, one sequence, some, all."""
-    monkeypatch.setitem(squares.BUDGET, "cpu", budget)
+    monkeypatch.setitem(maths.BUDGET, "cpu", budget)
     delta, x = random(5, 7, 6), random(5, 7, 4, seed=1)
-    total = squares.new_total((6, 4), torch.device("cpu"))
-    squares.add_squares(total, delta.clone(), x)
+    total = maths.new_total((6, 4), torch.device("cpu"))
+    maths.add_squares(total, delta.clone(), x)
     wanted = per_sequence(delta.flatten(0, 1), x.flatten(0, 1), [7] * 5)
     torch.testing.assert_close(total, wanted, rtol=1e-5, atol=1e-5)
 
@@ -58,18 +57,18 @@ def test_squares_of_single_sequences(budget: int, monkeypatch: pytest.MonkeyPatc
 def test_squares_of_sequences_of_unlike_length(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(squares.BUDGET, "cpu", budget)
+    monkeypatch.setitem(maths.BUDGET, "cpu", budget)
     counts = [3, 0, 11, 1, 8, 9]
     delta, x = random(sum(counts), 6), random(sum(counts), 4, seed=1)
-    total = squares.new_total((6, 4), torch.device("cpu"))
-    squares.add_ragged_squares(total, delta, x, counts)
+    total = maths.new_total((6, 4), torch.device("cpu"))
+    maths.add_ragged_squares(total, delta, x, counts)
     torch.testing.assert_close(total, per_sequence(delta, x, counts), rtol=1e-5, atol=1e-5)
 
 
 def test_it_is_not_the_square_of_the_sum() -> None:
     delta = torch.tensor([[[1.0]], [[-1.0]]])
-    total = squares.new_total((1, 1), torch.device("cpu"))
-    squares.add_squares(total, delta, torch.ones(2, 1, 1))
+    total = maths.new_total((1, 1), torch.device("cpu"))
+    maths.add_squares(total, delta, torch.ones(2, 1, 1))
     assert float(total) == 2.0
 
 

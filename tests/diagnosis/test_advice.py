@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
-from moemerge.diagnosis.advice import Measurements, advise, concentrated
+from moemerge.diagnosis.advice import (
+    Measurements,
+    advise,
+    concentrated,
+    judge,
+    overall,
+    recommended,
+    theory,
+)
 from moemerge.diagnosis.results import DomainTotal, LayerDiagnosis, Swap
-from moemerge.diagnosis.verdict import judge, overall, recommended, theory
 from moemerge.report.words import percent
 from moemerge.routing.figures import FIGURES
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from moemerge.diagnosis import sides
+from moemerge.diagnosis import job
 from moemerge.text.batches import PaddingSide, make_batches
 from moemerge.text.domains import Domain
 
@@ -25,11 +25,11 @@ def logits_of(ids: torch.Tensor) -> torch.Tensor:
 def test_padding_and_chunks_change_nothing(
     side: PaddingSide, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sides, "LOSS_TOKENS", chunk)
+    monkeypatch.setattr(job, "LOSS_TOKENS", chunk)
     generator = torch.Generator().manual_seed(0)
     lengths = (5, 9, 1, 2, 7)
     rows = tuple(torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths)
-    found = sides.NextTokenLoss()
+    found = job.NextTokenLoss()
     for batch in make_batches([Domain("math", rows)], batch_tokens=20, side=side):
         found.add(batch, logits_of(batch.input_ids))
     terms = [-torch.log_softmax(logits_of(a), -1)[b] for r in rows for a, b in pairwise(r)]
@@ -37,7 +37,7 @@ def test_padding_and_chunks_change_nothing(
 
 
 def test_text_without_a_next_token_has_no_loss() -> None:
-    found = sides.NextTokenLoss()
+    found = job.NextTokenLoss()
     for batch in make_batches([Domain("math", (torch.tensor([3]), torch.tensor([4])))]):
         found.add(batch, logits_of(batch.input_ids))
     assert found.mean("math") is None

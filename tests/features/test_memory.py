@@ -13,9 +13,8 @@ from features import reference
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ResourceError
 from moemerge.features.loading import holds_scores
-from moemerge.features.memory import PARKED_COPIES, MemoryEstimate, choose_offload
 from moemerge.features.router_stream import RouterStream
-from moemerge.features.settings import StreamSettings
+from moemerge.features.settings import PARKED_COPIES, MemoryEstimate, StreamSettings, choose_offload
 from moemerge.features.weights import PINNED_BYTES
 from moemerge.runtime.devices import available_memory
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from features import reference
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import NumericalError, UsageError
-from moemerge.features.calls import Call
 from moemerge.features.settings import StreamSettings
+from moemerge.features.stops import Call
 from moemerge.features.stream import ModelStream
 from moemerge.text.batches import Batch
 

@@ -13,8 +13,7 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.models import ModelRef
-from moemerge.statistics.file import Kind
-from moemerge.statistics.packing import pack, packed_size
+from moemerge.statistics.file import Kind, pack, packed_size
 from moemerge.statistics.provenance import (
     Provenance,
     all_units,

@@ -8,7 +8,7 @@ import torch
 from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import DataError, NumericalError
 from moemerge.linalg import cg
-from moemerge.routing import domains as module
+from moemerge.routing import products as module
 from moemerge.routing.curvature import (
     Curvature,
     DomainFeatures,

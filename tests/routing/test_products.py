@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from moemerge.routing import products
+from moemerge.routing.gates import TokenWeights
 from moemerge.routing.products import PlainFeatures, Precision, coalesced, features_of
-from moemerge.routing.weights import TokenWeights
 
 BOUNDS = {Precision.ACCURATE: 1e-14, Precision.FAST: 1e-6, Precision.COARSE: 1e-6}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

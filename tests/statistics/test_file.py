@@ -18,7 +18,7 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import CheckpointError, TokenizerError
 from moemerge.statistics import Provenance, Statistics, StatisticsWriter
-from moemerge.statistics.packing import pack, packed_size, unpack
+from moemerge.statistics.file import pack, packed_size, unpack
 from moemerge.statistics.provenance import (
     all_units,
     model_fingerprint,

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from moemerge import api
 from moemerge.cli.app import app
-from moemerge.testbed.agreement import RoutingAgreement, compare_routing
+from moemerge.testbed.accuracy import RoutingAgreement, compare_routing
 from moemerge.testbed.demo import AS_MERGED, AVERAGED, HARC, SOURCE, SPECIALIST, DemoRow, findings
-from moemerge.testbed.experiments.methods import merge_config
+from moemerge.testbed.experiments.recipes import merge_config
 from moemerge.testbed.experiments.texts import held_out_text
 from moemerge.testbed.training import bundled_set
 from moemerge.testbed.training import run as running

@@ -11,8 +11,16 @@ from moemerge.cli.testbed_table import parse_seeds
 from moemerge.errors import UsageError
 from moemerge.testbed.experiments.bench import Scale
 from moemerge.testbed.experiments.catalogue import EXPERIMENTS, Scope, experiment
-from moemerge.testbed.experiments.methods import METHODS, chosen, graft_config, merge_config
-from moemerge.testbed.experiments.recipes import Merged, Trained, calibrated, measured
+from moemerge.testbed.experiments.recipes import (
+    METHODS,
+    Merged,
+    Trained,
+    calibrated,
+    chosen,
+    graft_config,
+    measured,
+    merge_config,
+)
 from moemerge.testbed.experiments.run import TableRequest, make_plan
 
 SCOPE = Scope(tuple(METHODS), layers=6)

@@ -12,12 +12,11 @@ import torch
 import zoo
 from moemerge.errors import UsageError
 from moemerge.runtime.progress import Silent
-from moemerge.testbed.accuracy import LONGEST_ANSWER, generate
-from moemerge.testbed.agreement import compare_routing
+from moemerge.testbed.accuracy import LONGEST_ANSWER, compare_routing, generate
 from moemerge.testbed.experiments import Scale, TableRequest, plots, run_tables
 from moemerge.testbed.experiments.bench import Bench
 from moemerge.testbed.experiments.forced import generate_forced
-from moemerge.testbed.experiments.journal import CellJournal
+from moemerge.testbed.experiments.graph import CellJournal
 from moemerge.testbed.experiments.recipes import Grafted, Merged, Trained, Tuned, calibrated
 from moemerge.testbed.experiments.run import left_to_measure, make_plan
 from moemerge.testbed.experiments.texts import asked_problems, held_out_text, read_texts

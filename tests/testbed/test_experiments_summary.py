@@ -17,15 +17,16 @@ from moemerge.testbed.experiments.catalogue import (
     SOURCE,
     Scope,
 )
-from moemerge.testbed.experiments.journal import CellJournal
+from moemerge.testbed.experiments.graph import CellJournal
 from moemerge.testbed.experiments.recipes import SetKey
-from moemerge.testbed.experiments.report import markdown, write_report
-from moemerge.testbed.experiments.summary import summarise
-from moemerge.testbed.experiments.tables import (
+from moemerge.testbed.experiments.report import (
     comparison_table,
     main_table,
+    markdown,
     verdicts,
+    write_report,
 )
+from moemerge.testbed.experiments.summary import summarise
 
 SCALE = Scale(problems=10, held_out=4, rows=4, tuning_steps=1)
 KEYS = [SetKey("olmoe", "tiny", "soft", seed) for seed in (0, 1)]

@@ -13,9 +13,9 @@ from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.config.models import ModelRef
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
-from moemerge.lockstep.base import base_notices
 from moemerge.lockstep.inputs import (
     JobText,
+    base_notices,
     check_names,
     check_same_tokens,
     read_text,

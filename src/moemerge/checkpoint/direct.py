@@ -22,7 +22,7 @@ from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-from moemerge.runtime.threads import thread_pool
+from moemerge.runtime.process import thread_pool
 
 # No disk or file system asks for a coarser alignment than 4096; a page of the cache may be larger
 # (64 KiB on some ARM machines), and must not be written both ways.

@@ -21,7 +21,7 @@ from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import CheckpointError
-from moemerge.runtime.threads import thread_pool
+from moemerge.runtime.process import thread_pool
 
 if TYPE_CHECKING:
     from torch import Tensor

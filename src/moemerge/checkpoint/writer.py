@@ -20,7 +20,7 @@ from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.lazy import torch
-from moemerge.runtime.threads import thread_pool
+from moemerge.runtime.process import thread_pool
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ def main() -> None:
     try:
         from moemerge.cli.app import app
         from moemerge.cli.console import use_any_encoding
-        from moemerge.runtime.allocator import keep_few_kernels, own_process
+        from moemerge.runtime.process import keep_few_kernels, own_process
 
         use_any_encoding()
         own_process()

@@ -23,7 +23,7 @@ from moemerge.cli.interrupts import interruptible
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.config.refit import RefitSettings
 from moemerge.config.settings import MergeSettings, OutputSettings
-from moemerge.runtime.unfinished import journal_path
+from moemerge.runtime.journals import journal_path
 
 CALIBRATE_EXAMPLES = """
   moemerge calibrate merged/ out/ \\

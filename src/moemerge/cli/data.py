@@ -11,7 +11,7 @@ import typer
 from moemerge.cli.flags import Model, Overwrite, Reporting, add_verb
 from moemerge.cli.interrupts import interruptible
 from moemerge.config.data import DataSettings
-from moemerge.runtime.unfinished import completions_path
+from moemerge.runtime.journals import completions_path
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -8,7 +8,7 @@ import typer
 
 from moemerge.cli.flags import Config, Out, Reporting, add_verb
 from moemerge.config.settings import MergeSettings
-from moemerge.runtime.startup import lasting_objects
+from moemerge.runtime.process import without_garbage_collection
 
 MERGE_EXAMPLES = """
   moemerge merge ties.yml merged/
@@ -36,7 +36,7 @@ def merge(
     ),
 ) -> None:
     """Merge models as CONFIG says (a mergekit YAML is a valid config) into the folder OUT."""
-    with lasting_objects():
+    with without_garbage_collection():
         from moemerge import api
         from moemerge.cli.render import merge_report
 
@@ -51,7 +51,7 @@ def merge(
 
 def validate(config: Config, settings: MergeSettings, reporting: Reporting) -> None:
     """Check all that can be refused without reading a tensor, and estimate memory and disk."""
-    with lasting_objects():
+    with without_garbage_collection():
         from moemerge import api
         from moemerge.cli.render import merge_report
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moemerge.cli.render import FirstThatFits, NumberTable, facts
-from moemerge.diagnosis.verdict import DAMAGED, INTACT, SLIGHT
+from moemerge.diagnosis.advice import DAMAGED, INTACT, SLIGHT
 from moemerge.report.words import Quantity, display_names, percent
 from moemerge.routing.figures import FIGURES, Figure
 

@@ -10,7 +10,7 @@ import typer
 from moemerge.cli import testbed_table
 from moemerge.cli.flags import Device, Out, Reporting, Resume, add_verb
 from moemerge.cli.interrupts import interruptible
-from moemerge.runtime.unfinished import saved_path
+from moemerge.runtime.journals import saved_path
 
 if TYPE_CHECKING:
     from moemerge.cli.render import NumberTable

@@ -17,7 +17,7 @@ from moemerge.errors import NumericalError, UsageError
 if TYPE_CHECKING:
     from moemerge.cli.render import NumberTable
     from moemerge.testbed.experiments import TableRequest, TablesResult
-    from moemerge.testbed.experiments.tables import TextTable
+    from moemerge.testbed.experiments.report import TextTable
 
 EXAMPLES = """
   moemerge testbed table two-model results/ --seeds 0-4 --device cuda
@@ -159,8 +159,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def _shown(result: TablesResult) -> Group:
-    from moemerge.testbed.experiments.report import LEGEND, title
-    from moemerge.testbed.experiments.tables import main_table, verdicts
+    from moemerge.testbed.experiments.report import LEGEND, main_table, title, verdicts
 
     parts: list[Text | NumberTable] = []
     for summary in result.summaries:

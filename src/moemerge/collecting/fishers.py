@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moemerge.collecting.forward import Forward, run_forward
 from moemerge.collecting.job import CollectingJob
-from moemerge.collecting.squares import (
+from moemerge.collecting.maths import (
     RoutedGradients,
     add_ragged_squares,
     add_squares,
@@ -23,13 +23,19 @@ from moemerge.collecting.squares import (
 )
 from moemerge.errors import ArchitectureError, DataError, NumericalError, ResourceError
 from moemerge.features.gradients import Heard, expert_deltas, experts_call, head_back, run_back
-from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap, linear_weights, projections
+from moemerge.features.taps import (
+    ExpertsTap,
+    ExpertView,
+    LinearTap,
+    UnitMap,
+    linear_weights,
+    projections,
+)
 from moemerge.features.tokens import as_sequences, real_tokens
-from moemerge.features.units import UnitMap
 from moemerge.features.weights import Weights
-from moemerge.runtime.allocator import give_back_freed_memory
-from moemerge.runtime.determinism import deterministic
 from moemerge.runtime.devices import attention_without_plans
+from moemerge.runtime.gpu import deterministic
+from moemerge.runtime.process import give_back_freed_memory
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import StatisticsWriter
 from moemerge.text.batches import Batch

@@ -17,13 +17,12 @@ from moemerge.checkpoint.output import writing
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.collecting.job import CollectingJob
 from moemerge.errors import ArchitectureError
-from moemerge.features.calls import Call
 from moemerge.features.routers import Anatomy
 from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Offload
+from moemerge.features.stops import Call
 from moemerge.features.stream import ModelStream
-from moemerge.features.taps import Taps
-from moemerge.features.units import UnitMap
+from moemerge.features.taps import Taps, UnitMap
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
 from moemerge.text.batches import Batch

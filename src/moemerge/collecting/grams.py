@@ -14,15 +14,22 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.roles import Unit
-from moemerge.collecting.moments import Moment, Routed
+from moemerge.collecting.maths import Moment, Routed
 from moemerge.errors import ArchitectureError
-from moemerge.features.calls import Call
+from moemerge.features.stops import Call
 from moemerge.features.stream import ModelStream
-from moemerge.features.taps import ExpertsTap, ExpertView, LinearTap, head_input, linear_weights
+from moemerge.features.taps import (
+    ExpertKey,
+    ExpertsTap,
+    ExpertView,
+    LinearTap,
+    UnitMap,
+    head_input,
+    linear_weights,
+)
 from moemerge.features.tokens import real_tokens
-from moemerge.features.units import ExpertKey, UnitMap
 from moemerge.statistics import StatisticsWriter
-from moemerge.statistics.packing import pack, packed_size
+from moemerge.statistics.file import pack, packed_size
 from moemerge.text.batches import Batch
 
 Shapes = dict[str, tuple[int, ...]]

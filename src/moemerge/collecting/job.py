@@ -18,7 +18,7 @@ from moemerge.features.settings import StreamSettings, batch_tokens, forward_dty
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.statistics import Provenance
-from moemerge.statistics.packing import packed_size
+from moemerge.statistics.file import packed_size
 from moemerge.statistics.provenance import (
     all_units,
     data_fingerprint,

@@ -16,7 +16,7 @@ from moemerge.collecting.job import CollectingJob, CollectRequest, prepare
 from moemerge.config.models import ModelRef
 from moemerge.config.requests import StatisticsRequest
 from moemerge.features.stream import ModelStream
-from moemerge.features.units import UnitMap
+from moemerge.features.taps import UnitMap
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import Provenance, Statistics, StatisticsWriter
 from moemerge.text.rows import check_files

@@ -12,8 +12,8 @@ from moemerge.generation.engines import engine_maker, made_by
 from moemerge.generation.journal import CompletionJournal
 from moemerge.generation.prompts import PromptRow, tokenized
 from moemerge.generation.run import Generated, complete
+from moemerge.runtime.journals import completions_path, judgements_path
 from moemerge.runtime.progress import Progress
-from moemerge.runtime.unfinished import completions_path, judgements_path
 from moemerge.text.tokens import Tokenizer
 from moemerge.verification.cache import CachedVerifier
 from moemerge.verification.code_checks import CodeVerifier

@@ -16,8 +16,16 @@ from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.describe import gate_in_words
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.settings import DiagnosisSettings
-from moemerge.diagnosis.advice import Measurements, advise
-from moemerge.diagnosis.job import DiagnosisJob, DiagnosisRequest, prepare
+from moemerge.diagnosis.advice import Measurements, advise, judge
+from moemerge.diagnosis.job import (
+    DiagnosisJob,
+    DiagnosisRequest,
+    MeasuredSide,
+    SwappedSide,
+    memory_need,
+    prepare,
+    sides_of,
+)
 from moemerge.diagnosis.results import (
     MODEL,
     Diagnosis,
@@ -28,8 +36,6 @@ from moemerge.diagnosis.results import (
     NamedModel,
     Swap,
 )
-from moemerge.diagnosis.sides import MeasuredSide, SwappedSide, memory_need, sides_of
-from moemerge.diagnosis.verdict import judge
 from moemerge.errors import ArchitectureError
 from moemerge.features.router_stream import RouterStop
 from moemerge.lockstep.inputs import settings_data

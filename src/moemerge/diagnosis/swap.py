@@ -15,8 +15,7 @@ from moemerge.checkpoint import CheckpointPatch, check_output, require_space
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError
-from moemerge.lockstep.models import layers_among, require_same_family
-from moemerge.lockstep.overlay import pair_routing
+from moemerge.lockstep.models import layers_among, pair_routing, require_same_family
 from moemerge.report.files import (
     CARD_NAME,
     CONFIG_NAME,

@@ -32,7 +32,7 @@ class PairedTest:
 
 @dataclass(frozen=True)
 class McNemar:
-    """Problems that only one of two models solves, and how likely such a split is by rng."""
+    """Problems that only one of two models solves, and how likely such a split is by chance."""
 
     gained: int  # solved by the second alone
     lost: int  # solved by the first alone

@@ -1,20 +1,24 @@
-"""How a model is streamed: where, in which dtype, in how long batches."""
+"""How a model is streamed: where, in which dtype, in how long batches, and what that needs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from moemerge.architectures.opened import OpenModel
-from moemerge.checkpoint import Checkpoint, main_dtype
+from moemerge.checkpoint import Checkpoint, format_size, main_dtype
+from moemerge.errors import ArchitectureError, MoeMergeError, ResourceError
 from moemerge.features.loading import holds_scores
+from moemerge.features.routers import Anatomy
 from moemerge.features.spill import SMALLEST, Offload
-from moemerge.runtime.devices import gpu_memory
+from moemerge.features.weights import PINNED_BYTES, Weights
+from moemerge.runtime.devices import available_memory, gpu_memory
 from moemerge.runtime.dtypes import parse_dtype
-from moemerge.text.batches import DEFAULT_BATCH_TOKENS, gpu_batch_tokens
+from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, gpu_batch_tokens
 
 CPU = torch.device("cpu")
 # A CPU gains nothing from long batches, and their temporaries are the largest thing it holds.
@@ -74,3 +78,183 @@ def batch_tokens(model: OpenModel, device: torch.device) -> int:
     tokens = gpu_batch_tokens(width, gpu_memory(device))
     # Scores of all pairs of tokens would be by far the largest part of a long batch.
     return min(tokens, DEFAULT_BATCH_TOKENS) if holds_scores(model.checkpoint) else tokens
+
+
+# A batch parked at a router keeps: the embeddings (in the model's frame), the layer's input (in the
+# same frame), the residual and the router's input.
+PARKED_COPIES = 4
+# A running batch needs that, its attention's projections and one temporary of each.
+RUNNING_COPIES = 10
+HEADROOM = 0.9  # of the free memory; allocators round up
+HOST = torch.device("cpu")
+NEAREST_FIRST: tuple[Offload, ...] = ("device", "cpu", "disk")
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes by purpose."""
+
+    device: torch.device
+    offload: Offload
+    root: int  # embeddings, norms, head: resident
+    layer: int  # the largest layer
+    ahead: int  # the next one, read meanwhile
+    parked: int  # activations of all waiting batches
+    running: int  # temporaries of the batch that runs
+    features: int  # router inputs that are handed out
+    gathered: bool = False  # batches that stay on the device wait without a copy of their own
+
+    @property
+    def on_device(self) -> int:
+        total = self.root + self.layer + self.ahead + self.running + self.features
+        if self._spills:
+            return total
+        return total + self.parked - (self.features if self.gathered else 0)
+
+    @property
+    def on_host(self) -> int:
+        if self.device.type == "cpu":
+            return self.on_device
+        return PINNED_BYTES + (self.parked if self.offload == "cpu" else 0)
+
+    @property
+    def on_disk(self) -> int:
+        return self.parked if self.offload == "disk" else 0
+
+    @property
+    def _spills(self) -> bool:
+        return self.offload == "disk" or (self.offload == "cpu" and self.device.type != "cpu")
+
+    def describe(self) -> str:
+        parts = {
+            "resident": self.root,
+            "largest layer": self.layer,
+            "next layer": self.ahead,
+            "parked activations": self.parked,
+            "running batch": self.running,
+            "router inputs": self.features,
+        }
+        listed = ", ".join(
+            f"{name} {format_size(nbytes)}" for name, nbytes in parts.items() if nbytes
+        )
+        return (
+            f"streaming needs about {format_size(self.on_device)} on {self.device} ({listed}; "
+            f"offload {self.offload})"
+        )
+
+
+def estimate_memory(
+    weights: Weights,
+    anatomy: Anatomy,
+    batches: Sequence[Batch],
+    root_names: Sequence[str],
+    *,
+    offload: Offload,
+    prefetch: bool = True,
+    gather: bool = False,
+) -> MemoryEstimate:
+    """Sizes from shapes alone: nothing is read."""
+    config: Any = weights.model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width = _number(text, "hidden_size", "d_model")
+    streams = max(1, _number(text, "hc_mult", "hc_count"))  # hyper-connections widen the residual
+    itemsize = weights.model.dtype.itemsize
+    padded = [batch.input_ids.numel() for batch in batches]
+    token = width * itemsize
+    largest = max(padded, default=0)
+    chosen = _number(text, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+    inner = _number(text, "moe_intermediate_size", "intermediate_size")
+    layer = max((weights.nbytes(path) for path in anatomy.layers), default=0)
+    return MemoryEstimate(
+        device=weights.device,
+        offload=offload,
+        root=weights.nbytes_of(root_names),
+        layer=layer,
+        ahead=layer if prefetch else 0,
+        parked=sum(
+            # A padded batch has a mask of its own.
+            PARKED_COPIES * streams * token * size + batch.padded * size * batch.input_ids.shape[1]
+            for batch, size in zip(batches, padded, strict=True)
+        ),
+        running=_scores(text, batches, itemsize)
+        + largest * (RUNNING_COPIES * streams * token + chosen * (3 * inner * itemsize + token)),
+        features=token * sum(batch.tokens for batch in batches),
+        gathered=gather,
+    )
+
+
+def _scores(text: Any, batches: Sequence[Batch], itemsize: int) -> int:
+    """What attention that is not fused keeps for every pair of tokens: scores before and behind the
+    mask, and their softmax in float32."""
+    if getattr(text, "_attn_implementation", None) != "eager":
+        return 0
+    pairs = max((b.input_ids.numel() * b.input_ids.shape[1] for b in batches), default=0)
+    return pairs * _number(text, "num_attention_heads") * (2 * itemsize + 4)
+
+
+def needed(
+    estimates: Sequence[MemoryEstimate], extra: int = 0, offload: Offload | None = None
+) -> tuple[int, int]:
+    """Bytes on the device and on the host for models side by side, with activations parked there
+    (default: where they are); `extra` is what a job does with the features."""
+    if offload is not None:
+        estimates = [replace(estimate, offload=offload) for estimate in estimates]
+    device = sum(estimate.on_device for estimate in estimates) + extra
+    host = sum(estimate.on_host for estimate in estimates)
+    return device, device if estimates[0].device.type == "cpu" else host
+
+
+def fits(
+    estimates: Sequence[MemoryEstimate], extra: int = 0, offload: Offload | None = None
+) -> bool:
+    device, host = needed(estimates, extra, offload)
+    return (
+        device <= available_memory(estimates[0].device) * HEADROOM
+        and host <= available_memory(HOST) * HEADROOM
+    )
+
+
+def nearest_offload(estimates: Sequence[MemoryEstimate], extra: int = 0) -> Offload:
+    """The nearest place with room for parked activations; the farthest where nothing fits."""
+    for kind in NEAREST_FIRST:
+        if kind == "cpu" and estimates[0].device.type == "cpu":
+            continue
+        if fits(estimates, extra, kind):
+            return kind
+    return "disk"
+
+
+def choose_offload(estimate: MemoryEstimate) -> MemoryEstimate:
+    """For one model by itself; refuses what fits nowhere."""
+    chosen = replace(estimate, offload=nearest_offload([estimate]))
+    if not fits([chosen]):
+        usable = int(available_memory(estimate.device) * HEADROOM)
+        raise ResourceError(
+            f"{chosen.describe()}, but {format_size(usable)} are usable on {estimate.device}",
+            hint="lower --max-tokens or --max-length, use smaller batches, or a larger machine",
+        )
+    return chosen
+
+
+def _number(config: Any, *names: str) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, list | tuple) and value:
+            value = max(value)
+        if isinstance(value, int) and value:
+            return value
+    return 0
+
+
+def raise_forward_error(error: BaseException, where: str, memory: MemoryEstimate) -> NoReturn:
+    """What a model's forward raised, as an error of ours; ours and interrupts as they are."""
+    if isinstance(error, MoeMergeError) or not isinstance(error, Exception):
+        raise error
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+        raise ResourceError(
+            f"{where}: out of memory on {memory.device} ({memory.describe()})",
+            hint="use smaller batches, --offload cpu or disk, or fewer tokens",
+        ) from error
+    raise ArchitectureError(
+        f"{where}: the model's forward failed: {type(error).__name__}: {error}"
+    ) from error

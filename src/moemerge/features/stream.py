@@ -34,25 +34,24 @@ from torch.utils.hooks import RemovableHandle
 
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
-from moemerge.features.calls import CallLog, OnCalls
 from moemerge.features.fused import use_fused_experts, use_fused_norms
 from moemerge.features.loading import NameMap, build_skeleton
-from moemerge.features.memory import (
+from moemerge.features.routers import Anatomy, anatomy, names_outside_layers
+from moemerge.features.settings import (
     MemoryEstimate,
+    StreamSettings,
     choose_offload,
     estimate_memory,
     raise_forward_error,
 )
-from moemerge.features.routers import Anatomy, anatomy, names_outside_layers
-from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Emptied, Gathered, SpillRoom, held_by
-from moemerge.features.stops import Arrival, Stop
+from moemerge.features.stops import Arrival, CallLog, OnCalls, Stop
 from moemerge.features.taps import Taps, find_taps
 from moemerge.features.tokens import check_tokens, finite, flat_tokens, real_rows
 from moemerge.features.weights import Weights
 from moemerge.features.workers import Pause, PauseKind, Worker, current_worker, part_of_a_layer
-from moemerge.runtime.allocator import give_back_freed_memory, keep_few_kernels, share_one_heap
 from moemerge.runtime.devices import attention_without_plans
+from moemerge.runtime.process import give_back_freed_memory, keep_few_kernels, share_one_heap
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.features.loading import NameMap, Recipe, keeps_float32, map_names, tied_names
-from moemerge.runtime.threads import thread_pool
+from moemerge.runtime.gpu import BUFFER_BYTES, uploads_to
+from moemerge.runtime.process import thread_pool
 from moemerge.runtime.timing import Stopwatch
-from moemerge.runtime.transfers import BUFFER_BYTES, uploads_to
 
 # Parallel reads within one layer. On a CPU more only make them wait for each other; a GPU's host
 # has cores to spare, and a file in the page cache comes as fast as they copy it.

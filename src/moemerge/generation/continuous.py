@@ -16,7 +16,7 @@ from moemerge.config.generation import GenerationSettings
 from moemerge.generation.drawing import draw, signed, uniform
 from moemerge.generation.engine import Finish, Wanted
 from moemerge.generation.slots import SlotCache
-from moemerge.runtime.graphs import Repeated
+from moemerge.runtime.gpu import Repeated
 
 # Columns that attention looks at are rounded up to these: a window is one recorded graph, and
 # equal shapes round alike.

@@ -1,8 +1,7 @@
 """Matrix-free linear operators and the conjugate gradient method."""
 
 from moemerge.linalg.cg import CGResult, Patience, Resting, Status, cg
-from moemerge.linalg.deflation import Deflation
-from moemerge.linalg.operator import Diagonal, Identity, LinearOperator
+from moemerge.linalg.operator import Deflation, Diagonal, Identity, LinearOperator
 
 __all__ = [
     "CGResult",

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import NumericalError
-from moemerge.linalg.deflation import Deflation
-from moemerge.linalg.operator import Identity, LinearOperator
+from moemerge.linalg.operator import Deflation, Identity, LinearOperator
 
 # The recurrence stops a little below the tolerance: one more step is cheaper than a restart.
 RECURRENCE_MARGIN = 0.8

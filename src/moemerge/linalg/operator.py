@@ -75,3 +75,38 @@ class Diagonal(LinearOperator):
         positive = self.values > 0
         safe = torch.where(positive, self.values, torch.ones_like(self.values))
         return Diagonal(1.0 / safe)
+
+
+class Deflation(ABC):
+    """A subspace Z on which a system is solved exactly, with its A_Z⁻¹ = (ZᵀAZ)⁻¹.
+
+    With y any vector (a preconditioned residual), s = y + Z A_Z⁻¹ Zᵀ (r − A y) leaves no residual
+    in the subspace: Zᵀ(r − A s) = 0. CG whose directions are made of such s, from a start with
+    Zᵀr = 0, never meets the eigenvalues that belong to Z. The others are those of the
+    preconditioned operator or lie between them, so the steps become fewer and never more.
+    """
+
+    @abstractmethod
+    def restrict(self, vector: Tensor) -> Tensor:
+        """Zᵀ v, in whatever shape the subspace's coordinates have."""
+
+    @abstractmethod
+    def prolong(self, coordinates: Tensor) -> Tensor:
+        """Z c, (K, d) float64."""
+
+    @abstractmethod
+    def solve(self, coordinates: Tensor) -> Tensor:
+        """(ZᵀAZ)⁻¹ c."""
+
+    def corrected(
+        self, operator: LinearOperator, y: Tensor | None, r: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """s = y + Z (ZᵀAZ)⁻¹ Zᵀ (r − A y), and A s; y is `representable`, None is zero.
+
+        This is the definition, for two products. Subclasses that know the operator need one.
+        """
+        rest = r if y is None else r - operator.mv(y)
+        s = self.prolong(self.solve(self.restrict(rest)))
+        if y is not None:
+            s = y + s
+        return s, operator.mv(s)

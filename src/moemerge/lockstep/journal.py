@@ -26,7 +26,7 @@ from moemerge.checkpoint.output import sync_folder, write_file, writing
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import CheckpointError, UsageError
 from moemerge.runtime.dtypes import dtype_name, parse_dtype
-from moemerge.runtime.unfinished import journal_path
+from moemerge.runtime.journals import journal_path
 
 KEY_FILE = "key.json"
 FORMAT = 2  # of the files; raised when an older journal can no longer be read

@@ -17,7 +17,7 @@ from moemerge.errors import (
     UsageError,
 )
 from moemerge.lockstep.journal import Entry, Journal
-from moemerge.runtime.threads import thread_pool
+from moemerge.runtime.process import thread_pool
 
 # Report, card and config next to the weights.
 COMPANION_BYTES = 16 * 2**20

@@ -13,9 +13,15 @@ from torch import Tensor
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import format_size, require_space
 from moemerge.errors import ArchitectureError, ResourceError
-from moemerge.features.memory import HEADROOM, MemoryEstimate, fits, nearest_offload, needed
 from moemerge.features.router_stream import RouterStop, RouterStream
-from moemerge.features.settings import StreamSettings
+from moemerge.features.settings import (
+    HEADROOM,
+    MemoryEstimate,
+    StreamSettings,
+    fits,
+    nearest_offload,
+    needed,
+)
 from moemerge.features.spill import Offload
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress

@@ -1,4 +1,4 @@
-"""Blocks of elementwise methods, read, merged and rounded chunk by chunk.
+"""Blocks of elementwise methods, read, merged, rounded and checked chunk by chunk.
 
 A chunk is small enough that a core holds all of it in its own cache: what is read of each model,
 its float32 copy and the result go to memory once instead of once for every step.
@@ -6,6 +6,7 @@ its float32 copy and the result go to memory once instead of once for every step
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
-from moemerge.merging.finite import FiniteCheck, is_finite
+from moemerge.errors import NumericalError
 from moemerge.merging.method import UnitInfo
 from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
 from moemerge.runtime.dtypes import Dtype
@@ -22,6 +23,67 @@ from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SHOWN = 3  # tensors named in one notice
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether there is no NaN or infinity; False also where huge values overflow their sum."""
+    # One pass at memory speed: a finite sum has only finite terms.
+    return math.isfinite(tensor.sum().item())
+
+
+class FiniteCheck:
+    """Looks at all that a merge reads and writes. Used by many threads at once."""
+
+    def __init__(self, plan: MergePlan, *, allow: bool) -> None:
+        self._plan = plan
+        self._allow = allow
+        self._noted: dict[str, dict[str, None]] = {}  # whose -> tensors that are not finite
+        self._lock = threading.Lock()
+
+    def read(self, tensor: Tensor, source: UnitInput) -> None:
+        """Refuse or note an input tensor (or a part of it) that is not finite."""
+        if not tensor.is_floating_point() or is_finite(tensor):
+            return
+        bad = int((~tensor.isfinite()).sum())
+        if not bad:
+            return
+        model = self._plan.models[source.model]
+        if not self._allow:
+            raise NumericalError(
+                f"{model.label}: tensor {source.tensor} holds {bad} non-finite values "
+                f"(NaN or infinity) among {tensor.numel()}",
+                hint="repair that model, or merge anyway with --allow-nonfinite",
+            )
+        self._note(model.label, source.tensor)
+
+    def is_noted(self, source: UnitInput) -> bool:
+        return source.tensor in self._noted.get(self._plan.models[source.model].label, ())
+
+    def merged(self, result: Tensor, block: Block) -> None:
+        """Refuse or note a result that is not finite: of finite inputs, it has outgrown its
+        dtype."""
+        if not result.is_floating_point() or is_finite(result) or bool(result.isfinite().all()):
+            return
+        if not self._allow:
+            raise NumericalError(
+                f"the merged tensor {block.tensor} holds values that {result.dtype} cannot",
+                hint="choose a wider dtype or out_dtype (bfloat16, float32), or smaller weights",
+            )
+        self._note("the merged model", block.tensor)
+
+    def _note(self, whose: str, tensor: str) -> None:
+        with self._lock:
+            self._noted.setdefault(whose, {})[tensor] = None
+
+    def notices(self) -> Iterator[str]:
+        """What was let through."""
+        for whose, tensors in sorted(self._noted.items()):
+            shown = ", ".join(sorted(tensors)[:SHOWN])
+            more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
+            count = "1 tensor holds" if len(tensors) == 1 else f"{len(tensors)} tensors hold"
+            yield f"{whose}: {count} NaN or infinity ({shown}{more})"
 
 
 # Elements of a chunk: an accelerator wants one long launch instead.

@@ -17,17 +17,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from moemerge.errors import CheckpointError, ResourceError
-from moemerge.merging.chunked import ChunkMerger
-from moemerge.merging.finite import FiniteCheck
+from moemerge.merging.chunked import ChunkMerger, FiniteCheck
 from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo
 from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
 from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
-from moemerge.runtime.allocator import reuse_freed_memory
 from moemerge.runtime.devices import cpu_count, prepare_for_threads
 from moemerge.runtime.lazy import torch
+from moemerge.runtime.process import reuse_freed_memory, thread_pool
 from moemerge.runtime.progress import Progress
-from moemerge.runtime.threads import thread_pool
 
 if TYPE_CHECKING:
     from torch import Tensor

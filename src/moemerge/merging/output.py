@@ -12,7 +12,6 @@ from moemerge.checkpoint import main_dtype
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.errors import ArchitectureError
 from moemerge.merging.planner import OutputTensors
-from moemerge.merging.tokenizer.chat import resolve_chat_template, with_chat_template
 from moemerge.merging.tokenizer.embeddings import Vocabularies
 from moemerge.merging.tokenizer.plan import TokenizerPlan
 from moemerge.merging.tokenizer.vocab import read_json, read_vocabulary
@@ -20,8 +19,10 @@ from moemerge.merging.tokenizer.write import (
     config_for,
     donor_files,
     is_tokenizer_file,
+    resolve_chat_template,
     to_json,
     tokenizer_files,
+    with_chat_template,
 )
 
 GENERATION_CONFIG = "generation_config.json"

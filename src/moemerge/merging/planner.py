@@ -18,8 +18,7 @@ from moemerge.config.parameters import BasePolicy
 from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.merging import matching
-from moemerge.merging.destinations import Destination, Destinations
-from moemerge.merging.matching import UnitIndex
+from moemerge.merging.matching import Destination, Destinations, UnitIndex
 from moemerge.merging.method import METHODS, MergeMethod, UnitInfo, yaml_key
 from moemerge.merging.plan import (
     Account,

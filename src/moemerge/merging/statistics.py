@@ -82,7 +82,7 @@ def pending_bytes(wanted: StatisticsRequest, models: Mapping[str, OpenModel]) ->
 
     Two units on average read the same input and share a Gram matrix.
     """
-    from moemerge.statistics.packing import packed_size
+    from moemerge.statistics.file import packed_size
 
     total = 0
     for name in wanted.data:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moemerge.features.calls import Call
+from moemerge.features.stops import Call
 from moemerge.features.tokens import real_tokens
 from moemerge.refitting.records import Key, Record
 from moemerge.text.batches import Batch

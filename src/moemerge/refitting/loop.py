@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moemerge.errors import ArchitectureError, NumericalError, ResourceError
 from moemerge.features.stops import Stop
+from moemerge.features.taps import UnitMap
 from moemerge.features.tokens import real_rows
-from moemerge.features.units import UnitMap
 from moemerge.refitting.domains import Affine, DomainScales, parameter
 from moemerge.refitting.drift import AsMerged, followed_batches, layer_drift
 from moemerge.refitting.head import fit_head

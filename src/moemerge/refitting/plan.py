@@ -16,8 +16,15 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.config.refit import Part
 from moemerge.errors import ArchitectureError
 from moemerge.features.routers import Anatomy, RouterModule
-from moemerge.features.taps import ExpertsTap, LinearTap, Tap, Taps, projections
-from moemerge.features.units import PlacedUnit, UnitMap
+from moemerge.features.taps import (
+    ExpertsTap,
+    LinearTap,
+    PlacedUnit,
+    Tap,
+    Taps,
+    UnitMap,
+    projections,
+)
 from moemerge.lockstep.models import PairedRouter
 
 _NUMBER = re.compile(r"\.\d+\.")

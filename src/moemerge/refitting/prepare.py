@@ -15,9 +15,9 @@ from moemerge.config.models import ModelRef
 from moemerge.config.refit import RefitSettings
 from moemerge.errors import ArchitectureError, UsageError
 from moemerge.features.settings import batch_tokens, forward_dtype
-from moemerge.lockstep.base import base_notices
 from moemerge.lockstep.inputs import (
     JobText,
+    base_notices,
     check_names,
     check_same_tokens,
     read_text,

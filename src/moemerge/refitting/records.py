@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moemerge.features.calls import Call
+from moemerge.features.stops import Call
 from moemerge.features.tokens import real_tokens
 from moemerge.text.batches import Batch
 

@@ -17,9 +17,8 @@ from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import PairedRouter, RouterWeights, StoredRouters
 from moemerge.refitting.targets import LayerView
 from moemerge.routing import DomainFeatures, SolveSettings, minimise_divergence
-from moemerge.routing.domains import logits_of, working_dtype
 from moemerge.routing.gates import divergence
-from moemerge.routing.products import features_of
+from moemerge.routing.products import features_of, logits_of, working_dtype
 from moemerge.routing.solve import build_operator, solve_system
 
 

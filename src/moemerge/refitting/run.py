@@ -12,14 +12,14 @@ from torch import Tensor
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ResourceError
-from moemerge.features.memory import HEADROOM
+from moemerge.features.settings import HEADROOM
 from moemerge.features.spill import Offload
-from moemerge.features.units import UnitMap
+from moemerge.features.taps import UnitMap
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.inputs import settings_data
 from moemerge.lockstep.journal import Entry
+from moemerge.lockstep.models import OverlaidCheckpoint
 from moemerge.lockstep.output import Output, PatchedOutput, RefusedResultError
-from moemerge.lockstep.overlay import OverlaidCheckpoint
 from moemerge.lockstep.streams import PROCESS_BYTES
 from moemerge.refitting.domains import DomainScales
 from moemerge.refitting.loop import FinishedLayer, RefitLoop

@@ -25,16 +25,24 @@ from torch import Tensor
 from moemerge.architectures.gates import Gate
 from moemerge.errors import NumericalError
 from moemerge.linalg.operator import LinearOperator
-from moemerge.routing.domains import (
+from moemerge.routing.gates import (
+    Curvature,
+    TokenWeights,
+    divergence,
+    divergence_gradient,
+    token_weights,
+)
+from moemerge.routing.products import (
     DomainFeatures,
+    Features,
+    Precision,
     chunks_of,
+    coalesced,
+    features_of,
     logits_of,
     rows_at_once,
     working_dtype,
 )
-from moemerge.routing.gates import divergence, divergence_gradient
-from moemerge.routing.products import Features, Precision, coalesced, features_of
-from moemerge.routing.weights import Curvature, TokenWeights, token_weights
 
 __all__ = [
     "Curvature",

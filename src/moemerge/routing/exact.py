@@ -27,7 +27,6 @@ from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import UsageError
 from moemerge.linalg.cg import CGResult, Resting, Status, cg
 from moemerge.routing.curvature import DomainStatistics, RouterCurvature
-from moemerge.routing.domains import DomainFeatures, chunks_of, rows_at_once
 from moemerge.routing.gates import divergence
 from moemerge.routing.preconditioners import (
     NEWTON_STEPS,
@@ -37,7 +36,7 @@ from moemerge.routing.preconditioners import (
     attempts,
     steps_to_build,
 )
-from moemerge.routing.products import features_of
+from moemerge.routing.products import DomainFeatures, chunks_of, features_of, rows_at_once
 
 ARMIJO = 1e-4
 HALVINGS = 12

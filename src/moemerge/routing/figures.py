@@ -26,8 +26,15 @@ from torch import Tensor
 
 from moemerge.architectures.gates import Gate
 from moemerge.report.words import FigureWords, Quantity
-from moemerge.routing.gates import divergence, is_bernoulli, log_probabilities, select, slope
-from moemerge.routing.weights import Curvature, token_weights
+from moemerge.routing.gates import (
+    Curvature,
+    divergence,
+    is_bernoulli,
+    log_probabilities,
+    select,
+    slope,
+    token_weights,
+)
 
 # The paper's bounds for the relative logit shift of Lemma 1's neighbourhood.
 SMALL_SHIFT: Final = 0.1

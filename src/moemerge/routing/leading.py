@@ -25,12 +25,11 @@ from torch import Tensor
 
 from moemerge.kernels.fused import Shift
 from moemerge.kernels.splitting import split
-from moemerge.linalg.deflation import Deflation
-from moemerge.linalg.operator import LinearOperator
+from moemerge.linalg.operator import Deflation, LinearOperator
 from moemerge.routing.curvature import DomainStatistics, RouterCurvature
+from moemerge.routing.gates import TokenWeights
 from moemerge.routing.inverses import KroneckerFactors, cholesky
 from moemerge.routing.products import Precision, features_of
-from moemerge.routing.weights import TokenWeights
 
 # Added to A_Z's unit diagonal, in case A is singular (a softmax without damping is).
 LEAST_DAMPING = 1e-6

@@ -14,7 +14,6 @@ from torch.nn import functional
 from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import DataError
 from moemerge.kernels import agreement
-from moemerge.routing.domains import DomainFeatures, chunks_of
 from moemerge.routing.figures import (
     FIGURES,
     FLOWS,
@@ -25,7 +24,7 @@ from moemerge.routing.figures import (
     RouterOutput,
     Tokens,
 )
-from moemerge.routing.products import features_of
+from moemerge.routing.products import DomainFeatures, chunks_of, features_of
 
 # All that a router can be measured by, and what a calibration says of each router.
 ROUTER_FIGURES = tuple(n for n, f in FIGURES.items() if f.of_tokens or f.of_choices)

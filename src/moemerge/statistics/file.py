@@ -1,6 +1,6 @@
 """Saved statistics of one model: a safetensors file whose metadata tells where they come from.
 
-A Gram is kept once for all units that read the same input, as packed block rows (see `packing`);
+A Gram is kept once for all units that read the same input, as packed block rows (see `pack`);
 Fisher values are one tensor a unit. Units are named by their key, which is the same in every
 on-disk layout of a model.
 """
@@ -8,7 +8,7 @@ on-disk layout of a model.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -18,11 +18,50 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import Dtype
-from moemerge.statistics.packing import packed_size, unpack
+from moemerge.runtime.lazy import torch
 from moemerge.statistics.provenance import Provenance, check_fits
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Symmetric matrices are stored at little more than half their size, as block rows of the upper
+# triangle: rows in blocks, so that packing and unpacking are copies of whole blocks.
+BLOCK = 128  # rows; part of the file format
+
+
+def packed_size(width: int) -> int:
+    """Elements that `pack` makes of a (width, width) matrix."""
+    return sum(rows * (width - start) for start, rows in _blocks(width))
+
+
+def pack(matrix: Tensor) -> Tensor:
+    """(n, n), symmetric -> (packed_size(n),)."""
+    width = matrix.shape[0]
+    out = torch.empty(packed_size(width), dtype=matrix.dtype, device=matrix.device)
+    at = 0
+    for start, rows in _blocks(width):
+        size = rows * (width - start)
+        out[at : at + size].view(rows, width - start).copy_(matrix[start : start + rows, start:])
+        at += size
+    return out
+
+
+def unpack(packed: Tensor, width: int) -> Tensor:
+    """(packed_size(n),) -> (n, n)."""
+    out = torch.empty((width, width), dtype=packed.dtype, device=packed.device)
+    at = 0
+    for start, rows in _blocks(width):
+        size = rows * (width - start)
+        block = packed[at : at + size].view(rows, width - start)
+        out[start : start + rows, start:] = block
+        out[start + rows :, start : start + rows] = block[:, rows:].T
+        at += size
+    return out
+
+
+def _blocks(width: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, width, BLOCK):
+        yield start, min(BLOCK, width - start)
 
 
 Kind = Literal["gram", "fisher"]

@@ -23,7 +23,7 @@ from moemerge.checkpoint.safetensors_file import HEADER_ALIGNMENT, LENGTH_BYTES,
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.runtime.lazy import torch
-from moemerge.runtime.threads import thread_pool
+from moemerge.runtime.process import thread_pool
 from moemerge.statistics.file import FORMAT, FORMAT_NUMBER, Kind
 from moemerge.statistics.provenance import Provenance
 

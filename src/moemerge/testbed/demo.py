@@ -13,9 +13,8 @@ import torch
 
 from moemerge import api
 from moemerge.config.calibration import Targets
-from moemerge.testbed.accuracy import accuracy
-from moemerge.testbed.agreement import RoutingAgreement, compare_routing
-from moemerge.testbed.experiments.methods import AVERAGE, METHODS, graft_config, merge_config
+from moemerge.testbed.accuracy import RoutingAgreement, accuracy, compare_routing
+from moemerge.testbed.experiments.recipes import AVERAGE, METHODS, graft_config, merge_config
 from moemerge.testbed.experiments.texts import asked_problems, held_out_text
 from moemerge.testbed.training import TrainedSet
 

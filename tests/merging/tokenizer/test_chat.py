@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 from merging.tokenizer.samples import Maker
 from moemerge.config.models import ModelRef
 from moemerge.errors import TokenizerError
-from moemerge.merging.tokenizer.chat import (
+from moemerge.merging.tokenizer.write import (
+    donor_files,
     read_chat_template,
     resolve_chat_template,
     with_chat_template,
 )
-from moemerge.merging.tokenizer.write import donor_files
 
 OWN = "{% for m in messages %}X{{ m.content }}{% endfor %}"
 TALK = [

@@ -17,7 +17,7 @@ from moemerge.testbed.network.layout import (
     to_tensors,
 )
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training.presets import PRESETS
+from moemerge.testbed.training.data import PRESETS
 from moemerge.testbed.training.sets import write_model
 
 LENGTH = 12

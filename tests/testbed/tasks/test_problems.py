@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from moemerge.errors import UsageError
+from moemerge.testbed.network.layout import IDS, character_tokenizer, encode
 from moemerge.testbed.tasks import DOMAINS, KINDS, Problem, check, check_all, problems
-from moemerge.testbed.tasks.problem import is_test
-from moemerge.testbed.tokenizer import IDS, character_tokenizer, encode
+from moemerge.testbed.tasks.drawing import is_test
 from moemerge.testbed.training.data import LENGTH
 
 

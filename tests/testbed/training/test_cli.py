@@ -10,7 +10,6 @@ from typer.testing import CliRunner, Result
 
 from moemerge.cli.app import app
 from moemerge.testbed.training import run as running
-from moemerge.testbed.training import saved as saving
 from moemerge.testbed.training import stacks
 
 FLAGS = ["--preset", "tiny", "--regime", "plain", "--steps-scale", "0.0008", "--device", "cpu"]
@@ -47,7 +46,7 @@ def test_wrong_words_are_usage_errors(tmp_path):
 
 
 def test_an_interrupted_training_says_how_to_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(stacks, "SAVE_SECONDS", 0.0)
     real = stacks.train_stack
 
     def interrupted(*args):

@@ -8,14 +8,16 @@ import torch
 from moemerge.testbed.network.layout import initial
 from moemerge.testbed.tasks import DOMAINS
 from moemerge.testbed.training.data import (
+    CLIP,
+    HARD_SHARE,
     LENGTH,
+    PRESETS,
     base_mixture,
     plan,
     pool_of,
     specialist_mixture,
 )
 from moemerge.testbed.training.optimise import Course, State, _Step, schedule, train_stack
-from moemerge.testbed.training.presets import CLIP, HARD_SHARE, PRESETS
 
 SHAPE = PRESETS["tiny"].shape("olmoe")
 

@@ -9,15 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moemerge.errors import CheckpointError, UsageError
+from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import Silent
-from moemerge.runtime.unfinished import saved_path
 from moemerge.testbed.accuracy import accuracy, load_flat
 from moemerge.testbed.network.layout import ARCHITECTURES, router_mask
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import Job, finetune, open_set, train_many
+from moemerge.testbed.training import Job, finetune, open_set, stacks, train_many
 from moemerge.testbed.training import run as running
-from moemerge.testbed.training import saved as saving
-from moemerge.testbed.training.saved import Saved
+from moemerge.testbed.training.stacks import Saved
 from testbed.one_set import train
 
 SETTINGS = {
@@ -107,7 +106,7 @@ def test_the_same_seed_gives_the_same_bytes_in_any_company(trained, tmp_path):
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_killed_training_goes_on_to_the_same_bytes(trained, tmp_path, monkeypatch, after):
-    monkeypatch.setattr(saving, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(stacks, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr("moemerge.testbed.training.optimise._REPORT_EVERY", 2)
     out = tmp_path / "set"
     with pytest.raises(KeyboardInterrupt):

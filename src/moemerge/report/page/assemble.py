@@ -19,8 +19,7 @@ from moemerge.errors import DataError
 from moemerge.report.page.checks import checks, solver
 from moemerge.report.page.experts import flows, loads
 from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, swaps
-from moemerge.report.page.plots import Group, lines_of
-from moemerge.report.page.reading import Reading
+from moemerge.report.page.plots import Group, Reading, lines_of
 from moemerge.report.words import NONE, Quantity, number, short
 
 TITLE = 60

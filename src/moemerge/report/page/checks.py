@@ -12,6 +12,8 @@ from moemerge.report.page.plots import (
     Chart,
     Group,
     Line,
+    Reading,
+    Row,
     View,
     axis,
     ceiling,
@@ -22,11 +24,12 @@ from moemerge.report.page.plots import (
     lines_of,
     log_ticks,
     plot,
+    rounded,
     safe,
+    series,
     tag,
     trace_of,
 )
-from moemerge.report.page.reading import Reading, Row, rounded, series
 from moemerge.report.words import mean, number, percent, plain, short
 
 HEIGHT = 260

@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from moemerge.report.page.plots import Chart, Choice, Group, View, axis, go, plot
-from moemerge.report.page.reading import Reading, Row
+from moemerge.report.page.plots import Chart, Choice, Group, Reading, Row, View, axis, go, plot
 from moemerge.report.words import layers_in_words, number, percent, short
 
 # A Sankey diagram with more links than this is a tangle.

@@ -12,6 +12,8 @@ from moemerge.report.page.plots import (
     Choice,
     Group,
     Line,
+    Reading,
+    Row,
     View,
     axis,
     ceiling,
@@ -23,9 +25,9 @@ from moemerge.report.page.plots import (
     log_ticks,
     plot,
     safe,
+    series,
     trace_of,
 )
-from moemerge.report.page.reading import Reading, Row, series
 from moemerge.report.words import Quantity, mean, number, percent, short
 
 PANEL_HEIGHT = 220

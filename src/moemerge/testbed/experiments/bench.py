@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moemerge import api
-from moemerge.testbed.accuracy import LONGEST_ANSWER, accuracy
-from moemerge.testbed.agreement import compare_routing
+from moemerge.testbed.accuracy import LONGEST_ANSWER, accuracy, compare_routing
 from moemerge.testbed.experiments.forced import generate_forced
-from moemerge.testbed.experiments.methods import graft_config, merge_config
 from moemerge.testbed.experiments.recipes import (
     BASE,
     Calibrated,
@@ -23,6 +21,8 @@ from moemerge.testbed.experiments.recipes import (
     Model,
     Trained,
     Tuned,
+    graft_config,
+    merge_config,
 )
 from moemerge.testbed.experiments.texts import (
     asked_problems,

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
-from moemerge.testbed.experiments.methods import AVERAGE, METHODS
 from moemerge.testbed.experiments.recipes import (
+    AVERAGE,
     BASE,
+    METHODS,
     Cell,
     Grafted,
     Merged,

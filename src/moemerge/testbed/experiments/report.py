@@ -5,16 +5,175 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from moemerge.evaluation.significance import Mean, PairedTest
+from moemerge.testbed.experiments.catalogue import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE
 from moemerge.testbed.experiments.plots import draw
-from moemerge.testbed.experiments.summary import Summary
-from moemerge.testbed.experiments.tables import (
-    TextTable,
-    comparison_table,
-    main_table,
-    verdicts,
-)
+from moemerge.testbed.experiments.summary import Comparison, RowSummary, Summary
+
+SIGNIFICANT = 0.05
+LEAST_P = 1e-20  # below this nobody cares
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """Headings and rows of plain text; the first `left` columns are words."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 2
+
+    def markdown(self) -> str:
+        bars = ["---" if n < self.left else "---:" for n in range(len(self.headings))]
+        lines = [self.headings, tuple(bars), *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main_table(summary: Summary) -> TextTable:
+    """Every row: accuracy, how it differs from the first of its group, and the routing."""
+    domains = summary.experiment.domains
+    headings = (
+        "merge",
+        "variant",
+        "seeds",
+        *domains,
+        "mean",
+        "Δ",
+        "p, seeds",
+        "p, problems",
+        "mismatch",
+        "KL",
+    )
+    return TextTable(headings, tuple(_cells(row, domains) for row in summary.rows))
+
+
+def _cells(row: RowSummary, domains: Sequence[str]) -> tuple[str, ...]:
+    against = row.against_first
+    return (
+        row.group,
+        row.label,
+        str(row.overall.count),
+        *(percent(row.accuracy[d].value) for d in domains),
+        with_error(row.overall),
+        "" if against is None else difference(against.accuracy),
+        "" if against is None else p_value(against.accuracy.p),
+        "" if against is None else p_value(against.problems.p),
+        "" if row.mismatch is None else with_error(row.mismatch),
+        "" if row.kl is None else f"{row.kl.value:.3f}",
+    )
+
+
+def comparison_table(summary: Summary) -> TextTable | None:
+    """The paired comparisons that an experiment asks for."""
+    if not summary.comparisons:
+        return None
+    headings = (
+        "merge",
+        "compared",
+        "accuracy Δ",
+        "seeds won",
+        "p, seeds",
+        "problems won : lost",
+        "p, problems",
+        "mismatch Δ",
+    )
+    return TextTable(headings, tuple(map(_compared, summary.comparisons)))
+
+
+def _compared(c: Comparison) -> tuple[str, ...]:
+    return (
+        c.group,
+        f"{c.second} − {c.first}",
+        difference(c.accuracy),
+        f"{c.accuracy.wins}/{c.accuracy.difference.count}",
+        p_value(c.accuracy.p),
+        f"{c.problems.gained} : {c.problems.lost}",
+        p_value(c.problems.p),
+        "" if c.mismatch is None else difference(c.mismatch),
+    )
+
+
+# --- what a main table says, counted ------------------------------------------------------------
+
+
+def verdicts(summary: Summary) -> list[str]:
+    """How often each claim holds, over the methods of a main table. Empty for other tables."""
+    if (AS_MERGED, HARC) not in summary.experiment.compare:
+        return []
+    found = []
+    harc = _against(summary, AS_MERGED, HARC)
+    if harc:
+        lowers = sum(c.mismatch is not None and _value(c.mismatch) < 0 for c in harc)
+        found.append(f"HARC lowers the mismatch for {lowers} of {len(harc)} methods.")
+        found.append(f"HARC against the plain merge: {_raises(harc)}")
+    averaged = _against(summary, AS_MERGED, AVERAGED)
+    if averaged:
+        found.append(f"Averaged routers against the plain merge: {_raises(averaged)}")
+        found.append(f"HARC against averaged routers: {_raises(_against(summary, AVERAGED, HARC))}")
+    for label in (SOURCE, EXACT):
+        against = _against(summary, HARC, label)
+        if against:
+            name = label[0].upper() + label[1:]
+            found.append(f"{name} against HARC: {_raises(against)}")
+    return found
+
+
+def _against(summary: Summary, first: str, second: str) -> list[Comparison]:
+    return [c for c in summary.comparisons if (c.first, c.second) == (first, second)]
+
+
+def _raises(comparisons: Sequence[Comparison]) -> str:
+    up = [c for c in comparisons if _value(c.accuracy) > 0]
+    down = [c for c in comparisons if _value(c.accuracy) < 0]
+    gain = 100 * sum(_value(c.accuracy) for c in comparisons) / max(1, len(comparisons))
+    sure_up = sure_down = ""
+    if any(c.accuracy.p is not None for c in comparisons):  # one seed has no test over seeds
+        sure_up = f" ({sum(_sure(c.accuracy) for c in up)} with p < {SIGNIFICANT:g} over seeds)"
+        sure_down = f" ({sum(_sure(c.accuracy) for c in down)})"
+    return (
+        f"higher accuracy for {len(up)} of {len(comparisons)} methods{sure_up}, lower for "
+        f"{len(down)}{sure_down}; {gain:+.1f} points on average."
+    )
+
+
+def _value(test: PairedTest) -> float:
+    return test.difference.value
+
+
+def _sure(test: PairedTest) -> bool:
+    return test.p is not None and test.p < SIGNIFICANT
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def with_error(value: Mean) -> str:
+    """`41.8 ± 0.5`, in percent."""
+    if value.error is None:
+        return percent(value.value)
+    return f"{percent(value.value)} ± {percent(value.error)}"
+
+
+def difference(test: PairedTest) -> str:
+    """`+1.2 ± 0.3`, in points."""
+    value = test.difference
+    shown = f"{100 * value.value:+.1f}"
+    return shown if value.error is None else f"{shown} ± {percent(value.error)}"
+
+
+def p_value(p: float | None) -> str:
+    if p is None:
+        return ""
+    if p < LEAST_P:
+        return f"< {LEAST_P:.0e}"
+    return f"{p:.3f}" if p >= 0.001 else f"{p:.0e}"
+
 
 PAGE = "index.html"
 ALL_TABLES = "results.md"

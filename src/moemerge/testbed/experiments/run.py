@@ -13,11 +13,9 @@ from moemerge.errors import CheckpointError, MoeMergeError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import cpu_count, resolve_device
 from moemerge.runtime.progress import Progress
-from moemerge.testbed.experiments import methods
 from moemerge.testbed.experiments.bench import Bench, Scale
 from moemerge.testbed.experiments.catalogue import EXPERIMENTS, Experiment, Row, Scope, experiment
-from moemerge.testbed.experiments.graph import Outcome, Task, run_tasks
-from moemerge.testbed.experiments.journal import CellJournal, set_digest
+from moemerge.testbed.experiments.graph import CellJournal, Outcome, Task, run_tasks, set_digest
 from moemerge.testbed.experiments.plots import require_matplotlib
 from moemerge.testbed.experiments.recipes import (
     Calibrated,
@@ -26,6 +24,7 @@ from moemerge.testbed.experiments.recipes import (
     Model,
     SetKey,
     Trained,
+    chosen,
 )
 from moemerge.testbed.experiments.report import write_report
 from moemerge.testbed.experiments.summary import Summary, summarise
@@ -105,7 +104,7 @@ class Plan:
 def make_plan(request: TableRequest) -> Plan:
     """Check the request, and lay out its tables."""
     _check(request)
-    scope = Scope(methods.chosen(request.methods), PRESETS[request.preset].layers)
+    scope = Scope(chosen(request.methods), PRESETS[request.preset].layers)
     names = EXPERIMENTS if ALL in request.experiments else dict.fromkeys(request.experiments)
     tables = []
     for regime in request.regimes:

@@ -16,7 +16,7 @@ from moemerge.evaluation.significance import (
 )
 from moemerge.testbed.experiments.bench import unpack
 from moemerge.testbed.experiments.catalogue import Experiment, Row
-from moemerge.testbed.experiments.journal import CellJournal
+from moemerge.testbed.experiments.graph import CellJournal
 from moemerge.testbed.experiments.recipes import SetKey
 
 Entries = Mapping[SetKey, Mapping[str, Any]]  # what was measured of one row, by set

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from moemerge.testbed.tasks.problem import Problem
-from moemerge.testbed.tasks.programs import HIDDEN_INPUTS, SYNTHESIS, program_of
+from moemerge.testbed.tasks.drawing import HIDDEN_INPUTS, SYNTHESIS, Problem, program_of
 from moemerge.verification.sandbox.limits import MIB, Limits
 from moemerge.verification.sandbox.protections import strongest
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moemerge.runtime.graphs import Repeated
+from moemerge.runtime.gpu import Repeated
 from moemerge.testbed.network.forward import (
     Routing,
     hidden_states,
@@ -21,10 +21,8 @@ from moemerge.testbed.network.forward import (
     prepare,
     rotation,
 )
-from moemerge.testbed.network.layout import Shape, router_mask
-from moemerge.testbed.tokenizer import IDS, PAD
-from moemerge.testbed.training.data import LENGTH, Pool
-from moemerge.testbed.training.presets import CLIP, FINAL_LR, WARMUP
+from moemerge.testbed.network.layout import IDS, PAD, Shape, router_mask
+from moemerge.testbed.training.data import CLIP, FINAL_LR, LENGTH, WARMUP, Pool
 
 _BETA1, _BETA2, _EPS = 0.9, 0.98, 1e-9  # short runs: the second moment forgets within 50 steps
 _REPORT_EVERY = 20  # steps between two words about progress

@@ -18,15 +18,13 @@ from moemerge.checkpoint.output import OutputFolder, check_output
 from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import Progress, Silent
-from moemerge.runtime.unfinished import saved_path
 from moemerge.testbed.accuracy import accuracy_many, load_flat
 from moemerge.testbed.network.layout import ARCHITECTURES, Shape, router_mask
 from moemerge.testbed.tasks import DOMAINS, Problem, problems
-from moemerge.testbed.training.data import make_pool, plan
+from moemerge.testbed.training.data import BALANCE, PRESETS, REGIMES, make_pool, plan
 from moemerge.testbed.training.optimise import Course, State, train_stack
-from moemerge.testbed.training.presets import BALANCE, PRESETS, REGIMES
-from moemerge.testbed.training.saved import Saved
 from moemerge.testbed.training.sets import (
     BASE,
     MANIFEST,
@@ -36,7 +34,14 @@ from moemerge.testbed.training.sets import (
     write_manifest,
     write_model,
 )
-from moemerge.testbed.training.stacks import Job, Results, TrainedWeights, total_steps, train_jobs
+from moemerge.testbed.training.stacks import (
+    Job,
+    Results,
+    Saved,
+    TrainedWeights,
+    total_steps,
+    train_jobs,
+)
 from moemerge.version import __version__
 
 TEST_PROBLEMS = 300  # of each domain, on which a finished set is told its own accuracy

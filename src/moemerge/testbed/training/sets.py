@@ -16,9 +16,8 @@ from torch import Tensor
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import dtype_name
-from moemerge.testbed.network.layout import Shape, config_of, to_tensors
+from moemerge.testbed.network.layout import EOS, Shape, character_tokenizer, config_of, to_tensors
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.tokenizer import EOS, character_tokenizer
 
 MANIFEST = "testbed.json"
 BUNDLE = "bundle"  # the set that comes with the package

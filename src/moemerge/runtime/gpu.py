@@ -1,13 +1,15 @@
-"""From the host to a GPU beside its computing: a stream of its own and a few pinned buffers."""
+"""What only a GPU needs: copies while it computes, steps replayed, deterministic operations."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 # Long enough that a copy runs at the bus's speed, short enough that a handful pins little memory.
@@ -85,3 +87,75 @@ class Pinned:
 def uploads_to(device: torch.device, buffers: int) -> Uploads | None:
     """None for a CPU, where a tensor is read to where it stays."""
     return Uploads(device, buffers) if device.type == "cuda" else None
+
+
+# Steps done in the ordinary way before the recording, so that libraries have allocated what they
+# allocate at first use.
+WARM_UP = 3
+
+
+class Repeated:
+    """Calls `step`, which must do the same work on the same tensors each time, and reads no value
+    back from the device. On a GPU it is recorded once and then replayed: a small model's step is
+    hundreds of small kernels, and starting them one by one takes longer than they run."""
+
+    def __init__(self, step: Callable[[], None], device: torch.device) -> None:
+        self._step = step
+        self._device = device
+        self._done = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if self._device.type != "cuda":
+            self._step()
+            return
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        if self._done < WARM_UP:
+            self._aside()
+        else:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.device(self._device), torch.cuda.graph(graph):
+                self._step()
+            graph.replay()  # recording does not run it
+            self._graph = graph
+        self._done += 1
+
+    def _aside(self) -> None:
+        """On a stream of its own, as recording demands of what came before it."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step()
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def wait(self) -> None:
+        """Until all steps so far are done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+@contextlib.contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Inside, operations take their deterministic form where they have one."""
+    if device.type != "cuda":
+        yield
+        return
+    settings: Any = torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # it finds faults, and takes a write of everything
+    try:
+        with warnings.catch_warnings():
+            # cuBLAS may differ between streams; one is used here. The message says otherwise.
+            warnings.filterwarnings("ignore", message=".*determinis")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = filled

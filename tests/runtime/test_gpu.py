@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moemerge.runtime.determinism import deterministic
+from moemerge.runtime.gpu import deterministic
 
 
 def state() -> tuple[bool, bool, bool]:

@@ -1,11 +1,17 @@
-"""The C library's memory: when freed buffers are kept, and when they are given back."""
+"""This process: what it keeps of freed memory, its pools of threads, quicker imports."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+from moemerge.errors import ResourceError
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -65,3 +71,39 @@ def give_back_freed_memory() -> None:
 def keep_few_kernels() -> None:
     """Bound oneDNN's cache, unless the user did; it must not have computed anything yet."""
     os.environ.setdefault(KERNELS, str(KEPT_KERNELS))
+
+
+def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool with all its threads running.
+
+    A pool of the standard library starts a thread when work comes. Where the system refuses one,
+    that work stays queued for ever; here it is refused before any work begins.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+    go_on = threading.Event()
+    try:
+        for _ in range(threads):
+            pool.submit(go_on.wait)
+    except RuntimeError as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise ResourceError(
+            f"the system starts no thread for {name} ({error})",
+            hint="raise the limits on memory and processes (ulimit -v, ulimit -u)",
+        ) from error
+    finally:
+        go_on.set()
+    return pool
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """For imports: what they make stays, so looking through it for garbage, over and over as it
+    grows, is in vain. It is left out of later searches as well."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,124 @@
+"""What the process keeps of freed memory; threads that the system refuses."""
+
+from __future__ import annotations
+
+import _thread
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.checkpoint.writer import CheckpointWriter
+from moemerge.errors import ResourceError
+from moemerge.runtime import process
+from moemerge.runtime.process import thread_pool
+
+HOLES = """
+from moemerge.runtime.process import give_back_freed_memory
+
+def resident():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+blocks = [bytearray(b"x") * 100_000 for _ in range(1000)]
+del blocks[:-1]  # the last one keeps the heap's end in use
+before = resident()
+give_back_freed_memory()
+assert resident() < before - 50_000, (before, resident())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's own business")
+def test_holes_in_the_heap_are_given_back() -> None:
+    subprocess.run([sys.executable, "-c", HOLES], check=True)
+
+
+def test_few_kernels_are_kept_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(process.KERNELS, raising=False)
+    process.keep_few_kernels()
+    assert process.os.environ[process.KERNELS] == str(process.KEPT_KERNELS)
+    monkeypatch.setenv(process.KERNELS, "512")
+    process.keep_few_kernels()
+    assert process.os.environ[process.KERNELS] == "512"
+
+
+ONE_HEAP = """
+import threading
+from moemerge.runtime.process import own_process, share_one_heap
+
+def resident():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+def work():
+    bytearray(b"x") * 30_000_000
+
+assert not share_one_heap()  # a caller's process is left as it is
+own_process()
+assert share_one_heap()
+sizes = []
+for _ in range(6):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    sizes.append(resident())
+# Each thread reuses what the one before freed: nothing is given back, and nothing grows.
+assert sizes[-1] < sizes[0] + 5_000, sizes
+assert sizes[0] > 25_000, sizes
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's own business")
+def test_threads_reuse_each_others_buffers() -> None:
+    subprocess.run([sys.executable, "-c", ONE_HEAP], check=True)
+
+
+def refuse_threads_after(monkeypatch, allowed):
+    """As under `ulimit -u`: the system gives `allowed` more threads and no others."""
+    start, given = threading.Thread.start, []
+
+    def limited(thread):
+        if len(given) >= allowed:
+            raise _thread.error("can't start new thread")
+        given.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+
+
+def test_all_threads_run_from_the_start():
+    with thread_pool(3, "test") as pool:
+        names = {t.name for t in threading.enumerate() if t.name.startswith("test")}
+        assert len(names) == 3
+        assert pool.submit(lambda: 7).result() == 7
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_refused_thread_is_an_error_of_ours(monkeypatch, allowed):
+    refuse_threads_after(monkeypatch, allowed)
+    with pytest.raises(ResourceError, match="starts no thread for test"):
+        thread_pool(2, "test")
+
+
+@pytest.mark.parametrize("allowed", range(4))
+def test_a_writer_without_threads_leaves_nothing_behind(monkeypatch, tmp_path, allowed):
+    """It used to wait for ever for writes that no thread would do."""
+    values = torch.arange(2**19, dtype=torch.float32)  # large enough to go past the page cache
+    refuse_threads_after(monkeypatch, allowed)
+    info = TensorInfo.of("w", values.dtype, values.shape)
+    try:
+        with CheckpointWriter(
+            tmp_path / "out", [info], shard_bytes=2**30, overwrite=False
+        ) as writer:
+            writer.write("w", values)
+            writer.commit()
+    except ResourceError:
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert allowed == 3  # two that write, one that syncs
+        assert (tmp_path / "out").is_dir()
