@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two workers: the suite is sized for two cores, and torch runs one thread in each.
 JOBS ?= 2
 
-.PHONY: demo test lint typecheck rooms unit docs clean
+.PHONY: demo test lint typecheck rooms unit docs fuzz clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Creating $(VENV) and installing (first run only; torch is a large download)"
@@ -34,6 +34,12 @@ docs: $(STAMP)
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
+
+# Hostile files of every kind, thousands of them; `make test` runs a share.
+COUNT ?= 8000
+SEED ?= 1
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 nice $(BIN)/python tests/fuzz/run.py --count $(COUNT) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache

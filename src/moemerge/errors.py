@@ -5,7 +5,8 @@ The exit code belongs to the kind of error, so that the command line has one pla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 
 class MoeMergeError(Exception):
@@ -67,3 +68,26 @@ class NumericalError(MoeMergeError):
     """Non-finite values, or a solve that did not converge where it had to."""
 
     exit_code = 4
+
+
+@contextlib.contextmanager
+def library_errors(
+    raises: Callable[..., MoeMergeError], what: str, *, hint: str | None = None
+) -> Iterator[None]:
+    """Whatever a library raises inside, fed with a user's file, becomes an error of ours.
+
+    Libraries promise little about what they raise for a damaged file, and panics of those in Rust
+    are no `Exception`; so this is broad, and belongs around single calls only.
+    """
+    try:
+        yield
+    except (MoeMergeError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise raises(f"{what} ({in_one_line(error)})", hint=hint) from error
+
+
+def in_one_line(error: BaseException, most: int = 300) -> str:
+    """An error's kind and the first line of what it says."""
+    line = next(iter(str(error).splitlines()), "")[:most]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

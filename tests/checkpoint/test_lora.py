@@ -244,7 +244,7 @@ def pair(module: str = Q, rank: int = 2, out: int = 16, into: int = 16) -> dict[
 
 REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "another type": (pair(), {"peft_type": "IA3"}, "of type 'IA3', expected 'LORA'"),
-    "no rank": (pair(), {"r": None}, "r and lora_alpha must be numbers"),
+    "no rank": (pair(), {"r": None}, "r must be a whole number"),
     "qalora": (pair(), {"use_qalora": True}, "use_qalora is set"),
     "pissa": (pair(), {"init_lora_weights": "pissa_niter_4"}, "changed the base weights"),
     "unknown module": (pair("model.layers.9.q_proj"), {}, "match nothing in"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,8 +73,20 @@ def test_a_library_that_makes_another_error_of_it() -> None:
     assert ended("raise RuntimeError('half imported')") == (130, "error: interrupted\n")
 
 
-def test_errors_that_nobody_foresaw_are_still_seen_whole() -> None:
+def test_errors_that_nobody_foresaw_are_one_sentence_and_a_log(tmp_path: Path) -> None:
     code = "import sys, moemerge.cli\nsys.modules['moemerge.cli.app'] = None\nmoemerge.cli.main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert done.returncode == 1
-    assert "Traceback" in done.stderr
+    (log,) = tmp_path.iterdir()
+    assert done.stderr == (
+        "error: this should not have happened (ModuleNotFoundError); nothing was left behind, and "
+        f"{log} says where: please report it\n"
+    )
+    assert "Traceback" in log.read_text()
+    assert log.stat().st_mode & 0o077 == 0  # it may name what is private

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from moemerge.checkpoint import hub_ids
 from moemerge.config.dump import dump_config
 from moemerge.config.schema import RunConfig
 from moemerge.config.translate import parse_settings
-from moemerge.config.yaml_lines import read_yaml
-from moemerge.errors import ConfigError
+from moemerge.lockstep.earlier import earlier_report, merge_config
 from moemerge.lockstep.inputs import settings_data
 from moemerge.report.files import (
     CARD_NAME,
@@ -24,6 +22,7 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
+from moemerge.runtime.files import read_file, read_utf8
 
 SECTION = "Router calibration"
 
@@ -31,7 +30,7 @@ SECTION = "Router calibration"
 def output_files(job: CalibrationJob, report: CalibrationReport, version: str) -> dict[str, bytes]:
     """The three files that moemerge adds to a calibrated model."""
     folder = job.merged.checkpoint.path
-    earlier = _earlier_report(folder)
+    earlier = earlier_report(folder)
     config = resolved_config(job, report)
     document = report_document(version, merge=earlier.get("merge"), calibration=report.to_json())
     return {
@@ -39,16 +38,6 @@ def output_files(job: CalibrationJob, report: CalibrationReport, version: str) -
         REPORT_NAME: report_bytes(document),
         CARD_NAME: calibration_card(folder, earlier, report, config, version).encode(),
     }
-
-
-def _earlier_report(folder: Path) -> dict[str, Any]:
-    """The merged folder's own report, where moemerge merged it."""
-    path = folder / REPORT_NAME
-    try:
-        report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
-        return {}  # not ours, or damaged: it has nothing to tell
-    return report if isinstance(report, dict) and isinstance(report.get("merge"), dict) else {}
 
 
 # --- config -------------------------------------------------------------------------------------
@@ -63,7 +52,7 @@ def resolved_config(job: CalibrationJob, report: CalibrationReport) -> str:
     folder = job.merged.checkpoint.path
     written = folder / CONFIG_NAME
     if job.request.temporary and written.is_file():
-        return written.read_text(encoding="utf-8")
+        return read_utf8(written)
     block = {
         **settings_data(job.request.settings),
         "sources": dict(report.sources),
@@ -71,7 +60,7 @@ def resolved_config(job: CalibrationJob, report: CalibrationReport) -> str:
         "data": {name: list(files) for name, files in report.data.items()},
     }
     block = {key: value for key, value in block.items() if value is not None}
-    config = _merge_config(written, block)
+    config = merge_config(written, {"calibration": block})
     if config is None:
         plain = {
             "merge_method": "passthrough",
@@ -80,18 +69,6 @@ def resolved_config(job: CalibrationJob, report: CalibrationReport) -> str:
         }
         config = parse_settings(RunConfig, plain, "the resolved config")
     return dump_config(config, absolute=True)
-
-
-def _merge_config(path: Path, block: Mapping[str, Any]) -> RunConfig | None:
-    if not path.is_file():
-        return None
-    try:
-        data = read_yaml(path.read_text(encoding="utf-8"), str(path)).data
-        if "calibration" in data:
-            return None
-        return parse_settings(RunConfig, {**data, "calibration": block}, str(path))
-    except ConfigError:
-        return None  # edited by hand, or of another version: told by `passthrough` instead
 
 
 # --- card ---------------------------------------------------------------------------------------
@@ -108,7 +85,7 @@ def calibration_card(
     text = calibration_words(report)
     written = folder / CARD_NAME
     if not earlier and written.is_file():
-        old = written.read_text(encoding="utf-8", errors="replace").rstrip("\n")
+        old = read_file(written).decode("utf-8", "replace").rstrip("\n")
         made = f"Routers calibrated with [moemerge](https://pypi.org/project/moemerge/) {version}."
         return f"{old}\n\n## {SECTION}\n\n{made} {text}\n"
     merge = earlier.get("merge", {})

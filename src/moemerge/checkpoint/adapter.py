@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from moemerge.checkpoint.folder import ADAPTER_WEIGHTS, TensorFile, open_file, read_json
+from moemerge.checkpoint.folder import ADAPTER_WEIGHTS, TensorFile, open_file
+from moemerge.config.documents import AdapterDocument, parse_document
 from moemerge.errors import CheckpointError
+from moemerge.runtime.files import read_object
 
 CONFIG: Final = "adapter_config.json"
 PREFIX: Final = "base_model.model."
@@ -50,6 +52,7 @@ _REFUSED: Final = {
     "monteclora_config": "MonteCLoRA samples its weights",
 }
 # Initialisations that subtract from the base weights, which the adapter then does not tell.
+MOST_REPEATS, MOST_CHARACTERS = 3, 1000  # of a pattern of module names
 _BASE_CHANGING_INITS: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -60,6 +63,7 @@ class LoraSettings:
     rank: int
     alpha: float
     rslora: bool
+    dora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     fan_in_fan_out: bool
@@ -127,7 +131,7 @@ class Adapter:
 
 def open_adapter(folder: Path) -> Adapter:
     """Read settings and headers; refuses adapters whose effect is not a low-rank sum."""
-    config = read_json(folder / CONFIG, f"a PEFT adapter folder has an {CONFIG}")
+    config = read_object(folder / CONFIG, f"a PEFT adapter folder has an {CONFIG}")
     settings = _settings(config, folder / CONFIG)
     weights = next((folder / n for n in ADAPTER_WEIGHTS if (folder / n).exists()), None)
     if weights is None:
@@ -160,21 +164,39 @@ def _settings(config: Mapping[str, Any], path: Path) -> LoraSettings:
             f"{path}: the adapter was started by {init!r}, which changed the base weights",
             hint="save it with path_initial_model_for_weight_conversion, or merge it with peft",
         )
+    hint = "use the file that peft's save_pretrained wrote"
+    document = parse_document(AdapterDocument, config, str(path), hint)
+    patterns = {**(document.rank_pattern or {}), **(document.alpha_pattern or {})}
+    for pattern in patterns:
+        _check_pattern(pattern, path)
+    return LoraSettings(
+        rank=document.r,
+        alpha=document.lora_alpha,
+        rslora=document.use_rslora,
+        dora=document.use_dora,
+        rank_pattern=document.rank_pattern or {},
+        alpha_pattern=document.alpha_pattern or {},
+        fan_in_fan_out=document.fan_in_fan_out,
+        target_parameters=tuple(document.target_parameters or ()),
+    )
+
+
+def _check_pattern(pattern: str, path: Path) -> None:
+    """Refuse what is no regular expression, or one that may take for ever on a module's name: a
+    repeated group, or many repetitions behind each other."""
+    hint = "name the modules plainly, such as layers.0.self_attn.q_proj"
     try:
-        return LoraSettings(
-            rank=int(config["r"]),
-            alpha=float(config["lora_alpha"]),
-            rslora=bool(config.get("use_rslora", False)),
-            rank_pattern=dict(config.get("rank_pattern") or {}),
-            alpha_pattern=dict(config.get("alpha_pattern") or {}),
-            fan_in_fan_out=bool(config.get("fan_in_fan_out", False)),
-            target_parameters=tuple(config.get("target_parameters") or ()),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
         raise CheckpointError(
-            f"{path}: r and lora_alpha must be numbers, the patterns objects: {error!r}",
-            hint="use the file that peft's save_pretrained wrote",
+            f"{path}: the pattern {pattern[:80]!r} is no regular expression: {error}", hint=hint
         ) from error
+    plain = re.sub(r"\\.", "", pattern)
+    repeats = len(re.findall(r"[*+{]", plain))
+    if re.search(r"\)[*+{]", plain) or repeats > MOST_REPEATS or len(pattern) > MOST_CHARACTERS:
+        raise CheckpointError(
+            f"{path}: the pattern {pattern[:80]!r} may take for ever to match", hint=hint
+        )
 
 
 def _sort_tensors(adapter: Adapter) -> None:
@@ -218,6 +240,11 @@ def _pair(adapter: Adapter, parameter: str, found: Mapping[str, str]) -> LoraPai
         raise CheckpointError(
             f"{adapter.file.path} has {', '.join(found.values())} for {parameter} without the "
             "other half of the pair",
+            hint="the adapter is incomplete; save it again",
+        )
+    if adapter.settings.dora and found.get("lora_magnitude_vector") is None:
+        raise CheckpointError(
+            f"{adapter.file.path} has no magnitudes of {parameter}, although use_dora is set",
             hint="the adapter is incomplete; save it again",
         )
     # PEFT matches its patterns against the module's name, or the parameter's where it is wrapped.

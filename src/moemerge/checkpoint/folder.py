@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from moemerge.checkpoint.pickled import PickledFile
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,23 +44,6 @@ class TensorFile(Protocol):
     def sample(self, name: str, limit: int) -> bytes: ...
 
     def close(self) -> None: ...
-
-
-def read_json(path: Path, hint: str) -> dict[str, Any]:
-    """A JSON file that must be there and hold an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", hint=hint) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}", hint=hint) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path} holds a JSON {type(value).__name__}, expected an object", hint=hint
-        )
-    return value
 
 
 def config_hint(folder: Path) -> str:
@@ -144,7 +127,7 @@ def _check_numbering(folder: Path, names: Sequence[str]) -> None:
 
 def _read_index(path: Path) -> dict[str, str]:
     hint = "fetch the index again, or remove it if all weights are in one file"
-    weight_map = read_json(path, hint).get("weight_map")
+    weight_map = read_object(path, hint).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{path} has no weight_map that maps tensor names to files", hint=hint

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import struct
 import threading
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from moemerge.checkpoint.tensors import TensorInfo
-from moemerge.errors import CheckpointError
+from moemerge.errors import CheckpointError, library_errors
+from moemerge.runtime.files import open_plain
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -72,28 +76,55 @@ class PickledFile:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} holds more than tensors, or is no pickle of tensors at all; "
-            "it is not opened, since unpickling may run any code",
-            hint=CONVERT,
-        ) from error
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", hint="fetch the missing file") from error
-    except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
-        first_line = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path} cannot be read: {first_line}", hint=CONVERT) from error
+    with library_errors(CheckpointError, f"{path} cannot be read", hint=CONVERT):
+        try:
+            os.close(open_plain(path))
+            _check_storages(path, torch.load(path, map_location="meta", weights_only=True))
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path} holds more than tensors, or is no pickle of tensors at all; "
+                "it is not opened, since unpickling may run any code",
+                hint=CONVERT,
+            ) from error
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing", hint="fetch the missing file") from error
+    assert isinstance(state, dict)  # _check_storages has seen to it
+    return state
+
+
+def _check_storages(path: Path, state: object) -> None:
+    """A dict of plain tensors, all of whose bytes are in the file: a mapping would show those of
+    the next tensor in place of what is missing."""
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{path} holds a {type(state).__name__}, expected a dict of tensors", hint=CONVERT
         )
+    sizes = _record_sizes(path)
     for name, value in state.items():
         dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
-        if not dense or value.is_quantized:
+        if not isinstance(name, str) or not dense or value.is_quantized:
             raise CheckpointError(
                 f"{path}: {name!r} is a {type(value).__name__}, expected a plain dense tensor",
                 hint=CONVERT,
             )
-    return state
+        storage = value.untyped_storage()
+        held = sizes.get(storage._checkpoint_offset, 0)
+        if held != storage.nbytes():
+            raise CheckpointError(
+                f"{path}: {name!r} needs {storage.nbytes()} bytes, but the file holds {held} of it",
+                hint="the file is damaged or was not fully downloaded; fetch it again",
+            )
+
+
+def _record_sizes(path: Path) -> dict[int, int]:
+    """The bytes of each record of the zip file, by where its data begins."""
+    sizes = {}
+    with zipfile.ZipFile(path) as records, path.open("rb") as file:
+        for record in records.infolist():
+            file.seek(record.header_offset)
+            # The local header, whose name and extra field are followed by the data.
+            name_length, extra_length = struct.unpack("<26xHH", file.read(30))
+            begin = record.header_offset + 30 + name_length + extra_length
+            sizes[begin] = record.file_size if record.compress_type == zipfile.ZIP_STORED else 0
+    return sizes

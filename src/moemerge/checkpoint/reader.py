@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from moemerge.checkpoint.adapter import open_adapter
 from moemerge.checkpoint.companions import companion_files
-from moemerge.checkpoint.folder import TensorFile, config_hint, open_folder, read_json
+from moemerge.checkpoint.folder import TensorFile, config_hint, open_folder
 from moemerge.checkpoint.locate import locate
 from moemerge.checkpoint.lora import LoraChanges
 from moemerge.checkpoint.quantised.recognise import recognise, without_sections
@@ -23,6 +23,7 @@ from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.files import read_object
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def __init__(self, path: Path, label: str | None = None) -> None:
         self.path = path
         self.label = label if label is not None else str(path)
-        self.config: dict[str, Any] = read_json(path / "config.json", config_hint(path))
+        self.config: dict[str, Any] = read_object(path / "config.json", config_hint(path))
         self.files, self._file_of = open_folder(path)
         try:
             self._look_for_quantised()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import struct
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.dtypes import Dtype
+from moemerge.runtime.files import open_plain
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ LENGTH_BYTES: Final = 8
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 HEADER_ALIGNMENT: Final = 8
 METADATA: Final = "__metadata__"
+MAX_NAME_LENGTH: Final = 1024
 REPLACE_FILE: Final = "the file is damaged or was not fully downloaded; fetch it again"
 
 
@@ -121,7 +125,7 @@ class SafetensorsFile:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_plain(path)
     except OSError as error:
         hint = {
             errno.ENOENT: "fetch the missing file, or point at the right folder",
@@ -139,6 +143,8 @@ def read_header(
     raw = os.pread(fd, length, LENGTH_BYTES)
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        if b"\\ud" in raw.lower():  # halves of characters, which nothing could write again
+            json.dumps(header, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: the header is not valid JSON: {error}", hint=REPLACE_FILE
@@ -179,8 +185,8 @@ def _header_length(fd: int, size: int, path: Path) -> int:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"the name {twice!r} occurs twice")
     return result
 
@@ -202,10 +208,16 @@ def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
             hint=REPLACE_FILE,
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPE_OF:
+    if not isinstance(dtype, str) or dtype not in DTYPE_OF:
         raise CheckpointError(
             f"{path}: tensor {name!r} has dtype {dtype!r}{did_you_mean(str(dtype), DTYPE_OF)}",
             hint=f"readable: {', '.join(DTYPE_OF)}; save the model in one of these",
+        )
+    if len(name) > MAX_NAME_LENGTH:
+        raise CheckpointError(
+            f"{path}: a tensor's name has {len(name)} characters ({name[:40]!r}...), at most "
+            f"{MAX_NAME_LENGTH} are allowed",
+            hint=REPLACE_FILE,
         )
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise CheckpointError(
@@ -226,8 +238,10 @@ def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
 
 
 def _are_counts(values: object) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
+    return (
+        isinstance(values, list)
+        and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values)
+        and math.prod(max(v, 1) for v in values) < 2**63  # torch counts no further
     )
 
 

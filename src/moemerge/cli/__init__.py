@@ -8,6 +8,7 @@ import sys
 from types import FrameType
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
+UNFORESEEN = 1  # after an error that is not ours
 NOTHING_LEFT = "interrupted; nothing was left behind"
 
 _pressed = False
@@ -32,16 +33,33 @@ def main() -> None:
     except KeyboardInterrupt:  # before the command has begun; `app` answers later ones
         sys.stderr.write(f"error: {NOTHING_LEFT}\n")
         code = INTERRUPTED
-    except Exception:
-        if not _pressed:
-            raise
-        sys.stderr.write("error: interrupted\n")
-        code = INTERRUPTED
+    except BaseException as error:
+        sys.stderr.write("error: interrupted\n" if _pressed else f"error: {_unforeseen(error)}\n")
+        code = INTERRUPTED if _pressed else UNFORESEEN
     sys.stdout.flush()
     sys.stderr.flush()
     # By now every file is closed and in its place. Taking torch apart would only cost the user
     # another third of a second.
     os._exit(code if isinstance(code, int) else 0)
+
+
+def _unforeseen(error: BaseException) -> str:
+    """One sentence for an error that is not ours; the rest is in a file, for whoever mends it."""
+    import tempfile
+    import traceback
+
+    if isinstance(error, MemoryError):
+        what = "the memory was not enough"
+    else:
+        what = f"this should not have happened ({type(error).__name__})"
+    try:
+        number, name = tempfile.mkstemp(prefix="moemerge-error-", suffix=".log")
+        with open(number, "w", encoding="utf-8", errors="backslashreplace") as log:
+            log.write(f"moemerge {sys.argv[1:]}\n\n")
+            log.write("".join(traceback.format_exception(error)))
+    except OSError:
+        return f"{what}, and no log of it could be written; nothing was left behind"
+    return f"{what}; nothing was left behind, and {name} says where: please report it"
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moemerge.generation.prompts import PromptRow
-from moemerge.text.prompts import has_template
+from moemerge.text.templates import has_template
 from moemerge.text.tokens import Tokenizer
 
 Row = dict[str, Any]

@@ -15,6 +15,7 @@ from torch import Tensor
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.describe import gate_in_words
 from moemerge.architectures.opened import OpenModel
+from moemerge.config.documents import CalibrationDocument, parse_document
 from moemerge.config.settings import DiagnosisSettings
 from moemerge.diagnosis.advice import Measurements, advise, judge
 from moemerge.diagnosis.job import (
@@ -36,7 +37,7 @@ from moemerge.diagnosis.results import (
     NamedModel,
     Swap,
 )
-from moemerge.errors import ArchitectureError
+from moemerge.errors import ArchitectureError, MoeMergeError
 from moemerge.features.router_stream import RouterStop
 from moemerge.lockstep.inputs import settings_data
 from moemerge.lockstep.models import PairedRouter
@@ -47,6 +48,7 @@ from moemerge.report.files import REPORT_NAME
 from moemerge.report.words import display_names
 from moemerge.routing.measure import FigureSums, RouterView, compare
 from moemerge.runtime.dtypes import dtype_name
+from moemerge.runtime.files import read_object
 from moemerge.runtime.progress import Progress
 from moemerge.text.rows import source_names
 from moemerge.version import __version__
@@ -272,11 +274,12 @@ def _calibration_of(model: OpenModel) -> dict[str, Any] | None:
     """The calibration part of the folder's own report, where it was calibrated."""
     path = model.checkpoint.path / REPORT_NAME
     try:
-        section = json.loads(path.read_text(encoding="utf-8")).get("calibration")
-    except (OSError, ValueError, AttributeError):
+        section: Any = read_object(path).get("calibration")
+        parse_document(CalibrationDocument, section, str(path))
+        json.dumps(section, allow_nan=False)
+    except (MoeMergeError, ValueError):
         return None  # none, or not ours: a diagnosis does not depend on it
-    ours = isinstance(section, dict) and isinstance(section.get("layers"), list)
-    return section if ours else None
+    return dict(section)
 
 
 def command_of(request: DiagnosisRequest) -> str:

@@ -16,7 +16,8 @@ from moemerge.generation.prompts import open_tokenizer
 from moemerge.generation.run import complete
 from moemerge.report.words import display_names
 from moemerge.runtime.progress import Progress
-from moemerge.text.prompts import has_template, prompt_text, prompt_tokens
+from moemerge.text.prompts import prompt_text, prompt_tokens
+from moemerge.text.templates import has_template
 from moemerge.text.tokens import Tokenizer
 
 Completions = tuple[tuple[Completion, ...], ...]  # by problem and sample

@@ -31,8 +31,9 @@ from transformers.core_model_loading import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.errors import ArchitectureError, CheckpointError
+from moemerge.errors import ArchitectureError, CheckpointError, library_errors
 
+_CONFIG_HINT = "compare it with the config.json of the model that this one was made of"
 _CONSTRUCTION = threading.Lock()  # `_parameters_on_meta` changes a class for a moment
 
 
@@ -50,7 +51,9 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMode
             )
         del config.quantization_config  # the checkpoint reads as plain floats
     cls = _model_class(config, checkpoint)
-    with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
+    what = f"{checkpoint.label}: no model can be built as its config.json says"
+    ours = library_errors(ArchitectureError, what, hint=_CONFIG_HINT)
+    with ours, _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = cls._from_config(config, dtype=dtype)
     model.requires_grad_(False)
     model.train(False)
@@ -58,19 +61,15 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMode
 
 
 def _model_config(checkpoint: Checkpoint) -> Any:
-    try:
+    what = f"{checkpoint.label}: transformers {transformers.__version__} does not know this model"
+    hint = "a newer transformers may; code that comes with a model is never run"
+    with library_errors(ArchitectureError, what, hint=hint):
         return AutoConfig.from_pretrained(str(checkpoint.path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArchitectureError(
-            f"{checkpoint.label}: transformers {transformers.__version__} does not know this model "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})",
-            hint="a newer transformers may; code that comes with a model is never run",
-        ) from error
 
 
 def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
     for name in getattr(config, "architectures", None) or ():
-        cls = getattr(transformers, name, None)
+        cls = getattr(transformers, str(name), None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
             return cls
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -15,9 +15,10 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.config.yaml_lines import read_yaml
-from moemerge.errors import ArchitectureError, ConfigError, TokenizerError, UsageError
+from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.report.files import CONFIG_NAME
+from moemerge.runtime.files import read_utf8
 from moemerge.text.domains import Domain, JobSettings, TextSettings, load_domains
 from moemerge.text.rows import TextSource
 from moemerge.text.tokens import load_tokenizer
@@ -155,8 +156,8 @@ def _base_of(folder: Path) -> str | None:
     """The base that a merge of ours was made with, as its config names it."""
     path = folder / CONFIG_NAME
     try:
-        data = read_yaml(path.read_text(encoding="utf-8"), str(path)).data
-    except (OSError, ConfigError, UnicodeDecodeError):
+        data = read_yaml(read_utf8(path), str(path)).data
+    except MoeMergeError:
         return None  # another tool merged it
     base = data.get("base_model") if isinstance(data, dict) else None
     return str(base) if isinstance(base, str) else None

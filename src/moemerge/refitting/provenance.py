@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from moemerge.checkpoint import hub_ids
 from moemerge.config.dump import dump_config
 from moemerge.config.schema import RunConfig
 from moemerge.config.translate import parse_settings
-from moemerge.config.yaml_lines import read_yaml
-from moemerge.errors import ConfigError
+from moemerge.lockstep.earlier import earlier_report, merge_config
 from moemerge.lockstep.inputs import settings_data
 from moemerge.refitting.prepare import RefitJob
 from moemerge.refitting.report import RefitReport
@@ -24,6 +22,7 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
+from moemerge.runtime.files import read_file, read_utf8
 
 SECTION = "Refit"
 EARLIER = ("merge", "calibration")  # parts of a report that stay true
@@ -32,7 +31,7 @@ EARLIER = ("merge", "calibration")  # parts of a report that stay true
 def output_files(job: RefitJob, report: RefitReport, version: str) -> dict[str, bytes]:
     """The three files that moemerge adds to a refitted model."""
     folder = job.merged.checkpoint.path
-    earlier = _earlier_report(folder)
+    earlier = earlier_report(folder)
     config = resolved_config(job, report)
     parts = {name: earlier.get(name) for name in EARLIER}
     document = report_document(version, **parts, refit=report.to_json())
@@ -43,16 +42,6 @@ def output_files(job: RefitJob, report: RefitReport, version: str) -> dict[str, 
     }
 
 
-def _earlier_report(folder: Path) -> dict[str, Any]:
-    """The merged folder's own report, where moemerge merged it."""
-    path = folder / REPORT_NAME
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
-        return {}  # not ours, or damaged: it has nothing to tell
-    return found if isinstance(found, dict) and isinstance(found.get("merge"), dict) else {}
-
-
 def resolved_config(job: RefitJob, report: RefitReport) -> str:
     """The config with which `moemerge run` makes this model again.
 
@@ -61,7 +50,7 @@ def resolved_config(job: RefitJob, report: RefitReport) -> str:
     """
     written = job.merged.checkpoint.path / CONFIG_NAME
     if job.request.temporary and written.is_file():
-        return written.read_text(encoding="utf-8")
+        return read_utf8(written)
     block = {
         **settings_data(job.request.settings),
         "sources": dict(report.sources),
@@ -69,7 +58,7 @@ def resolved_config(job: RefitJob, report: RefitReport) -> str:
         "data": {name: list(files) for name, files in report.data.items()},
     }
     block = {key: value for key, value in block.items() if value is not None}
-    found = _merge_config(written, block)
+    found = merge_config(written, {"refit": block})
     if found is None:
         plain = {
             "merge_method": "passthrough",
@@ -80,18 +69,6 @@ def resolved_config(job: RefitJob, report: RefitReport) -> str:
     return dump_config(found)
 
 
-def _merge_config(path: Path, block: Mapping[str, Any]) -> RunConfig | None:
-    if not path.is_file():
-        return None
-    try:
-        data = read_yaml(path.read_text(encoding="utf-8"), str(path)).data
-        if "calibration" in data or "refit" in data:
-            return None
-        return parse_settings(RunConfig, {**data, "refit": block}, str(path))
-    except ConfigError:
-        return None  # edited by hand, or of another version: told by `passthrough` instead
-
-
 def _card(
     folder: Path, earlier: Mapping[str, Any], report: RefitReport, config: str, version: str
 ) -> str:
@@ -99,7 +76,7 @@ def _card(
     text = refit_words(report)
     written = folder / CARD_NAME
     if not earlier and written.is_file():
-        old = written.read_text(encoding="utf-8", errors="replace").rstrip("\n")
+        old = read_file(written).decode("utf-8", "replace").rstrip("\n")
         made = f"Refitted with [moemerge](https://pypi.org/project/moemerge/) {version}."
         return f"{old}\n\n## {SECTION}\n\n{made} {text}\n"
     merge = earlier.get("merge", {})

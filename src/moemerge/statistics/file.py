@@ -7,17 +7,18 @@ on-disk layout of a model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal
 
 from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
-from moemerge.errors import CheckpointError
+from moemerge.config.documents import StatisticsDocument, parse_document
+from moemerge.errors import CheckpointError, NumericalError
 from moemerge.runtime.dtypes import Dtype
+from moemerge.runtime.files import parse_object
 from moemerge.runtime.lazy import torch
 from moemerge.statistics.provenance import Provenance, check_fits
 
@@ -103,18 +104,18 @@ class StoredUnit:
 class Statistics:
     """An open file of statistics. Reading is safe from any thread."""
 
-    def __init__(self, file: SafetensorsFile, content: Mapping[str, Any]) -> None:
+    def __init__(self, file: SafetensorsFile, content: StatisticsDocument) -> None:
         self._file = file
         self.path: Path = file.path
-        self.kind: Kind = content["kind"]
-        self.provenance: Provenance = Provenance.from_json(content["provenance"])
+        self.kind: Kind = content.kind
+        self.provenance = Provenance(**content.provenance.model_dump())
         self.units: Mapping[str, StoredUnit] = {
-            key: StoredUnit(str(tensor), tuple(shape))
-            for key, (tensor, shape) in content["units"].items()
+            key: StoredUnit(str(tensor), tuple(map(int, shape)))
+            for key, (tensor, shape) in content.units.items()
         }
-        self.counts: Mapping[str, int] = {n: int(c) for n, c in content["tokens"].items()}
-        self.sequences = int(content["sequences"])
-        self.notices: tuple[str, ...] = tuple(content["notices"])
+        self.counts: Mapping[str, int] = content.tokens
+        self.sequences = content.sequences
+        self.notices: tuple[str, ...] = tuple(content.notices)
         self._check_tensors()
 
     @classmethod
@@ -128,12 +129,6 @@ class Statistics:
         file = SafetensorsFile(path)
         try:
             return cls(file, _content(file.metadata, path))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            file.close()
-            raise CheckpointError(
-                f"{path}: the statistics' metadata is damaged ({type(error).__name__}: {error})",
-                hint=_MAKE_AGAIN,
-            ) from error
         except BaseException:
             file.close()
             raise
@@ -161,8 +156,10 @@ class Statistics:
         unit = self.units.get(unit_key)
         if unit is None:
             return None
-        packed = self._file.read(unit.tensor)
-        return Gram(unpack(packed, unit.shape[-1]), self.counts[unit.tensor])
+        matrix = unpack(self._file.read(unit.tensor), unit.shape[-1])
+        if bool((matrix.diagonal() < 0).any()):
+            raise self._damaged(unit, "its diagonal, a mean of squares, is negative")
+        return Gram(matrix, self.counts[unit.tensor])
 
     def fisher(self, unit_key: str) -> Fisher | None:
         """The Fisher values of a unit; None for one that they were not gathered for."""
@@ -171,7 +168,12 @@ class Statistics:
         if unit is None:
             return None
         values = self._file.read(unit.tensor).reshape(unit.shape)
+        if bool((values < 0).any()):
+            raise self._damaged(unit, "a mean of squares is negative")
         return Fisher(values, self.counts[unit.tensor], self.sequences)
+
+    def _damaged(self, unit: StoredUnit, reason: str) -> NumericalError:
+        return NumericalError(f"{self.path}: {unit.tensor}: {reason}", hint=_MAKE_AGAIN)
 
     def tokens(self, unit_key: str) -> int | None:
         """Tokens that passed this unit (0: an expert that none was routed to)."""
@@ -188,15 +190,17 @@ class Statistics:
     def _check_tensors(self) -> None:
         """Every unit's tensor is there, in float32, of the size its shape asks for."""
         for key, unit in self.units.items():
-            info = self._file.tensors[unit.tensor]
-            size = packed_size(unit.shape[-1]) if self.kind == "gram" else None
+            info = self._file.tensors.get(unit.tensor)
+            size = packed_size(unit.shape[-1]) if self.kind == "gram" and unit.shape else None
             wanted = unit.shape if size is None else (size,)
-            fits = info.shape == wanted and info.dtype is Dtype.FLOAT32
-            if not fits or unit.tensor not in self.counts:
-                raise ValueError(f"{unit.tensor} does not hold what {key} needs")
+            fits = info is not None and info.shape == wanted and info.dtype is Dtype.FLOAT32
+            if not fits or unit.tensor not in self.counts or not unit.shape:
+                raise CheckpointError(
+                    f"{self.path}: {unit.tensor} does not hold what {key} needs", hint=_MAKE_AGAIN
+                )
 
 
-def _content(metadata: Mapping[str, str], path: Path) -> Mapping[str, Any]:
+def _content(metadata: Mapping[str, str], path: Path) -> StatisticsDocument:
     number = metadata.get(FORMAT)
     if number is None:
         raise CheckpointError(
@@ -207,7 +211,6 @@ def _content(metadata: Mapping[str, str], path: Path) -> Mapping[str, Any]:
             f"{path} holds statistics in format {number}, this version reads {FORMAT_NUMBER}",
             hint=_MAKE_AGAIN,
         )
-    content: Mapping[str, Any] = json.loads(metadata["content"])
-    if content["kind"] not in get_args(Kind):
-        raise ValueError(f"unknown kind {content['kind']!r}")
-    return content
+    where = f"{path}: the statistics' metadata"
+    content = parse_object(metadata.get("content", ""), where, _MAKE_AGAIN)
+    return parse_document(StatisticsDocument, content, where, _MAKE_AGAIN)

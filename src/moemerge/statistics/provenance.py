@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import CheckpointError, TokenizerError
+from moemerge.runtime.files import read_file
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -55,11 +56,6 @@ class Provenance:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Provenance:
-        """Raises KeyError for a missing value; unknown ones are of a later version."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 def family_name(architecture: Architecture) -> str:
@@ -133,19 +129,19 @@ def tokenizer_fingerprint(folder: Path) -> str | None:
     """
     whole = folder / "tokenizer.json"
     if whole.is_file():
-        content = whole.read_bytes()
+        content = read_file(whole, raises=TokenizerError)
         try:
             parsed = json.loads(content)
             model = parsed["model"]
             parts = [model.get("vocab"), model.get("merges"), parsed.get("added_tokens")]
             content = json.dumps(parts, sort_keys=True).encode()
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass  # a form that we do not know: its bytes stand for it
         return hashlib.sha256(content).hexdigest()
     for pattern in _VOCABULARIES:
         files = sorted(path for path in folder.glob(pattern) if path.is_file())
         if files:
-            return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+            return hashlib.sha256(b"".join(map(read_file, files))).hexdigest()
     return None
 
 

@@ -139,7 +139,8 @@ def _take(
         rng.shuffle(order)
     taken: dict[int, Tensor] = {}
     left, cut = settings.max_tokens, 0
-    tokenized = tokenize([rows[at] for at in order], tokenizer, unread)
+    ordered = [rows[at] for at in order]
+    tokenized = tokenize(ordered, tokenizer, unread, lambda: _lesser(settings.max_length, left))
     for at in order:
         if len(taken) == settings.limit or left == 0:
             break
@@ -151,6 +152,10 @@ def _take(
         taken[at] = torch.tensor(tokens, dtype=torch.int64)
         left = None if left is None else left - len(tokens)
     return [taken[at] for at in sorted(taken)], cut
+
+
+def _lesser(*bounds: int | None) -> int | None:
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _held_out(count: int, name: str, settings: TextSettings, rng: random.Random) -> set[int]:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from moemerge.errors import DataError
 from moemerge.text.rows import Turn
-
-
-def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return bool(getattr(tokenizer, "chat_template", None))
+from moemerge.text.templates import has_template, render
 
 
 def prompt_text(
@@ -24,16 +19,7 @@ def prompt_text(
     """
     if not has_template(tokenizer):
         return "\n".join(str(turn["content"]) for turn in turns) + prefill
-    try:
-        text = tokenizer.apply_chat_template(
-            list(turns), tokenize=False, add_generation_prompt=True
-        )
-    except TemplateError as error:
-        raise DataError(
-            f"{where}: the tokenizer's chat template refuses this prompt "
-            f"({next(iter(str(error).splitlines()), type(error).__name__)})"
-        ) from error
-    return f"{text}{prefill}"
+    return render(turns, tokenizer, where, go_on=True) + prefill
 
 
 def prompt_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -6,6 +6,8 @@ import gzip
 import importlib
 import itertools
 import json
+import os
+import select
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +32,10 @@ FORM_KEYS = {
     "conversations": ("conversations",),
     "instruction": ("instruction", "input", "output"),
 }
+# Text is held in memory whole, and a small packed file may hold any amount of it.
+MOST_BYTES = 2**29
+MOST_ROW_BYTES = 2**26
+PIPE_SECONDS = 20
 # Rows of a file whose form is looked at before any work is done.
 CHECKED_ROWS = 100
 # What ShareGPT's `from` means.
@@ -112,21 +118,33 @@ def source_names(sources: Sequence[TextSource]) -> tuple[str, ...]:
 def read_rows(sources: Sequence[TextSource], most: int | None = None) -> list[TextRow]:
     """The rows of all files (the first `most` of each), and those in memory, in the order given."""
     rows: list[TextRow] = []
+    size = 0
     for number, source in enumerate(sources, 1):
         if isinstance(source, Mapping):
             rows.append(TextRow(f"row {number} in memory", source))
-        else:
-            rows += _rows_of(Path(source), most)
+            continue
+        for row in _rows_of(Path(source), most):
+            rows.append(row)
+            size += len(row.content)
+            if size > MOST_BYTES:
+                raise DataError(
+                    f"{row.where}: the text of one domain has more than {MOST_BYTES >> 20} MiB",
+                    hint="a few thousand rows are enough: give a part of the file",
+                )
     return rows
 
 
-def _rows_of(path: Path, most: int | None) -> list[TextRow]:
+def _rows_of(path: Path, most: int | None) -> Iterator[TextRow]:
     check_file(path)
     reader = _parquet_rows if path.name.lower().endswith(".parquet") else _json_lines
-    rows = list(itertools.islice(reader(path), most))
-    if not rows:
+    row = None
+    try:
+        for row in itertools.islice(reader(path), most):
+            yield row
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    if row is None:
         raise DataError(f"{path}: the file is empty, expected rows of text", hint=FORMS)
-    return rows
 
 
 def _is_pipe(path: Path) -> bool:
@@ -139,14 +157,35 @@ def _is_pipe(path: Path) -> bool:
 
 
 def _json_lines(path: Path) -> Iterator[TextRow]:
-    opener: Callable[..., Any] = gzip.open if path.suffix.lower() == ".gz" else open
     try:
-        with opener(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
+        with open(_open_for_reading(path), "rb") as file:
+            lines: Any = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
+            for number in itertools.count(1):
+                line = lines.readline(MOST_ROW_BYTES + 1)
+                if len(line) > MOST_ROW_BYTES:
+                    raise DataError(
+                        f"{path}, row {number} has more than {MOST_ROW_BYTES >> 20} MiB",
+                        hint="one JSON object per line, of a conversation or a page",
+                    )
+                if not line:
+                    return
                 if line.strip():
                     yield TextRow(f"{path}, row {number}", line)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip file ({error})") from error
+
+
+def _open_for_reading(path: Path) -> int:
+    """A descriptor. A pipe that nobody has opened for writing is waited for, but not for ever."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+        waiting = select.poll()
+        waiting.register(fd, select.POLLIN | select.POLLHUP)
+        if not waiting.poll(1000 * PIPE_SECONDS):
+            os.close(fd)
+            raise DataError(f"{path} is a pipe that nobody writes to")
+    os.set_blocking(fd, True)
+    return fd
 
 
 def _parquet_rows(path: Path) -> Iterator[TextRow]:
@@ -163,7 +202,7 @@ def _parquet_rows(path: Path) -> Iterator[TextRow]:
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
             yield TextRow(f"{path}, row {number}", row)
-    except (arrow.ArrowInvalid, OSError) as error:
+    except (arrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable parquet file ({error})") from error
 
 
@@ -201,7 +240,7 @@ def parse_row(row: TextRow, unread: UnreadKeys | None = None) -> str | Conversat
     fields = row_fields(row)
     form = next((form for form in FORM_KEYS if form in fields), None)
     if form is None:
-        keys = ", ".join(map(repr, fields)) or "none"
+        keys = ", ".join(f"{key!r:.80}" for key in itertools.islice(fields, 20)) or "none"
         raise DataError(f"{row.where}: unknown form, keys found: {keys}", hint=FORMS)
     if unread is not None:
         unread.add(row.where, form, fields)
@@ -214,8 +253,13 @@ def row_fields(row: TextRow) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         hint = "one JSON object per line"
         try:
+            halves = b"\\ud" in content.lower()
             content = json.loads(content)
-        except ValueError as error:
+            if halves:
+                json.dumps(content, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{row.where}: holds half a character (a lone surrogate)") from None
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{row.where}: not JSON ({error})", hint=hint) from None
         if not isinstance(content, dict):
             kind = type(content).__name__
@@ -299,8 +343,9 @@ def _turn(turn: Any, where: str) -> Turn:
     if isinstance(turn, Mapping) and "from" in turn and "value" in turn:
         role = SPEAKERS.get(str(turn["from"]).lower())
         if role is None:
+            known = ", ".join(SPEAKERS)
             raise DataError(
-                f"{where}: a turn is from {turn['from']!r}, expected one of {', '.join(SPEAKERS)}"
+                f"{where}: a turn is from {turn['from']!r:.80}, expected one of {known}"
             )
         return {"role": role, "content": turn["value"]}
     raise DataError(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Final
 
-from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from moemerge.errors import DataError, TokenizerError
-from moemerge.text.rows import Conversation, TextRow, UnreadKeys, parse_row
+from moemerge.errors import DataError, TokenizerError, library_errors
+from moemerge.text.rows import TextRow, UnreadKeys, parse_row
+from moemerge.text.templates import has_template, render
 
 # A folder without any of these has no vocabulary. transformers would make an empty one of the
 # model's usual kind and tokenize every text to nothing or to unknown tokens.
@@ -26,7 +29,13 @@ VOCABULARIES = (
     "sentencepiece*.model",
 )
 Tokenizer = PreTrainedTokenizerBase  # its name in rooms that do not know transformers
-ROWS_AT_ONCE = 128  # handed to the tokenizer together, which has threads of its own
+# Handed to the tokenizer together, which has threads of its own and keeps some 300 bytes of each
+# character while it works.
+ROWS_AT_ONCE: Final = 128
+CHARACTERS_AT_ONCE: Final = 10**6
+CHARACTERS_PER_TOKEN: Final = 16
+# More tokens than are of use: where a text is cut, its last tokens are others than in the whole.
+MARGIN: Final = 16
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -36,71 +45,84 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise TokenizerError(
             f"{folder}: no usable tokenizer (none of {', '.join(VOCABULARIES)})", hint=hint
         )
-    try:
+    with library_errors(TokenizerError, f"{folder}: no usable tokenizer", hint=hint):
         return AutoTokenizer.from_pretrained(str(folder))  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise TokenizerError(
-            f"{folder}: no usable tokenizer ({type(error).__name__}: {_first_line(error)})",
-            hint=hint,
-        ) from error
 
 
 def tokenize(
-    rows: Sequence[TextRow], tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys
+    rows: Sequence[TextRow],
+    tokenizer: PreTrainedTokenizerBase,
+    unread: UnreadKeys,
+    most: Callable[[], int | None],
 ) -> Iterator[list[int]]:
-    """Rows one by one, tokenized some at a time; a bad row is an error when its turn comes."""
-    for begin in range(0, len(rows), ROWS_AT_ONCE):
-        ready: list[str | list[int]] = []
+    """Rows one by one, tokenized some at a time; a bad row is an error when its turn comes.
+
+    `most` says how many tokens of a row are of use at that time: of a longer row, at least one more
+    is given, so that it can be seen to be longer.
+    """
+    queue = deque(rows)
+    while queue:
+        texts: list[_Text] = []
         error: DataError | None = None
-        for row in rows[begin : begin + ROWS_AT_ONCE]:
+        size = 0
+        while queue and len(texts) < ROWS_AT_ONCE and size < CHARACTERS_AT_ONCE and error is None:
             try:
-                ready.append(_text_or_tokens(row, tokenizer, unread))
+                texts.append(_text(queue.popleft(), tokenizer, unread))
+                size += len(texts[-1].text)
             except DataError as bad:
                 error = bad
-                break
-        yield from _ids_of(ready, tokenizer)
+        yield from _ids_of(texts, tokenizer, most())
         if error is not None:
             raise error
 
 
-def _text_or_tokens(
-    row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys
-) -> str | list[int]:
-    """Plain text that is still to be tokenized, or what a chat template has made."""
+@dataclass(frozen=True)
+class _Text:
+    """A row's text, and whether a chat template has written its special tokens."""
+
+    text: str
+    templated: bool
+    where: str
+
+
+def _text(row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys) -> _Text:
     parsed = parse_row(row, unread)
     if isinstance(parsed, str):
-        return parsed
-    if parsed.joinable and not getattr(tokenizer, "chat_template", None):
-        return "\n".join(turn["content"] for turn in parsed.turns)
-    return _chat(parsed, tokenizer, row.where)
-
-
-def _chat(parsed: Conversation, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
+        return _Text(parsed, False, row.where)
+    if has_template(tokenizer):
+        return _Text(render(parsed.turns, tokenizer, row.where, go_on=False), True, row.where)
+    if not parsed.joinable:
         raise DataError(
-            f"{where}: a {parsed.key!r} row needs a chat template, and the tokenizer has none",
+            f"{row.where}: a {parsed.key!r} row needs a chat template, and the tokenizer has none",
             hint="use rows with 'text' or 'prompt', or add chat_template.jinja to the model folder",
         )
-    try:
-        ids = tokenizer.apply_chat_template(
-            list(parsed.turns), tokenize=True, add_generation_prompt=False, return_dict=False
+    return _Text("\n".join(str(turn["content"]) for turn in parsed.turns), False, row.where)
+
+
+def _ids_of(
+    texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase, most: int | None
+) -> Iterator[list[int]]:
+    """Tokens of each text; of a long one, of a beginning that has enough of them."""
+    # Rarely has a token more characters; where many do, more of the text is taken.
+    characters = None if most is None else CHARACTERS_PER_TOKEN * (most + MARGIN)
+    for templated, group in itertools.groupby(texts, key=lambda text: text.templated):
+        wanted = list(group)
+        ids = _encoded(
+            [text.text[:characters] for text in wanted], tokenizer, templated, wanted[0].where
         )
-    except TemplateError as error:
-        raise DataError(
-            f"{where}: the tokenizer's chat template refuses this row ({_first_line(error)})"
-        ) from error
-    return _ids(ids)
+        for text, row in zip(wanted, ids, strict=True):
+            taken = characters
+            while most is not None and taken is not None and taken < len(text.text):
+                if len(row) >= most + MARGIN:
+                    break
+                taken *= 4
+                (row,) = _encoded([text.text[:taken]], tokenizer, templated, text.where)
+            yield row
 
 
-def _ids_of(rows: Sequence[str | list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    texts = [row for row in rows if isinstance(row, str)]
-    encoded = iter(tokenizer(texts)["input_ids"] if texts else ())
-    return [_ids(next(encoded)) if isinstance(row, str) else row for row in rows]
-
-
-def _ids(ids: Any) -> list[int]:
-    return [int(token) for token in ids]
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def _encoded(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, templated: bool, where: str
+) -> list[list[int]]:
+    with library_errors(TokenizerError, f"{where}: the tokenizer cannot take this text"):
+        ids = tokenizer(texts, add_special_tokens=not templated)["input_ids"]
+        return [[int(token) for token in row] for row in ids]

@@ -1,0 +1,120 @@
+"""What JSON files that are no configs must hold, other tools' and our own, checked when read.
+
+Unknown keys are left alone: files of later versions have more of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from moemerge.config.faults import path_text
+from moemerge.config.translate import faults_of
+from moemerge.errors import CheckpointError, MoeMergeError
+
+D = TypeVar("D", bound="FileSchema")
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+# Saved by tools that write null for "not given".
+Switch = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
+
+
+class FileSchema(BaseModel):
+    """Frozen, and strict about types: true is no number, and "1" neither."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+def parse_document(
+    kind: type[D],
+    data: object,
+    where: str,
+    hint: str | None = None,
+    raises: Callable[..., MoeMergeError] = CheckpointError,
+) -> D:
+    """`data` as a document of this kind, or an error that names what is wrong in `where`."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        faults = [f"{path_text(f.path)} {f.message}".strip() for f in faults_of(error)[:3]]
+        raise raises(f"{where}: {'; '.join(faults)}", hint=hint) from error
+
+
+class AdapterDocument(FileSchema):
+    """PEFT's adapter_config.json, as far as it decides what a LoRA does."""
+
+    r: Annotated[int, Field(ge=1, lt=2**31)]
+    lora_alpha: Finite
+    use_rslora: Switch = False
+    use_dora: Switch = False
+    fan_in_fan_out: Switch = False
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, lt=2**31)]] | None = None
+    alpha_pattern: dict[str, Finite] | None = None
+    target_parameters: list[str] | None = None
+
+
+class ProvenanceDocument(FileSchema):
+    """Where saved statistics come from."""
+
+    model: str
+    family: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str | None
+    data_fingerprint: str
+    tokens: Count
+    sequences: Count
+    seed: int
+    version: str
+    dtype: str
+    device: str
+
+
+class StatisticsDocument(FileSchema):
+    """The metadata of a file of statistics."""
+
+    kind: Literal["gram", "fisher"]
+    provenance: ProvenanceDocument
+    # Tensor and shape of each unit.
+    units: dict[str, Annotated[list[str | list[Count]], Field(min_length=2, max_length=2)]]
+    tokens: dict[str, Count]
+    sequences: Count
+    notices: list[str]
+
+
+class JournalTensor(FileSchema):
+    name: str
+    dtype: str
+    shape: list[Count]
+
+
+class JournalDocument(FileSchema):
+    """One finished entry of a journal."""
+
+    entry: str
+    tensors: list[JournalTensor]
+    row: dict[str, Any]
+    digest: str
+
+
+class MergedModel(FileSchema):
+    model: str
+
+
+class MergeDocument(FileSchema):
+    """The part of a merge's report that a later card repeats."""
+
+    method: str
+    inputs: dict[str, MergedModel]
+
+
+class CalibratedLayer(FileSchema):
+    layer: Count
+
+
+class CalibrationDocument(FileSchema):
+    """The part of a calibration's report that a diagnosis looks at."""
+
+    layers: list[CalibratedLayer]
+    settings: dict[str, Any] | None = None

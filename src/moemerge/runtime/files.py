@@ -1,0 +1,98 @@
+"""The door for files that others wrote: plain files of bounded size, JSON that is what it claims.
+
+What is read here may be damaged or hostile. It is refused by an error of ours that names the file,
+never by whatever a parser happens to raise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from moemerge.errors import CheckpointError, MoeMergeError
+
+# The largest tokenizer.json known have some 40 MB.
+MOST_BYTES: Final = 2**30
+MOST_LEVELS: Final = 100  # of lists and objects inside each other
+
+Raises = Callable[..., MoeMergeError]  # the error's class: `raises(message, hint=...)`
+
+
+def open_plain(path: Path) -> int:
+    """A descriptor of a plain file, for reading. Raises OSError, for pipes, devices and folders
+    too, which would block, never end, or fail later."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(0, "it is no plain file")
+    return fd
+
+
+def read_file(
+    path: Path, hint: str | None = None, raises: Raises = CheckpointError, most: int = MOST_BYTES
+) -> bytes:
+    """The bytes of a plain file of at most `most` bytes."""
+    try:
+        with open(open_plain(path), "rb") as file:
+            data = file.read(most + 1)
+    except FileNotFoundError as error:
+        raise raises(f"{path} is missing", hint=hint) from error
+    except OSError as error:
+        raise raises(f"{path} cannot be read: {error.strerror}", hint=hint) from error
+    if len(data) > most:
+        raise raises(f"{path} has more than {most} bytes, too many for its kind", hint=hint)
+    return data
+
+
+def read_utf8(path: Path, hint: str | None = None, raises: Raises = CheckpointError) -> str:
+    """A file of UTF-8 text."""
+    try:
+        return read_file(path, hint, raises).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise raises(f"{path} is not UTF-8 text (byte {error.start})", hint=hint) from error
+
+
+def read_object(
+    path: Path, hint: str | None = None, raises: Raises = CheckpointError
+) -> dict[str, Any]:
+    """A JSON file that must be there and hold an object."""
+    return parse_object(read_utf8(path, hint, raises), str(path), hint, raises)
+
+
+def parse_object(
+    text: str, where: str, hint: str | None = None, raises: Raises = CheckpointError
+) -> dict[str, Any]:
+    """JSON text that must hold an object, not nested without end, all of it proper text."""
+    try:
+        value = json.loads(text)
+        _check(value)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise raises(f"{where} holds half a character (a lone surrogate)", hint=hint) from error
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise raises(f"{where} is not valid JSON: {reason}", hint=hint) from error
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise raises(f"{where} holds a JSON {kind}, expected an object", hint=hint)
+    return value
+
+
+def _check(value: Any) -> None:
+    """Raises RecursionError for what is nested deeper than code that walks it could bear."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [child for node in level for child in _inside(node)]
+        if not level:
+            return
+    raise RecursionError
+
+
+def _inside(node: Any) -> list[Any]:
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [child for child in children if isinstance(child, dict | list)]

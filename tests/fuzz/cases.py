@@ -1,0 +1,244 @@
+"""What is fuzzed: a file of the corpus, how it is changed, and a command that reads it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuzz import mutations
+from fuzz.corpus import CALIBRATE
+from fuzz.harness import MEMORY_LIMIT, OURS, Ended, command, in_child, tree
+from fuzz.mutations import Mutation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SOURCES = CALIBRATE[3:-1]  # --source and --data
+LINEAR = ("merge", "linear.yml", "out", "-q")
+DIAGNOSE = ("diagnose", "merged", *SOURCES)
+REFIT = ("refit", "merged", "out", *SOURCES, "-q")
+ROWS = tuple("math=rows.jsonl" if part == "math=math.jsonl" else part for part in CALIBRATE)
+FEW = (*ROWS, "--max-tokens", "100")
+PACKED = tuple("math=rows.jsonl.gz" if part == "math=math.jsonl" else part for part in CALIBRATE)
+STATS = ("stats", "merged", "out", "--data", "rows.jsonl", "-q")
+RESUME = (*CALIBRATE, "--resume")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Files of one format, their mutations, and the commands that read them."""
+
+    files: tuple[str, ...]
+    mutations: tuple[Mutation, ...]
+    commands: tuple[tuple[str, ...], ...]
+    journal: bool = False  # whether the journal of a killed run lies there
+
+
+KINDS: Mapping[str, Kind] = {
+    "config.json of a source": Kind(
+        ("math/config.json",), mutations.JSON, (LINEAR, ("inspect", "math"), CALIBRATE, DIAGNOSE)
+    ),
+    "config.json of a merge": Kind(
+        ("merged/config.json",),
+        mutations.JSON,
+        (CALIBRATE, ("inspect", "merged"), DIAGNOSE, REFIT, STATS),
+    ),
+    "tokenizer": Kind(
+        ("merged/tokenizer.json", "merged/tokenizer_config.json"), mutations.JSON, (ROWS, STATS)
+    ),
+    "tokenizer of a source": Kind(
+        ("math/tokenizer.json", "math/tokenizer_config.json"),
+        mutations.JSON,
+        (("merge", "tokens.yml", "out"),),
+    ),
+    "chat template": Kind(("merged/chat_template.jinja",), mutations.BYTES, (ROWS, STATS)),
+    "adapter config": Kind(
+        ("adapter/adapter_config.json",),
+        mutations.JSON,
+        (("merge", "adapted.yml", "out"), ("inspect", "math+adapter")),
+    ),
+    "adapter weights": Kind(
+        ("adapter/adapter_model.safetensors",),
+        mutations.SAFETENSORS,
+        (("merge", "adapted.yml", "out"),),
+    ),
+    "safetensors of a source": Kind(
+        ("code/model.safetensors", "math/model-00001-of-00002.safetensors"),
+        mutations.SAFETENSORS,
+        (
+            LINEAR,
+            ("merge", "ties.yml", "out"),
+            ("inspect", "code"),
+            ("inspect", "math"),
+            CALIBRATE,
+            DIAGNOSE,
+            ("swap-routers", "merged", "out", "--from", "code"),
+        ),
+    ),
+    "safetensors of a merge": Kind(
+        ("merged/model.safetensors",), mutations.SAFETENSORS, (CALIBRATE, DIAGNOSE, STATS, REFIT)
+    ),
+    "index": Kind(
+        ("math/model.safetensors.index.json",), mutations.JSON, (LINEAR, ("inspect", "math"))
+    ),
+    "YAML": Kind(
+        ("ties.yml", "tokens.yml", "run.yml", "gram.yml"),
+        mutations.YAML,
+        (("merge", "FILE", "out"), ("validate", "FILE"), ("run", "FILE", "out")),
+    ),
+    "rows": Kind(("rows.jsonl",), mutations.ROWS, (ROWS, FEW, STATS)),
+    "packed rows": Kind(("rows.jsonl.gz",), mutations.ZIPPED, (PACKED,)),
+    "statistics": Kind(
+        ("math.gram",),
+        mutations.SAFETENSORS,
+        (("merge", "gram.yml", "out"), ("validate", "gram.yml")),
+    ),
+    "Fisher statistics": Kind(
+        ("math.fisher",), mutations.SAFETENSORS, (("merge", "fisher.yml", "out"),)
+    ),
+    "journal": Kind(
+        (".out.journal/key.json", ".out.journal/0000.json", ".out.journal/0001.json"),
+        mutations.JSON,
+        (RESUME,),
+        journal=True,
+    ),
+    "journal's tensors": Kind((".out.journal/0000.bin",), mutations.BYTES, (RESUME,), journal=True),
+    "pickle": Kind(
+        ("pickled/pytorch_model.bin",),
+        mutations.PICKLED,
+        (("merge", "pickled.yml", "out"), ("inspect", "pickled")),
+    ),
+    "own report": Kind(("merged/moemerge_report.json",), mutations.JSON, (CALIBRATE, DIAGNOSE)),
+    "own config": Kind(("merged/moemerge_config.yml",), mutations.YAML, (CALIBRATE, DIAGNOSE)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input, made by its seed; -1, -2, ...: the valid file, first, second ... command."""
+
+    kind: str
+    seed: int
+
+    def prepare(self, corpus: Path, folder: Path) -> Sequence[str]:
+        """Copy the corpus to `folder` with one file changed; gives the command's arguments."""
+        kind = KINDS[self.kind]
+        rng = random.Random(f"{self.kind}/{self.seed}")
+        skipped = shutil.ignore_patterns("tmp", *([] if kind.journal else [".out.journal"]))
+        shutil.copytree(corpus, folder, ignore=skipped)
+        file = rng.choice(kind.files)
+        path = folder / file
+        command = rng.choice(kind.commands)
+        if self.seed >= 0:
+            path.write_bytes(rng.choice(kind.mutations)(path.read_bytes(), rng))
+        else:  # a control: the valid file, with each command in turn
+            command = kind.commands[-self.seed - 1]
+        return [file if part == "FILE" else part for part in command]
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    arguments: Sequence[str]
+    outcome: str  # accepted, refused, or what is bad about it
+    ended: Ended
+
+    @property
+    def bad(self) -> bool:
+        return self.outcome not in ("accepted", "refused")
+
+
+def all_cases(count: int, seed: int) -> Iterator[Case]:
+    """Kinds in turn, each with seeds of its own."""
+    kinds = list(KINDS)
+    for number in range(count):
+        yield Case(kinds[number % len(kinds)], seed * 1_000_000 + number // len(kinds))
+
+
+def run(case: Case, corpus: Path, folder: Path) -> Result:
+    """Run a case in `folder`, which is removed afterwards."""
+    try:
+        arguments = case.prepare(corpus, folder)
+        (folder / "tmp").mkdir()
+        before = tree(folder)
+        ended = command(arguments, folder, folder.with_suffix(".log"))
+        return Result(case, arguments, judge(ended, before, folder, arguments), ended)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def judge(ended: Ended, before: set[str], folder: Path, arguments: Sequence[str]) -> str:
+    """`accepted` (what came out is sound), `refused` (by our own error), or what is bad."""
+    if ended.hung:
+        return "hang"
+    if ended.memory > MEMORY_LIMIT:
+        return f"memory: {ended.memory / 2**30:.1f} GiB"
+    if "Traceback (most recent call last)" in ended.output:
+        return "traceback"
+    if "\x1b" in ended.output:
+        return "escape sequence on the terminal"
+    after = tree(folder)
+    made = {path for path in after - before if path.split(os.sep)[0] != "out"}
+    if ended.code in OURS:
+        if not ended.output.startswith("error:") and "\nerror:" not in ended.output:
+            return "no message"
+        made = {path for path in made if not path.startswith(".out.journal")}
+        left = made | {path for path in after - before if path == "out"}
+        return f"left behind: {sorted(left)[0]}" if left else "refused"
+    if ended.code != 0:
+        return f"exit code {ended.code}"
+    if made:
+        return f"left behind: {sorted(made)[0]}"
+    checked = in_child(
+        lambda: check_output(folder, arguments), folder, folder.with_suffix(".check")
+    )
+    return "accepted" if checked.code == 0 else f"bad output: {checked.output.strip()[-300:]}"
+
+
+def check_output(folder: Path, arguments: Sequence[str]) -> None:
+    """What was written loads in transformers, is finite, and keeps every name of the inputs."""
+    out = folder / "out"
+    if not out.is_dir():
+        return
+    import torch
+    from transformers import AutoModelForCausalLM, logging
+
+    import zoo
+
+    logging.set_verbosity_error()
+    tensors = zoo.tensors(out)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            raise SystemExit(f"{name} is not finite")
+    for name, tensor in expected(folder, arguments).items():
+        if not torch.allclose(tensors[name].double(), tensor, rtol=1e-5, atol=1e-30):
+            raise SystemExit(f"{name} differs from what follows from the inputs")
+    _, told = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    for what in ("missing_keys", "mismatched_keys"):
+        if told[what]:
+            raise SystemExit(f"{what}: {sorted(told[what])[:3]}")
+
+
+def expected(folder: Path, arguments: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors whose values follow from the inputs without the product: those of a linear merge of
+    plain models, and all but the routers of a calibration."""
+    import torch
+
+    import zoo
+
+    if tuple(arguments) == LINEAR:
+        math, code = zoo.tensors(folder / "math"), zoo.tensors(folder / "code")
+        return {name: (math[name].double() + code[name].double()) / 2 for name in math}
+    if arguments[1] == "pickled.yml":
+        math = torch.load(folder / "pickled/pytorch_model.bin", weights_only=True)
+        code = zoo.tensors(folder / "code")
+        return {name: (math[name].double() + code[name].double()) / 2 for name in math}
+    if arguments[0] == "calibrate":
+        merged = zoo.tensors(folder / "merged")
+        return {name: value.double() for name, value in merged.items() if ".gate." not in name}
+    return {}

@@ -1,0 +1,205 @@
+"""A folder of tiny valid files of every kind that the product reads, made by the product itself."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import zoo
+from calibration.cases import write_text
+from fuzz.harness import command, in_child
+
+HIDDEN, EXPERTS, RANK = 16, 4, 2
+ROWS = (
+    {"text": "one plus two is three"},
+    {
+        "messages": [
+            {"role": "user", "content": "what is one"},
+            {"role": "assistant", "content": "a number"},
+        ]
+    },
+    {"prompt": "compute two plus two", "response": "four"},
+    {"conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": "one"}]},
+    {"instruction": "add", "input": "one two", "output": "three"},
+    {
+        "prompt": [{"role": "user", "content": "how"}],
+        "completion": [{"role": "assistant", "content": "x"}],
+    },
+)
+MERGE = """merge_method: {method}
+base_model: base
+models:
+  - model: {math}
+    name: math
+    parameters: {{weight: 0.5{more}}}
+  - model: code
+    name: code
+    parameters:
+      weight: [0.4, 0.6]
+dtype: float32
+parameters:
+  normalize: true
+"""
+PLAIN = (
+    "merge_method: linear\nmodels:\n"
+    "  - {{model: {math}, name: math, parameters: {{weight: 0.5}}}}\n"
+    "  - {{model: code, name: code, parameters: {{weight: 0.5}}}}\n"
+)
+STATISTICS = (
+    "merge_method: {method}\nmodels:\n  - {{model: math, name: math}}\n  - {{model: code, name: \
+code}}\nstatistics: {{math: math.{kind}, code: code.{kind}}}\n"
+)
+CALIBRATION = """calibration:
+  data: {math: math.jsonl, code: [code.jsonl]}
+  max_tokens: 200
+  alpha: 0.9
+"""
+TOKENS = "tokenizer: {source: union, tokens: {<s>: {source: math}}}\nchat_template: auto\n"
+
+
+def build(folder: Path) -> Path:
+    """Everything in `folder`, by relative names, so that it can be copied to where it is used."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ended = in_child(lambda: _write(folder), folder, folder.with_suffix(".log"), limit=120)
+    assert ended.code == 0, ended.output
+    _run(folder, "merge", "linear.yml", "merged", "-q")
+    for name in ("math", "code"):
+        for kind in ("gram", "fisher"):
+            _run(
+                folder,
+                "stats",
+                name,
+                f"{name}.{kind}",
+                "--data",
+                f"{name}.jsonl",
+                "--kind",
+                kind,
+                "-q",
+            )
+    _journal(folder)
+    return folder
+
+
+def _write(folder: Path) -> None:
+    """What is not made by commands."""
+    base = zoo.build(
+        "olmoe",
+        folder / "base",
+        num_hidden_layers=2,
+        hidden_size=HIDDEN,
+        intermediate_size=8,
+        num_experts=EXPERTS,
+        num_local_experts=EXPERTS,
+        vocab_size=96,
+        max_position_embeddings=64,
+    )
+    zoo.tiny_tokenizer(base, chat_template=True)
+    (base / "LICENSE").write_text("Free.\n")
+    math = zoo.perturb(base, folder / "math", seed=1, scale=0.3)
+    _shard(math)
+    code = zoo.perturb(base, folder / "code", seed=2, scale=0.3)
+    pickled = folder / "pickled"
+    shutil.copytree(code, pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    _adapter(folder / "adapter")
+    for number, name in enumerate(("math", "code")):
+        write_text(folder / f"{name}.jsonl", seed=number, rows=8)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress((folder / "rows.jsonl").read_bytes()))
+    configs = {
+        "linear.yml": PLAIN.format(math="math"),
+        "ties.yml": MERGE.format(method="ties", math="math", more=", density: 0.5"),
+        "adapted.yml": PLAIN.format(math="math+adapter"),
+        "pickled.yml": PLAIN.format(math="pickled"),
+        "tokens.yml": PLAIN.format(math="math") + TOKENS,
+        "run.yml": PLAIN.format(math="math") + CALIBRATION,
+        "gram.yml": STATISTICS.format(method="regmean", kind="gram"),
+        "fisher.yml": STATISTICS.format(method="fisher", kind="fisher"),
+    }
+    for name, text in configs.items():
+        (folder / name).write_text(text)
+
+
+CALIBRATE = (
+    "calibrate",
+    "merged",
+    "out",
+    "--source",
+    "math=math",
+    "--source",
+    "code=code",
+    "--data",
+    "math=math.jsonl",
+    "--data",
+    "code=code.jsonl",
+    "-q",
+)
+
+
+def _run(folder: Path, *arguments: str, first: Callable[[], None] = lambda: None) -> None:
+    ended = command(arguments, folder, folder.with_suffix(".log"), first=first)
+    assert ended.code == 0, ended.output
+
+
+def _journal(folder: Path) -> None:
+    """What a calibration leaves that dies when all its routers are solved."""
+
+    def die_at_the_end() -> None:
+        from moemerge.checkpoint import CheckpointPatch
+
+        CheckpointPatch.commit = lambda self: os._exit(0)  # type: ignore[method-assign]
+
+    _run(folder, *CALIBRATE, first=die_at_the_end)
+    for left in folder.glob(".out.partial-*"):
+        shutil.rmtree(left)
+
+
+def _shard(folder: Path) -> None:
+    """Two shards and an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+
+
+def _adapter(folder: Path) -> None:
+    folder.mkdir()
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "rank_pattern": {"layers.0.*q_proj": RANK},
+        "alpha_pattern": {},
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "base_model_name_or_path": "base",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    rng = torch.Generator().manual_seed(3)
+    tensors = {}
+    for layer in range(2):
+        module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=rng)
+        tensors[f"{module}.lora_B.weight"] = torch.randn(HIDDEN, RANK, generator=rng)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

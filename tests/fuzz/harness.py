@@ -1,0 +1,159 @@
+"""Commands in forked copies of this process: thousands in minutes, each within time and memory.
+
+The parent only imports. It never computes or tokenizes, since threads that libraries start would be
+missing in the children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TIME_LIMIT = 30.0  # seconds of one case
+MEMORY_LIMIT = 2 * 2**30  # bytes resident that a case may reach
+ADDRESS_ROOM = 8 * 2**30  # beyond what importing has mapped: a runaway ends here
+OURS = (2, 3, 4)  # exit codes of errors that are ours
+WARM = (
+    "moemerge.cli.app",
+    "moemerge.api.jobs",
+    "moemerge.api.merging",
+    "moemerge.merging.run",
+    "moemerge.calibration.run",
+    "moemerge.diagnosis.run",
+    "moemerge.collecting.run",
+    "moemerge.refitting.run",
+    "moemerge.data.run",
+    "moemerge.generation.transformers_engine",
+    "moemerge.report.page.assemble",
+    "safetensors.torch",
+    "transformers",
+    "transformers.models.olmoe.modeling_olmoe",
+    "transformers.models.auto.tokenization_auto",
+    "pyarrow.parquet",
+    "transformers.utils.chat_template_utils",
+    "tokenizers",
+    "torch._dynamo",
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child process ended."""
+
+    code: int  # its exit code; negative for a signal
+    output: str  # of both streams
+    seconds: float
+    memory: int  # bytes resident at most
+    hung: bool = False
+
+
+def warm_up() -> None:
+    """Import once what every case needs. The environment keeps libraries quiet and offline."""
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "NO_COLOR": "1",
+        "COLUMNS": "200",
+    }
+    for name in WARM:
+        with contextlib.suppress(ImportError):  # a later layout of the product: slower, not wrong
+            importlib.import_module(name)
+
+
+def in_child(work: Callable[[], None], folder: Path, log: Path, limit: float = TIME_LIMIT) -> Ended:
+    """`work` in a child in `folder`, within limits; what it prints goes to `log`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    begun = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _become(work, folder, log)
+    handle = os.pidfd_open(child)
+    try:
+        over = not select.select([handle], [], [], limit)[0]
+    finally:
+        os.close(handle)
+    if over:
+        os.killpg(child, signal.SIGKILL)
+    _, status, used = os.wait4(child, 0)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)  # what it may have started
+    return Ended(
+        os.waitstatus_to_exitcode(status),
+        log.read_text(encoding="utf-8", errors="replace"),
+        time.monotonic() - begun,
+        used.ru_maxrss * 1024,
+        hung=over,
+    )
+
+
+def _become(work: Callable[[], None], folder: Path, log: Path) -> None:
+    """Never returns."""
+    code = 70
+    try:
+        os.setsid()
+        os.chdir(folder)
+        null, out = (
+            os.open(os.devnull, os.O_RDONLY),
+            os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC),
+        )
+        for target, stream in enumerate((null, out, out)):
+            os.dup2(stream, target)
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_ROOM,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        work()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def command(
+    arguments: Sequence[str],
+    folder: Path,
+    log: Path,
+    limit: float = TIME_LIMIT,
+    first: Callable[[], None] = lambda: None,
+) -> Ended:
+    """`moemerge ARGUMENTS` in `folder`, after `first`; its temporary files go into `tmp` there."""
+
+    def work() -> None:
+        import tempfile
+
+        from moemerge.cli import console, main
+
+        for stream, target in ((console.out, sys.stdout), (console.err, sys.stderr)):
+            stream.file = target
+        os.environ["TMPDIR"] = str(folder / "tmp")
+        tempfile.tempdir = None
+        sys.argv = ["moemerge", *arguments]
+        first()
+        main()
+
+    (folder / "tmp").mkdir(exist_ok=True)
+    return in_child(work, folder, log, limit)
+
+
+def tree(folder: Path) -> set[str]:
+    """Every path inside, hidden ones and temporary ones included."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
