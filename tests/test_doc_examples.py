@@ -78,6 +78,7 @@ def commands(block: str, *, slow: bool = False) -> list[list[str]]:
     """The moemerge commands of a shell block; comments and other programs are left out."""
     joined = block.replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in joined.splitlines()]
+    lines = [words[: words.index(">")] if ">" in words else words for words in lines]
     every = [words[1:] for words in lines if words[:1] == ["moemerge"]]
     return [words for words in every if slow or words[0] not in SLOW]
 
@@ -120,6 +121,7 @@ def test_examples_of_help_run(verb: str, scratch: Path, models: dict[str, Path])
     for name, source in {"A": "math", "B": "code", "model": "math"}.items():
         (scratch / name).symlink_to(models[source])
     shutil.copytree(models["math"], scratch / "calibrated")
+    (scratch / "my_methods.py").touch()
     for source, copy in {"math": "a", "code": "b"}.items():
         shutil.copy(f"{source}.jsonl", f"{copy}.jsonl")
     for name in ("ties", "wudi"):

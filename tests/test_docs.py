@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import moemerge
-from moemerge.api import list_methods
+from moemerge.api import list_architectures, list_methods
 from moemerge.routing.figures import FIGURES
 
 ROOT = Path(__file__).parents[1]
@@ -107,3 +107,23 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
     assert {name: found for name, text in pages.items() if (found := fetched.findall(text))} == {}
     styles = [path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.css")]
     assert not any("@import" in style or "url(http" in style for style in styles)
+
+
+WORDS = {2: "two", 3: "three", 4: "four", 5: "five"}
+
+
+def test_the_page_counts_the_families_as_they_are_listed() -> None:
+    page = (ROOT / "docs" / "calibration.md").read_text(encoding="utf-8")
+    refused = [row["family"] for row in list_architectures() if row["calibration"] != "yes"]
+    count, names = re.findall(
+        r"All but (\w+) of the MoE families can be calibrated \(([^,]*),", page
+    )[0]
+    assert count == WORDS[len(refused)]
+    assert sorted(re.findall(r"`(\w+)`", names)) == sorted(refused)
+
+
+def test_no_page_counts_families_by_itself() -> None:
+    """A number would be wrong with the next row of the table."""
+    for page in PAGES:
+        if page.name not in ("CHANGELOG.md", "benchmarks.md"):
+            assert not re.search(r"\d+ (of \d+ )?(MoE )?families", page.read_text("utf-8")), page

@@ -149,3 +149,76 @@ def test_every_import_is_declared() -> None:
             if distribution not in declared:
                 strays[package].add(within(path))
     assert not strays, "declare them in pyproject.toml"
+
+
+def sentences(tree: ast.AST) -> Iterator[str]:
+    """What stands in strings, joined as they are; docstrings left out."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr):
+            skipped.add(id(node.body[0].value))
+        if isinstance(node, ast.JoinedStr):
+            skipped.update(map(id, ast.walk(node)))
+            parts = (v.value if isinstance(v, ast.Constant) else "{}" for v in node.values)
+            yield "".join(parts)
+        elif isinstance(node, ast.Constant) and id(node) not in skipped:
+            yield str(node.value)
+
+
+# Where flags are meant: commands that are run or printed whole, colours, and advice to a reader.
+WITH_FLAGS = (
+    "api/merging.py",
+    "cli/",
+    "diagnosis/advice.py",
+    "diagnosis/run.py",
+    "diagnosis/verdict.py",
+    "kernels/single_read.py",
+    "report/page/",
+    "testbed/training/run.py",
+    "verification/sandbox/",
+)
+
+
+def test_only_the_command_line_speaks_of_flags() -> None:
+    """Errors also reach callers from Python: they name settings, and the cli shows flags."""
+    flags = {
+        within(path): text
+        for path in FILES
+        if not within(path).startswith(WITH_FLAGS)
+        for text in sentences(parsed(path))
+        if re.search(r"(?<![\w-])--[a-z]", text) and "moemerge " not in text
+    }
+    assert flags == {}
+
+
+def test_settings_that_messages_advise_exist() -> None:
+    """Of every `name=value` in a message some job of ours takes `name`."""
+    import inspect
+
+    from moemerge import api
+    from moemerge.testbed.experiments.run import run_tables
+
+    jobs = [api.make_data, api.calibrate, api.refit, api.diagnose, api.merge, run_tables]
+    known = {name for job in jobs for name in inspect.signature(job).parameters}
+    known |= set(inspect.signature(api.collect_statistics).parameters)
+    advised = {
+        name
+        for path in FILES
+        if not within(path).startswith("cli/")
+        for text in sentences(parsed(path))
+        for name in re.findall(r"`([a-z_]+)=[^`]+`", text)
+    }
+    assert {"offload", "overwrite", "sources"} <= advised
+    assert advised - known == set()
+
+
+def test_extras_that_are_advised_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in [*FILES, *pages])
+    advised = re.findall(r"(?:moemerge|\.)\[([a-z,]+)\]", text)
+    assert {"report", "parquet", "vllm"} <= set(advised)
+    assert {name for one in advised for name in one.split(",")} <= set(
+        project["optional-dependencies"]
+    )

@@ -210,7 +210,7 @@ def test_output_folders_that_must_not_be_written(case: cases.Case, tmp_path: Pat
 def test_an_output_is_overwritten_only_on_request(case: cases.Case, tmp_path: Path) -> None:
     case.calibrate(tmp_path / "out")
     first = cases.weights(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="--overwrite"):
+    with pytest.raises(CheckpointError, match="overwrite=True"):
         case.calibrate(tmp_path / "out", alpha=0.5)
     assert cases.weights(tmp_path / "out") == first
     case.calibrate(tmp_path / "out", alpha=0.5, overwrite=True)
@@ -221,7 +221,7 @@ def test_too_little_memory_is_told_before_the_work(
     case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "available_memory", lambda device: 100_000)
-    match = r"(?s)calibration needs about .* MB on cpu.*usable.*lower --max-tokens"
+    match = r"(?s)calibration needs about .* MB on cpu.*usable.*lower `max_tokens`"
     refused(case, tmp_path, ResourceError, match, device="cpu")
 
 

@@ -127,7 +127,7 @@ def test_dense_layers_in_between_are_no_layers_with_routers(
     assert [row["layer"] for row in report.layers] == [0, 2]
     last = case.calibrate(tmp_path / "last", layers="last:1")
     assert [row["layer"] for row in last.layers] == [2]
-    assert [(s.layer, s.reason) for s in last.skipped] == [(0, "not chosen by --layers")]
+    assert [(s.layer, s.reason) for s in last.skipped] == [(0, "not chosen by `layers`")]
     named = case.calibrate(tmp_path / "named", layers="1-2")
     assert [row["layer"] for row in named.layers] == [2]
     assert cases.weights(tmp_path / "last") == cases.weights(tmp_path / "named")

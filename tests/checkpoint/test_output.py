@@ -18,7 +18,7 @@ def model(folder: Path) -> Path:
 
 def test_existing_output_needs_overwrite(tmp_path: Path) -> None:
     out = model(tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"exists\n.*--overwrite"):
+    with pytest.raises(CheckpointError, match=r"exists\n.*overwrite=True"):
         OutputFolder(out, overwrite=False)
     folder = OutputFolder(out, overwrite=True)
     (folder.path / "new").touch()

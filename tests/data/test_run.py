@@ -139,7 +139,7 @@ def test_several_samples_are_kept_once_each(folder, prompts, tmp_path):
         ({"keep": "all"}, "both", "one of them"),
         ({"keep": "all"}, "none", "one of them"),
         ({"verify": "maths"}, "prompts", "did you mean 'math'"),
-        ({"verify": "code"}, "prompts", "--allow-code"),
+        ({"verify": "code"}, "prompts", "allow_code=True"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused_at_once(

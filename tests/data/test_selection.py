@@ -68,7 +68,7 @@ def test_columns_can_be_named():
     assert row.reference == "add"
     with pytest.raises(DataError, match="no column 'quest' for prompt, did you mean 'question'"):
         prompt({"question": "2+2?"}, map="prompt=quest")
-    with pytest.raises(DataError, match=r"(?s)no prompt in a row with q.*--map prompt=COLUMN"):
+    with pytest.raises(DataError, match=r"(?s)no prompt in a row with q.*map=..prompt.: COLUMN"):
         prompt({"q": "2+2?"})
 
 

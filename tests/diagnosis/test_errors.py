@@ -128,7 +128,7 @@ def test_memory(case: cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("moemerge.lockstep.streams", "moemerge.features.settings"):
         monkeypatch.setattr(f"{module}.available_memory", lambda device: 1000)
     refused(case, ResourceError, "3 models side by side needs about", offload="device")
-    refused(case, ResourceError, "7 models.*\n.*--no-swaps", offload="device", swaps=True)
+    refused(case, ResourceError, "7 models.*\n.*without `swaps`", offload="device", swaps=True)
 
 
 def test_the_page_is_refused_before_the_work(case: cases.Case, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_the_nearest_place_with_room() -> None:
     free = available_memory(CPU)
     assert choose_offload(SMALL).offload == "device"
     assert choose_offload(replace(SMALL, parked=2 * free)).offload == "disk"
-    with pytest.raises(ResourceError, match=r"largest layer .* usable on cpu[^$]*--max-tokens"):
+    with pytest.raises(ResourceError, match=r"largest layer .* usable on cpu[^$]*`max_tokens`"):
         choose_offload(replace(SMALL, layer=2 * free))
 
 

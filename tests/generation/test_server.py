@@ -211,7 +211,7 @@ def test_servers_that_are_not_there_or_not_named(toys, tokenizer, folder):
     for given, message in (
         (settings(), "none is named"),
         (settings("localhost:8000"), "expected http://"),
-        (settings("http://x/v1", engine="transformers"), "--engine server"),
+        (settings("http://x/v1", engine="transformers"), 'engine="server"'),
         (settings(engine="vllm"), "package vllm"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -119,7 +119,7 @@ def test_a_prompt_that_fills_the_context_fails_alone(with_tokenizer, numbers):
 def test_what_does_not_fit_is_refused_with_an_estimate(with_tokenizer, numbers, monkeypatch):
     folder = with_tokenizer("olmoe")
     monkeypatch.setattr(transformers_engine, "available_memory", lambda device: 1000)
-    with pytest.raises(ResourceError, match=r"(?s)needs .* for its weights.*--engine server"):
+    with pytest.raises(ResourceError, match=r"(?s)needs .* for its weights.*engine=.server"):
         TransformersEngine(folder, numbers, settings(), Notes())
     engine = None
     monkeypatch.undo()

@@ -209,9 +209,9 @@ def test_figures_without_matplotlib_are_refused_before_any_work(sets, tmp_path, 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"steps_scale": 0.0}, "--steps-scale is 0"),
-        ({"seeds": (-1,)}, "--seeds has -1"),
-        ({"jobs": 0}, "--jobs is 0"),
+        ({"steps_scale": 0.0}, "`steps_scale` is 0"),
+        ({"seeds": (-1,)}, "`seeds` has -1"),
+        ({"jobs": 0}, "`jobs` is 0"),
         ({"regimes": ("hard",)}, "soft, plain"),
     ],
 )

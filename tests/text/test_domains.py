@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,12 @@ def test_gzip_and_blank_lines(tmp_path: Path, plain: Any) -> None:
         load_domain("math", file, plain)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, plain: Any) -> None:
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match="pip install pyarrow"):
+    with pytest.raises(DataError, match=r"pip install 'moemerge\[parquet\]'"):
         load_domain("math", tmp_path / "a.parquet", plain)
 
 

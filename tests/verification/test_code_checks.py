@@ -46,7 +46,7 @@ def verifier():
 
 
 def test_nothing_runs_unless_it_is_allowed():
-    with pytest.raises(UsageError, match=r"(?s)programs that a model wrote.*--allow-code"):
+    with pytest.raises(UsageError, match=r"(?s)programs that a model wrote.*allow_code=True"):
         CodeVerifier(allow_code=False)
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from moemerge.api.jobs import diagnose as diagnose
     from moemerge.api.jobs import refit as refit
     from moemerge.api.jobs import swap_routers as swap_routers
+    from moemerge.api.listing import config_schema as config_schema
     from moemerge.api.listing import inspect as inspect
     from moemerge.api.listing import list_architectures as list_architectures
     from moemerge.api.listing import list_methods as list_methods
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
     from moemerge.api.merging import merge as merge
     from moemerge.api.merging import run as run
     from moemerge.api.merging import validate as validate
+    from moemerge.api.plugins import load_plugin as load_plugin
 
 _PARTS = {
     "data": "make_data",
     "evaluation": "evaluate",
     "jobs": "calibrate collect_statistics diagnose refit swap_routers",
-    "listing": "inspect list_architectures list_methods",
+    "listing": "config_schema inspect list_architectures list_methods",
     "merging": "load_config merge run validate",
+    "plugins": "load_plugin",
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moemerge.architectures.describe import Description, describe
-from moemerge.architectures.families import FAMILIES
+from moemerge.architectures.families import families
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.parameters import REQUIRED, MethodSchema
 
@@ -17,25 +17,34 @@ def inspect(model: str | Path) -> Description:
     return describe(checkpoint.config, checkpoint.tensors)
 
 
-def list_methods() -> list[dict[str, Any]]:
-    """Every merge method with its parameters."""
+def config_schema() -> dict[str, Any]:
+    """A JSON schema of config files, with the methods that there are: for editors."""
+    from moemerge.config.json_schema import config_schema
+
+    return config_schema(method_schemas())
+
+
+def method_schemas() -> dict[str, MethodSchema]:
+    """What every merge method declares, by its name."""
     from moemerge import merging
 
     merging.load_plugins()
-    rows = []
-    for name in sorted(merging.METHODS):
-        schema = merging.METHODS.get(name).schema
-        rows.append(
-            {
-                "method": name,
-                "what_it_does": schema.summary,
-                "base_model": schema.base.value,
-                "statistics": schema.statistics,
-                "per_model": _parameters(schema, per_model=True),
-                "options": _parameters(schema, per_model=False),
-            }
-        )
-    return rows
+    return {name: merging.METHODS.get(name).schema for name in sorted(merging.METHODS)}
+
+
+def list_methods() -> list[dict[str, Any]]:
+    """Every merge method with its parameters."""
+    return [
+        {
+            "method": name,
+            "what_it_does": schema.summary,
+            "base_model": schema.base.value,
+            "statistics": schema.statistics,
+            "per_model": _parameters(schema, per_model=True),
+            "options": _parameters(schema, per_model=False),
+        }
+        for name, schema in method_schemas().items()
+    ]
 
 
 def _parameters(schema: MethodSchema, *, per_model: bool) -> list[dict[str, Any]]:
@@ -59,5 +68,5 @@ def list_architectures() -> list[dict[str, Any]]:
             "calibration": "yes" if family.served else "no",
             "why": family.reason,
         }
-        for family in FAMILIES
+        for family in families()
     ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from moemerge import merging
 from moemerge.api.data import check_recipes, make_texts
 from moemerge.api.jobs import before_and_after, output_for, settings_for
+from moemerge.api.listing import method_schemas
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.passing import passing_folder
 from moemerge.config.calibration import CalibrationBlock, CalibrationKeywords
@@ -28,7 +29,6 @@ from moemerge.config.settings import (
 from moemerge.config.translate import parse_settings
 from moemerge.errors import UsageError
 from moemerge.lockstep.models import check_sources
-from moemerge.merging import METHODS
 from moemerge.merging.report import MergeReport
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.text.rows import check_text
@@ -55,9 +55,7 @@ def load_config(source: ConfigSource, *, lenient: bool = False) -> LoadedConfig:
     """Read and check a config (a YAML path, or its content as a mapping)."""
     if isinstance(source, LoadedConfig):
         return source
-    merging.load_plugins()
-    schemas = {name: METHODS.get(name).schema for name in METHODS}
-    return _load_config(source, schemas=schemas, lenient=lenient)
+    return _load_config(source, schemas=method_schemas(), lenient=lenient)
 
 
 @with_keywords(MergeKeywords, MergeSettings)

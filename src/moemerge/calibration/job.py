@@ -42,7 +42,9 @@ from moemerge.text.rows import TextSource, check_files
 # Tokens of a domain for each feature, below which its figures are taken with a grain of salt: 64
 # tokens fit any router of width 64 by heart.
 FEW_TOKENS = 2
-MERGED_ALONE = "--targets merged-features runs the merged model alone and reads sources' routers"
+MERGED_ALONE = (
+    '`targets="merged-features"` runs the merged model alone, and of sources reads routers'
+)
 # They say how a run is done; its result does not depend on them.
 NOT_IN_KEY = ("offload", "strict", "device", "dtype")
 

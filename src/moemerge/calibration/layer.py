@@ -93,9 +93,9 @@ class LayerResult:
             why = "rounding to the stored dtype took more than there was to gain"
         elif self.total("quadratic", after) > self.total("quadratic", before):
             # What is solved for has a diagonal part beside it, which fell at its expense.
-            why = "damping outweighs these tokens; give more text, or take --alpha nearer to 1"
+            why = "damping outweighs these tokens; give more text, or take `alpha` nearer to 1"
         else:
-            why = "the routers are too far apart for its quadratic model; try --objective exact"
+            why = 'the routers are too far apart for its quadratic model; try `objective="exact"`'
         return f"the routing divergence rose from {kl[0]:.3g} to {kl[1]:.3g}: {why}"
 
 
@@ -151,7 +151,7 @@ def _rounded(solved: Tensor, problem: LayerProblem) -> tuple[Tensor, Tensor | No
         if part is not None and not bool(torch.isfinite(part).all()):
             raise NumericalError(
                 f"the new router does not fit into {part.dtype}: it holds non-finite values",
-                hint="lower --alpha (more damping), or give more calibration text",
+                hint="lower `alpha` (more damping), or give more calibration text",
             )
     return weight, bias
 

@@ -114,7 +114,7 @@ def holdout_notices(totals: Mapping[str, Any]) -> list[str]:
     return [
         f"{name}: on the rows held out the routing divergence rose from {before[name]:.3g} to "
         f"{after[name]:.3g}: the new routers fit the text, not the domain; give more text, or take "
-        "a smaller --alpha"
+        "a smaller `alpha`"
         for name in before
         if after.get(name, 0.0) > before[name]
     ]

@@ -88,7 +88,7 @@ class RouterSolver(Visitor):
         return whole
 
     def resumed(self, entry: Entry) -> None:
-        """--strict also counts for routers that a run without it had finished."""
+        """`strict` also counts for routers that a run without it had finished."""
         self._left -= 1
         self._require_converged(entry)
 
@@ -96,7 +96,7 @@ class RouterSolver(Visitor):
         if self._settings.strict and entry.row["status"] != Status.CONVERGED:
             raise RefusedResultError(
                 entry.row["notices"][0],
-                hint="allow more --max-steps, a larger --rtol, or leave --strict out",
+                hint="allow more `max_steps`, a larger `rtol`, or leave `strict` out",
             )
 
     def added(self, entry: Entry) -> None:
@@ -127,8 +127,8 @@ def _errors_of(layer: int) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ResourceError(
             f"layer {layer}: out of memory while solving for its router",
-            hint="lower --max-tokens, use --preconditioner jacobi, or --offload disk; "
-            "--resume keeps the finished layers if settings stay the same",
+            hint='lower `max_tokens`, use `preconditioner="jacobi"`, or `offload="disk"`; '
+            "`resume=True` keeps the finished layers if settings stay the same",
         ) from error
 
 
@@ -213,13 +213,13 @@ def _own_logits(
 def memory_need(job: CalibrationJob) -> Need:
     """What solving holds beside the streams, and what would make it fit."""
     settings = job.request.settings
-    hints = ["lower --max-tokens or --max-length"]
+    hints = ["lower `max_tokens` or `max_length`"]
     if job.streams_sources:
-        hints.append("--targets merged-features holds one model's layer instead of all models'")
+        hints.append('`targets="merged-features"` holds the layers of one model instead of all')
     if settings.preconditioner not in ("none", "jacobi"):
-        hints.append("--preconditioner jacobi holds no matrices")
+        hints.append('`preconditioner="jacobi"` holds no matrices')
     if job.stream.dtype == torch.float32:
-        hints.append("--dtype bfloat16 halves a layer")
+        hints.append('`dtype="bfloat16"` halves a layer')
     return Need("calibration", solver_bytes(job), hints)
 
 

@@ -48,8 +48,11 @@ def require_space(out: Path, nbytes: int) -> None:
         )
 
 
-def check_output(out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
-    """Refuse an output folder that must not be written, before any work is done."""
+def check_output(out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = ()) -> None:
+    """Refuse an output folder that must not be written, before any work is done.
+
+    `overwrite` is None where there is no way to ask for it.
+    """
     target = _real(out)
     for folder in map(_real, inputs):
         if target == folder or target.is_relative_to(folder) or folder.is_relative_to(target):
@@ -79,7 +82,7 @@ def _check_writable(out: Path, target: Path) -> None:
         )
 
 
-def _check_replaceable(out: Path, target: Path, overwrite: bool) -> None:
+def _check_replaceable(out: Path, target: Path, overwrite: bool | None) -> None:
     if not target.is_dir():
         raise CheckpointError(
             f"the output {out} exists and is a file", hint="choose another output folder"
@@ -94,7 +97,9 @@ def _check_replaceable(out: Path, target: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise CheckpointError(
-            f"the output {out} exists", hint="choose another folder, or allow --overwrite"
+            f"the output {out} exists",
+            hint="choose another folder"
+            + ("" if overwrite is None else ", or allow it: `overwrite=True`"),
         )
     foreign = [p.name for p in entries if p.is_dir() and p.name not in _KNOWN_FOLDERS]
     is_model = any(p.name == "config.json" or is_weights(p.name) for p in entries)
@@ -147,7 +152,7 @@ def output_error(error: OSError, path: Path) -> MoeMergeError:
 class OutputFolder:
     """The hidden folder that becomes OUT on `commit`, or vanishes on `abort`."""
 
-    def __init__(self, out: Path, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+    def __init__(self, out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = ()) -> None:
         check_output(out, overwrite=overwrite, inputs=inputs)
         self.out = out
         self._target = _real(out)

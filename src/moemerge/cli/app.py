@@ -13,7 +13,8 @@ from moemerge import cli
 from moemerge.cli import INTERRUPTED, NOTHING_LEFT
 from moemerge.cli.console import show_error
 from moemerge.cli.flags import without_types
-from moemerge.errors import MoeMergeError
+from moemerge.cli.wording import in_flags
+from moemerge.errors import ConfigError, MoeMergeError
 
 # In --help verbs stand in the order in which people need them; others come after these.
 FIRST = (
@@ -28,7 +29,7 @@ FIRST = (
     "ls",
     "demo",
 )
-HELPERS = ("app", "console", "flags", "interrupts", "render")
+HELPERS = ("app", "console", "flags", "interrupts", "render", "wording")
 
 
 class Verbs(TyperGroup):
@@ -41,7 +42,9 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except MoeMergeError as error:
-            show_error(str(error))
+            # A config's faults name its keys, or the flags that were given.
+            text = str(error) if isinstance(error, ConfigError) else in_flags(str(error))
+            show_error(text)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             show_error(NOTHING_LEFT)

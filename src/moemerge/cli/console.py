@@ -32,6 +32,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from moemerge.cli.wording import in_flags
 from moemerge.errors import CheckpointError
 
 UNLIMITED = 1_000_000  # characters of a line where no terminal ends it
@@ -164,7 +165,7 @@ class Bar:
 
     def note(self, message: str) -> None:
         if not self._quiet:
-            err.print(escape(message), soft_wrap=True)
+            err.print(escape(in_flags(message)), soft_wrap=True)
 
     def finish(self) -> None:
         with self._lock:

@@ -21,6 +21,7 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from moemerge.cli.console import STDOUT, Bar, deliver_json, err, out, progress
+from moemerge.cli.wording import in_flags, speak_of
 from moemerge.config.fields import Strict
 from moemerge.config.settings import Setting, settings_of
 from moemerge.config.translate import parse_settings
@@ -57,6 +58,26 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it 
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where a killed run ended.")]
 
 
+def _load(files: list[Path] | None) -> list[Path] | None:
+    """Before anything else is read: a config may speak of what a plugin brings."""
+    if files:
+        from moemerge import api
+
+        for file in files:
+            api.load_plugin(file)
+    return files
+
+
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE.py",
+        help="Import a method, family or check of yours. Repeat it.",
+        is_eager=True,
+        callback=_load,
+    ),
+]
 Device = Annotated[
     str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")
 ]
@@ -123,7 +144,7 @@ class Reporting:
         if self.quiet:
             return
         for notice in notices:
-            err.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
+            err.print(f"[yellow]note:[/] {escape(in_flags(notice))}", soft_wrap=True)
         if self.json != STDOUT:
             for table in tables:
                 out.print(table)
@@ -143,6 +164,10 @@ class Verb(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return without_types(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        speak_of(self.params)
+        return super().invoke(ctx)
 
 
 def without_types(parameters: list[Any]) -> list[Any]:
@@ -165,13 +190,17 @@ Values = Mapping[str, Any]
 
 def with_flags(function: Callable[..., None]) -> Callable[..., None]:
     """`function` as typer reads it: one parameter for each flag."""
+    # A plugin is loaded while flags are read, so no function asks for it.
+    kind = inspect.Parameter.KEYWORD_ONLY
+    plugin = inspect.Parameter("plugin", kind, default=None, annotation=Plugins)
     flags: dict[str, inspect.Parameter] = {}
     build: dict[str, Callable[[Values], Any]] = {}
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         made, build[parameter.name] = _declare(parameter)
         for flag in made:
             # The first declaration counts: two settings classes may share a flag.
-            flags.setdefault(flag.name, flag.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            flags.setdefault(flag.name, flag.replace(kind=kind))
+    flags["plugin"] = plugin
 
     def command(**values: Any) -> None:
         function(**{name: make(values) for name, make in build.items()})

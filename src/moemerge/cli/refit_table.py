@@ -11,6 +11,7 @@ from rich.table import Table
 
 from moemerge.cli.render import facts
 from moemerge.cli.routing_table import unequal
+from moemerge.cli.wording import in_flags
 
 if TYPE_CHECKING:
     from moemerge.refitting import RefitReport
@@ -34,7 +35,7 @@ def refit_report(report: RefitReport, *, verbose: bool) -> RenderableType:
         ("time", f"{report.seconds:.1f} s on {report.device}, {report.dtype}"),
         ("folder", report.output),
     ]
-    rows += [("note", notice) for notice in report.notices] if verbose else []
+    rows += [("note", in_flags(notice)) for notice in report.notices] if verbose else []
     rows += _timings(report) if verbose else []
     return Group(_table(report, verbose=verbose), "", facts(rows))
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moemerge.cli.render import FirstThatFits, NumberTable, facts
+from moemerge.cli.wording import in_flags
 from moemerge.diagnosis.advice import DAMAGED, INTACT, SLIGHT
 from moemerge.report.words import Quantity, display_names, percent
 from moemerge.routing.figures import FIGURES, Figure
@@ -214,7 +215,7 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
         rows.insert(1, ("held out", f"KL {', '.join(changes)}"))
     rows += unequal(report.weights)
     reasons = Counter(skipped.reason for skipped in report.skipped)
-    rows += [("left alone", f"{count}: {reason}") for reason, count in reasons.items()]
+    rows += [("left alone", f"{count}: {in_flags(reason)}") for reason, count in reasons.items()]
     if verbose:
         rows += [("", f"layer {s.layer}: {s.router}") for s in report.skipped]
         rows += _timings(report)

@@ -170,7 +170,7 @@ class _Backward:
         if not bool(finite):
             raise NumericalError(
                 f"{self._job.model.label}: non-finite gradients below {path}",
-                hint="try --dtype float32",
+                hint='try `dtype="float32"`',
             )
         for tap in taps:
             if isinstance(tap, ExpertsTap):
@@ -236,7 +236,7 @@ class _Backward:
             raise ArchitectureError(
                 f"{path} run again does not give what the layer above it read: this model hands "
                 "more than hidden states from layer to layer",
-                hint="gram statistics need the forward pass alone: --kind gram",
+                hint='gram statistics need the forward pass alone: `kind="gram"`',
             )
 
     # --- writing ---
@@ -292,7 +292,7 @@ class _Backward:
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ResourceError(
                 f"{label}: out of memory on {self._device} in {where}, on the way back",
-                hint="use --offload cpu or disk, a smaller --max-length, or fewer tokens",
+                hint='use `offload="disk"`, or lower `max_tokens` or `max_length`',
             ) from error
         except (RuntimeError, AttributeError, TypeError, ValueError, KeyError) as error:
             raise ArchitectureError(

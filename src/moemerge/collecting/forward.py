@@ -185,7 +185,7 @@ class _InputKeeper:
             raise ArchitectureError(
                 f"{self._job.model.label}: expected one norm after the last layer, found "
                 f"{called}; gradients cannot be sent back through it",
-                hint="gram statistics need the forward pass alone: --kind gram",
+                hint='gram statistics need the forward pass alone: `kind="gram"`',
             )
 
 

@@ -70,7 +70,7 @@ def prepare(request: CollectRequest) -> CollectingJob:
     settings = request.settings
     check_output_file(request.out, overwrite=request.overwrite)
     if not request.data:
-        raise DataError("no text given", hint="name at least one file: --data FILE.jsonl")
+        raise DataError("no text given", hint="name at least one file: `data=FILE.jsonl`")
     check_files({DOMAIN: request.data})
     device = resolve_device(settings.device)
     model = open_model("model", request.model)

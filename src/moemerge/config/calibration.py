@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import Field
 
 from moemerge.config.data import NamedTexts
 from moemerge.config.faults import FaultsError, shown
-from moemerge.config.fields import Fraction, PositiveInt, Strict, model_ref
+from moemerge.config.fields import (
+    Fraction,
+    ModelForm,
+    PositiveInt,
+    Strict,
+    model_ref,
+    read_by,
+)
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.config.settings import (
@@ -106,6 +113,7 @@ class CalibrationKeywords(ForwardKeywords, total=False):
 
 
 NamedSources = dict[str, ModelRef] | tuple[str, ...]
+SourcesForm = dict[str, ModelForm] | list[str]
 
 
 def named_sources(raw: object) -> NamedSources:
@@ -137,7 +145,7 @@ class RepairBlock(Strict):
     data: NamedTexts | None = Field(
         None, description="text of each source, by name: files, or how to make one"
     )
-    sources: Annotated[NamedSources, PlainValidator(named_sources)] | None = Field(
+    sources: Annotated[NamedSources, read_by(named_sources, SourcesForm)] | None = Field(
         None, description="name: model, or names of merged models; default: all but the base"
     )
     weights: dict[str, Weight] = Field(

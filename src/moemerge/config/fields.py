@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -223,18 +224,33 @@ def _file(raw: object) -> str:
     raise FaultsError.one(f"expected a file name, not {shown(raw)}")
 
 
-ModelField = Annotated[ModelRef, PlainValidator(model_ref)]
-DtypeField = Annotated[str, PlainValidator(dtype_field)]
-ChatTemplateField = Annotated[str, PlainValidator(chat_template)]
-LayerRange = Annotated[tuple[int, int], PlainValidator(layer_range)]
-ValueField = Annotated[ParameterValue, PlainValidator(parse_value)]
+def read_by(read: Callable[[Any], object], form: Any) -> PlainValidator:
+    """A value that `read` makes of what stands in a file, whose form editors know as a type."""
+    return PlainValidator(read, json_schema_input_type=form)
+
+
+ModelForm = str | dict[str, Any]
+DtypeForm = Annotated[
+    str, WithJsonSchema({"enum": [f"{p}{n}" for p in ("", "torch.") for n in FLOAT_NAMES]})
+]
+ModelField = Annotated[ModelRef, read_by(model_ref, ModelForm)]
+DtypeField = Annotated[str, read_by(dtype_field, DtypeForm)]
+ChatTemplateField = Annotated[str, read_by(chat_template, str)]
+LayerRange = Annotated[tuple[int, int], read_by(layer_range, list[int])]
+ValueForm = float | bool | str | dict[str, Any] | list[float | dict[str, Any]]
+ValueField = Annotated[ParameterValue, read_by(parse_value, ValueForm)]
 Parameters = dict[str, ValueField]
 Name = Annotated[str, Field(min_length=1)]
 NotEmpty = BeforeValidator(not_empty)
 Files = Annotated[
-    tuple[Annotated[str, PlainValidator(_file)], ...], NotEmpty, BeforeValidator(_files)
+    tuple[Annotated[str, read_by(_file, str)], ...],
+    NotEmpty,
+    BeforeValidator(_files, json_schema_input_type=str | list[str]),
 ]
 DataFiles = Annotated[dict[str, Files], NotEmpty]
 PositiveInt = Annotated[int, Field(strict=True, ge=1)]
-AutoOrNumber = Annotated[Literal["auto"] | float, PlainValidator(auto_or_number)]
+AutoOrNumber = Annotated[
+    Literal["auto"] | float,
+    read_by(auto_or_number, Literal["auto"] | Annotated[float, Field(ge=0)]),
+]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]

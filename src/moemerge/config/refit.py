@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import Field, PlainValidator
+from pydantic import Field
 
 from moemerge.config.calibration import RepairBlock
 from moemerge.config.faults import FaultsError, listed, shown
-from moemerge.config.fields import PositiveInt, Strict
+from moemerge.config.fields import PositiveInt, Strict, read_by
 from moemerge.config.layers import LayerSelection
 from moemerge.config.settings import (
     DEVICE,
@@ -61,12 +61,12 @@ def ridge_value(raw: object) -> Ridge:
 class RefitSettings(Strict):
     """How the maps of a merged model are refitted."""
 
-    ridge: Annotated[Ridge, PlainValidator(ridge_value)] = Field(
+    ridge: Annotated[Ridge, read_by(ridge_value, Ridge)] = Field(
         "auto",
         description="how strongly maps are held to their merged weights: auto takes what held-out "
         "rows want, or a number λ",
     )
-    parts: Annotated[tuple[Part, ...], PlainValidator(chosen_parts)] = Field(
+    parts: Annotated[tuple[Part, ...], read_by(chosen_parts, str | list[str])] = Field(
         PARTS, description="what is refitted: all, or some of attention,router,experts,head"
     )
     router: RouterBy = Field(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from moemerge.config.calibration import CalibrationBlock
 from moemerge.config.data import NamedTexts
@@ -20,12 +20,14 @@ from moemerge.config.fields import (
     DtypeField,
     LayerRange,
     ModelField,
+    ModelForm,
     Name,
     NotEmpty,
     Parameters,
     PositiveInt,
     Strict,
     model_ref,
+    read_by,
 )
 from moemerge.config.models import ModelRef
 from moemerge.config.refit import RefitBlock
@@ -64,9 +66,15 @@ class SliceEntry(Strict):
 class Body(Strict):
     """What is merged: exactly one of `models` and `slices` (or `modules` at the top)."""
 
-    models: Annotated[tuple[ModelEntry, ...], NotEmpty] | None = None
-    slices: Annotated[tuple[SliceEntry, ...], NotEmpty] | None = None
-    parameters: Parameters = Field(default_factory=dict)
+    models: Annotated[tuple[ModelEntry, ...], NotEmpty] | None = Field(
+        None, description="the models that are merged, whole"
+    )
+    slices: Annotated[tuple[SliceEntry, ...], NotEmpty] | None = Field(
+        None, description="instead of models: layers to merge and to stack"
+    )
+    parameters: Parameters = Field(
+        default_factory=dict, description="for all models, and those of the method itself"
+    )
 
     bodies: ClassVar[tuple[str, ...]] = ("models", "slices")
 
@@ -115,7 +123,7 @@ def _token_source(raw: object) -> ModelRef | TokenSource:
 class TokenEntry(Strict):
     """One of `tokenizer.tokens`; `force` takes the source's embedding even where others have it."""
 
-    source: Annotated[ModelRef | TokenSource, PlainValidator(_token_source)] | None = None
+    source: Annotated[ModelRef | TokenSource, read_by(_token_source, ModelForm)] | None = None
     force: Annotated[bool, Field(strict=True)] = False
 
 
@@ -123,7 +131,7 @@ def _tokenizer_source(raw: object) -> str | ModelRef:
     return raw if raw in ("union", "base") and isinstance(raw, str) else model_ref(raw)
 
 
-TokenizerSource = Annotated[str | ModelRef, PlainValidator(_tokenizer_source)]
+TokenizerSource = Annotated[str | ModelRef, read_by(_tokenizer_source, ModelForm)]
 
 
 class TokenizerSettings(Strict):
@@ -184,21 +192,50 @@ class RunConfig(Body):
     blocks: ClassVar[tuple[str, ...]] = ("router", "calibration", "refit")
     repairs: ClassVar[tuple[str, ...]] = ("calibration", "refit")  # what `run` does after the merge
 
-    merge_method: Text
-    base_model: ModelField | None = None
-    modules: Modules | None = None
-    seed: Annotated[int, Field(strict=True, ge=0)] | None = None  # of methods that draw at random
-    dtype: DtypeField | None = None
-    out_dtype: DtypeField | None = None
-    tokenizer_source: TokenizerSource | None = None
-    tokenizer: TokenizerSettings | None = None
-    chat_template: ChatTemplateField | None = None
-    router: RouterSettings | None = None
-    data: NamedTexts | None = None
-    statistics: DataFiles | None = None
-    collecting: CollectingBlock | None = None
-    calibration: CalibrationBlock | None = None
-    refit: RefitBlock | None = None
+    merge_method: Text = Field(
+        ..., description="how models are merged: `moemerge ls methods` lists the methods"
+    )
+    base_model: ModelField | None = Field(
+        None,
+        description="the model that task vectors are taken against; lends its config and tokenizer",
+    )
+    modules: Modules | None = Field(
+        None, description="mergekit's modules; only `default` is supported"
+    )
+    seed: Annotated[int, Field(strict=True, ge=0)] | None = Field(
+        None, description="seed of the methods that draw at random (default: 0)"
+    )
+    dtype: DtypeField | None = Field(
+        None,
+        description="inputs are rounded to it before the arithmetic, and results unless out_dtype "
+        "is given",
+    )
+    out_dtype: DtypeField | None = Field(None, description="dtype of the result")
+    tokenizer_source: TokenizerSource | None = Field(
+        None, description="whose vocabulary the result has: base, union or a model"
+    )
+    tokenizer: TokenizerSettings | None = Field(None, description="the same, token by token")
+    chat_template: ChatTemplateField | None = Field(
+        None, description="auto, the name of a template, or a Jinja template"
+    )
+    router: RouterSettings | None = Field(
+        None, description="how routers are merged, where not like everything else"
+    )
+    data: NamedTexts | None = Field(
+        None, description="text of each model, by the models' names: files, or how to make one"
+    )
+    statistics: DataFiles | None = Field(
+        None, description="files of saved statistics, by the models' names"
+    )
+    collecting: CollectingBlock | None = Field(
+        None, description="settings of statistics that are computed during the merge"
+    )
+    calibration: CalibrationBlock | None = Field(
+        None, description="how `moemerge run` calibrates the routers; left empty, by its defaults"
+    )
+    refit: RefitBlock | None = Field(
+        None, description="how `moemerge run` refits the merged model; left empty, by its defaults"
+    )
 
     @property
     def body(self) -> Body:

@@ -24,7 +24,7 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import Field, PlainValidator
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from moemerge.config.fields import (
@@ -34,17 +34,21 @@ from moemerge.config.fields import (
     device_name,
     layer_selection,
     model_ref,
+    read_by,
 )
 from moemerge.config.layers import LayerSelection
 
 F = TypeVar("F", bound=Callable[..., Any])
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "float64"]
 Offload = Literal["auto", "device", "cpu", "disk"]
-DeviceField = Annotated[str, PlainValidator(device_name)]
-LayersField = Annotated[LayerSelection, PlainValidator(layer_selection)]
-ModelName = Annotated[str, PlainValidator(lambda raw: str(model_ref(raw)))]
+DeviceField = Annotated[str, read_by(device_name, str)]
+LayersField = Annotated[LayerSelection, read_by(layer_selection, str | int | list[str | int])]
+ModelName = Annotated[str, read_by(lambda raw: str(model_ref(raw)), str)]
 Flag = Annotated[bool, Field(strict=True)]
-Share = Annotated[float | Literal["auto"], PlainValidator(auto_or_share)]
+Share = Annotated[
+    float | Literal["auto"],
+    read_by(auto_or_share, Annotated[float, Field(ge=0, lt=1)] | Literal["auto"]),
+]
 Seed = Annotated[int, Field(strict=True, ge=0)]
 Requantize = Literal["no", "same"]
 
@@ -137,7 +141,8 @@ class DiagnosisSettings(ForwardSettings):
 
     layers: LayersField = LAYERS
     holdout: Share = Field(
-        0.0, description="measure on those rows alone that calibrate --holdout spares (same seed)"
+        0.0,
+        description="measure on those rows alone that calibrate holds out (same seed)",
     )
     swaps: Flag = Field(
         False,
@@ -183,18 +188,18 @@ class Setting:
     choices: tuple[str, ...] = ()  # the words it may be, where only these are allowed
 
     @classmethod
-    def of(cls, name: str, field: FieldInfo) -> Setting:
+    def of(cls, name: str, info: FieldInfo) -> Setting:
         kinds: set[type] = set()
         choices: list[str] = []
-        for form in _forms(field.annotation):
+        for form in _forms(info.annotation):
             if get_origin(form) is Literal:
                 choices += map(str, get_args(form))
                 kinds.add(str)
             else:
                 plain = get_origin(form) or form
                 kinds.add(plain if plain in (bool, int, float, Path, tuple, dict) else str)
-        default = field.get_default(call_default_factory=True)
-        return cls(name, field.description or "", default, frozenset(kinds), tuple(choices))
+        default = info.get_default(call_default_factory=True)
+        return cls(name, info.description or "", default, frozenset(kinds), tuple(choices))
 
 
 def _forms(annotation: Any) -> list[Any]:

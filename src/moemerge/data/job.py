@@ -61,22 +61,22 @@ def check_request(request: DataRequest) -> None:
             f"the output {request.out} is of an unknown kind",
             hint=f"name it {' or '.join(SUFFIXES)}",
         )
-    if settings.completions is not None:  # a file that is there is replaced, as by --json
+    if settings.completions is not None:  # a file that is there is replaced
         check_output_file(settings.completions, overwrite=True)
     if bool(request.prompts) == bool(request.text):
         raise UsageError(
             "give prompts or plain text, one of them",
-            hint="--prompts FILE for a model to answer, or --text FILE to take as it is",
+            hint="`prompts=FILE` for a model to answer, or `text=FILE` to take as it is",
         )
     if request.generates and settings.keep == "correct" and settings.verify == NO_CHECK:
         raise UsageError(
             "right answers are to be kept, but nothing says which are right",
-            hint="--verify math (or code, exact, choice, MODULE:FUNCTION), or --keep all",
+            hint='`verify="math"` (or code, exact, choice, MODULE:FUNCTION), or `keep="all"`',
         )
     if not request.generates and settings.verify != NO_CHECK:
         raise UsageError(
-            f"--verify {settings.verify}: there are no answers to judge",
-            hint="the model answers with --prompts and --keep correct or all",
+            f"`verify` is {settings.verify}, but there are no answers to judge",
+            hint='the model answers where `prompts` are given and `keep="correct"` or `keep="all"`',
         )
 
 

@@ -75,7 +75,7 @@ def _unanswered(
         if prompt.reference is None:
             raise DataError(
                 f"{prompt.where}: no solution to keep in a row with {', '.join(prompt.fields)}",
-                hint="name its column: --map reference=COLUMN",
+                hint='name its column: `map={"reference": COLUMN}`',
             )
     return [(prompt.group, reference_row(prompt, tokenizer)) for prompt in prompts]
 
@@ -124,8 +124,8 @@ def _finish(
     if not rows:
         raise DataError(
             f"nothing to keep: {_told(counts)}" if answers else "nothing to keep",
-            hint="the answers wait beside the output: --keep all keeps them, and "
-            "--completions FILE shows them"
+            hint='the answers wait beside the output: `keep="all"` keeps them, and '
+            "`completions=FILE` shows them"
             if answers
             else "the files hold no rows that are left",
         )

@@ -20,7 +20,7 @@ def read_texts(rows: Sequence[TextRow], settings: DataSettings) -> list[tuple[st
         if not isinstance(fields.get(column), str):
             raise DataError(
                 f"{row.where}: no text in column {column!r}{did_you_mean(column, fields)}",
-                hint=f"columns: {', '.join(fields)}; --map text=COLUMN",
+                hint=f'columns: {", ".join(fields)}; `map={{"text": COLUMN}}`',
             )
         group = str(fields.get(settings.balance)) if settings.balance else file_of(row.where)
         texts.append((group, fields[column]))

@@ -150,7 +150,7 @@ def _subjects(request: DiagnosisRequest) -> tuple[OpenModel, ...]:
         label = str(ref)
         if label in subjects or label in request.references or label == model.label:
             raise UsageError(
-                f"--against {label}: that name is taken",
+                f"`against` names {label}, and that name is taken",
                 hint="name another model than the diagnosed one, its sources and the others, or "
                 "write its path in full",
             )
@@ -273,10 +273,10 @@ def memory_need(job: DiagnosisJob, sides: Mapping[str, Side]) -> Need:
     words = vocabulary(job.model)
     logits = largest * words * job.stream.dtype.itemsize + 2 * 4 * LOSS_TOKENS * words
     experts = max(pair.info.rows for pair in job.routers.pairs)
-    hints = ["lower --max-tokens or --max-length"]
+    hints = ["lower `max_tokens` or `max_length`"]
     if job.request.settings.swaps:
-        hints.append("--no-swaps runs half as many models")
+        hints.append("without `swaps` half as many models run")
     if len(job.subjects) > 1:
-        hints.append("diagnose the models one by one, without --against")
+        hints.append("diagnose the models one by one, without `against`")
     extra = max(logits, COMPARED_COPIES * 8 * largest * experts)
     return Need(f"diagnosis of {len(sides)} models side by side", extra, hints)

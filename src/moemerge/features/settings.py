@@ -231,7 +231,7 @@ def choose_offload(estimate: MemoryEstimate) -> MemoryEstimate:
         usable = int(available_memory(estimate.device) * HEADROOM)
         raise ResourceError(
             f"{chosen.describe()}, but {format_size(usable)} are usable on {estimate.device}",
-            hint="lower --max-tokens or --max-length, use smaller batches, or a larger machine",
+            hint="lower `max_tokens` or `max_length`, use smaller batches, or a larger machine",
         )
     return chosen
 
@@ -253,7 +253,7 @@ def raise_forward_error(error: BaseException, where: str, memory: MemoryEstimate
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
         raise ResourceError(
             f"{where}: out of memory on {memory.device} ({memory.describe()})",
-            hint="use smaller batches, --offload cpu or disk, or fewer tokens",
+            hint='use `offload="disk"`, or lower `max_tokens` or `max_length`',
         ) from error
     raise ArchitectureError(
         f"{where}: the model's forward failed: {type(error).__name__}: {error}"

@@ -402,7 +402,7 @@ class ModelStream:
             f"{self.checkpoint.label}: non-finite hidden states {self._where(pause)}, domain "
             f"{', '.join(sorted(bad))}",
             hint="the weights of that layer hold NaN or infinity, or overflow in this dtype; "
-            "try --dtype float32",
+            'try `dtype="float32"`',
         )
 
     def _where(self, pause: Pause) -> str:

@@ -309,7 +309,8 @@ class Weights:
         if bad:
             raise NumericalError(
                 f"{self.checkpoint.label}: {', '.join(bad)} holds NaN or infinity",
-                hint="repair that model; if it is sound on disk, it overflows: try --dtype float32",
+                hint="repair that model; if it is sound on disk, it overflows: "
+                'try `dtype="float32"`',
             )
 
     def _stored(self, name: str) -> str:

@@ -30,7 +30,7 @@ def engine_maker(
         check_urls(settings)
         return lambda: ServerEngine(tokenizer, settings, progress)
     if settings.url:
-        raise UsageError("--url is for a server", hint="--engine server")
+        raise UsageError("`url` is for a server", hint='use `engine="server"`')
     if settings.engine == "vllm":
         check_installed()
         return lambda: VllmEngine(model, tokenizer, settings)

@@ -113,7 +113,7 @@ class CompletionJournal:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self.path} is damaged ({type(error).__name__}: {error})",
-                hint="delete it, or start anew with --overwrite",
+                hint="delete it, or start anew with `overwrite=True`",
             ) from error
 
     def _check(self, stored: Mapping[str, Any], head: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class CompletionJournal:
         raise DataError(
             f"{self.path} holds completions of an unfinished run that was another: "
             + ("; ".join(differing) or "written by another version"),
-            hint="run that one again to finish it, or start anew with --overwrite",
+            hint="run that one again to finish it, or start anew with `overwrite=True`",
         )
 
     def _remember(self, line: Mapping[str, Any]) -> None:

@@ -84,7 +84,7 @@ def _prompt(row: TextRow, settings: PromptSettings, group_by: str | None) -> Pro
         if column not in fields:
             raise DataError(
                 f"{row.where}: no column {column!r} for {name}{did_you_mean(column, fields)}",
-                hint=f"columns: {', '.join(fields)}; --map {name}=COLUMN",
+                hint=f'columns: {", ".join(fields)}; `map={{"{name}": COLUMN}}`',
             )
     named: dict[str, Any] = dict(fields)
     for name, column in settings.map.items():
@@ -116,7 +116,7 @@ def _turns(fields: Mapping[str, Any], where: str) -> tuple[tuple[Turn, ...], str
         return turns[: last + 1], after[0] if after else None
     raise DataError(
         f"{where}: no prompt in a row with {', '.join(fields) or 'no columns'}",
-        hint="name its column: --map prompt=COLUMN",
+        hint='name its column: `map={"prompt": COLUMN}`',
     )
 
 

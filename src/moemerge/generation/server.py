@@ -193,11 +193,12 @@ class ServerEngine:
 def check_urls(settings: GenerationSettings) -> list[str]:
     if not settings.url:
         raise UsageError(
-            "a server is to be asked, but none is named", hint="--url http://localhost:8000/v1"
+            "a server is to be asked, but none is named",
+            hint='say where it is: `url="http://localhost:8000/v1"`',
         )
     for url in settings.url:
         if not url.startswith(("http://", "https://")):
-            raise UsageError(f"--url {url}: expected http://HOST:PORT/v1")
+            raise UsageError(f"`url` is {url}, expected http://HOST:PORT/v1")
     return [url.rstrip("/").removesuffix("/completions") for url in settings.url]
 
 
@@ -217,7 +218,7 @@ def _model_at(url: str, settings: GenerationSettings) -> str:
     if len(listed) != 1:
         raise UsageError(
             f"{url} serves {len(listed)} models: {', '.join(listed[:8])}",
-            hint="name one: --served-model NAME",
+            hint="name one with `served_model=NAME`",
         )
     return listed[0]
 

@@ -103,7 +103,7 @@ class TransformersEngine:
             raise ResourceError(
                 f"one completion of {capacity} tokens needs {format_size(each)} for its cache, "
                 f"and {format_size(room)} are left on {self._device} beside the weights",
-                hint="lower --max-new-tokens, use shorter prompts, or a larger device",
+                hint="lower `max_new_tokens`, use shorter prompts, or a larger device",
             )
         wanted = self._settings.batch_size or MOST_SLOTS[self._device.type]
         return min(wanted, room // max(1, each))
@@ -120,8 +120,8 @@ def _load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTraine
             raise ResourceError(
                 f"{checkpoint.label} needs {format_size(needed)} for its weights, and "
                 f"{format_size(room)} can be used on {device}",
-                hint="serve it elsewhere (vllm serve, for instance) and use --engine server "
-                "--url http://HOST:8000/v1, or choose a larger device",
+                hint="serve it elsewhere (vllm serve, for instance) and use "
+                '`engine="server"` `url="http://HOST:8000/v1"`, or choose a larger device',
             )
         weights.place(weights.fetch(names))
         weights.check(names, "the model")

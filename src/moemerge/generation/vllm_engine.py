@@ -25,7 +25,7 @@ def check_installed() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(
             "the engine vllm needs the package vllm, which is not installed",
-            hint='pip install "moemerge[vllm]", or serve the model and use --engine server',
+            hint='pip install "moemerge[vllm]", or serve the model and use `engine="server"`',
         )
 
 

@@ -34,7 +34,7 @@ def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> No
     """A source and its text are paired by name; each needs the other."""
     if not sources:
         raise UsageError(
-            "no source given", hint="name each model that was merged: --source NAME=MODEL"
+            "no source given", hint="name each model that was merged: `sources={NAME: MODEL}`"
         )
     problems = [
         f"data {name!r} has no source of that name{did_you_mean(name, sources)}"
@@ -48,7 +48,8 @@ def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> No
     ]
     if problems:
         raise UsageError(
-            "; ".join(problems), hint="every source needs its text: --source A=MODEL --data A=FILE"
+            "; ".join(problems),
+            hint="every source needs its text: `sources={A: MODEL}` `data={A: FILE}`",
         )
 
 
@@ -148,7 +149,8 @@ def base_notices(
     name = base or "BASE"
     return [
         "no source is the base model, so what it can do beyond these domains may be lost: a few "
-        f"rows of general text keep it (--source base={name} --data base=general.jsonl)"
+        f'rows of general text keep it (`sources={{"base": {name!r}}}` '
+        '`data={"base": "general.jsonl"}`)'
     ]
 
 

@@ -181,7 +181,7 @@ class Journal:
             raise UsageError(
                 f"{out} cannot be resumed: the killed run was another one\n  "
                 + "\n  ".join(differences),
-                hint="repeat its settings and inputs, or start anew without --resume",
+                hint="repeat its settings and inputs, or start anew without `resume`",
             )
         self._begun = True
         self.entries = list(self._read_entries())

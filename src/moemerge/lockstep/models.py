@@ -331,7 +331,7 @@ def layers_among(
     chosen = tuple(layer for layer in with_routers if layer in numbers)
     if not chosen:
         raise UsageError(
-            f"--layers {selection}: none of these layers has a router to {verb}",
+            f"`layers` is {selection}, but none of these layers has a router to {verb}",
             hint=f"layers with one: {', '.join(map(str, with_routers))}",
         )
     return chosen
@@ -343,7 +343,7 @@ def skipped_routers(merged: OpenModel, layers: Collection[int]) -> tuple[Skipped
     for router in merged.architecture.routers():
         reason = router.reason if not router.served else None
         if reason is None and router.layer not in layers:
-            reason = "not chosen by --layers"
+            reason = "not chosen by `layers`"
         if reason is not None:
             skipped.append(SkippedRouter(router.layer, router.weight, reason))
     return tuple(skipped)

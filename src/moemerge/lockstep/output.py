@@ -58,7 +58,7 @@ class Output:
         if entry.name != name:
             raise CheckpointError(
                 f"{self.where}: entry {number} is of {entry.name}, but the model runs {name} there",
-                hint="the journal is damaged; start anew without --resume",
+                hint="the journal is damaged; start anew without `resume`",
             )
         return entry
 

@@ -219,7 +219,7 @@ def _check_memory(lockstep: Lockstep, need: Need) -> None:
     where = lockstep.lead.device
     usable = int(available_memory(where) * HEADROOM)
     others = f" and {len(lockstep.others)} others with it" if lockstep.others else ""
-    hints = [] if lockstep.offload == "disk" else ["--offload disk parks activations there"]
+    hints = [] if lockstep.offload == "disk" else ['`offload="disk"` parks activations there']
     raise ResourceError(
         f"{need.job} needs about {format_size(device)} on {where} and {format_size(host)} of host "
         f"memory; {format_size(usable)} are usable on {where}. {lockstep.lead.memory.describe()}"

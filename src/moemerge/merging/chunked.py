@@ -54,7 +54,7 @@ class FiniteCheck:
             raise NumericalError(
                 f"{model.label}: tensor {source.tensor} holds {bad} non-finite values "
                 f"(NaN or infinity) among {tensor.numel()}",
-                hint="repair that model, or merge anyway with --allow-nonfinite",
+                hint="repair that model, or merge anyway with `allow_nonfinite=True`",
             )
         self._note(model.label, source.tensor)
 

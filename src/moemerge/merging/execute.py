@@ -164,7 +164,7 @@ class _Runner:
             except torch.OutOfMemoryError as error:
                 raise ResourceError(
                     f"{self.settings.device} has too little free memory to merge {block.tensor}",
-                    hint="use --device cpu, or free memory on the device",
+                    hint='use `device="cpu"`, or free memory on the device',
                 ) from error
             self.finite.merged(result, block)
             row = 0 if block.rows is None else block.rows[0]

@@ -228,6 +228,6 @@ def _errors_of(where: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ResourceError(
             f"{where}: out of memory while its maps were refitted",
-            hint="lower --max-tokens, or use --offload disk; --resume keeps the finished layers "
-            "if settings stay the same",
+            hint='lower `max_tokens`, or use `offload="disk"`; `resume=True` keeps the finished '
+            "layers if settings stay the same",
         ) from error

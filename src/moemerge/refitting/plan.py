@@ -117,7 +117,7 @@ def _require_experts(units: UnitMap, taps: Taps) -> None:
             error.message.replace(
                 "so there are no statistics of them", "so they cannot be refitted"
             ),
-            hint="--parts router,attention refits what can be",
+            hint='`parts="router,attention"` refits what can be',
         ) from None
 
 

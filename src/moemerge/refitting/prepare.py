@@ -144,7 +144,7 @@ def _require_wide_enough(merged: OpenModel, dtype: torch.dtype) -> None:
         raise UsageError(
             f"{merged.label} is stored in {dtype_name(stored)}; computing in {dtype_name(dtype)} "
             "would round the weights that stay",
-            hint=f"use --dtype {dtype_name(stored)}, or convert the model first",
+            hint=f'use `dtype="{dtype_name(stored)}"`, or convert the model first',
         )
 
 

@@ -37,7 +37,7 @@ class Factor:
         if int(info) != 0:
             raise NumericalError(
                 f"the Gram matrix of {gram.shape[0]} inputs cannot be factored at ridge {ridge:g}",
-                hint="the inputs hardly vary: use a larger --ridge",
+                hint="the inputs hardly vary: use a larger `ridge`",
             )
         self._lower = lower
 
@@ -127,7 +127,7 @@ def fit_map(
     if not bool(torch.isfinite(weight).all()):
         raise NumericalError(
             f"the new weight does not fit into {stored}: it holds non-finite values",
-            hint="use a larger --ridge, or give more text",
+            hint="use a larger `ridge`, or give more text",
         )
     step = weight.double() - old
     before, after = float(sums.energy), sums.error(step)

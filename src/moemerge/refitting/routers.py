@@ -82,7 +82,7 @@ def _rounded(weight: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None], wid
     if not bool(torch.isfinite(found).all()):
         raise NumericalError(
             f"the new router does not fit into {dtypes[0]}: it holds non-finite values",
-            hint="give more text, or --router keep",
+            hint='give more text, or use `router="keep"`',
         )
     return found
 

@@ -157,13 +157,13 @@ class _Run:
         self.output.add(Entry(_name(finished.row.layer), tensors, row))
 
     def _require(self, row: Mapping[str, Any]) -> None:
-        """Under --strict, also of layers that a run without it had finished."""
+        """With `strict`, also of layers that a run without it had finished."""
         if self.job.request.settings.strict and row["notices"]:
             bad = [m for m in row["maps"] if m.get("status", Status.CONVERGED) != Status.CONVERGED]
             kept = [m for m in row["maps"] if m["kept"] is True]
             if bad or kept:
                 raise RefusedResultError(
-                    row["notices"][0], hint="give more text, or leave --strict out"
+                    row["notices"][0], hint="give more text, or leave `strict` out"
                 )
 
     def _tell(self, row: Mapping[str, Any]) -> None:
@@ -244,6 +244,6 @@ def open_streams(job: RefitJob, checkpoint: Checkpoint, progress: Progress) -> R
     raise ResourceError(
         f"refitting needs about {needed / 1e9:.1f} GB on {job.device}, and {free / 1e9:.1f} GB are "
         f"usable. {described}, and the same for {len(job.sources)} sources",
-        hint="lower --max-tokens or --max-length"
-        + ("" if wanted in ("auto", "disk") else "; --offload disk parks activations there"),
+        hint="lower `max_tokens` or `max_length`"
+        + ("" if wanted in ("auto", "disk") else '; `offload="disk"` parks activations there'),
     )

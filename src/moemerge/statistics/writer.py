@@ -50,7 +50,7 @@ def check_output_file(out: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"the output {out} is a folder", hint="name a file: OUT.stats")
     if os.path.lexists(out) and not overwrite:
         raise CheckpointError(
-            f"the output {out} exists", hint="choose another name, or allow --overwrite"
+            f"the output {out} exists", hint="choose another name, or allow it: `overwrite=True`"
         )
     parent = out.absolute().parent
     if not parent.is_dir():

@@ -113,8 +113,8 @@ def load_domain(
     notices = [*unread.notices()]
     if cut:
         notices.append(
-            f"{name}: {cut} of {len(taken)} rows are longer than --max-length "
-            f"{settings.max_length} tokens and were cut there"
+            f"{name}: {cut} of {len(taken)} rows are longer than `max_length`, "
+            f"{settings.max_length} tokens, and were cut there"
         )
     held = _held_out(len(taken), name, settings, rng)
     return Domain(

@@ -194,7 +194,7 @@ def _parquet_rows(path: Path) -> Iterator[TextRow]:
     except ImportError:
         raise DataError(
             f"{path}: reading parquet needs the package pyarrow, which is not installed",
-            hint="pip install pyarrow, or convert the file to .jsonl",
+            hint="pip install 'moemerge[parquet]', or convert the file to .jsonl",
         ) from None
     arrow = importlib.import_module("pyarrow")
     try:

@@ -37,7 +37,7 @@ class CodeVerifier:
         if not allow_code:
             raise UsageError(
                 "checking code means running programs that a model wrote",
-                hint="--allow-code (allow_code=True) lets them run, in a sandbox",
+                hint="`allow_code=True` lets them run, in a sandbox",
             )
         self._sandbox: Sandbox
         self.protections: Protections

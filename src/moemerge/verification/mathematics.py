@@ -70,7 +70,7 @@ def gold_of(row: Row) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise DataError(
             f"'answer' is {type(answer).__name__}, expected a string or a number",
-            hint="name the column that holds it: --map answer=COLUMN",
+            hint='name the column that holds it: `map={"answer": COLUMN}`',
         )
     text = str(answer)
     if "####" in text:

@@ -74,6 +74,6 @@ def _answer(row: Row) -> str:
     if not isinstance(answer, str):
         raise DataError(
             f"'answer' is {type(answer).__name__}, expected a string",
-            hint="name the column that holds it: --map answer=COLUMN",
+            hint='name the column that holds it: `map={"answer": COLUMN}`',
         )
     return answer

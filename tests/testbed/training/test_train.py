@@ -149,7 +149,7 @@ def test_wrong_settings_are_refused_before_any_work(tmp_path, trained):
         ({"domains": ("math", "math")}, "each once"),
         ({"domains": ("maths",)}, "did you mean 'math'"),
         ({"seed": -1}, "seed"),
-        ({"steps_scale": 0.0}, "--steps-scale is 0"),
+        ({"steps_scale": 0.0}, "`steps_scale` is 0"),
         ({"device": "abacus"}, "abacus"),
     ):
         with pytest.raises(UsageError, match=words):

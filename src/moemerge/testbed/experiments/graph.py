@@ -86,7 +86,7 @@ def _outcome(task: Task, future: Future[Any]) -> Outcome:
     error = future.exception()
     if isinstance(error, BrokenProcessPool):
         raise ResourceError(
-            "a worker process died, most likely for want of memory", hint="use fewer --jobs"
+            "a worker process died, most likely for want of memory", hint="use fewer `jobs`"
         ) from error
     if error is not None:
         return Outcome(task, error=error)

@@ -36,7 +36,7 @@ def require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "figures need matplotlib, which is not installed",
-            hint="pip install 'moemerge[report]', or leave them out with --no-figures",
+            hint="pip install 'moemerge[report]', or leave them out with `figures=False`",
         )
 
 

@@ -117,23 +117,23 @@ def make_plan(request: TableRequest) -> Plan:
 
 
 def _check(request: TableRequest) -> None:
-    for flag, values, known in (
-        ("--preset", (request.preset,), tuple(PRESETS)),
-        ("--regime", request.regimes, tuple(REGIMES)),
-        ("--arch", (request.arch,), tuple(ARCHITECTURES)),
+    for name, values, known in (
+        ("preset", (request.preset,), tuple(PRESETS)),
+        ("regime", request.regimes, tuple(REGIMES)),
+        ("arch", (request.arch,), tuple(ARCHITECTURES)),
     ):
         for value in values:
             if value not in known:
                 raise UsageError(
-                    f"{flag} {value}: unknown{did_you_mean(value, known)}",
+                    f"unknown {name} {value!r}{did_you_mean(value, known)}",
                     hint=f"known: {', '.join(known)}",
                 )
     if not request.seeds or not request.experiments:
         raise UsageError("name at least one experiment and one seed")
     if request.jobs is not None and request.jobs < 1:
-        raise UsageError(f"--jobs is {request.jobs}, expected at least 1")
+        raise UsageError(f"`jobs` is {request.jobs}, expected at least 1")
     if min(request.seeds) < 0:
-        raise UsageError(f"--seeds has {min(request.seeds)}, expected at least 0")
+        raise UsageError(f"`seeds` has {min(request.seeds)}, expected at least 0")
     check_steps_scale(request.steps_scale)
     resolve_device(request.device)
 

@@ -108,7 +108,7 @@ def finetune(
     """Train a finished model, such as a merge, on the answers to `problems` into `out`."""
     if not problems:
         raise UsageError("a model has no problems to be trained on; give at least one")
-    check_output(out, overwrite=False)
+    check_output(out, overwrite=None)
     flat, shape = load_flat(model)
     with Checkpoint.open(model) as checkpoint:
         dtype = checkpoint.tensors["model.norm.weight"].dtype.torch
@@ -150,12 +150,12 @@ def _check(job: Job, *, finished: bool) -> None:
         raise UsageError(f"seed is {job.seed}, expected at least 0")
     check_steps_scale(job.steps_scale)
     if not finished:
-        check_output(job.out, overwrite=False)
+        check_output(job.out, overwrite=None)
 
 
 def check_steps_scale(scale: float) -> None:
     if not 0.0 < scale < float("inf"):
-        raise UsageError(f"--steps-scale is {scale:g}, expected a number above 0")
+        raise UsageError(f"`steps_scale` is {scale:g}, expected a number above 0")
 
 
 def _key(jobs: Sequence[Job], device: torch.device) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _write(job: Job, results: Results, device: str) -> TrainedSet:
     shape = preset.shape(job.arch)
     base = results.base(job)
     specialists = {domain: results.specialists[job, domain] for domain in job.domains}
-    output = OutputFolder(job.out, overwrite=False)
+    output = OutputFolder(job.out, overwrite=None)
     try:
         folder = output.path
         for name, trained in {BASE: base, **specialists}.items():

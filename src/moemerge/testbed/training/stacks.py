@@ -77,7 +77,7 @@ class Saved:
             found: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, OSError, EOFError) as error:
             raise CheckpointError(
-                f"{path} cannot be read: {error}", hint="start anew without --resume"
+                f"{path} cannot be read: {error}", hint="start anew without `resume`"
             ) from error
         return found
 
@@ -140,7 +140,7 @@ def _compare(stored: dict[str, Any], now: dict[str, Any], out: Path) -> None:
         raise UsageError(
             f"{out} cannot be resumed: the killed training was another one\n  "
             + "\n  ".join(unlike),
-            hint="repeat its settings, or start anew without --resume",
+            hint="repeat its settings, or start anew without `resume`",
         )
 
 

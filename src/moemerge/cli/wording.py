@@ -1,0 +1,61 @@
+"""Settings as the reader of a message knows them.
+
+Errors and notices come from rooms that Python programs call too, so they name a setting as Python
+has it, in backticks: `offload="disk"`, `max_tokens`. Here that becomes the flag of the verb at
+work, or the key of its config.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_SETTING = re.compile(r"`([a-z][a-z_]*)(?:=([^`]+))?`")
+
+_flags: Mapping[str, str] = {}
+_has_config = False
+
+
+def speak_of(parameters: Iterable[Any]) -> None:
+    """From now on a setting is called by these flags: those of the one verb that is run."""
+    global _flags, _has_config
+    options = {p.name: p.opts[0] for p in parameters if p.param_type_name == "option"}
+    # Python says `sources={...}` at once, the command line `--source` for each.
+    _flags = {**{f"{name}s": flag for name, flag in options.items()}, **options}
+    _has_config = any(p.name == "config" for p in parameters)
+
+
+def in_flags(text: str) -> str:
+    """`offload="disk"` as `--offload disk`; words in backticks that are no settings stay."""
+    return _SETTING.sub(_replacement, text)
+
+
+def _replacement(match: re.Match[str]) -> str:
+    name, value = match.groups()
+    if name not in _flags and (value is None or _has_config):
+        return match[0] if value is None else f"`{name}: {' '.join(_words(value))}`"
+    flag = _flags.get(name, f"--{name.replace('_', '-')}")
+    if value in (None, "True"):
+        return flag
+    if value == "False":
+        return flag.replace("--", "--no-", 1)
+    return " ".join(f"{flag} {word}" for word in _words(value))
+
+
+def _words(value: str) -> list[str]:
+    """A value of Python as words of a command line: one, or NAME=VALUE for each pair of a dict."""
+    try:
+        parsed = ast.parse(value, mode="eval").body
+    except SyntaxError:
+        return [value]
+    if isinstance(parsed, ast.Dict):
+        return [f"{_word(k)}={_word(v)}" for k, v in zip(parsed.keys, parsed.values, strict=True)]
+    return [_word(parsed)]
+
+
+def _word(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return "" if node is None else ast.unparse(node)

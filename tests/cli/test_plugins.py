@@ -1,0 +1,131 @@
+"""`--plugin FILE.py`: methods, families and checks of the user's own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+import zoo
+from moemerge.architectures import families
+from moemerge.checkpoint import Checkpoint
+from moemerge.cli.app import app
+from moemerge.merging import METHODS
+
+PLUGIN = '''
+from dataclasses import dataclass
+
+from moemerge.architectures.families import add_family
+from moemerge.architectures.rules import Family, GateRule, key
+from moemerge.merging.method import BasePolicy, merge_method, param
+
+
+@dataclass(frozen=True)
+class Share:
+    share: float = param(help="how much", minimum=0)
+
+
+@merge_method("test_shares", base=BasePolicy.MEMBER, per_model=Share)
+def shares(inputs, base, options, unit):
+    """Shares of models."""
+    return sum(model.params.share * model.tensor for model in inputs)
+
+
+add_family(Family(("test_family",), "Test", GateRule(top_k=key("num_experts_per_tok", default=2))))
+
+
+def is_short(row, response):
+    return len(response) < 5
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "test_own_methods.py"
+    path.write_text(PLUGIN, encoding="utf-8")
+    yield path
+    METHODS._entries.pop("test_shares", None)
+    families.BY_MODEL_TYPE.pop("test_family", None)
+    families._BY_CLASS.pop("testfamily", None)
+    sys.modules.pop(path.stem, None)
+
+
+def moemerge(*words: object) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_method_of_ones_own_merges(plugin: Path, zoo_folder, tmp_path: Path) -> None:
+    one, two = zoo_folder("olmoe"), zoo.perturb(zoo_folder("olmoe"), tmp_path / "two", 1)
+    models = [
+        {"model": str(one), "name": "one", "parameters": {"share": 0.25}},
+        {"model": str(two), "name": "two", "parameters": {"share": 0.75}},
+    ]
+    config = tmp_path / "own.yml"
+    config.write_text(yaml.safe_dump({"merge_method": "test_shares", "models": models}))
+    assert "unknown merge method" in CliRunner().invoke(app, ["validate", str(config)]).output
+    moemerge("validate", config, "--plugin", plugin)
+    moemerge("merge", config, tmp_path / "merged", "--plugin", plugin)
+    moemerge("run", config, tmp_path / "ran", "--plugin", plugin, "--plugin", plugin)
+    name = "model.norm.weight"
+    a, b, merged, ran = (
+        Checkpoint.open(f)[name] for f in (one, two, tmp_path / "merged", tmp_path / "ran")
+    )
+    torch.testing.assert_close(merged, 0.25 * a + 0.75 * b)
+    assert torch.equal(merged, ran)
+
+
+def test_what_a_plugin_brings_is_listed(plugin: Path) -> None:
+    methods = json.loads(moemerge("ls", "methods", "--json", "--plugin", plugin))
+    assert "test_shares" in {row["method"] for row in methods}
+    rows = json.loads(moemerge("ls", "architectures", "--json", "--plugin", plugin))
+    assert rows[-1]["family"] == "test_family"
+    schema = json.loads(moemerge("schema", "--plugin", plugin))
+    assert "share" in schema["$defs"]["Parameters"]["properties"]
+
+
+def test_a_family_of_ones_own_is_known(plugin: Path, zoo_folder, tmp_path: Path) -> None:
+    folder = zoo.perturb(zoo_folder("olmoe"), tmp_path / "own", 1)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "test_family", "architectures": ["TestFamilyForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert json.loads(moemerge("inspect", folder, "--json"))["family"] is None
+    known = json.loads(moemerge("inspect", folder, "--json", "--plugin", plugin))
+    assert (known["family"], known["experts"]) == ("Test", zoo.EXPERTS)
+
+
+def test_a_function_of_a_plugin_judges(plugin: Path) -> None:
+    from moemerge.verification.verifiers import make_verifier
+
+    moemerge("ls", "methods", "--plugin", plugin)
+    verifier = make_verifier(f"{plugin.stem}:is_short")
+    assert verifier.check({}, "yes").right
+    assert not verifier.check({}, "certainly").right
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("gone.py", None, "does not exist"),
+        ("notes.txt", "", "is no Python file"),
+        ("broken_plugin.py", "x = 1\ny = x / 0\n", "line 2: ZeroDivisionError: division by zero"),
+        ("wrong_plugin.py", "def (\n", "SyntaxError"),
+        ("json.py", "", "the name of another module, 'json'"),
+        ("yaml.py", "", "the name of another module, 'yaml'"),
+    ],
+)
+def test_plugins_that_cannot_be_used(
+    name: str, text: str | None, words: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    result = CliRunner().invoke(app, ["ls", "methods", "--plugin", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())

@@ -1,0 +1,110 @@
+"""The schema that editors read: it takes every config that we take, and marks mistakes of form."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from moemerge.api import config_schema, load_config
+from moemerge.config.dump import config_data
+from moemerge.config.schema import RunConfig
+from moemerge.config.yaml_lines import read_yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODELS = [{"model": "a"}, {"model": "b"}]
+
+
+@pytest.fixture(scope="module")
+def schema() -> Draft202012Validator:
+    Draft202012Validator.check_schema(config_schema())
+    return Draft202012Validator(config_schema())
+
+
+def whole_configs() -> list[Any]:
+    """Every config of the examples and the pages."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.yml"))]
+    for page in PAGES:
+        blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+        texts += [block for block in blocks if "merge_method:" in block]
+    return [read_yaml(text, "a config").data for text in texts]
+
+
+@pytest.mark.parametrize("config", whole_configs())
+def test_examples_are_valid_as_written_and_as_resolved(config: Any, schema: Any) -> None:
+    schema.validate(config)
+    loaded = load_config(config)
+    schema.validate(config_data(loaded.config))
+    schema.validate(config_data(loaded.config, absolute=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"calibration": None},
+        {"refit": {"parts": "router,attention", "sources": ["a", "b"], "weights": {"a": 2}}},
+        {
+            "calibration": {
+                "layers": 3,
+                "holdout": 0.1,
+                "data": {"a": ["x.jsonl", "y.jsonl"], "b": "b.jsonl"},
+            }
+        },
+        {"models": [{"model": {"model": {"path": "a"}, "lora": "b"}}, {"model": "b"}]},
+        {"parameters": {"weight": [0, 0.5], "normalize": True}},
+        {"parameters": {"weight": [{"filter": "mlp", "value": [0, 1]}, {"value": 1}]}},
+        {"router": {"keep": "a"}, "tokenizer_source": "union", "dtype": "torch.bfloat16"},
+        {"tokenizer": {"source": "a", "tokens": {"<x>": {"source": {"kind": "zero"}}}}},
+        {"out_dtype": "float32", "seed": 3},
+    ],
+)
+def test_what_is_accepted_is_valid(changes: dict[str, Any], schema: Any) -> None:
+    config = {"merge_method": "linear", "models": MODELS, "parameters": {"weight": 1}, **changes}
+    if "calibration" in config or "refit" in config:
+        config = {"data": {"a": "a.jsonl", "b": "b.jsonl"}, **config}
+    load_config(config)
+    schema.validate(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"merge_metod": "ties"},
+        {"merge_method": "tiess"},
+        {"parameters": {"wieght": 1}},
+        {"models": [{"modell": "a"}]},
+        {"models": "a"},
+        {"dtype": "int64"},
+        {"calibration": {"alpha": 2}},
+        {"calibration": {"objective": "exactly"}},
+        {"calibration": {"layers": {}}},
+        {"refit": {"ridge": "some"}},
+        {"router": {"merge_method": "nearest"}},
+        {"slices": [{"sources": [{"model": "a"}]}], "models": None},
+        {"data": {"a": 3}},
+    ],
+)
+def test_mistakes_are_marked(changes: dict[str, Any], schema: Any) -> None:
+    config = {"merge_method": "linear", "models": MODELS, **changes}
+    assert not schema.is_valid(config)
+
+
+def test_editors_can_explain_every_key() -> None:
+    schema = config_schema()
+    blocks = [schema, *(schema["$defs"][name] for name in ("CalibrationBlock", "RefitBlock"))]
+    silent = [
+        k for block in blocks for k, f in block["properties"].items() if "description" not in f
+    ]
+    assert silent == []
+    parameters = schema["$defs"]["Parameters"]["properties"]
+    assert "dare_ties" in parameters["density"]["description"]
+
+
+def test_the_page_on_configs_has_every_key() -> None:
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    table = set(re.findall(r"^\| `(\w+)`", page, re.M))
+    assert table == set(RunConfig.model_fields) - {"modules"}
