@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def scratch(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
     for package in (moemerge, moemerge.config, moemerge.cli):  # where pages add modules
         added = tmp_path / "src" / package.__name__.replace(".", "/")
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(added)])
+    monkeypatch.delitem(sys.modules, "my_methods", raising=False)  # of another page
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -162,6 +164,8 @@ def test_blocks_of_a_page_run(page: Path, scratch: Path) -> None:
         if kind == "sh":
             for words in commands(text):
                 run(words)
+        elif kind == "python" and named:  # a module, which commands below may name
+            importlib.import_module(path.stem)
         elif kind == "python":
             for out in _WRITTEN.findall(text):
                 remove(out)

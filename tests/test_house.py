@@ -199,8 +199,16 @@ def test_settings_that_messages_advise_exist() -> None:
     from moemerge import api
     from moemerge.testbed.experiments.run import run_tables
 
-    jobs = [api.make_data, api.calibrate, api.refit, api.diagnose, api.merge, run_tables]
-    known = {name for job in jobs for name in inspect.signature(job).parameters}
+    jobs = [
+        api.evaluate,
+        api.make_data,
+        api.calibrate,
+        api.refit,
+        api.diagnose,
+        api.merge,
+        run_tables,
+    ]
+    known = {name for job in (*jobs, run_tables) for name in inspect.signature(job).parameters}
     known |= set(inspect.signature(api.collect_statistics).parameters)
     advised = {
         name

@@ -77,7 +77,7 @@ def test_missing_data_and_missing_templates_are_refused(specialists, tmp_path):
     with pytest.raises(DataError, match=r"no such file .*nowhere\.jsonl"):
         run([specialists["math"]], ["gsm8k"], out, data={"gsm8k": ["nowhere.jsonl"]})
     rows = [{"question": "1+1=", "answer": "so\n#### 2"}]
-    with pytest.raises(DataError, match=r"(?s)task gsm8k needs a chat template.*--plain"):
+    with pytest.raises(DataError, match=r"(?s)task gsm8k needs a chat template.*plain=True"):
         run([specialists["math"]], ["gsm8k"], out, data={"gsm8k": rows})
     assert not out.exists()
     report = run([specialists["math"]], ["gsm8k"], out, data={"gsm8k": rows}, plain=True)

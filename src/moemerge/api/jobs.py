@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from moemerge.api.hub import uploaded
 from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
 from moemerge.config.fields import Strict
 from moemerge.config.layers import LayerSelection
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
     from moemerge.calibration import CalibrationReport, CalibrationRequest
     from moemerge.collecting import CollectReport
     from moemerge.diagnosis import Diagnosis, SwapReport
-    from moemerge.diagnosis.page import BeforeAndAfter
     from moemerge.refitting import RefitReport, RefitRequest
     from moemerge.text.rows import TextSource
 
 S = TypeVar("S", bound=Strict)
+Request = TypeVar("Request", "CalibrationRequest", "RefitRequest")
+Report = TypeVar("Report", "CalibrationReport", "RefitReport")
 Model = str | Path | ModelRef
 if TYPE_CHECKING:
     Files = str | Path | Sequence[TextSource]  # files, or rows in memory
@@ -101,13 +103,8 @@ def calibrate(
         resume=output.resume,
     )
     progress = Silent() if progress is None else progress
-    page = before_and_after(output.report, request)
-    if page is not None:
-        request = replace(request, text=page.text)
-    done = run_calibration(request, progress)
-    if page is not None:
-        page.write(progress)
-    return done
+    with uploaded(request.out, output.push_to_hub, progress):
+        return repair(run_calibration, request, progress, output.report)
 
 
 @with_keywords(RefitOutKeywords, RefitSettings, OutputSettings)
@@ -143,35 +140,40 @@ def refit(
         resume=output.resume,
     )
     progress = Silent() if progress is None else progress
-    page = before_and_after(output.report, request)
-    if page is not None:
-        request = replace(request, text=page.text)
-    done = run_refit(request, progress)
-    if page is not None:
-        page.write(progress)
-    return done
+    with uploaded(request.out, output.push_to_hub, progress):
+        return repair(run_refit, request, progress, output.report)
 
 
 def files_of(files: Files) -> tuple[TextSource, ...]:
     return (files,) if isinstance(files, str | Path) else tuple(files)
 
 
-def before_and_after(
-    report: str | Path | None,
-    done: CalibrationRequest | RefitRequest,
+def repair(
+    run: Callable[[Request, Progress], Report],
+    request: Request,
+    progress: Progress,
+    page: str | Path | None,
+    *,
     label: str | None = None,
     command: str | None = None,
-) -> BeforeAndAfter | None:
-    """The page of a calibration or a refit, if one is wanted."""
-    if report is None:
-        return None
+) -> Report:
+    """Calibrate or refit, and write the page about it if one is wanted.
+
+    There `label` is what the merged model is called, and `command` what was called.
+    """
+    if page is None:
+        return run(request, progress)
     from moemerge.diagnosis.page import BeforeAndAfter
 
-    settings = {name: getattr(done.settings, name) for name in type(done.settings).model_fields}
-    models = (done.merged, done.out)
-    return BeforeAndAfter.of(
-        report, models, done.sources, done.data, settings, label=label, command=command
+    values = request.settings
+    settings = {name: getattr(values, name) for name in type(values).model_fields}
+    models = (request.merged, request.out)
+    writer = BeforeAndAfter.of(
+        page, models, request.sources, request.data, settings, label=label, command=command
     )
+    report = run(replace(request, text=writer.text), progress)
+    writer.write(progress)
+    return report
 
 
 @with_keywords(DiagnosisKeywords, DiagnosisSettings)
@@ -206,10 +208,10 @@ def diagnose(
         settings=settings_for(DiagnosisSettings, settings, keywords, "diagnose"),
     )
     page = None if report is None else page_path(report)
-    found = run_diagnosis(request, Silent() if progress is None else progress)
+    diagnosis = run_diagnosis(request, Silent() if progress is None else progress)
     if page is not None:
-        write_page(found.to_json(), page)
-    return found
+        write_page(diagnosis.to_json(), page)
+    return diagnosis
 
 
 def swap_routers(

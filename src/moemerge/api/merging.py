@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from moemerge import merging
 from moemerge.api.data import check_recipes, make_texts
-from moemerge.api.jobs import before_and_after, output_for, settings_for
+from moemerge.api.hub import uploaded
+from moemerge.api.jobs import output_for, repair, settings_for
 from moemerge.api.listing import method_schemas
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.passing import passing_folder
@@ -73,7 +74,9 @@ def merge(
     """
     settings = settings_for(MergeSettings, settings, keywords, "merge")
     loaded = load_config(config, lenient=settings.lenient).merge_alone()
-    return _merge(loaded, Path(out), settings, progress or Silent())
+    progress = Silent() if progress is None else progress
+    with uploaded(Path(out), settings.push_to_hub, progress):
+        return _merge(loaded, Path(out), settings, progress)
 
 
 def _merge(
@@ -112,6 +115,10 @@ def validate(
     """
     settings = settings_for(MergeSettings, settings, keywords, "validate")
     loaded = load_config(config, lenient=settings.lenient)
+    if settings.push_to_hub is not None:
+        from moemerge.checkpoint.upload import check_upload
+
+        check_upload(settings.push_to_hub)
     _check_repair(loaded)
     check_recipes(loaded)
     return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
@@ -161,7 +168,8 @@ def run(
     key = next((key for key in BLOCKS if getattr(loaded, key) is not None), None)
     _refuse_idle(key, given, output.report)
     if key is None:
-        return RunReport(_merge(loaded, out, settings, progress))
+        with uploaded(out, output.push_to_hub or settings.push_to_hub, progress):
+            return RunReport(_merge(loaded, out, settings, progress))
     loaded = _with_settings(loaded, key, given[key])
     check_output(out, overwrite=settings.overwrite)
     _check_repair(loaded)
@@ -170,55 +178,50 @@ def run(
         from moemerge.diagnosis.page import page_path
 
         page_path(output.report)
-    with passing_folder(out) as folder:
+    page = Page(output.report, _run_command(config, out, given[key], output.report))
+    repo = output.push_to_hub or settings.push_to_hub
+    with uploaded(out, repo, progress), passing_folder(out) as folder:
         merged = _merge(loaded, folder / "merged", settings, progress, temporary=True)
-        wanted: SourceData = getattr(loaded, key)
-        common: dict[str, Any] = {
+        values = {
             "merged": folder / "merged",
             "out": out,
-            "sources": wanted.sources,
-            "data": wanted.data,
-            "settings": getattr(loaded.config, key).settings,
-            "weights": getattr(loaded.config, key).weights,
             "overwrite": settings.overwrite,
             "resume": output.resume,
-            "temporary": True,
         }
-        command = _run_command(config, out, given[key], output.report)
-        told = (output.report, MERGE_ALONE, command)
-        done = (_refit if key == "refit" else _calibrate)(common, progress, told)
+        done = _repair(loaded, key, values, progress, page)
     return RunReport(replace(merged, output=str(out)), **{key: done})
 
 
-Told = tuple[str | Path | None, str, str]  # the page, what it calls the merge, and this command
+@dataclass(frozen=True)
+class Page:
+    """An HTML page to write, if there is a file for it, and the command that it names."""
+
+    file: Path | None
+    command: str
 
 
-def _calibrate(values: Mapping[str, Any], progress: Progress, told: Told) -> Any:
-    from moemerge.calibration import CalibrationRequest, run_calibration
+def _repair(
+    loaded: LoadedConfig, key: str, values: Mapping[str, Any], progress: Progress, page: Page
+) -> Any:
+    """What the block `key` of the config asks for; `values` are the request's, whichever it is."""
+    wanted: SourceData = getattr(loaded, key)
+    block = getattr(loaded.config, key)
+    values = {
+        **values,
+        "sources": wanted.sources,
+        "data": wanted.data,
+        "settings": block.settings,
+        "weights": block.weights,
+        "temporary": True,
+    }
+    words = {"label": MERGE_ALONE, "command": page.command}
+    if key == "calibration":
+        from moemerge.calibration import CalibrationRequest, run_calibration
 
-    request = CalibrationRequest(**values)
-    report, label, command = told
-    page = before_and_after(report, request, label, command)
-    if page is not None:
-        request = replace(request, text=page.text)
-    done = run_calibration(request, progress)
-    if page is not None:
-        page.write(progress)
-    return done
-
-
-def _refit(values: Mapping[str, Any], progress: Progress, told: Told) -> Any:
+        return repair(run_calibration, CalibrationRequest(**values), progress, page.file, **words)
     from moemerge.refitting import RefitRequest, run_refit
 
-    request = RefitRequest(**values)
-    report, label, command = told
-    page = before_and_after(report, request, label, command)
-    if page is not None:
-        request = replace(request, text=page.text)
-    done = run_refit(request, progress)
-    if page is not None:
-        page.write(progress)
-    return done
+    return repair(run_refit, RefitRequest(**values), progress, page.file, **words)
 
 
 def _check_repair(loaded: LoadedConfig) -> None:

@@ -114,14 +114,14 @@ def run(
 
 
 def what_is_left(out_folder: Path) -> Callable[[], str | None]:
-    """Tells how to go on with an interrupted calibration, or that only the page is missing."""
+    """Tells how to go on after an interrupt, or that only what follows OUT is missing."""
     journal, before = journal_path(out_folder), _identity(out_folder)
 
     def left() -> str | None:
         if journal.exists():
             return "--resume goes on with the finished layers kept"
         if _identity(out_folder) not in (None, before):
-            return f"{out_folder} is written and whole, only the page is missing"
+            return f"{out_folder} is written and whole, only the page or the upload is missing"
         return None
 
     return left

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from moemerge.cli.calibrate import what_is_left
 from moemerge.cli.flags import Config, Out, Reporting, add_verb
+from moemerge.cli.interrupts import interruptible
 from moemerge.config.settings import MergeSettings
 from moemerge.runtime.process import without_garbage_collection
 
@@ -43,7 +45,7 @@ def merge(
     if dry_run:
         report = api.validate(config, out_folder, settings=settings)
     else:
-        with reporting.progress() as bar:
+        with interruptible(what_is_left(out_folder)), reporting.progress() as bar:
             report = api.merge(config, out_folder, settings=settings, progress=bar)
     table = merge_report(report, verbose=reporting.verbose)
     reporting.show(report.to_json(), table, notices=report.notices)

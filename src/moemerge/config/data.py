@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator, TypeAdapter
+from pydantic import Field, TypeAdapter
 
-from moemerge.config.fields import Files, Name, NotEmpty, PositiveInt
+from moemerge.config.fields import Files, Name, NotEmpty, PositiveInt, read_by
 from moemerge.config.generation import (
     GenerationKeywords,
     GenerationSettings,
@@ -82,7 +82,7 @@ def _text(raw: object) -> tuple[str, ...] | DataRecipe:
     return raw if isinstance(raw, DataRecipe) else _FILES.validate_python(raw)
 
 
-Text = Annotated[tuple[str, ...] | DataRecipe, PlainValidator(_text)]
+Text = Annotated[tuple[str, ...] | DataRecipe, read_by(_text, str | list[str] | DataRecipe)]
 NamedTexts = Annotated[dict[str, Text], NotEmpty]
 
 

@@ -28,6 +28,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from moemerge.config.fields import (
+    Name,
     PositiveInt,
     Strict,
     auto_or_share,
@@ -60,6 +61,9 @@ LIMIT: Any = Field(None, description="most rows of each domain (default: all)")
 SEED: Any = Field(0, description="seed of every random choice")
 OFFLOAD: Any = Field("auto", description="where hidden states live between layers")
 DEVICE: Any = Field("auto", description="where to compute: auto, cpu, cuda or cuda:N")
+PUSH_TO_HUB: Any = Field(
+    None, description="upload OUT, once it is whole, to this model of the hub: NAME or ORG/NAME"
+)
 DTYPE: Any = Field("auto", description="dtype of the forward pass (auto: the checkpoint's)")
 REQUANTIZE: Any = Field(
     "no",
@@ -106,6 +110,7 @@ class MergeSettings(Strict):
     )
     allow_nonfinite: Flag = Field(False, description="merge models that hold NaN or infinity")
     requantize: Requantize = REQUANTIZE
+    push_to_hub: Name | None = PUSH_TO_HUB
 
 
 class MergeKeywords(TypedDict, total=False):
@@ -118,6 +123,7 @@ class MergeKeywords(TypedDict, total=False):
     lenient: bool
     allow_nonfinite: bool
     requantize: Requantize
+    push_to_hub: str | None
 
 
 class OutputSettings(Strict):
@@ -126,6 +132,7 @@ class OutputSettings(Strict):
     overwrite: Flag = Field(False, description="replace OUT if it exists")
     resume: Flag = Field(False, description="go on where a killed run ended")
     report: Path | None = Field(None, description="write an HTML page of the routing there")
+    push_to_hub: Name | None = PUSH_TO_HUB
 
 
 class OutputKeywords(TypedDict, total=False):
@@ -134,6 +141,7 @@ class OutputKeywords(TypedDict, total=False):
     overwrite: bool
     resume: bool
     report: str | Path | None
+    push_to_hub: str | None
 
 
 class DiagnosisSettings(ForwardSettings):

@@ -32,7 +32,7 @@ class TaskSettings(PromptSettings):
     verify: str = Field(description="how answers are judged")
     paper: PublishedScoring | None = Field(None, description="what protocol `paper` does otherwise")
     needs_chat_template: Flag = Field(
-        False, description="refuse models without one (but see --plain)"
+        False, description="refuse models without one (unless they are asked in plain text)"
     )
     max_new_tokens: PositiveInt = Field(1024, description=MAX_NEW_TOKENS)
     stop: Texts = Field((), description="texts that end a completion, and are not part of it")

@@ -112,7 +112,7 @@ def prepare(request: DiagnosisRequest, text: JobText | None = None) -> Diagnosis
     if settings.base is not None and not request.unspoken:
         raise UsageError(
             "a base is given, but every domain has a source of its own",
-            hint="it is what text of another name is measured against: --data general=FILE",
+            hint='it is what text of another name is measured against: `data={"general": FILE}`',
         )
     if MODEL in references:
         raise UsageError(

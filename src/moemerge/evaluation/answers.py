@@ -80,7 +80,7 @@ def _asked(job: EvaluationJob, name: str, model: Model) -> AskedModel:
         if task.needs_chat_template and not has_template(tokenizer) and not job.settings.plain:
             raise DataError(
                 f"{model}: task {posed.name} needs a chat template, and the tokenizer has none",
-                hint="add chat_template.jinja to the model folder; --plain asks in plain text",
+                hint="add chat_template.jinja to the model folder; `plain=True` asks in plain text",
             )
         texts = [prompt_text(r.turns, tokenizer, task.prefill, r.where) for r in posed.problems]
         ids = prompt_tokens(texts, tokenizer)
@@ -164,8 +164,8 @@ def recall(job: EvaluationJob, progress: Progress) -> Answers:
     if not wanted:
         raise DataError(
             f"{job.request.out} holds no answers that were drawn with these settings",
-            hint="give the settings they were drawn with (--samples, --temperature, ...), "
-            "or run without --rescore",
+            hint="give the settings they were drawn with (`samples`, `temperature`, ...), "
+            "or run without `rescore`",
         )
     names = dict(zip(wanted, display_names(wanted), strict=True))
     return {names[label]: _recalled(job, label, indexes.get(label, {})) for label in wanted}
@@ -200,7 +200,7 @@ def _recalled(
 def _missing(job: EvaluationJob, label: str, task: PosedTask, count: int) -> DataError:
     return DataError(
         f"{label}: {count} answers to {task.name} are not in {job.request.out}",
-        hint="the same command without --rescore makes them",
+        hint="the same command without `rescore` makes them",
     )
 
 

@@ -46,7 +46,6 @@ def find_task(name: str) -> BenchmarkTask:
     if name not in task_names():
         raise UsageError(
             f"unknown task {name!r}{did_you_mean(name, task_names())}",
-            hint=f"known: {', '.join(task_names())}; or a file of your own, TASK.yml; "
-            "tasks of lm-eval: --lm-eval NAME",
+            hint=f"known: {', '.join(task_names())}; or a file of your own, TASK.yml",
         )
     return BenchmarkTask(name, load_task(path), path)

@@ -92,7 +92,7 @@ class CompletionIndex:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path} is damaged ({type(error).__name__}: {error})",
-                hint="delete it: the same command without --rescore writes it anew",
+                hint="delete it: the same command without `rescore` writes it anew",
             ) from error
 
     @classmethod

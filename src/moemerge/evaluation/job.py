@@ -88,9 +88,9 @@ def generation_settings(settings: EvaluationSettings, task: BenchmarkTask) -> Ge
 
 def _check(request: EvaluationRequest) -> None:
     if not request.tasks:
-        raise UsageError("no task is given", hint="--task gsm8k, for instance")
+        raise UsageError("no task is given", hint='`tasks="gsm8k"`, for instance')
     if not request.models and not request.rescore:
-        raise UsageError("no model is given", hint="moemerge evaluate MODEL... --task TASK")
+        raise UsageError("no model is given", hint="name those that are to be compared")
     labels = [str(model) for model in request.models]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
@@ -98,7 +98,7 @@ def _check(request: EvaluationRequest) -> None:
     if len(labels) > 1 and request.settings.engine == "server" and not request.rescore:
         raise UsageError(
             f"{len(labels)} models, but a server runs one",
-            hint="evaluate them one by one into the same --out; --rescore then compares all",
+            hint="evaluate them one by one into the same `out`; `rescore=True` then compares all",
         )
     if request.out.exists() and not request.out.is_dir():
         raise UsageError(f"{request.out} is a file, expected a folder to keep answers in")
@@ -142,14 +142,14 @@ def _sources(task: BenchmarkTask, request: EvaluationRequest) -> list[TextSource
         return located(given)
     if task.data is None:
         raise DataError(
-            f"task {task.name}: its file names no data", hint=f"--data {task.name}=FILE"
+            f"task {task.name}: its file names no data", hint=f'`data={{"{task.name}": FILE}}`'
         )
     try:
         return located([task.data])
     except DataError as error:
         raise DataError(
             f"task {task.name}: {error.message}",
-            hint=f"--data {task.name}=FILE reads its problems from a file",
+            hint=f'`data={{"{task.name}": FILE}}` reads its problems from a file',
         ) from error
 
 

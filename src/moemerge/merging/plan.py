@@ -116,7 +116,7 @@ def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Blo
             raise CheckpointError(
                 f"rows {rows[0]}:{rows[1]} of {info.name} are merged on their own, but stored as "
                 f"{info.stored_as} together with others",
-                hint="leave --requantize out",
+                hint="leave `requantize` out",
             )
         yield Block(info.name, rows, info.block_shape(rows), tuple(group))
 

@@ -245,12 +245,12 @@ def require_requantisable(merge: NormalisedMerge, models: Mapping[str, OpenModel
     donor = models[merge.name_of(merge.donor)]
     if donor.checkpoint.quantisation is None:
         raise UsageError(
-            f"--requantize same: {donor.label}, whose config the result takes, is not quantised",
+            f'`requantize="same"`: {donor.label}, whose config the result takes, is not quantised',
             hint="leave it out, or name a quantised model as base_model",
         )
     if not merge.whole:
         raise UsageError(
-            "--requantize same cannot move layers: its config names the layers that stay in floats",
+            '`requantize="same"` cannot move layers: the config names those that stay in floats',
             hint="merge the slices into floats, and quantise the result with the format's tool",
         )
 
