@@ -256,7 +256,8 @@ def show(
         print(f"{name:<18}{seconds:>9.2f}{shown:>9}   {why}")
     peak = timings["peak_gpu_memory"]
     totals = report["totals"]
-    left = {kind: f"{value:.2f}" for kind, value in totals["error_left"].items()}
+    shares = totals["error_left"]["held_out"] or totals["error_left"]["calibration"]
+    left = {kind: f"{value:.2f}" for kind, value in shares.items()}
     print(
         f"{totals['maps']} maps, {totals['kept']} kept; error left {left}; expected "
         f"{report['memory_estimate'] / 1e9:.1f} GB"

@@ -77,6 +77,16 @@ def test_the_report_tells_of_every_map(refitted: tuple[Path, Any]) -> None:
     assert down["target"] == "hidden state"
     assert sum(down["experts"]["tokens"]) == zoo.TOP_K * q["tokens"]
     assert "held-out" not in report.notices
+    layer = document["refit"]["layers"][0]
+    up = next(row for row in layer["maps"] if "experts" in row)["experts"]
+    for side, where in ((up, "calibration"), (up["held_out"], "held_out")):
+        before, after = (
+            sum(v for v in side[f"error_{end}"] if v is not None) for end in ("before", "after")
+        )
+        assert layer["error_left"][where]["experts.gate_up_proj"] == pytest.approx(after / before)
+    kinds = document["refit"]["totals"]["error_left"]["held_out"]
+    card = (out / "README.md").read_text()
+    assert all(f"| {kinds[kind]:.1%} |" in card for kind in ("q_proj", "router", "lm_head"))
     card = (out / "README.md").read_text()
     assert "refitted in closed form" in card
     assert "drift refitted" in card

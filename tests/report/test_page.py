@@ -266,6 +266,33 @@ def test_the_solver_is_shown_with_or_without_its_history() -> None:
     assert {trace["name"]: trace["x"] for trace in ends} == steps
 
 
+def test_a_refit_is_shown_by_kind_of_map_and_layer() -> None:
+    left = {"calibration": {"q_proj": 0.25, "router": 0.5}, "held_out": {}}
+    layers = [
+        {"layer": 0, "error_left": left, "drift_before": {"math": 0.5}, "drift_after": {}},
+        {
+            "layer": 1,
+            "error_left": left | {"held_out": {"q_proj": 0.75}},
+            "drift_before": {},  # what is not known is not drawn
+            "drift_after": {"math": 0.125},
+        },
+        {"layer": None, "error_left": {}, "drift_before": {}, "drift_after": {}},
+    ]
+    page = render_page(
+        sample_document(layers=2) | {"refit": {"layers": layers}, "refit_of": "model"}
+    )
+    charts = charts_of(page)
+    assert charts["refit-calibration"]["data"][0]["z"] == [[0.25, 0.25, None], [0.5, 0.5, None]]
+    assert charts["refit-calibration"]["data"][0]["x"] == ["0", "1", "head"]
+    assert charts["refit-held_out"]["data"][0]["z"] == [[None, 0.75, None]]
+    before, after = charts["refit-drift-0"]["data"]
+    assert (before["x"], before["y"], after["y"]) == ([1], [None], [0.125])
+    assert "What the refit repaired" in page
+    assert "What the refit repaired" not in render_page(sample_document(layers=2))
+    bare = render_page(sample_document(layers=2) | {"refit": {"layers": [{"layer": 0}]}})
+    assert "What the refit repaired" not in bare
+
+
 def test_paths_are_short_where_people_read_and_whole_where_they_look() -> None:
     document = tiny(models=[{"name": "model", "label": "some/where/merged"}])
     text = render_page(document)

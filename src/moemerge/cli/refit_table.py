@@ -27,9 +27,10 @@ def refit_report(report: RefitReport, *, verbose: bool) -> RenderableType:
             report.tokens.items(), report.held_out_tokens.values(), strict=True
         )
     ]
+    left = total["error_left"]["held_out"] or total["error_left"]["calibration"]
     rows = [
         ("maps", f"{total['maps']} refitted, {total['routers']} routers{kept}"),
-        ("error left", ", ".join(f"{k} {v:.0%}" for k, v in total["error_left"].items())),
+        ("error left", ", ".join(f"{k} {v:.0%}" for k, v in left.items())),
         ("tokens", ", ".join(tokens)),
         *unequal(report.weights),
         ("time", f"{report.seconds:.1f} s on {report.device}, {report.dtype}"),

@@ -118,3 +118,16 @@ class CalibrationDocument(FileSchema):
 
     layers: list[CalibratedLayer]
     settings: dict[str, Any] | None = None
+
+
+class RefittedLayer(FileSchema):
+    layer: Count | None  # None: the head
+    error_left: dict[str, dict[str, float | None]] = {}
+    drift_before: dict[str, float | None] = {}
+    drift_after: dict[str, float | None] = {}
+
+
+class RefitDocument(FileSchema):
+    """The part of a refit's report that a diagnosis looks at."""
+
+    layers: list[RefittedLayer]

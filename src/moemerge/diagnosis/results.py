@@ -138,6 +138,8 @@ class Diagnosis:
     swaps: tuple[Swap, ...]
     calibration: Mapping[str, Any] | None  # the report of the first model that was calibrated ...
     calibration_of: str | None  # ... and its name
+    refit: Mapping[str, Any] | None  # likewise of the first that was refitted
+    refit_of: str | None
     verdict: Verdict
     advice: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -163,6 +165,8 @@ class Diagnosis:
             "swaps": [_json(asdict(swap)) for swap in self.swaps],
             "calibration": None if self.calibration is None else dict(self.calibration),
             "calibration_of": self.calibration_of,
+            "refit": None if self.refit is None else dict(self.refit),
+            "refit_of": self.refit_of,
             "verdict": _json(asdict(self.verdict)),
             "advice": list(self.advice),
             "settings": dict(self.settings),

@@ -15,7 +15,7 @@ from torch import Tensor
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.describe import gate_in_words
 from moemerge.architectures.opened import OpenModel
-from moemerge.config.documents import CalibrationDocument, parse_document
+from moemerge.config.documents import CalibrationDocument, RefitDocument, parse_document
 from moemerge.config.settings import DiagnosisSettings
 from moemerge.diagnosis.advice import Measurements, advise, judge
 from moemerge.diagnosis.job import (
@@ -210,7 +210,8 @@ def _diagnosis(
     spoken = tuple(t for t in totals if t.domain not in unspoken) or totals
     domains = {total.domain for total in spoken}
     swaps = _swaps(comparison, sides, totals)
-    calibrations = {m.name: done for m in job.subjects if (done := _calibration_of(m))}
+    calibrations = {m.name: done for m in job.subjects if (done := _repair_of(m, "calibration"))}
+    refits = {m.name: done for m in job.subjects if (done := _repair_of(m, "refit"))}
     models = tuple(NamedModel(model.name, model.label) for model in job.subjects)
     shown = display_names([model.label for model in models])
     names = {model.name: name for model, name in zip(models, shown, strict=True)}
@@ -245,6 +246,8 @@ def _diagnosis(
         swaps=swaps,
         calibration=next(iter(calibrations.values()), None),
         calibration_of=next(iter(calibrations), None),
+        refit=next(iter(refits.values()), None),
+        refit_of=next(iter(refits), None),
         verdict=judge(spoken, names),
         advice=advise(measured),
         settings=settings_data(request.settings),
@@ -270,12 +273,18 @@ def _facts(job: DiagnosisJob) -> ModelFacts:
     )
 
 
-def _calibration_of(model: OpenModel) -> dict[str, Any] | None:
-    """The calibration part of the folder's own report, where it was calibrated."""
+REPAIRS: Mapping[str, type[CalibrationDocument | RefitDocument]] = {
+    "calibration": CalibrationDocument,
+    "refit": RefitDocument,
+}
+
+
+def _repair_of(model: OpenModel, part: str) -> dict[str, Any] | None:
+    """That part of the folder's own report, where the model was calibrated, or refitted."""
     path = model.checkpoint.path / REPORT_NAME
     try:
-        section: Any = read_object(path).get("calibration")
-        parse_document(CalibrationDocument, section, str(path))
+        section: Any = read_object(path).get(part)
+        parse_document(REPAIRS[part], section, str(path))
         json.dumps(section, allow_nan=False)
     except (MoeMergeError, ValueError):
         return None  # none, or not ours: a diagnosis does not depend on it

@@ -99,6 +99,10 @@ def _card(
     )
 
 
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
 def refit_words(report: RefitReport) -> str:
     """What was done, and a table of what is left of each kind of map's error."""
     total = report.totals
@@ -108,11 +112,14 @@ def refit_words(report: RefitReport) -> str:
         f"{total['maps']} linear maps and {total['routers']} routers were fitted to what each "
         f"source gives on its own text: {texts}. Ridge {settings['ridge']}, parts "
         f"{', '.join(settings['parts'])}; {total['kept']} maps stay as merged, since rows held out "
-        "would have lost. What is left of the error, on rows held out where there are any:",
+        "would have lost. What is left of each kind of map's error, as means over the maps:",
         "",
-        "| map | error left |",
-        "|---|---|",
-        *(f"| {kind} | {left:.1%} |" for kind, left in total["error_left"].items()),
+        "| map | error left, calibration rows | rows held out |",
+        "|---|---|---|",
+        *(
+            f"| {kind} | {left:.1%} | {_share(total['error_left']['held_out'].get(kind))} |"
+            for kind, left in total["error_left"]["calibration"].items()
+        ),
     ]
     if total["drift_after"]:
         lines += ["", "| domain | drift as merged | drift refitted |", "|---|---|---|"]

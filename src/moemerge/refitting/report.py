@@ -128,9 +128,11 @@ class LayerRow:
         return "the head" if self.layer is None else f"layer {self.layer}"
 
     def to_json(self) -> dict[str, Any]:
+        maps = [row.to_json() for row in self.rows]
         return {
             "layer": self.layer,
-            "maps": [row.to_json() for row in self.rows],
+            "maps": maps,
+            "error_left": both_left([{"maps": maps}]),
             "drift_before": {name: number(v) for name, v in self.drift_before.items()},
             "drift_after": {name: number(v) for name, v in self.drift_after.items()},
             "notices": [*self.notices, *self.warnings()],
@@ -175,33 +177,47 @@ def few_tokens(layers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def map_errors(row: Mapping[str, Any]) -> tuple[float, float]:
     """A map's error before and after, on held-out rows where there are any; a router's KL."""
-    if "router" in row:
-        side = row["held_out"] if row["held_out"]["kl_before"] else row
-        return _sum(side["kl_before"].values()), _sum(side["kl_after"].values())
+    return errors_on(row, held_out=True) or errors_on(row, held_out=False) or (0.0, 0.0)
+
+
+def errors_on(row: Mapping[str, Any], *, held_out: bool) -> tuple[float, float] | None:
+    """The same on held-out rows, or on those of the calibration; None where there are none."""
     side = row.get("experts", row)
-    best = side["held_out"]
-    before, after = best["error_before"], best["error_after"]
-    if before is None or (isinstance(before, list) and all(v is None for v in before)):
-        before, after = side["error_before"], side["error_after"]
-    if isinstance(before, list):
-        pairs = [(b, a) for b, a in zip(before, after, strict=True) if b is not None]
-        return math.fsum(b for b, _ in pairs), math.fsum(a or 0.0 for _, a in pairs)
-    return before, after
+    side = side["held_out"] if held_out else side
+    figure = "kl" if "router" in row else "error"
+    pairs = list(
+        zip(*(_values(side[f"{figure}_{end}"]) for end in ("before", "after")), strict=True)
+    )
+    known = [(before, after or 0.0) for before, after in pairs if before is not None]
+    if not known:
+        return None
+    return math.fsum(before for before, _ in known), math.fsum(after for _, after in known)
 
 
-def _sum(values: Any) -> float:
-    return math.fsum(value for value in values if value is not None)
+def _values(given: Any) -> list[float | None]:
+    """One number, one for each expert, or one for each domain."""
+    if isinstance(given, Mapping):
+        return list(given.values())
+    return list(given) if isinstance(given, list) else [given]
 
 
-def ratios(layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def errors_left(layers: Sequence[Mapping[str, Any]], *, held_out: bool) -> dict[str, float]:
     """What is left of each kind of map's error: the mean over maps of after / before."""
     by_kind: dict[str, list[float]] = {}
     for layer in layers:
         for row in layer["maps"]:
-            before, after = map_errors(row)
+            before, after = errors_on(row, held_out=held_out) or (0.0, 0.0)
             if before:
                 by_kind.setdefault(kind_of(row), []).append(after / before)
     return {kind: math.fsum(found) / len(found) for kind, found in by_kind.items()}
+
+
+def both_left(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """The same on the calibration's rows and on those held out (empty where there are none)."""
+    return {
+        name: {kind: number(v) for kind, v in errors_left(layers, held_out=held).items()}
+        for name, held in (("calibration", False), ("held_out", True))
+    }
 
 
 def kind_of(row: Mapping[str, Any]) -> str:
@@ -247,7 +263,7 @@ class RefitReport:
                 for row in fits
             ),
             "routers": sum("router" in row for row in maps),
-            "error_left": {kind: number(value) for kind, value in ratios(self.layers).items()},
+            "error_left": both_left(self.layers),
             "drift_before": dict(last[-1]["drift_before"]) if last else {},
             "drift_after": dict(last[-1]["drift_after"]) if last else {},
         }

@@ -20,6 +20,7 @@ from moemerge.report.page.checks import checks, solver
 from moemerge.report.page.experts import flows, loads
 from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, swaps
 from moemerge.report.page.plots import Group, Reading, lines_of
+from moemerge.report.page.refit import refit
 from moemerge.report.words import NONE, Quantity, number, short
 
 TITLE = 60
@@ -83,6 +84,7 @@ def _groups(reading: Reading) -> dict[str, tuple[Group, ...]]:
         "causes": (panels(reading, DRIFT), *([swapped] if swapped else [])),
         "theory": checks(reading),
         "solver": (solved,) if solved else (),
+        "refit": refit(reading),
     }
 
 

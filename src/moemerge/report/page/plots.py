@@ -99,6 +99,15 @@ class Reading:
         """The model that the calibration report belongs to."""
         return str(self.document.get("calibration_of") or self.models[0])
 
+    @property
+    def refit(self) -> Row:
+        return self.document.get("refit") or {}
+
+    @property
+    def refitted(self) -> str:
+        """The model that the refit report belongs to."""
+        return str(self.document.get("refit_of") or self.models[0])
+
     @cached_property
     def _by_pair(self) -> dict[tuple[str, str], list[Row]]:
         pairs: dict[tuple[str, str], list[Row]] = {}
