@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moemerge.config.evaluation import EvaluationSettings
+from moemerge.config.evaluation import EvaluationOutputSettings, EvaluationSettings
 from moemerge.config.translate import parse_settings
 from moemerge.evaluation import EvaluationReport, EvaluationRequest, run_evaluation
 from moemerge.runtime.progress import Silent
@@ -27,10 +27,16 @@ def write_task(folder: Path, asked, name: str = "sums", **values) -> str:
     return str(path)
 
 
-def request(models, tasks, out, *, data=None, rescore=False, **values) -> EvaluationRequest:
-    settings = parse_settings(EvaluationSettings, {**GREEDY, **values}, "settings")
+def request(models, tasks, out, *, data=None, **values) -> EvaluationRequest:
+    own = EvaluationOutputSettings.model_fields
+    output = {"out": out, **{name: value for name, value in values.items() if name in own}}
+    others = {name: value for name, value in values.items() if name not in own}
     return EvaluationRequest(
-        models=models, tasks=tasks, out=out, settings=settings, data=data or {}, rescore=rescore
+        models=models,
+        tasks=tasks,
+        settings=parse_settings(EvaluationSettings, {**GREEDY, **others}, "settings"),
+        output=parse_settings(EvaluationOutputSettings, output, "output"),
+        data=data or {},
     )
 
 

@@ -76,7 +76,7 @@ def test_a_function_of_the_users_own(tmp_path, monkeypatch):
 def test_unknown_checks_are_refused_with_a_guess():
     with pytest.raises(UsageError, match=r"unknown check 'maths', did you mean 'math'\?"):
         make_verifier("maths")
-    assert set(NAMES) == {"math", "code", "exact", "choice"}
+    assert set(NAMES) == {"math", "code", "exact", "choice", "instructions"}
 
 
 def test_rows_that_cannot_be_judged_are_named_before_work_begins():

@@ -9,13 +9,14 @@ import typer
 
 from moemerge.cli.flags import Reporting, add_verb
 from moemerge.cli.interrupts import interruptible
-from moemerge.config.evaluation import EvaluationSettings
+from moemerge.config.evaluation import EvaluationOutputSettings, EvaluationSettings
 
 EXAMPLES = """
   moemerge evaluate merged/ calibrated/ --task gsm8k --task math500
   moemerge evaluate merged/ --task gsm8k --data gsm8k=gsm8k_test.jsonl.gz \\
       --samples 1 --temperature 0 --limit 200
   moemerge evaluate merged/ calibrated/ --task humaneval+ --allow-code
+  moemerge evaluate merged/ --lm-eval arc_challenge --lm-eval hellaswag
   moemerge evaluate --rescore --task gsm8k --protocol paper
 """
 
@@ -41,28 +42,22 @@ def evaluate(
         dict[str, list[str]] | None,
         typer.Option(metavar="TASK=FILE", help="A task's problems, from this file. Repeat it."),
     ] = None,
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Keeps all answers; results.json is there.")
-    ] = Path("evaluation"),
-    rescore: Annotated[
-        bool, typer.Option("--rescore", help="Judge the answers in FOLDER anew, without models.")
-    ] = False,
     settings: EvaluationSettings,
+    output: EvaluationOutputSettings,
     reporting: Reporting,
 ) -> None:
     """Say how good models are on benchmarks, and whether one is better than another."""
     from moemerge import api
     from moemerge.cli.evaluation_table import evaluation_report
 
-    with interruptible(lambda: _what_is_left(out)), reporting.progress() as bar:
+    with interruptible(lambda: _what_is_left(output.out)), reporting.progress() as bar:
         report = api.evaluate(
             models or (),
             task or (),
-            out=out,
             data=data or {},
-            rescore=rescore,
             settings=settings,
             progress=bar,
+            **output.model_dump(),
         )
     table = evaluation_report(report, verbose=reporting.verbose)
     reporting.show(report.to_json(), table, notices=report.notices)

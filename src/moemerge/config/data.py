@@ -25,7 +25,8 @@ class KeepingSettings(PromptSettings):
 
     verify: str = Field(
         "none",
-        description="how answers are judged: math, code, exact, choice, MODULE:FUNCTION, or none",
+        description="how answers are judged: math, code, exact, choice, instructions, "
+        "MODULE:FUNCTION, or none",
     )
     keep: Keep = Field(
         "correct",

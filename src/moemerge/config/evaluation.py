@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from moemerge.config.fields import PositiveInt
+from moemerge.config.fields import PositiveInt, Strict
 from moemerge.config.generation import (
     MAX_NEW_TOKENS,
     SAMPLES,
@@ -14,6 +16,7 @@ from moemerge.config.generation import (
     EngineKeywords,
     EngineSettings,
     Temperature,
+    Texts,
 )
 from moemerge.config.settings import Flag
 
@@ -56,3 +59,21 @@ class EvaluationKeywords(EngineKeywords, total=False):
     allow_code: bool
     workers: int | None
     draws: int
+
+
+class EvaluationOutputSettings(Strict):
+    """Where answers are kept, and what is written about them."""
+
+    out: Path = Field(Path("evaluation"), description="folder that keeps all answers and results")
+    rescore: Flag = Field(
+        False, description="judge the answers that are kept anew, without any model"
+    )
+    lm_eval: Texts = Field((), description="tasks of lm-eval, or files of its kind, as well")
+
+
+class EvaluationOutKeywords(EvaluationKeywords, total=False):
+    """`EvaluationSettings` and `EvaluationOutputSettings` one by one."""
+
+    out: str | Path
+    rescore: bool
+    lm_eval: str | Sequence[str] | tuple[str, ...]

@@ -101,7 +101,7 @@ def _effort(job: EvaluationJob, asked: AskedModel) -> Effort:
     made = reused = length = most = 0
     for settings, tasks in _groups(job):
         common = made_by(asked.model, settings)
-        index = CompletionIndex.of(job.request.out, str(asked.model), common)
+        index = CompletionIndex.of(job.out, str(asked.model), common)
         known: set[tuple[str, int]] = set()
         if index.completions.exists():
             with CompletionJournal(index.completions, index.made_by) as journal:
@@ -129,7 +129,7 @@ def answer(job: EvaluationJob, asked: AskedModel, progress: Progress) -> dict[st
     answered = {}
     for settings, tasks in _groups(job):
         common = made_by(asked.model, settings)
-        index = CompletionIndex.of(job.request.out, str(asked.model), common)
+        index = CompletionIndex.of(job.out, str(asked.model), common)
         for task in tasks:
             prompts = zip(asked.tokens[task.name], asked.prompts[task.name], strict=True)
             lines = [Asked(prompt_key(line), text) for line, text in prompts]
@@ -150,7 +150,7 @@ def recall(job: EvaluationJob, progress: Progress) -> Answers:
     groups = _groups(job)
     drawn = [drawn_by(settings) for settings, _tasks in groups]
     indexes: dict[str, dict[int, CompletionIndex]] = {}
-    for index in CompletionIndex.all_in(job.request.out):
+    for index in CompletionIndex.all_in(job.out):
         way = {name: value for name, value in index.made_by.items() if name != "model"}
         if way not in drawn:
             continue
@@ -163,7 +163,7 @@ def recall(job: EvaluationJob, progress: Progress) -> Answers:
     wanted = [str(model) for model in job.models.values()] or list(indexes)
     if not wanted:
         raise DataError(
-            f"{job.request.out} holds no answers that were drawn with these settings",
+            f"{job.out} holds no answers that were drawn with these settings",
             hint="give the settings they were drawn with (`samples`, `temperature`, ...), "
             "or run without `rescore`",
         )
@@ -199,7 +199,7 @@ def _recalled(
 
 def _missing(job: EvaluationJob, label: str, task: PosedTask, count: int) -> DataError:
     return DataError(
-        f"{label}: {count} answers to {task.name} are not in {job.request.out}",
+        f"{label}: {count} answers to {task.name} are not in {job.out}",
         hint="the same command without `rescore` makes them",
     )
 

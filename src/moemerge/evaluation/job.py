@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from moemerge.config.evaluation import EvaluationSettings
+from moemerge.config.evaluation import EvaluationOutputSettings, EvaluationSettings
 from moemerge.config.generation import GenerationSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.translate import parse_settings
@@ -30,10 +30,9 @@ class EvaluationRequest:
 
     models: Sequence[Model]
     tasks: Sequence[str]
-    out: Path
     settings: EvaluationSettings
+    output: EvaluationOutputSettings
     data: Mapping[str, Sequence[TextSource]] = field(default_factory=dict)
-    rescore: bool = False  # take answers from `out` alone
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,10 @@ class EvaluationJob:
     def settings(self) -> EvaluationSettings:
         return self.request.settings
 
+    @property
+    def out(self) -> Path:
+        return self.request.output.out
+
 
 def prepare(request: EvaluationRequest) -> EvaluationJob:
     """Read tasks and problems; all that is wrong with them is said now."""
@@ -87,21 +90,26 @@ def generation_settings(settings: EvaluationSettings, task: BenchmarkTask) -> Ge
 
 
 def _check(request: EvaluationRequest) -> None:
-    if not request.tasks:
+    if not request.tasks and not request.output.lm_eval:
         raise UsageError("no task is given", hint='`tasks="gsm8k"`, for instance')
-    if not request.models and not request.rescore:
+    if request.output.lm_eval and request.output.rescore:
+        raise UsageError(
+            "tasks of lm-eval are not rescored: it judges while it asks",
+            hint="run without `rescore`; answers that are there are not asked again",
+        )
+    if not request.models and not request.output.rescore:
         raise UsageError("no model is given", hint="name those that are to be compared")
     labels = [str(model) for model in request.models]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise UsageError(f"{', '.join(twice)}: given twice", hint="name each model once")
-    if len(labels) > 1 and request.settings.engine == "server" and not request.rescore:
+    if len(labels) > 1 and request.settings.engine == "server" and not request.output.rescore:
         raise UsageError(
             f"{len(labels)} models, but a server runs one",
             hint="evaluate them one by one into the same `out`; `rescore=True` then compares all",
         )
-    if request.out.exists() and not request.out.is_dir():
-        raise UsageError(f"{request.out} is a file, expected a folder to keep answers in")
+    if request.output.out.exists() and not request.output.out.is_dir():
+        raise UsageError(f"{request.output.out} is a file, expected a folder to keep answers in")
 
 
 def _check_data_names(request: EvaluationRequest, tasks: Sequence[BenchmarkTask]) -> None:

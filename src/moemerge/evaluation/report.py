@@ -31,7 +31,7 @@ class TaskScores:
 
     name: str
     title: str
-    domain: str
+    domain: str  # empty: in no average
     problems: tuple[str, ...]
     scores: Array  # (models, problems)
     single: bool  # one sample: every score is 0 or 1
@@ -154,7 +154,8 @@ def compare(
     """Rows of the table: each domain's tasks and their average, then the mean of the averages."""
     drawn = [_Drawn(task, len(models), draws, seed, place) for place, task in enumerate(tasks)]
     rows: list[ResultRow] = []
-    domains = list(dict.fromkeys(task.domain for task in tasks))
+    domains = list(dict.fromkeys(task.domain for task in tasks if task.domain))
+    averaged = [one for one in drawn if one.task.domain]
     for domain in domains:
         own = [one for one in drawn if one.task.domain == domain]
         for one in own:
@@ -164,9 +165,12 @@ def compare(
             title = f"{domain} average"
             rows.append(_row(models, own, [1 / len(own)] * len(own), (domain, title, "domain")))
     if len(domains) > 1:
-        sizes = [sum(o.task.domain == one.task.domain for o in drawn) for one in drawn]
+        sizes = [sum(o.task.domain == one.task.domain for o in averaged) for one in averaged]
         weights = [1 / (len(domains) * size) for size in sizes]
-        rows.append(_row(models, drawn, weights, (OVERALL, OVERALL, "overall")))
+        rows.append(_row(models, averaged, weights, (OVERALL, OVERALL, "overall")))
+    for one in drawn:
+        if not one.task.domain:
+            rows.append(_row(models, [one], [1.0], (one.task.name, one.task.title, "task")))
     return tuple(rows)
 
 

@@ -11,13 +11,13 @@ from moemerge.config.evaluation import EvaluationSettings
 from moemerge.evaluation.answers import (
     Answers,
     AskedModel,
-    Effort,
     answer,
     ask,
     efforts,
     failures,
     recall,
 )
+from moemerge.evaluation.bridge import bridged_scores, require_lm_eval
 from moemerge.evaluation.folder import file_name, write_whole
 from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation_settings, prepare
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
@@ -30,20 +30,18 @@ from moemerge.version import __version__
 RESULTS = "results.json"
 
 
-def estimate(request: EvaluationRequest) -> list[Effort]:
-    """What each model would have to do; nothing is generated or written."""
-    job = prepare(request)
-    return efforts(job, ask(job))
-
-
 def run_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationReport:
     """Let models answer, judge, compare. A killed run goes on when it is run again."""
     begun = time.monotonic()
     job = prepare(request)
+    if request.output.lm_eval:
+        require_lm_eval()
     with opened_verifiers(job, progress) as verifiers:
-        answers = recall(job, progress) if request.rescore else _answered(job, progress)
+        answers = recall(job, progress) if request.output.rescore else _answered(job, progress)
         scored = judge(job, verifiers, answers, progress)
-    report = _report(job, answers, scored)
+    report = _report(
+        job, answers, scored, bridged_scores(job, progress) if request.output.lm_eval else []
+    )
     report = replace(report, seconds=time.monotonic() - begun)
     _keep(job, scored, report)
     return report
@@ -51,14 +49,20 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
 
 def _answered(job: EvaluationJob, progress: Progress) -> Answers:
     asked: Sequence[AskedModel] = ask(job)
-    for effort in efforts(job, asked):
-        progress.note(str(effort))
+    if job.tasks:
+        for effort in efforts(job, asked):
+            progress.note(str(effort))
     return {one.name: answer(job, one, progress) for one in asked}
 
 
-def _report(job: EvaluationJob, answers: Answers, scored: Sequence[ScoredTask]) -> EvaluationReport:
+def _report(
+    job: EvaluationJob,
+    answers: Answers,
+    scored: Sequence[ScoredTask],
+    others: Sequence[TaskScores],
+) -> EvaluationReport:
     settings, models = job.settings, list(answers)
-    tasks = tuple(_scores(task, models, settings) for task in scored)
+    tasks = (*(_scores(task, models, settings) for task in scored), *others)
     given = {name: str(model) for name, model in job.models.items()}
     return EvaluationReport(
         protocol=settings.protocol,
@@ -91,7 +95,7 @@ def _notices(tasks: Sequence[TaskScores], models: Sequence[str]) -> Iterator[str
     for task in tasks:
         if task.expected is not None and len(task.problems) != task.expected:
             yield f"{task.name}: {len(task.problems)} problems; the whole set has {task.expected}"
-        for model, counts in zip(models, task.counts, strict=True):
+        for model, counts in zip(models, task.counts, strict=False):
             if counts.cut:
                 yield (
                     f"{model}, {task.name}: {counts.cut} of {counts.asked} completions were cut "
@@ -103,7 +107,7 @@ def _notices(tasks: Sequence[TaskScores], models: Sequence[str]) -> Iterator[str
 
 
 def _keep(job: EvaluationJob, scored: Sequence[ScoredTask], report: EvaluationReport) -> None:
-    out = job.request.out
+    out = job.out
     for task in scored:
         for model in task.answers:
             folder = out / "answers" / file_name(task.posed.name)

@@ -84,7 +84,7 @@ def judge(
         cached: dict[str, CachedVerifier] = {}
         for posed in job.tasks:
             if posed.verify not in cached:
-                path = job.request.out / "judgements" / f"{file_name(posed.verify)}.jsonl"
+                path = job.out / "judgements" / f"{file_name(posed.verify)}.jsonl"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 memory = CachedVerifier(verifiers[posed.name], path)
                 cached[posed.verify] = stack.enter_context(memory)

@@ -18,6 +18,7 @@ from moemerge.features.settings import stored_dtype
 from moemerge.features.weights import Weights
 from moemerge.generation.continuous import ContinuousBatch, prefill
 from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
+from moemerge.generation.likelihoods import Likelihood, log_likelihoods
 from moemerge.generation.padded import PaddedBatches
 from moemerge.generation.slots import bytes_per_token
 from moemerge.generation.soundness import PROMPTS, why_not
@@ -75,6 +76,11 @@ class TransformersEngine:
             text, stopped = cut_at_stops(str(text), self._settings.stop)
             finish = Finish.STOP if stopped else done.finish
             yield Completion(done.wanted.prompt, done.wanted.sample, text, len(done.tokens), finish)
+
+    def log_likelihoods(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[Likelihood]:
+        return log_likelihoods(self._model, pairs, _context(self._model))
 
     def close(self) -> None:
         """The model goes with the engine."""

@@ -46,13 +46,19 @@ class CodeVerifier:
         self._lock = threading.Lock()
         self._references: dict[Tests, Future[float]] = {}
 
+    def tests_of(self, row: Row) -> Tests:
+        return row_tests(row)
+
+    def program_of(self, response: str, tests: Tests) -> str | None:
+        return program_of(response, tests)
+
     def relevant(self, row: Row) -> Any:
-        tests = row_tests(row)
+        tests = self.tests_of(row)
         return [tests.source, tests.entry_point, tests.prompt, self._limits.cpu_seconds]
 
     def check(self, row: Row, response: str) -> Judgement:
-        tests = row_tests(row)
-        program = program_of(response, tests)
+        tests = self.tests_of(row)
+        program = self.program_of(response, tests)
         if program is None:
             return Judgement(Grade.NO_ANSWER, "no Python program in the response")
         first = self._run(program, tests, self._limits)

@@ -64,15 +64,20 @@ class MathVerifier:
         self._pool.close()
 
 
-def gold_of(row: Row) -> str:
-    """The row's answer: what follows `####`, stands in its last box, or all of it."""
+def text_answer(row: Row) -> str:
+    """The row's answer as it stands."""
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise DataError(
             f"'answer' is {type(answer).__name__}, expected a string or a number",
             hint='name the column that holds it: `map={"answer": COLUMN}`',
         )
-    text = str(answer)
+    return str(answer)
+
+
+def gold_of(row: Row) -> str:
+    """The row's answer: what follows `####`, stands in its last box, or all of it."""
+    text = text_answer(row)
     if "####" in text:
         text = text.rsplit("####", 1)[1]
     boxes = boxed(text)

@@ -32,8 +32,8 @@ class Tests:
     reference: str | None = None
 
 
-def row_tests(row: Row) -> Tests:
-    """A row's tests, in any of the forms that are known."""
+def row_tests(row: Row, *, mended: bool = True) -> Tests:
+    """A row's tests, in any of the forms that are known; one that is broken is mended."""
     entry = row.get("entry_point")
     entry = entry if isinstance(entry, str) and entry else None
     imports = _lines(row.get("test_imports"))
@@ -43,7 +43,9 @@ def row_tests(row: Row) -> Tests:
             break
     else:
         raise DataError(f"no tests in a row with {', '.join(sorted(row))}", hint=FORMS)
-    source = f"{imports}\n{source}".replace(_BROKEN, _MENDED)
+    source = f"{imports}\n{source}"
+    if mended:
+        source = source.replace(_BROKEN, _MENDED)
     prompt = str(row.get("prompt", ""))
     if entry and "def check(" in source:
         source += f"\ncheck({entry})\n"

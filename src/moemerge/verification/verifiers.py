@@ -12,11 +12,19 @@ from moemerge.runtime.devices import cpu_count
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.custom import CustomVerifier
+from moemerge.verification.instructions import InstructionsVerifier
 from moemerge.verification.judgement import Judgement, Row, Verifier
 from moemerge.verification.mathematics import MathVerifier
+from moemerge.verification.published import (
+    BareMathVerifier,
+    LastChoiceVerifier,
+    LastNumberVerifier,
+    ThreeSecondsVerifier,
+)
 from moemerge.verification.words import ChoiceVerifier, ExactVerifier
 
-NAMES: Final = ("math", "code", "exact", "choice")
+NAMES: Final = ("math", "code", "exact", "choice", "instructions")
+PUBLISHED: Final = ("last-number", "bare-math", "last-choice", "code-3s")
 
 
 def make_verifier(name: str, *, allow_code: bool = False, workers: int | None = None) -> Verifier:
@@ -26,14 +34,19 @@ def make_verifier(name: str, *, allow_code: bool = False, workers: int | None = 
         "code": lambda: CodeVerifier(allow_code=allow_code),
         "exact": ExactVerifier,
         "choice": ChoiceVerifier,
+        "instructions": lambda: InstructionsVerifier(workers=workers or cpu_count()),
+        "last-number": LastNumberVerifier,
+        "bare-math": lambda: BareMathVerifier(workers=workers or cpu_count()),
+        "last-choice": LastChoiceVerifier,
+        "code-3s": lambda: ThreeSecondsVerifier(allow_code=allow_code),
     }
-    assert tuple(makers) == NAMES
+    assert tuple(makers) == NAMES + PUBLISHED
     if ":" in name:
         return CustomVerifier(name)
     if name not in makers:
         raise UsageError(
             f"unknown check {name!r}{did_you_mean(name, makers)}",
-            hint=f"known: {', '.join(makers)}, or MODULE:FUNCTION of your own",
+            hint=f"known: {', '.join(NAMES)}, or MODULE:FUNCTION of your own",
         )
     return makers[name]()
 

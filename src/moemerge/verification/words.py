@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from string import ascii_uppercase
 from typing import Any, Final
 
 from moemerge.errors import DataError
@@ -43,6 +44,9 @@ class ChoiceVerifier:
     name = "choice"
 
     def relevant(self, row: Row) -> Any:
+        answer, choices = row.get("answer"), row.get("choices")
+        if isinstance(answer, int) and isinstance(choices, list) and 0 <= answer < len(choices):
+            return ascii_uppercase[answer]  # counted from zero, as many sets do
         letter = _answer(row).strip().strip("()[].").upper()
         if len(letter) != 1 or not letter.isalpha():
             raise DataError(f"'answer' is {letter[:40]!r}, expected one letter, such as B")

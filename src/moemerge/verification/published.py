@@ -1,0 +1,95 @@
+"""Checks as the paper's authors published them, faults and all: for comparison with its tables.
+
+docs/evaluate.md says what each gets wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from moemerge.verification.code_checks import CodeVerifier
+from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
+from moemerge.verification.mathematics import MathVerifier, text_answer
+from moemerge.verification.programs import Tests, row_tests
+from moemerge.verification.sandbox.limits import Limits
+from moemerge.verification.words import ChoiceVerifier
+
+_NUMBER: Final = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+_CHOICE: Final = re.compile(r"\(([A-Z])\)")
+_SECONDS: Final = 3.0
+
+
+class LastNumberVerifier:
+    """The last number's text equals the answer's: 18.00 is not 18, and `...` is a number."""
+
+    name = "last-number"
+
+    def relevant(self, row: Row) -> Any:
+        return text_answer(row).rsplit("####", 1)[-1].strip()
+
+    def check(self, row: Row, response: str) -> Judgement:
+        numbers = [first or second for first, second in _NUMBER.findall(response)]
+        if not numbers:
+            return Judgement(Grade.NO_ANSWER, "no number in the response")
+        given, expected = _bare(numbers[-1]), _bare(self.relevant(row))
+        if given == expected:
+            return RIGHT
+        return Judgement(Grade.WRONG, f"{given[:40]!r} instead of {expected[:40]!r}")
+
+    def close(self) -> None:
+        """Nothing is kept running."""
+
+
+def _bare(number: str) -> str:
+    """Without commas, dollar signs and a last dot."""
+    return re.sub(r"\.$", "", number.replace(",", "").replace("$", ""))
+
+
+class BareMathVerifier(MathVerifier):
+    """math-verify with the answer as it stands, which reads 3√13 as 3, and much as nothing."""
+
+    name = "bare-math"
+
+    def relevant(self, row: Row) -> Any:
+        return text_answer(row)
+
+    def check(self, row: Row, response: str) -> Judgement:
+        answer = self._pool.ask({"gold": text_answer(row), "texts": [response], "bare": True})
+        if answer is None:
+            return Judgement(Grade.TIMEOUT, f"math-verify took more than {self._seconds:g} s")
+        return Judgement(Grade(answer["grade"]))
+
+
+class LastChoiceVerifier(ChoiceVerifier):
+    """The last (X) counts, whatever is said of it."""
+
+    name = "last-choice"
+
+    def check(self, row: Row, response: str) -> Judgement:
+        letters, expected = _CHOICE.findall(response), self.relevant(row)
+        if not letters:
+            return Judgement(Grade.NO_ANSWER, "no (X) in the response")
+        if letters[-1] == expected:
+            return RIGHT
+        return Judgement(Grade.WRONG, f"{letters[-1]} instead of {expected}")
+
+
+class ThreeSecondsVerifier(CodeVerifier):
+    """What stands before the next fence, with three seconds on any machine, and HumanEval/32's
+    test as it was released, which no program passes."""
+
+    name = "code-3s"
+
+    def __init__(self, *, allow_code: bool) -> None:
+        limits = Limits(cpu_seconds=_SECONDS, wall_seconds=_SECONDS)
+        super().__init__(allow_code=allow_code, limits=limits)
+
+    def tests_of(self, row: Row) -> Tests:
+        tests = row_tests(row, mended=False)
+        return Tests(tests.source, tests.entry_point)  # no reference: no more time than that
+
+    def program_of(self, response: str, tests: Tests) -> str | None:
+        """After the fence that the answer was given as its beginning, up to the next."""
+        code = response.split("```python\n", 1)[-1].split("```", 1)[0]
+        return code if code.strip() else None
