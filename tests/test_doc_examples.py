@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import moemerge.cli
 import moemerge.config
+import quantised_zoo as qz
 import zoo
 from calibration.cases import write_text
 from moemerge.cli.app import app
@@ -48,7 +49,14 @@ def models(
     tuned = {
         name: zoo.perturb(base, folder / name, seed) for seed, name in enumerate(["math", "code"])
     }
+    fp8 = {
+        f"org/{path.name}-FP8": qz.convert(
+            path, folder / f"{path.name}-FP8", qz.fp8_config(8, 8), qz.block_fp8(8, 8)
+        )
+        for path in (base, tuned["math"])
+    }
     return {
+        **fp8,
         "allenai/OLMoE-1B-7B-0125": base,
         "base": base,
         "org/base": base,

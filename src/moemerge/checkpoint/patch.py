@@ -10,13 +10,14 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from moemerge.checkpoint.companions import CARRIED_FOLDERS, copied_files, folder_files, is_weights
 from moemerge.checkpoint.folder import INDEX, PICKLED_INDEX, TensorFile, is_inside
 from moemerge.checkpoint.output import OutputFolder, copy_file, write_file, writing
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
+from moemerge.checkpoint.requantise import RoundingErrors
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.checkpoint.writer import CheckpointWriter
@@ -26,6 +27,7 @@ from moemerge.runtime.process import thread_pool
 if TYPE_CHECKING:
     from torch import Tensor
 
+Quantised = Literal["keep", "floats", "same"]
 DEFAULT_SHARD_BYTES: Final = 5_000_000_000
 _COPY_BLOCK_BYTES: Final = 64 * 2**20
 
@@ -55,7 +57,9 @@ class CheckpointPatch:
     Layout, sharding and all files beside the weights stay as they are. `link` makes hard links of
     the shards in which nothing is replaced, which costs no space but ties the two folders
     together: do not edit either in place. Pickled and adapted (`model+lora`) sources are written
-    anew as safetensors, in floats. OUT appears on `commit` or not at all.
+    anew as safetensors, in floats. New values of quantised tensors are refused (`keep`), written
+    with all others as floats, or rounded to what they were stored as (`same`). OUT appears
+    on `commit` or not at all.
     """
 
     def __init__(
@@ -67,13 +71,25 @@ class CheckpointPatch:
         link: bool = False,
         inputs: Sequence[Path] = (),
         shard_bytes: int = DEFAULT_SHARD_BYTES,
+        quantised: Quantised = "keep",
     ) -> None:
         self.source = source
         self.out = out
+        self.rounding = RoundingErrors()
+        self._quantised = quantised
         inputs = (source.path, *inputs)
-        self._in_place = in_place = not isinstance(source, AdaptedCheckpoint) and all(
+        in_place = not isinstance(source, AdaptedCheckpoint) and all(
             isinstance(file, SafetensorsFile) for file in source.files
         )
+        if quantised == "same" and not in_place:
+            raise CheckpointError(
+                f"{source.label} has an adapter or pickled weights, and cannot be written back as "
+                "it is stored",
+                hint='merge it with `requantize="same"` first, and use the result',
+            )
+        if source.quantisation is not None and quantised == "floats":
+            in_place = False
+        self._in_place = in_place
         self._target: _Target = (
             _PatchedCopy(source, out, overwrite=overwrite, link=link, inputs=inputs)
             if in_place
@@ -82,20 +98,32 @@ class CheckpointPatch:
             )
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of OUT's tensors."""
+        infos = self.source.tensors.values()
+        return sum(i.stored_bytes if self._in_place else i.nbytes for i in infos)
+
     def begin(self, names: Collection[str]) -> None:
         """Begin to copy in the background; `names` are the tensors that will be replaced."""
+        stored: list[str] = []
         for name in names:
-            self._require_plain(name)
-        self._target.begin(names)
+            info = self._encoded(name)
+            stored += [name] if info is None else [part.name for part in info.parts]
+        self._target.begin(stored)
 
-    def _require_plain(self, name: str) -> None:
+    def _encoded(self, name: str) -> QuantisedInfo | None:
+        """How new values of a tensor are to be quantised; None where they are written as floats."""
         info = self.source.tensors.get(name)
-        if self._in_place and isinstance(info, QuantisedInfo):
+        if not self._in_place or not isinstance(info, QuantisedInfo):
+            return None
+        if self._quantised == "keep":
             raise CheckpointError(
                 f"{self.source.label}: {name!r} is stored as {info.stored_as}; new values would be "
                 "rounded to that",
-                hint="write the model in bfloat16 first: `moemerge merge` with passthrough does",
+                hint="write the model in floats first: `moemerge merge` with passthrough does",
             )
+        return info
 
     def poll(self) -> None:
         """Raise what has gone wrong in the background, if anything has."""
@@ -109,13 +137,16 @@ class CheckpointPatch:
     def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
         """Replace a tensor, or the leading-axis rows from `row` on. Safe from any thread; a row
         is replaced at most once."""
-        self._require_plain(name)
-        info = self.source.tensors.get(name)
+        info, encoded = self.source.tensors.get(name), self._encoded(name)
         if info is None:
             self.source.file_of(name)  # raises, with a suggestion
         else:
             _check_fits(info, tensor, row)
-        self._target.write(name, tensor, row)
+        if encoded is None:
+            self._target.write(name, tensor, row)
+            return
+        for part in self.rounding.encode(encoded, self.source, tensor, row):
+            self._target.write(part.name, part.tensor, part.row)
 
     def add_bytes(self, filename: str, data: bytes) -> None:
         """Put a small file into the output, in place of the source's of that name."""

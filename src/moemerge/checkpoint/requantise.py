@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
+from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding, Written
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.checkpoint.writer import CheckpointWriter
@@ -33,12 +33,17 @@ class RoundingErrors:
         self._tensors: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def add(self, info: QuantisedInfo, rounding: Rounding, *, complete: bool) -> None:
+    def encode(
+        self, info: QuantisedInfo, source: Checkpoint, block: Tensor, row: int
+    ) -> Iterator[Written]:
+        """The parts of a block of rows; `source` is the model that stores the tensor so."""
+        rounding = Rounding()
+        yield from info.encode(source.stored, block, row, rounding)
         with self._lock:
             total = self._sums.setdefault(info.stored_as, Rounding())
             total.error += rounding.error
             total.size += rounding.size
-            self._tensors[info.stored_as] += complete
+            self._tensors[info.stored_as] += row == 0
 
     def to_json(self) -> dict[str, Any]:
         """By format: how many tensors, and √(Σ(x − x̂)² / Σx²) over all of them."""
@@ -67,7 +72,5 @@ class QuantisingWriter:
             self._writer.write(name, tensor, row)
             return
         info, source = self._quantised[name]
-        rounding = Rounding()
-        for part in info.encode(source.stored, tensor, row, rounding):
+        for part in self.errors.encode(info, source, tensor, row):
             self._writer.write(part.name, part.tensor, part.row)
-        self.errors.add(info, rounding, complete=row == 0)

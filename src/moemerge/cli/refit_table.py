@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from moemerge.cli.render import facts
+from moemerge.cli.render import facts, requantised
 from moemerge.cli.routing_table import unequal
 from moemerge.cli.wording import in_flags
 
@@ -33,6 +33,7 @@ def refit_report(report: RefitReport, *, verbose: bool) -> RenderableType:
         ("error left", ", ".join(f"{k} {v:.0%}" for k, v in left.items())),
         ("tokens", ", ".join(tokens)),
         *unequal(report.weights),
+        *requantised(report.requantised),
         ("time", f"{report.seconds:.1f} s on {report.device}, {report.dtype}"),
         ("folder", report.output),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -118,13 +118,23 @@ def facts(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
+def requantised(errors: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A line for each format that weights were written back in."""
+    return [
+        (
+            "requantised",
+            f"{one['tensors']} tensors as {words}, relative error of rounding "
+            f"{one['relative_error']:.2%}",
+        )
+        for words, one in errors.items()
+    ]
+
+
 def merge_report(report: MergeReport, *, verbose: bool) -> RenderableType:
     rows = [("method", report.method)]
     if report.router:
         rows.append(("routers", report.router))
-    for words, one in report.requantised.items():
-        error = f"relative error of rounding {one['relative_error']:.2%}"
-        rows.append(("requantised", f"{one['tensors']} tensors as {words}, {error}"))
+    rows += requantised(report.requantised)
     rows += [
         (
             "output",

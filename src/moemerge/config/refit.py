@@ -18,6 +18,7 @@ from moemerge.config.settings import (
     MAX_LENGTH,
     MAX_TOKENS,
     OFFLOAD,
+    REQUANTIZE,
     SEED,
     DeviceField,
     Dtype,
@@ -25,6 +26,7 @@ from moemerge.config.settings import (
     ForwardKeywords,
     LayersField,
     Offload,
+    Requantize,
     Seed,
     Share,
 )
@@ -89,6 +91,7 @@ class RefitSettings(Strict):
     offload: Offload = OFFLOAD
     device: DeviceField = DEVICE
     dtype: Dtype = DTYPE
+    requantize: Requantize = REQUANTIZE
     strict: Flag = Field(
         False, description="fail when a router does not converge, or a map stays as merged"
     )
@@ -112,6 +115,7 @@ class RefitKeywords(ForwardKeywords, total=False):
     router: RouterBy
     layers: LayerSelection | str | int | Sequence[str | int]
     holdout: float
+    requantize: Requantize
     strict: bool
 
 

@@ -67,8 +67,8 @@ PUSH_TO_HUB: Any = Field(
 DTYPE: Any = Field("auto", description="dtype of the forward pass (auto: the checkpoint's)")
 REQUANTIZE: Any = Field(
     "no",
-    description="how quantised weights are written: as floats (no), or as the model stores them "
-    "that the config is taken from (same)",
+    description="write quantised weights as floats (no), or as the model had them whose config the "
+    "output takes (same)",
 )
 
 

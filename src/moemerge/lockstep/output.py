@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from moemerge.checkpoint import Checkpoint, CheckpointPatch, require_space
+from moemerge.checkpoint.patch import Quantised
 from moemerge.errors import (
     ArchitectureError,
     CheckpointError,
@@ -72,8 +73,13 @@ class Output:
     def check(self) -> None:
         """Raise what has gone wrong in the background, if anything has."""
 
+    def write(self) -> dict[str, Any]:
+        """All entries are there: put their tensors into OUT. Gives the error of rounding of those
+        that are stored quantised, by format."""
+        return {}
+
     def finish(self, files: Mapping[str, bytes]) -> None:
-        """All entries are there; `files` are put next to the weights."""
+        """All tensors are written; `files` are put next to the weights."""
 
     def __enter__(self) -> Self:
         return self
@@ -102,6 +108,7 @@ class PatchedOutput(Output):
         overwrite: bool = False,
         link: bool = False,
         in_background: bool = False,
+        quantised: Quantised = "keep",
     ) -> None:
         """Refuses an output that must not be written, or for which there is no room.
 
@@ -115,9 +122,12 @@ class PatchedOutput(Output):
         if in_background:
             self._later = thread_pool(1, "moemerge-journal")
         self._adding: Future[None] | None = None
-        self._patch = CheckpointPatch(source, out, overwrite=overwrite, link=link, inputs=inputs)
+        self._patch = CheckpointPatch(
+            source, out, overwrite=overwrite, link=link, inputs=inputs, quantised=quantised
+        )
+        self._written = False
         try:
-            require_space(out, source.total_bytes + COMPANION_BYTES)
+            require_space(out, self._patch.nbytes + COMPANION_BYTES)
         except BaseException:
             self._patch.abort()
             raise
@@ -154,12 +164,18 @@ class PatchedOutput(Output):
         if adding is not None:
             adding.result()
 
-    def finish(self, files: Mapping[str, bytes]) -> None:
-        assert self._journal is not None
+    def write(self) -> dict[str, Any]:
         self._wait()
         for entry in self.entries:
             for name, tensor in entry.tensors.items():
                 self._patch.write(name, tensor)
+        self._written = True
+        return self._patch.rounding.to_json()
+
+    def finish(self, files: Mapping[str, bytes]) -> None:
+        assert self._journal is not None
+        if not self._written:
+            self.write()
         for name, data in files.items():
             self._patch.add_bytes(name, data)
         self._patch.commit()

@@ -98,6 +98,10 @@ def prepare(request: RefitRequest) -> RefitJob:
     device = resolve_device(settings.device)
     merged = open_model(MERGED, request.merged)
     require_refittable(merged)
+    if settings.requantize == "same" and merged.checkpoint.quantisation is None:
+        raise UsageError(
+            f'`requantize="same"`: {merged.label} is not quantised', hint="leave it out"
+        )
     dtype = forward_dtype(settings.dtype, merged)
     _require_wide_enough(merged, dtype)
     sources = {name: open_model(name, ref) for name, ref in request.sources.items()}

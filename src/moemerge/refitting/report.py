@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moemerge.linalg.cg import Status
@@ -249,6 +249,7 @@ class RefitReport:
     notices: tuple[str, ...]
     seconds: float
     timings: Timings
+    requantised: Mapping[str, Any] = field(default_factory=dict)  # the error of rounding, by format
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -285,6 +286,7 @@ class RefitReport:
             "held_out_tokens": dict(self.held_out_tokens),
             "layers": list(self.layers),
             "totals": self.totals,
+            **({"requantised": dict(self.requantised)} if self.requantised else {}),
             "notices": list(self.notices),
             "seconds": round(self.seconds, 3),
             "timings": self.timings.to_json(),

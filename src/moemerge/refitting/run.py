@@ -53,6 +53,7 @@ def run_refit(request: RefitRequest, progress: Progress) -> RefitReport:
         run = _Run(job, output, progress, start)
         report = run.run()
         fitted = time.perf_counter()
+        report = replace(report, requantised=output.write())
         output.finish(output_files(job, report, __version__))
     timings = report.timings.written(time.perf_counter() - fitted, output.copied)
     return replace(report, timings=timings, seconds=time.perf_counter() - start)
@@ -70,6 +71,7 @@ def open_output(job: RefitJob) -> Output:
         overwrite=request.overwrite,
         link=request.temporary,
         in_background=job.device.type != "cpu",
+        quantised="same" if request.settings.requantize == "same" else "floats",
     )
 
 
