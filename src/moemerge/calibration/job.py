@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from moemerge.architectures.opened import OpenModel, open_model
+from moemerge.architectures.opened import OpenModel
 from moemerge.config.calibration import CalibrationSettings
-from moemerge.config.models import ModelRef
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
 from moemerge.lockstep.inputs import (
     JobText,
     base_notices,
-    check_names,
     check_same_tokens,
     read_text,
     require_streamable,
-    settings_data,
     source_weights,
 )
 from moemerge.lockstep.models import (
@@ -28,16 +24,12 @@ from moemerge.lockstep.models import (
     ChosenRouters,
     StoredRouters,
     gate_notices,
-    require_calibratable,
-    require_same_family,
 )
-from moemerge.lockstep.output import Output, PatchedOutput
+from moemerge.lockstep.repairs import RepairRequest, request_key
 from moemerge.lockstep.streams import Side
 from moemerge.runtime.devices import resolve_device
-from moemerge.runtime.dtypes import dtype_name
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
-from moemerge.text.rows import TextSource, check_files
 
 # Tokens of a domain for each feature, below which its figures are taken with a grain of salt: 64
 # tokens fit any router of width 64 by heart.
@@ -45,31 +37,11 @@ FEW_TOKENS = 2
 MERGED_ALONE = (
     '`targets="merged-features"` runs the merged model alone, and of sources reads routers'
 )
-# They say how a run is done; its result does not depend on them.
-NOT_IN_KEY = ("offload", "strict", "device", "dtype")
-
-Reference = str | Path | ModelRef
 
 
 @dataclass(frozen=True)
-class CalibrationRequest:
-    """What to calibrate, with what, to where. `sources` and `data` share their names."""
-
-    merged: Reference
-    out: Path
-    sources: Mapping[str, Reference]
-    data: Mapping[str, Sequence[TextSource]]
+class CalibrationRequest(RepairRequest):
     settings: CalibrationSettings
-    weights: Mapping[str, float] = field(default_factory=dict)  # of sources; 1 where none is given
-    overwrite: bool = False
-    resume: bool = False
-    # The merged folder was made by this very run and goes when it ends: its config says all,
-    # and unchanged shards need no copy.
-    temporary: bool = False
-    # Without it routers are solved for and reported on; nothing is written, not even a journal.
-    write: bool = True
-    # The data, where they were read with the same settings already.
-    text: JobText | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +81,6 @@ class CalibrationJob:
     @property
     def key(self) -> dict[str, Any]:
         """What the result depends on, as plain data: two runs with one key end alike."""
-        settings = settings_data(self.request.settings)
         sources = {
             name: self.stored[name].digest
             + (source.checkpoint.fingerprint() if self.streams_sources else "")
@@ -118,55 +89,19 @@ class CalibrationJob:
         merged = self.stored[MERGED].digest + self.merged.checkpoint.fingerprint()
         return {
             "merged": _sha256(merged),
-            "order": list(sources),  # sums run in it, so the last bits depend on it
             "sources": {name: _sha256(text) for name, text in sources.items()},
-            "weights": dict(self.weights),
-            "data": {domain.name: _digest(domain) for domain in self.text.domains},
             "batch_tokens": self._batch_tokens,
-            "settings": {
-                **{name: value for name, value in settings.items() if name not in NOT_IN_KEY},
-                "device": self.stream.device.type,
-                "dtype": dtype_name(self.stream.dtype),
-            },
+            **request_key(self.request, self.text.domains, self.stream.device, self.stream.dtype),
         }
 
 
 # --- checks, in the order in which they are made ------------------------------------------------
 
 
-def open_models(request: CalibrationRequest) -> tuple[OpenModel, dict[str, OpenModel]]:
-    """The merged model and the sources: named as the data are, of one family, to be calibrated."""
-    check_names(request.sources, request.data)
-    source_weights(request.weights, request.sources)
-    check_files(request.data)
-    merged = open_model(MERGED, request.merged)
-    require_calibratable(merged)
-    sources = {name: open_model(name, ref) for name, ref in request.sources.items()}
-    for source in sources.values():
-        require_same_family(merged, source)
-    return merged, sources
-
-
 def stream_settings(request: CalibrationRequest, merged: OpenModel) -> StreamSettings:
     settings = request.settings
     device = resolve_device(settings.device)
     return StreamSettings(device, forward_dtype(settings.dtype, merged), settings.offload)
-
-
-def open_output(
-    request: CalibrationRequest, merged: OpenModel, sources: Mapping[str, OpenModel]
-) -> Output:
-    """OUT in the making, refused here where it must not be."""
-    if not request.write:
-        return Output()
-    return PatchedOutput(
-        merged.checkpoint,
-        request.out,
-        inputs=[folder for model in sources.values() for folder in model.checkpoint.folders],
-        overwrite=request.overwrite,
-        link=request.temporary,
-        in_background=resolve_device(request.settings.device).type != "cpu",
-    )
 
 
 def prepare(
@@ -207,16 +142,6 @@ def few_tokens(domain: Domain, width: int) -> str | None:
         "measured on them says little about other text; give at least "
         f"{FEW_TOKENS * width}, and diagnose on text of its own"
     )
-
-
-def _digest(domain: Domain) -> str:
-    digest = hashlib.sha256()
-    for rows in (domain.rows, domain.holdout):
-        digest.update(len(rows).to_bytes(8, "little"))
-        for row in rows:
-            digest.update(len(row).to_bytes(8, "little"))
-            digest.update(row.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _sha256(text: str) -> str:

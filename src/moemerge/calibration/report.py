@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from moemerge.calibration.layer import Agreement, LayerResult
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import SkippedRouter
+from moemerge.lockstep.repairs import RepairReport
 from moemerge.routing import Preconditioner
-from moemerge.runtime.timing import Timings
 
 PER_DOMAIN = ("kl_before", "kl_after", "mismatch_before", "mismatch_after")
 
@@ -126,50 +126,61 @@ def _mean(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     return {name: math.fsum(known) / len(known) for name, known in values.items() if known}
 
 
-@dataclass(frozen=True)
-class CalibrationReport:
+@dataclass(frozen=True, kw_only=True)
+class CalibrationReport(RepairReport):
     """The `calibration` part of `moemerge_report.json`."""
 
-    merged: str
-    output: str
-    sources: Mapping[str, str]
-    weights: Mapping[str, float]
-    data: Mapping[str, tuple[str, ...]]
-    settings: Mapping[str, Any]
-    device: str
-    dtype: str
-    offload: str
-    memory: int  # bytes that the run was expected to need on its device
-    resumed: int  # routers taken from the journal of a killed run
-    layers: tuple[dict[str, Any], ...]
+    part = "calibration"
+    section = "Router calibration"
+    done = "Routers calibrated"
+    summary = "its routers calibrated with HARC (Hessian-aware router calibration)"
+
     skipped: tuple[SkippedRouter, ...]
-    notices: tuple[str, ...]
-    seconds: float
-    timings: Timings
 
     @property
     def totals(self) -> dict[str, Any]:
         return totals(self.layers)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "merged": self.merged,
-            "output": self.output,
-            "sources": dict(self.sources),
-            "weights": dict(self.weights),
-            "data": {name: list(files) for name, files in self.data.items()},
-            "settings": dict(self.settings),
-            "device": self.device,
-            "dtype": self.dtype,
-            "offload": self.offload,
-            "memory_estimate": self.memory,
-            "resumed": self.resumed,
-            "layers": list(self.layers),
-            "skipped": [
-                {"layer": s.layer, "router": s.router, "reason": s.reason} for s in self.skipped
-            ],
-            "totals": self.totals,
-            "notices": list(self.notices),
-            "seconds": round(self.seconds, 3),
-            "timings": self.timings.to_json(),
-        }
+    def own_json(self) -> dict[str, Any]:
+        return {"skipped": [asdict(router) for router in self.skipped]}
+
+    @property
+    def words(self) -> str:
+        """What was done, and tables of how the routing agrees with the sources'."""
+        total, settings = self.totals, self.settings
+        damping = (
+            f"gamma {settings['gamma']}"
+            if settings.get("gamma") is not None
+            else f"alpha {settings['alpha']}"
+        )
+        on, mismatch = "both routers on this model's features", "mismatch, routers alone"
+        if settings["targets"] == "source-features":
+            on, mismatch = "each model on its own features", "mismatch"
+        lines = [
+            f"{total['routers']} routers were solved for ({damping}, {settings['curvature']} "
+            f"curvature, {settings['objective']} objective, targets: {settings['targets']}); "
+            f"{total['converged']} solves converged. All other tensors are as merged. Routing "
+            f"agreement with each source, as means over the routers, {on}:",
+            *_agreement_table(total, mismatch),
+        ]
+        if "holdout" in total:
+            lines += ["", "The same on rows that no solve has seen:"]
+            lines += _agreement_table(total["holdout"], mismatch)
+        return "\n".join(lines)
+
+
+def _agreement_table(total: Mapping[str, Any], mismatch: str) -> list[str]:
+    """`mismatch` is what the figure is called: routing has two of them."""
+    lines = [
+        "",
+        f"| domain | tokens | KL before | KL after | {mismatch} before | after |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, tokens in total["tokens"].items():
+        numbers = (
+            f"{total['kl_before'].get(name, 0):.4g} | {total['kl_after'].get(name, 0):.4g} | "
+            f"{total['mismatch_before'].get(name, 0):.1%} | "
+            f"{total['mismatch_after'].get(name, 0):.1%}"
+        )
+        lines.append(f"| {name} | {tokens} | {numbers} |")
+    return lines

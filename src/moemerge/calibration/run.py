@@ -5,27 +5,23 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from moemerge.calibration.card import output_files
 from moemerge.calibration.job import (
     CalibrationJob,
     CalibrationRequest,
-    open_models,
-    open_output,
     prepare,
     stream_settings,
 )
 from moemerge.calibration.report import CalibrationReport, holdout_notices, totals
 from moemerge.calibration.solve import RouterSolver, memory_need, solve_settings
 from moemerge.calibration.warm_up import WarmUp
-from moemerge.lockstep.inputs import settings_data
+from moemerge.lockstep.models import require_calibratable
 from moemerge.lockstep.output import Output
+from moemerge.lockstep.repairs import RepairReport, open_models, open_output, output_files
 from moemerge.lockstep.streams import Lockstep, open_lockstep
 from moemerge.lockstep.walk import walk
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Timings, peak_memory
-from moemerge.text.rows import source_names
-from moemerge.version import __version__
 
 
 def run_calibration(request: CalibrationRequest, progress: Progress) -> CalibrationReport:
@@ -35,7 +31,7 @@ def run_calibration(request: CalibrationRequest, progress: Progress) -> Calibrat
     """
     start = time.perf_counter()
     with WarmUp(solve_settings(request.settings)) as warm_up:
-        merged, sources = open_models(request)
+        merged, sources = open_models(request, require_calibratable)
         stream = stream_settings(request, merged)
         warm_up.begin(merged, stream.device, stream.dtype)
         with open_output(request, merged, sources) as output:
@@ -72,7 +68,7 @@ def _run(
         for notice in holdout_notices(report.totals):
             progress.note(notice)
         lockstep.close()  # its memory is of no more use, and writing may take a while
-        output.finish(output_files(job, report, __version__))
+        output.finish(output_files(job.request, job.merged, report))
     written = report.timings.written(time.perf_counter() - solved, output.copied)
     return replace(report, timings=written, seconds=time.perf_counter() - start)
 
@@ -84,12 +80,7 @@ def _report(
     rows = tuple(entry.row for entry in output.entries)
     stopwatch.aside("copy", *output.copied)
     return CalibrationReport(
-        merged="this run's merge" if request.temporary else str(request.merged),
-        output=str(request.out),
-        sources={name: str(ref) for name, ref in request.sources.items()},
-        weights=job.weights,
-        data={name: source_names(request.data[name]) for name in request.sources},
-        settings=settings_data(request.settings),
+        **RepairReport.asked(request),
         device=str(job.stream.device),
         dtype=dtype_name(job.stream.dtype),
         offload=lockstep.offload,

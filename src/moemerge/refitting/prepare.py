@@ -2,67 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from moemerge.architectures.opened import OpenModel, open_model
-from moemerge.config.models import ModelRef
+from moemerge.architectures.opened import OpenModel
 from moemerge.config.refit import RefitSettings
 from moemerge.errors import ArchitectureError, UsageError
 from moemerge.features.settings import batch_tokens, forward_dtype
 from moemerge.lockstep.inputs import (
     JobText,
     base_notices,
-    check_names,
     check_same_tokens,
     read_text,
     require_streamable,
-    settings_data,
     source_weights,
 )
 from moemerge.lockstep.models import (
-    MERGED,
     PairedRouter,
     gate_notices,
     pair_routers,
-    require_same_family,
 )
+from moemerge.lockstep.repairs import RepairRequest, open_models, request_key
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.text.batches import Batch, make_batches
-from moemerge.text.domains import Domain
-from moemerge.text.rows import TextSource, check_files
 
 SAME = "a source is a model that was merged: same layers, same experts, same width"
-# They say how a run is done; its result does not depend on them.
-NOT_IN_KEY = ("offload", "strict", "device", "dtype")
-
-Reference = str | Path | ModelRef
 
 
 @dataclass(frozen=True)
-class RefitRequest:
-    """What to refit, with what, to where. `sources` and `data` share their names."""
-
-    merged: Reference
-    out: Path
-    sources: Mapping[str, Reference]
-    data: Mapping[str, Sequence[TextSource]]
+class RefitRequest(RepairRequest):
     settings: RefitSettings
-    weights: Mapping[str, float] = field(default_factory=dict)  # of sources; 1 where none is given
-    overwrite: bool = False
-    resume: bool = False
-    # The merged folder was made by this very run and goes when it ends.
-    temporary: bool = False
-    # Without it maps are fitted and reported on; nothing is written, not even a journal.
-    write: bool = True
-    # The data, where they were read with the same settings already.
-    text: JobText | None = None
 
 
 @dataclass(frozen=True)
@@ -92,21 +65,15 @@ class RefitJob:
 def prepare(request: RefitRequest) -> RefitJob:
     """Check names, files, models and text; make the batches."""
     settings = request.settings
-    check_names(request.sources, request.data)
-    weights = source_weights(request.weights, request.sources)
-    check_files(request.data)
     device = resolve_device(settings.device)
-    merged = open_model(MERGED, request.merged)
-    require_refittable(merged)
+    merged, sources = open_models(request, require_refittable)
     if settings.requantize == "same" and merged.checkpoint.quantisation is None:
         raise UsageError(
             f'`requantize="same"`: {merged.label} is not quantised', hint="leave it out"
         )
     dtype = forward_dtype(settings.dtype, merged)
     _require_wide_enough(merged, dtype)
-    sources = {name: open_model(name, ref) for name, ref in request.sources.items()}
     for source in sources.values():
-        require_same_family(merged, source)
         require_streamable(merged, source, what=f"source {source.name!r}", hint=SAME)
     layers = tuple(settings.layers.resolve(merged.architecture.num_layers))
     notices = base_notices(merged, sources, request.sources)
@@ -119,7 +86,7 @@ def prepare(request: RefitRequest) -> RefitJob:
         request=request,
         merged=merged,
         sources=sources,
-        weights=weights,
+        weights=source_weights(request.weights, sources),
         layers=layers,
         routers=routers,
         text=text,
@@ -127,7 +94,12 @@ def prepare(request: RefitRequest) -> RefitJob:
         device=device,
         dtype=dtype,
         notices=tuple(notices),
-        key=_key(request, merged, sources, text.domains, device, dtype),
+        key={
+            "job": "refit",
+            "merged": merged.checkpoint.fingerprint(),
+            "sources": {name: model.checkpoint.fingerprint() for name, model in sources.items()},
+            **request_key(request, text.domains, device, dtype),
+        },
     )
 
 
@@ -171,40 +143,3 @@ def _check_text(text: JobText, sources: Mapping[str, OpenModel]) -> list[str]:
         source, what = sources[domain.name], f"source {domain.name!r}"
         notices += check_same_tokens([domain], text.tokenizer, source, what=what, hint=SAME)
     return notices
-
-
-# --- the key ------------------------------------------------------------------------------------
-
-
-def _key(
-    request: RefitRequest,
-    merged: OpenModel,
-    sources: Mapping[str, OpenModel],
-    domains: Sequence[Domain],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    settings = settings_data(request.settings)
-    return {
-        "job": "refit",
-        "merged": merged.checkpoint.fingerprint(),
-        "order": list(sources),  # sums run in it, so the last bits depend on it
-        "sources": {name: model.checkpoint.fingerprint() for name, model in sources.items()},
-        "weights": source_weights(request.weights, sources),
-        "data": {domain.name: _digest(domain) for domain in domains},
-        "settings": {
-            **{name: value for name, value in settings.items() if name not in NOT_IN_KEY},
-            "device": device.type,
-            "dtype": dtype_name(dtype),
-        },
-    }
-
-
-def _digest(domain: Domain) -> str:
-    digest = hashlib.sha256()
-    for rows in (domain.rows, domain.holdout):
-        digest.update(len(rows).to_bytes(8, "little"))
-        for row in rows:
-            digest.update(len(row).to_bytes(8, "little"))
-            digest.update(row.numpy().tobytes())
-    return digest.hexdigest()

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moemerge.linalg.cg import Status
+from moemerge.lockstep.repairs import RepairReport
 from moemerge.refitting.ridge import Fit
 from moemerge.refitting.routers import RouterFit
-from moemerge.runtime.timing import Timings
 
 SHOWN = 5  # experts that a notice names
 
@@ -228,27 +228,17 @@ def kind_of(row: Mapping[str, Any]) -> str:
     return ".".join(words[-2:]) if "expert" in row["map"] else words[-1]
 
 
-@dataclass(frozen=True)
-class RefitReport:
+@dataclass(frozen=True, kw_only=True)
+class RefitReport(RepairReport):
     """The `refit` part of `moemerge_report.json`."""
 
-    merged: str
-    output: str
-    sources: Mapping[str, str]
-    weights: Mapping[str, float]
-    data: Mapping[str, tuple[str, ...]]
-    settings: Mapping[str, Any]
-    device: str
-    dtype: str
-    offload: str
-    memory: int  # bytes that the run was expected to need on its device
-    resumed: int  # layers taken from the journal of a killed run
+    part = "refit"
+    section = "Refit"
+    done = "Refitted"
+    summary = "its linear maps refitted in closed form to what the sources give"
+
     tokens: Mapping[str, int]
     held_out_tokens: Mapping[str, int]
-    layers: tuple[dict[str, Any], ...]
-    notices: tuple[str, ...]
-    seconds: float
-    timings: Timings
     requantised: Mapping[str, Any] = field(default_factory=dict)  # the error of rounding, by format
 
     @property
@@ -269,25 +259,39 @@ class RefitReport:
             "drift_after": dict(last[-1]["drift_after"]) if last else {},
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def own_json(self) -> dict[str, Any]:
         return {
-            "merged": self.merged,
-            "output": self.output,
-            "sources": dict(self.sources),
-            "weights": dict(self.weights),
-            "data": {name: list(files) for name, files in self.data.items()},
-            "settings": dict(self.settings),
-            "device": self.device,
-            "dtype": self.dtype,
-            "offload": self.offload,
-            "memory_estimate": self.memory,
-            "resumed": self.resumed,
             "tokens": dict(self.tokens),
             "held_out_tokens": dict(self.held_out_tokens),
-            "layers": list(self.layers),
-            "totals": self.totals,
             **({"requantised": dict(self.requantised)} if self.requantised else {}),
-            "notices": list(self.notices),
-            "seconds": round(self.seconds, 3),
-            "timings": self.timings.to_json(),
         }
+
+    @property
+    def words(self) -> str:
+        """What was done, and a table of what is left of each kind of map's error."""
+        total, settings = self.totals, self.settings
+        texts = ", ".join(f"{name} ({tokens} tokens)" for name, tokens in self.tokens.items())
+        lines = [
+            f"{total['maps']} linear maps and {total['routers']} routers were fitted to what each "
+            f"source gives on its own text: {texts}. Ridge {settings['ridge']}, parts "
+            f"{', '.join(settings['parts'])}; {total['kept']} maps stay as merged, since rows held "
+            "out would have lost. What is left of each kind of map's error, as means over maps:",
+            "",
+            "| map | error left, calibration rows | rows held out |",
+            "|---|---|---|",
+            *(
+                f"| {kind} | {left:.1%} | {_share(total['error_left']['held_out'].get(kind))} |"
+                for kind, left in total["error_left"]["calibration"].items()
+            ),
+        ]
+        if total["drift_after"]:
+            lines += ["", "| domain | drift as merged | drift refitted |", "|---|---|---|"]
+            for name, after in total["drift_after"].items():
+                before = total["drift_before"].get(name)
+                shown = "" if before is None else f"{before:.3g}"
+                lines.append(f"| {name} | {shown} | {after:.3g} |")
+        return "\n".join(lines)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"

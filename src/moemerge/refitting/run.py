@@ -11,22 +11,24 @@ from typing import Any
 from torch import Tensor
 
 from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.patch import Quantised
 from moemerge.errors import ResourceError
 from moemerge.features.settings import HEADROOM
 from moemerge.features.spill import Offload
-from moemerge.features.taps import UnitMap
+from moemerge.features.taps import ExpertsTap, UnitMap
 from moemerge.linalg.cg import Status
-from moemerge.lockstep.inputs import settings_data
 from moemerge.lockstep.journal import Entry
 from moemerge.lockstep.models import OverlaidCheckpoint
-from moemerge.lockstep.output import Output, PatchedOutput, RefusedResultError
+from moemerge.lockstep.output import Output, RefusedResultError
+from moemerge.lockstep.repairs import RepairReport, open_output, output_files
 from moemerge.lockstep.streams import PROCESS_BYTES
 from moemerge.refitting.domains import DomainScales
+from moemerge.refitting.experts import SAMPLED
+from moemerge.refitting.head import GROUP
+from moemerge.refitting.linear import BLOCK_VALUES
 from moemerge.refitting.loop import FinishedLayer, RefitLoop
-from moemerge.refitting.memory import refit_bytes
 from moemerge.refitting.plan import RefitPlan, make_plan, planned_names
 from moemerge.refitting.prepare import RefitJob, RefitRequest, prepare
-from moemerge.refitting.provenance import output_files
 from moemerge.refitting.report import RefitReport, few_tokens, map_errors
 from moemerge.refitting.routers import RouterJob
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
@@ -34,8 +36,6 @@ from moemerge.runtime.devices import available_memory
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Timings, peak_memory
-from moemerge.text.rows import source_names
-from moemerge.version import __version__
 
 HEAD = "head"
 
@@ -49,30 +49,15 @@ def run_refit(request: RefitRequest, progress: Progress) -> RefitReport:
     job = prepare(request)
     for notice in job.notices:
         progress.note(notice)
-    with open_output(job) as output:
+    stored: Quantised = "same" if request.settings.requantize == "same" else "floats"
+    with open_output(request, job.merged, job.sources, stored) as output:
         run = _Run(job, output, progress, start)
         report = run.run()
         fitted = time.perf_counter()
         report = replace(report, requantised=output.write())
-        output.finish(output_files(job, report, __version__))
+        output.finish(output_files(request, job.merged, report))
     timings = report.timings.written(time.perf_counter() - fitted, output.copied)
     return replace(report, timings=timings, seconds=time.perf_counter() - start)
-
-
-def open_output(job: RefitJob) -> Output:
-    """Where finished layers go."""
-    request = job.request
-    if not request.write:
-        return Output()
-    return PatchedOutput(
-        job.merged.checkpoint,
-        request.out,
-        inputs=[f for source in job.sources.values() for f in source.checkpoint.folders],
-        overwrite=request.overwrite,
-        link=request.temporary,
-        in_background=job.device.type != "cpu",
-        quantised="same" if request.settings.requantize == "same" else "floats",
-    )
 
 
 class _Run:
@@ -180,19 +165,14 @@ class _Run:
         self.progress.note(f"{where}: {len(row['maps'])} maps{left}{drift}")
 
     def _report(self, streams: RefitStreams, plan: RefitPlan) -> RefitReport:
-        job, request = self.job, self.job.request
+        job = self.job
         fitted = time.perf_counter() - self.start
         layers = tuple(entry.row for entry in self.output.entries)
         stopwatch = streams.merged.stream.stopwatch
         tokens = {domain.name: domain.tokens for domain in job.text.domains}
         held = {domain.name: sum(map(len, domain.holdout)) for domain in job.text.domains}
         return RefitReport(
-            merged="this run's merge" if request.temporary else str(request.merged),
-            output=str(request.out),
-            sources={name: str(ref) for name, ref in request.sources.items()},
-            weights=job.weights,
-            data={name: source_names(request.data[name]) for name in request.sources},
-            settings=settings_data(request.settings),
+            **RepairReport.asked(job.request),
             device=str(job.device),
             dtype=dtype_name(job.dtype),
             offload=streams.offload,
@@ -249,3 +229,49 @@ def open_streams(job: RefitJob, checkpoint: Checkpoint, progress: Progress) -> R
         hint="lower `max_tokens` or `max_length`"
         + ("" if wanted in ("auto", "disk") else '; `offload="disk"` parks activations there'),
     )
+
+
+# Hidden states of every token that are kept of a layer: of its source what two norms give, what
+# attention says and the states before and after; of the merged model what is read now, what its
+# attention says, the state before, and what is missing.
+SOURCE_STATES = 5
+MERGED_STATES = 4
+# Of a map's Gram and cross products, in float64: the sums, their factor, the solution and what is
+# compared with it, for calibration and held-out rows.
+SUM_COPIES = 6
+BLOCKS = 4  # of outputs in float32 at a time
+
+
+def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
+    """Records of a layer, the largest map's sums, and blocks of outputs."""
+    stream = streams.merged.stream
+    width = job.merged.architecture.hidden_size or 0
+    tokens = sum(batch.tokens for batch in job.batches)
+    states = (SOURCE_STATES + MERGED_STATES) * tokens * width * job.dtype.itemsize
+    largest = 0
+    for taps in stream.taps.layers:
+        for tap in taps:
+            if isinstance(tap, ExpertsTap):
+                # Experts go one by one; the sums of those that choose λ are held together.
+                values = max(
+                    _values(stream.model.get_parameter(name).shape[1:])
+                    for name in (tap.up, tap.down)
+                )
+                held = 2 * SAMPLED if job.ridge is None else 0
+                largest = max(largest, (SUM_COPIES + held) * values)
+            else:
+                largest = max(largest, SUM_COPIES * _values(tap.shape))
+    head = stream.taps.head
+    resident = 0
+    if head is not None and "head" in job.request.settings.parts:
+        rows, inputs = head.shape
+        largest = max(largest, SUM_COPIES * _values((min(rows, GROUP), inputs)))
+        resident = (2 + len(job.sources)) * rows * inputs * job.dtype.itemsize
+        resident += 2 * tokens * inputs * job.dtype.itemsize
+    block = BLOCK_VALUES.get(job.device.type, BLOCK_VALUES["cpu"])
+    return max(states, resident) + 8 * largest + 4 * BLOCKS * block
+
+
+def _values(shape: tuple[int, ...]) -> int:
+    """Of a Gram and of cross products, whichever side is the input."""
+    return max(shape) ** 2 + shape[0] * shape[1]
