@@ -381,7 +381,7 @@ def test_unknown_moe_is_read_tensor_by_tensor_with_a_notice() -> None:
 def test_recognised_by_class_where_the_model_type_is_missing() -> None:
     name = "model.layers.0.mlp.gate.weight"
     config = {"architectures": ["OlmoeForCausalLM"], "num_hidden_layers": 1}
-    found = Architecture.of(config, {name: Info((4, 8))})
+    found = Architecture.of(config, {name: Info((8, 8))})
     assert found.model_type == "olmoe"
     assert found.routers()[0].gate is not None
 

@@ -74,10 +74,10 @@ class Interrupting:
             raise KeyboardInterrupt
 
 
-def interrupt_after_two_layers(case: cases.Case, out: Path) -> None:
+def interrupt_after_two_layers(case: cases.Case, out: Path, **settings: Any) -> None:
     """The journal of a killed run, without the seconds that another process takes to start."""
     with pytest.raises(KeyboardInterrupt):
-        case.calibrate(out, progress=Interrupting("layer 1:"), device="cpu")
+        case.calibrate(out, progress=Interrupting("layer 1:"), device="cpu", **settings)
     assert not out.exists()
     assert sorted(p.name for p in journal_path(out).glob("*.json")) == [
         "0000.json", "0001.json", "key.json",
@@ -214,14 +214,40 @@ def test_what_strict_refuses_is_not_lost(case_of: CaseOf, tmp_path: Path) -> Non
     assert not cases.leftovers(out)
 
 
-def test_an_entry_of_another_router_is_not_replayed(case_of: CaseOf, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("layers.1.mlp", "layers.2.mlp"), ('"residual": ', '"residual": 1'), ("{", "[")],
+)
+def test_a_changed_entry_is_not_believed(
+    case_of: CaseOf, tmp_path: Path, old: str, new: str
+) -> None:
     case, out = case_of("olmoe"), tmp_path / "out"
+    whole = case.calibrate(tmp_path / "whole")
     interrupt_after_two_layers(case, out)
     path = journal_path(out) / "0001.json"
-    path.write_text(path.read_text().replace("layers.1.mlp", "layers.2.mlp"))
-    with pytest.raises(CheckpointError, match=r"entry 1 is of .*layers\.2.*runs .*layers\.1"):
-        case.calibrate(out, resume=True)
-    assert not out.exists()
+    path.write_text(path.read_text().replace(old, new, 1))
+    report = case.calibrate(out, resume=True)
+    assert report.resumed == 1
+    assert cases.weights(out) == cases.weights(tmp_path / "whole")
+    assert [row["residual"] for row in report.layers] == [row["residual"] for row in whole.layers]
+
+
+def test_an_entry_of_another_run_is_not_replayed(case_of: CaseOf, tmp_path: Path) -> None:
+    case, out, other = case_of("olmoe"), tmp_path / "out", tmp_path / "other"
+    interrupt_after_two_layers(case, out)
+    interrupt_after_two_layers(case, other, alpha=0.5)
+    for name in ("0001.json", "0001.bin"):
+        (journal_path(other) / name).replace(journal_path(out) / name)
+    assert case.calibrate(out, resume=True).resumed == 1
+
+
+def test_a_journal_that_is_a_link_is_refused(case_of: CaseOf, tmp_path: Path) -> None:
+    case, out = case_of("olmoe"), tmp_path / "out"
+    (tmp_path / "elsewhere").mkdir()
+    journal_path(out).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="no folder of ours"):
+        case.calibrate(out)
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_run_that_cannot_succeed_leaves_no_journal(case_of: CaseOf, tmp_path: Path) -> None:

@@ -191,7 +191,8 @@ def judge(ended: Ended, before: set[str], folder: Path, arguments: Sequence[str]
         left = made | {path for path in after - before if path == "out"}
         return f"left behind: {sorted(left)[0]}" if left else "refused"
     if ended.code != 0:
-        return f"exit code {ended.code}"
+        logs = [log.read_text() for log in (folder / "tmp").glob("moemerge-error-*")]
+        return f"exit code {ended.code}: {' | '.join(' '.join(logs).splitlines()[-3:])}"
     if made:
         return f"left behind: {sorted(made)[0]}"
     checked = in_child(

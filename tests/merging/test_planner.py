@@ -209,7 +209,7 @@ def test_a_kept_router_must_be_there_and_fit(olmoe, tmp_path):
     base, a, b = olmoe
     gate = "model.layers.0.mlp.gate.weight"
     edit(b, lambda t: t.update({gate: t[gate][:4].clone()}))
-    with pytest.raises(CheckpointError, match=r"gate\.weight of .*m2 has shape \[4, 32\]"):
+    with pytest.raises(CheckpointError, match=r"counts 8 experts, .*gate\.weight 4"):
         moemerge.merge(ties(base, [a, b], router={"keep": "m2"}), tmp_path / "out")
     edit(b, lambda t: t.pop(gate))
     with pytest.raises(CheckpointError, match=r"m2 lacks 1 tensors that .*base has"):

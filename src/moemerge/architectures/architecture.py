@@ -14,7 +14,7 @@ from moemerge.architectures.layout import ExpertLayout, Piece, equal_parts
 from moemerge.architectures.quantisation import find_quantised
 from moemerge.architectures.reading import Header, Named, NameReader
 from moemerge.architectures.roles import WHOLE, Role, Unit
-from moemerge.architectures.rules import DEPTH, Family, Router, look_up
+from moemerge.architectures.rules import CONFIG_HINT, DEPTH, MOST, Family, Router, look_up
 from moemerge.errors import ArchitectureError
 
 
@@ -58,6 +58,8 @@ _TEXT_SECTIONS = (
     ("llm_config",),
     ("language_config",),
 )
+_ZERO_EXPERTS = "zero_expert_num"  # experts that do nothing, and still have a logit
+_WIDTHS = ("hidden_size", "d_model", "n_embd")
 _EXPERT_COUNTS = (
     "num_experts",
     "num_local_experts",
@@ -99,15 +101,48 @@ class Architecture:
         self._layout = ExpertLayout.of(family, self.hidden_size, self.num_experts)
         self._reader = NameReader(family, self._layout)
         self._named = self._reader.read_all(tensors)
+        if family is not None:
+            self._check_against_tensors(family)
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tensors: Mapping[str, Header]) -> Architecture:
         """Recognise a checkpoint by `model_type` (also of a nested text config), then by class."""
         section, text = _text_section(config)
-        outer, inner = config.get("model_type"), text.get("model_type")
+        _check_counts(text)
+        outer, inner = (_name(part.get("model_type")) for part in (config, text))
         family = family_of(inner) or family_of(outer) or _family_by_class(config)
         model_type = inner or outer or (family.model_type if family else None)
         return cls(config, tensors, family=family, section=section, model_type=model_type)
+
+    def _check_against_tensors(self, family: Family) -> None:
+        """What the config counts is there: nothing is ever made by a number alone."""
+        layers = {named.layer for named in self._named.values() if named.layer is not None}
+        if layers and self.num_layers > 1 + max(layers):
+            raise ArchitectureError(
+                f"config.json counts {self.num_layers} layers, the tensors make {1 + max(layers)}",
+                hint=CONFIG_HINT,
+            )
+        for router in self.routers():
+            rows, gate = router.rows, router.gate
+            if gate is not None and not 1 <= gate.top_k <= rows:
+                raise ArchitectureError(
+                    f"config.json: each token goes to {gate.top_k} experts, of the {rows} that "
+                    f"{router.weight} tells apart",
+                    hint=CONFIG_HINT,
+                )
+            counted = self.num_experts
+            known = gate is not None and counted is not None and not self._counts_differ
+            more = self.text_config.get(_ZERO_EXPERTS) or 0
+            if known and counted is not None and not counted <= rows <= counted + more:
+                raise ArchitectureError(
+                    f"config.json counts {counted} experts, {router.weight} {rows}",
+                    hint=CONFIG_HINT,
+                )
+
+    @property
+    def _counts_differ(self) -> bool:
+        """Whether layers have unlike numbers of experts."""
+        return any(isinstance(look_up(self.text_config, path), list) for path in _EXPERT_COUNTS)
 
     # --- the model as a whole -----------------------------------------------------------------
     @property
@@ -121,7 +156,7 @@ class Architecture:
     @property
     def hidden_size(self) -> int | None:
         """Width of the hidden states, where the config tells it."""
-        for name in ("hidden_size", "d_model", "n_embd"):
+        for name in _WIDTHS:
             if isinstance(self.text_config.get(name), int):
                 return int(self.text_config[name])
         return None
@@ -341,9 +376,33 @@ def _text_section(config: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[s
     return (), config
 
 
+def _name(value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise ArchitectureError(
+        f"config.json: model_type is {value!r:.80}, expected a name", hint=CONFIG_HINT
+    )
+
+
+def _check_counts(text: Mapping[str, Any]) -> None:
+    """Numbers that everything else is derived from are numbers."""
+    names = (*_WIDTHS, *(name for name, _ in DEPTH), *_EXPERT_COUNTS)
+    for name in names:
+        value = look_up(text, name)
+        for count in value if isinstance(value, list) else [value]:
+            whole = isinstance(count, int) and not isinstance(count, bool) and 0 <= count < MOST
+            if count is not None and not whole:
+                raise ArchitectureError(
+                    f"config.json: {name} is {value!r:.80}, expected a whole number",
+                    hint=CONFIG_HINT,
+                )
+
+
 def _family_by_class(config: Mapping[str, Any]) -> Family | None:
     """By `architectures`, where a config has no model_type."""
     if config.get("model_type"):
         return None
-    found = (family_of_class(str(name)) for name in config.get("architectures") or ())
+    classes = config.get("architectures")
+    named = classes if isinstance(classes, list) else []
+    found = (family_of_class(str(name)) for name in named)
     return next((family for family in found if family is not None), None)

@@ -9,6 +9,7 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.reader import as_ref
 from moemerge.config.models import ModelRef
+from moemerge.errors import ArchitectureError
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,11 @@ def open_model(name: str, ref: str | Path | ModelRef) -> OpenModel:
     """Read a model's headers. A LoRA counts as part of the model it is applied to."""
     model = as_ref(ref)
     plain = Checkpoint.open(replace(model, lora=None, lora_revision=None))
-    architecture = Architecture.of(plain.config, plain.tensors)
+    try:
+        architecture = Architecture.of(plain.config, plain.tensors)
+    except ArchitectureError as error:
+        plain.close()
+        raise ArchitectureError(f"{model}: {error.message}", hint=error.hint) from error
     checkpoint = plain if model.lora is None else Checkpoint.open(model)
     checkpoint.label = str(ref)
     return OpenModel(name, checkpoint, architecture)

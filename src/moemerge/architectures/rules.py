@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moemerge.architectures.gates import BiasPlace, Gate, Score
+from moemerge.errors import ArchitectureError
 
 
 def look_up(config: Mapping[str, Any], path: str) -> Any:
@@ -36,6 +37,31 @@ class Key:
                     return value[min(layer or 0, len(value) - 1)] if value else self.default
                 return value
         return self.default
+
+    def count(self, config: Mapping[str, Any], layer: int | None = None) -> int:
+        """The value where it must be a whole number; 0 where it is absent."""
+        value = self.read(config, layer)
+        if value is None:
+            return 0
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST:
+            raise ArchitectureError(
+                f"config.json: {self.names[0]} is {value!r:.80}, expected a whole number",
+                hint=CONFIG_HINT,
+            )
+        return value
+
+
+MOST = 2**31  # of anything that a config counts
+CONFIG_HINT = "compare it with the config.json of the model that this one was made of"
+
+
+def _number(value: object, key: Key | None) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        name = key.names[0] if key else "a number"
+        raise ArchitectureError(
+            f"config.json: {name} is {value!r:.80}, expected a number", hint=CONFIG_HINT
+        )
+    return float(value)
 
 
 def key(*names: str, default: Any = None) -> Key:
@@ -75,14 +101,14 @@ class GateRule:
         flag = self.normalised
         return Gate(
             score=score,
-            top_k=int(self.top_k.read(config, layer)),
+            top_k=self.top_k.count(config, layer),
             normalised=score is Score.SOFTMAX
             or bool(flag.read(config, layer) if isinstance(flag, Key) else flag),
             selection_bias=self.bias if biased else None,
             groups=groups,
             top_groups=chosen,
             group_score=self.groups.score if self.groups and groups > 1 else "max",
-            soft_cap=float(cap) if cap else None,
+            soft_cap=_number(cap, self.soft_cap) if cap else None,
             approximate=self.approximate,
             masked_score=self.groups.masked if self.groups and groups > 1 else float("-inf"),
         )
@@ -97,9 +123,9 @@ class GateRule:
         rule = self.groups
         if rule is None or (rule.only_if and look_up(config, rule.only_if[0]) != rule.only_if[1]):
             return 1, 1
-        count = rule.count.read(config) or 1
-        chosen = rule.chosen.read(config) or count
-        return (int(count), int(chosen)) if count > 1 else (1, 1)
+        count = rule.count.count(config) or 1
+        chosen = rule.chosen.count(config) or count
+        return (count, chosen) if count > 1 else (1, 1)
 
 
 # gate, up, down as one expert's tensors are called

@@ -68,6 +68,11 @@ class RouterSolver(Visitor):
                 stopwatch=self._stopwatch,
             )
         row = layer_row(info.layer, info.weight, result, time.perf_counter() - begin)
+        if row["status"] == Status.NON_FINITE:
+            raise NumericalError(
+                f"layer {info.layer}: solving for {info.weight} gave values that are not finite",
+                hint="a --gamma or a router's weights are too large for these numbers",
+            )
         entry = Entry(info.weight, self._tensors(pair, merged, result.weight, result.bias), row)
         for notice in row["notices"]:
             self._progress.note(notice)

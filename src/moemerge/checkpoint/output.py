@@ -14,17 +14,22 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from moemerge.checkpoint.companions import CARRIED_FOLDERS, is_weights
+from moemerge.checkpoint.companions import CARRIED_FOLDERS, is_companion, is_weights
 from moemerge.checkpoint.sizes import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.runtime.devices import free_disk
 
 # Folders that other tools leave in a model folder; nothing of the user's own is in them.
 _KNOWN_FOLDERS: Final = frozenset({*CARRIED_FOLDERS, ".cache"})
+_OF_A_MODEL: Final = frozenset(
+    {"config.json", "readme.md", ".gitattributes", "moemerge_report.json", "moemerge_config.yml"}
+    | {"adapter_config.json", "trainer_state.json", "all_results.json", "routing.html"}
+)
 _BLOCK: Final = 64 * 2**20  # copied by the system at once, between two looks at `check`
 _SMALL_BLOCK: Final = 2**20  # the same where it passes through this process
 _OF_A_DISK: Final = frozenset({"lost+found"})  # what an empty disk holds
@@ -101,15 +106,23 @@ def _check_replaceable(out: Path, target: Path, overwrite: bool | None) -> None:
             hint="choose another folder"
             + ("" if overwrite is None else ", or allow it: `overwrite=True`"),
         )
-    foreign = [p.name for p in entries if p.is_dir() and p.name not in _KNOWN_FOLDERS]
+    foreign = sorted(p.name for p in entries if not _may_be_replaced(p))
     is_model = any(p.name == "config.json" or is_weights(p.name) for p in entries)
     if foreign or not is_model:
-        reason = f"it holds the folder {foreign[0]}" if foreign else "it holds no model"
+        reason = f"it holds {foreign[0]}" if foreign else "it holds no model"
         raise CheckpointError(
             f"the output {out} exists and is not overwritten: {reason}, so other data would be "
             "lost with it",
             hint="choose another output folder, or empty this one yourself",
         )
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """Whether a model folder has such an entry of its own."""
+    if path.is_dir() and not path.is_symlink():
+        return path.name in _KNOWN_FOLDERS
+    name = path.name.lower()
+    return is_weights(name) or is_companion(name) or name in _OF_A_MODEL
 
 
 def _real(path: Path) -> Path:
@@ -133,6 +146,16 @@ def _is_unfinished(path: Path, target: Path) -> bool:
     return re.fullmatch(pattern, path.name) is not None
 
 
+def temporary_folder(prefix: str, folder: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """A private folder that is gone at the end; those that killed runs have left go now."""
+    parent = Path(tempfile.gettempdir()) if folder is None else folder
+    for path in parent.iterdir():
+        match = re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", path.name)
+        if match is not None and not is_alive(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=folder)
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns a failure of the file system into an error that says what to do."""
@@ -149,10 +172,26 @@ def output_error(error: OSError, path: Path) -> MoeMergeError:
     )
 
 
+def _restore(target: Path) -> None:
+    """Put back the model that a run with --overwrite had moved aside when it was killed, or finish
+    its removal where the new one is in place."""
+    pattern = rf"\.{re.escape(target.name)}\.replaced-(\d+)-[0-9a-f]{{8}}"
+    for path in target.parent.iterdir() if target.parent.is_dir() else ():
+        match = re.fullmatch(pattern, path.name)
+        if match is None or is_alive(int(match[1])):
+            continue
+        if os.path.lexists(target):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.rename(path, target)
+
+
 class OutputFolder:
     """The hidden folder that becomes OUT on `commit`, or vanishes on `abort`."""
 
     def __init__(self, out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = ()) -> None:
+        with writing(out):
+            _restore(_real(out))
         check_output(out, overwrite=overwrite, inputs=inputs)
         self.out = out
         self._target = _real(out)

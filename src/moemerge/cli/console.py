@@ -6,6 +6,7 @@ import codecs
 import io
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -35,10 +36,23 @@ from rich.text import Text
 from moemerge.cli.wording import in_flags
 from moemerge.errors import CheckpointError
 
+# Those that move a terminal's cursor, change its colours or turn its text around.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 UNLIMITED = 1_000_000  # characters of a line where no terminal ends it
 
 
-class _Stdout(Console):
+class _Plain(Console):
+    """Shows control characters, of names that come from files, instead of sending them."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(_CONTROL.sub(_shown, text), **options)
+
+
+def _shown(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
+
+
+class _Stdout(_Plain):
     """Results: as wide as the terminal, and without limit in a pipe or a file.
 
     There no line is wrapped or padded, unless COLUMNS says how wide it should be.
@@ -72,7 +86,7 @@ class _Stdout(Console):
 
 # Without emoji: `:b:` in a path or a token would come out as a picture, in JSON too.
 out = _Stdout(highlight=False, emoji=False)
-err = Console(stderr=True, highlight=False, emoji=False)
+err = _Plain(stderr=True, highlight=False, emoji=False)
 
 # What stands in for characters that a terminal's encoding lacks.
 SUBSTITUTES = {
@@ -110,8 +124,9 @@ def show_error(message: str) -> None:
 
 def show_json(value: Any) -> None:
     """One JSON document on stdout, for programs: in an encoding that lacks characters, escaped."""
-    escaped = not out.encoding.startswith("utf")
-    text = json.dumps(value, indent=2, ensure_ascii=escaped)
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    if not out.encoding.startswith("utf") or _CONTROL.search(text):
+        text = json.dumps(value, indent=2)
     out.print(text, markup=False, soft_wrap=True)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moemerge.checkpoint.output import writing
+from moemerge.checkpoint.output import temporary_folder, writing
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.collecting.job import CollectingJob
 from moemerge.errors import ArchitectureError
@@ -47,7 +47,7 @@ class StateStore:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if where == "disk":
             with writing(folder):
-                self._folder = tempfile.TemporaryDirectory(prefix=".moemerge-states-", dir=folder)
+                self._folder = temporary_folder(".moemerge-states-", folder)
 
     def put(self, key: Key, value: Tensor) -> None:
         """Keep a copy, unless the device keeps it anyway."""

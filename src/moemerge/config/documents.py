@@ -131,3 +131,32 @@ class RefitDocument(FileSchema):
     """The part of a refit's report that a diagnosis looks at."""
 
     layers: list[RefittedLayer]
+
+
+class AddedTokenDocument(FileSchema):
+    content: str
+
+
+AnyToken = str | AddedTokenDocument
+IdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+
+class TokenizerDocument(FileSchema):
+    """tokenizer.json: what is read of it besides the vocabulary."""
+
+    added_tokens: list[AddedTokenDocument] | None = None
+
+
+class TokenizerConfigDocument(FileSchema):
+    """tokenizer_config.json and special_tokens_map.json."""
+
+    added_tokens_decoder: dict[IdText, AddedTokenDocument] | None = None
+    additional_special_tokens: list[AnyToken] | dict[str, AnyToken] | None = None
+    extra_special_tokens: list[AnyToken] | dict[str, AnyToken] | None = None
+    bos_token: AnyToken | None = None
+    eos_token: AnyToken | None = None
+    unk_token: AnyToken | None = None
+    sep_token: AnyToken | None = None
+    pad_token: AnyToken | None = None
+    cls_token: AnyToken | None = None
+    mask_token: AnyToken | None = None

@@ -51,6 +51,7 @@ _PAIRED: Final[tuple[Path, ...]] = (
     *((key, part) for key in REPAIRS for part in ("data", "sources")),
 )
 _UNNAMED: Final = "config"
+_MOST_BYTES: Final = 2**24  # no config has so many; /dev/zero has
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ def read_document(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Docu
         return _UNNAMED, read_yaml(source, _UNNAMED)
     where = str(source)
     try:
-        text = FilePath(source).read_text(encoding="utf-8-sig")
+        with open(source, "rb") as file:  # a pipe will do
+            text = file.read(_MOST_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read config {where!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:

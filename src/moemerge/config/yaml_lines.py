@@ -159,7 +159,13 @@ class _Builder:
                 None, None, f"the tag {node.tag!r} is not allowed in a config", node.start_mark
             )
         if isinstance(node, yaml.ScalarNode):
-            return self.scalars.construct_object(node)
+            try:
+                return self.scalars.construct_object(node)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                kind = node.tag.removeprefix(_TAG)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{node.value[:40]!r} is no {kind}", node.start_mark
+                ) from error
         self.open.add(id(node))
         try:
             if isinstance(node, yaml.SequenceNode):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moemerge.checkpoint.output import writing
+from moemerge.checkpoint.output import temporary_folder, writing
 from moemerge.text.batches import Batch
 
 Offload = Literal["device", "cpu", "disk"]
@@ -108,7 +108,7 @@ class SpillRoom:
         self._device = device
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if where == "disk":
-            self._folder = tempfile.TemporaryDirectory(prefix="moemerge-spill-", dir=folder)
+            self._folder = temporary_folder("moemerge-spill-", folder)
 
     @property
     def active(self) -> bool:

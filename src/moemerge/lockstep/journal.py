@@ -2,8 +2,9 @@
 
 The journal is a hidden folder next to OUT (`.OUT.journal`). `key.json` says what was done with
 what; each finished entry (a router, a layer) adds `NNNN.bin` (its tensors' bytes) and then
-`NNNN.json` (their names, its row of the report, and a digest of the bytes). An entry counts once
-its JSON is there and the digest agrees. Tensors of entries are read back when they are asked for.
+`NNNN.json` (their names, its row of the report, and a digest of all of it, of the bytes and of the
+run that it belongs to). An entry counts once its JSON is there and the digest agrees. Tensors of
+entries are read back when they are asked for.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from torch import Tensor
 
 from moemerge.checkpoint.output import sync_folder, write_file, writing
 from moemerge.checkpoint.tensors import as_bytes
-from moemerge.errors import CheckpointError, UsageError
+from moemerge.config.documents import JournalDocument, parse_document
+from moemerge.errors import CheckpointError, MoeMergeError, UsageError
 from moemerge.runtime.dtypes import dtype_name, parse_dtype
+from moemerge.runtime.files import open_plain, read_object
 from moemerge.runtime.journals import journal_path
 
 KEY_FILE = "key.json"
-FORMAT = 2  # of the files; raised when an older journal can no longer be read
+FORMAT = 3  # of the files; raised when an older journal can no longer be read
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,11 @@ class Journal:
         """
         key = {"format": FORMAT, **key}
         journal = cls(journal_path(out), key, [])
+        if journal.folder.is_symlink() or (journal.folder.exists() and not journal.folder.is_dir()):
+            raise CheckpointError(
+                f"{journal.folder} is no folder of ours, and a journal would be written there",
+                hint="remove it, or choose another output folder",
+            )
         if not journal.folder.exists():
             return journal
         journal._take_lock(out)
@@ -111,12 +119,10 @@ class Journal:
             if not self._begun:
                 self._begin()
             binary = self.folder / f"{stem}.bin"
-            content = {
-                "entry": entry.name,
-                "tensors": headers,
-                "sha256": _write_tensors(binary, entry.tensors.values()),
-                "row": entry.row,
-            }
+            content = {"entry": entry.name, "tensors": headers, "row": entry.row}
+            content["digest"] = self._digest(
+                content, len(self.entries), _write_tensors(binary, entry.tensors.values())
+            )
             whole = self.folder / f"{stem}.json"
             write_file(whole.with_suffix(".tmp"), json.dumps(content).encode())
             os.rename(whole.with_suffix(".tmp"), whole)
@@ -175,7 +181,10 @@ class Journal:
             self._lock = None
 
     def _resume(self, out: Path) -> None:
-        stored = _read_json(self.folder / KEY_FILE)
+        try:
+            stored: Any = read_object(self.folder / KEY_FILE)
+        except CheckpointError:
+            stored = None  # it died before it had begun
         differences = list(_differences(stored, _plain(self._key)))
         if differences:
             raise UsageError(
@@ -189,14 +198,24 @@ class Journal:
     def _read_entries(self) -> Iterator[Entry]:
         """Whole entries from the first on; what was being written when the run died ends them."""
         for number in range(len(list(self.folder.iterdir()))):
-            content = _read_json(self.folder / f"{number:04d}.json")
             binary = self.folder / f"{number:04d}.bin"
-            if content is None or not binary.exists():
+            try:
+                content = read_object(self.folder / f"{number:04d}.json")
+                document = parse_document(JournalDocument, content, str(self.folder))
+                with open(open_plain(binary), "rb") as stream:
+                    data = hashlib.file_digest(stream, "sha256").hexdigest()
+            except (MoeMergeError, OSError):
                 return
-            if _digest(binary) != content["sha256"]:
+            if self._digest(content, number, data) != document.digest:
                 return
-            tensors = StoredTensors(binary, content["tensors"])
-            yield Entry(content["entry"], tensors, content["row"])
+            headers = [tensor.model_dump() for tensor in document.tensors]
+            yield Entry(document.entry, StoredTensors(binary, headers), document.row)
+
+    def _digest(self, content: Mapping[str, Any], number: int, data: str) -> str:
+        """Of an entry, its place, its tensors' bytes, and all that the run depends on."""
+        kept = {name: content[name] for name in ("entry", "tensors", "row")}
+        text = json.dumps([_plain(self._key), number, kept, data], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _write_tensors(file: Path, tensors: Iterable[Tensor]) -> str:
@@ -210,18 +229,6 @@ def _write_tensors(file: Path, tensors: Iterable[Tensor]) -> str:
         stream.flush()
         os.fsync(stream.fileno())
     return digest.hexdigest()
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 def _plain(value: Any) -> Any:

@@ -149,6 +149,10 @@ class ChosenRouters:
         return cls(layers, pair_routers(merged, others, layers), skipped_routers(merged, layers))
 
 
+# Of a router: products with features, and their squares, would leave float32.
+LARGEST_WEIGHT = 1e15
+
+
 @dataclass(frozen=True)
 class RouterWeights:
     """One router as it is stored. Only its leading `rows` are logits of experts."""
@@ -367,6 +371,12 @@ class StoredRouters:
                 if not bool(torch.isfinite(tensor).all()):
                     raise NumericalError(
                         f"{model.label}: {name} (layer {router.layer}) holds NaN or infinity",
+                        hint="the checkpoint is damaged, or its training diverged",
+                    )
+                if name == router.weight and float(tensor.abs().max()) > LARGEST_WEIGHT:
+                    raise NumericalError(
+                        f"{model.label}: {name} (layer {router.layer}) holds values up to "
+                        f"{float(tensor.abs().max()):.1e}, with which no routing can be computed",
                         hint="the checkpoint is damaged, or its training diverged",
                     )
                 digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())

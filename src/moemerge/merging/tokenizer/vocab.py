@@ -8,13 +8,18 @@ added_tokens.json) names are appended likewise.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from moemerge.config.documents import (
+    TokenizerConfigDocument,
+    TokenizerDocument,
+    parse_document,
+)
 from moemerge.errors import TokenizerError
+from moemerge.runtime.files import read_object
 
 SPECIAL_KEYS: Final = (  # in the order in which transformers appends them
     "bos_token",
@@ -26,6 +31,13 @@ SPECIAL_KEYS: Final = (  # in the order in which transformers appends them
     "mask_token",
 )
 SPECIAL_LISTS: Final = ("additional_special_tokens", "extra_special_tokens")
+MOST_IDS: Final = 2**31
+_AGAIN: Final = "download the tokenizer files again"
+_KINDS: Final[Mapping[str, type[TokenizerDocument | TokenizerConfigDocument]]] = {
+    "tokenizer.json": TokenizerDocument,
+    "tokenizer_config.json": TokenizerConfigDocument,
+    "special_tokens_map.json": TokenizerConfigDocument,
+}
 FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -100,25 +112,19 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, or None where there is no such file."""
     if not path.is_file():
         return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TokenizerError(
-            f"{path}: cannot be read: {error}", hint="download the tokenizer files again"
-        ) from error
-    if not isinstance(value, dict):
-        raise TokenizerError(
-            f"{path}: expected a JSON object, got {type(value).__name__}",
-            hint="download the tokenizer files again",
-        )
+    value = read_object(path, _AGAIN, TokenizerError)
+    kind = _KINDS.get(path.name)
+    if kind is not None:
+        parse_document(kind, value, str(path), _AGAIN, TokenizerError)
     return value
 
 
 def _model_ids(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
-    vocab = (tokenizer.get("model") or {}).get("vocab")
-    if vocab and isinstance(vocab, dict) and all(isinstance(i, int) for i in vocab.values()):
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if vocab and isinstance(vocab, dict) and all(map(_is_id, vocab.values())):
         return vocab  # BPE, WordPiece, WordLevel
-    if vocab and isinstance(vocab, list) and all(len(v) == 2 for v in vocab):
+    if vocab and isinstance(vocab, list) and all(_is_piece(v) for v in vocab):
         return {piece: index for index, (piece, _) in enumerate(vocab)}  # Unigram
     raise TokenizerError(
         f"{path}: expected `model.vocab` as token -> id (BPE, WordPiece, WordLevel) or a list of "
@@ -127,10 +133,20 @@ def _model_ids(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
     )
 
 
+def _is_piece(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_IDS
+
+
 def _vocab_json(folder: Path, label: str) -> dict[str, int]:
     vocab = read_json(folder / "vocab.json")
     if vocab is not None and (folder / "merges.txt").is_file():
-        return {token: int(index) for token, index in vocab.items()}
+        if all(map(_is_id, vocab.values())):
+            return vocab
+        raise TokenizerError(f"{folder / 'vocab.json'}: expected token -> id", hint=_AGAIN)
     raise TokenizerError(
         f"{label}: no tokenizer.json (nor vocab.json with merges.txt) in {folder}; other tokenizer "
         "files, such as sentencepiece's tokenizer.model, cannot be merged",
@@ -147,6 +163,10 @@ def _named_in_config(folder: Path, config: Mapping[str, Any]) -> Iterator[AddedT
             yield AddedToken.parse(decoder[index], special=False)
     else:
         older = read_json(folder / "added_tokens.json") or {}
+        if not all(map(_is_id, older.values())):
+            raise TokenizerError(
+                f"{folder / 'added_tokens.json'}: expected token -> id", hint=_AGAIN
+            )
         for content in sorted(older, key=lambda token: int(older[token])):
             yield AddedToken.parse(content, special=False)
         config = {**(read_json(folder / "special_tokens_map.json") or {}), **config}

@@ -19,6 +19,7 @@ from moemerge.errors import TokenizerError
 from moemerge.merging.tokenizer.plan import TokenizerPlan
 from moemerge.merging.tokenizer.vocab import SPECIAL_KEYS, SPECIAL_LISTS, Vocabulary, read_json
 from moemerge.registry import did_you_mean
+from moemerge.runtime.files import read_utf8
 
 PATTERNS: Final = (
     "tokenizer*.json",
@@ -273,18 +274,14 @@ def read_chat_template(folder: Path) -> str | None:
     """A folder's default template: the file, else the key in tokenizer_config.json."""
     path = folder / FILE
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(
-                f"{path}: cannot be read: {error}", hint="download the tokenizer files again"
-            ) from error
+        return read_utf8(path, "download the tokenizer files again", TokenizerError)
     return _default((read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
 
 
 def _default(value: Any) -> str | None:
     if isinstance(value, list):  # several named ones: [{"name": ..., "template": ...}]
-        value = {entry.get("name"): entry.get("template") for entry in value}.get("default")
+        named = [entry for entry in value if isinstance(entry, dict)]
+        value = next((e.get("template") for e in named if e.get("name") == "default"), None)
     return value if isinstance(value, str) else None
 
 
