@@ -11,9 +11,8 @@ import torch
 
 import zoo
 from calibration import cases as calibrating
-from moemerge.refitting.ridge import Factor
-from moemerge.refitting.sums import FitSums
 from refitting.cases import make_case
+from refitting.test_maths import SMALL, assert_sums_of_bfloat16_values
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,28 +50,7 @@ def test_a_bfloat16_checkpoint_gains(zoo_folder: CaseOf, tmp_path: Path) -> None
     assert [layer["maps"] for layer in again.layers] == [layer["maps"] for layer in report.layers]
 
 
-@pytest.mark.parametrize("ridge", [1e-5, 1e-3])
+@pytest.mark.parametrize("ridge", SMALL)
 @pytest.mark.parametrize("tokens", [5_000, 200_000])
 def test_sums_of_bfloat16_values(tokens: int, ridge: float) -> None:
-    """Inputs with a mean, a steep spectrum and two huge channels; the map's move is what counts."""
-    device, width, outputs = torch.device("cuda"), 512, 256
-    rng = torch.Generator(device).manual_seed(0)
-    scales = torch.logspace(0, -2, width, device=device)
-    x = torch.randn(tokens, width, generator=rng, device=device) * scales + 0.5 * scales
-    x = x @ torch.linalg.qr(torch.randn(width, width, generator=rng, device=device))[0]
-    x[:, :2] += 30.0
-    x = x.bfloat16()
-    true = torch.randn(outputs, width, generator=rng, device=device)
-    r = x.float() @ true.T + 3.0 * torch.randn(tokens, outputs, generator=rng, device=device)
-    s = torch.rand(tokens, 1, generator=rng, device=device)
-    sums = FitSums.empty(outputs, width, device)
-    for at in range(0, tokens, 65_536):
-        sums.add(x[at : at + 65_536], r[at : at + 65_536], s[at : at + 65_536])
-    wide, lacking = s.double() * x.double(), s.double() * r.double()
-    gram, cross = wide.T @ wide, lacking.T @ wide
-    assert float((sums.gram - gram).norm() / gram.norm()) < 1e-4
-    mine, dense = Factor(sums.gram, ridge).update(sums.cross), Factor(gram, ridge).update(cross)
-    assert float((mine - dense).norm() / dense.norm()) < 2e-2
-    # What the difference costs in the fit itself.
-    exact = FitSums(gram, cross, lacking.square().sum(), tokens)
-    assert exact.error(mine) <= exact.error(dense) * (1 + 1e-4)
+    assert_sums_of_bfloat16_values(torch.device("cuda"), tokens, ridge, width=512)

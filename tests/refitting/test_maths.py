@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moemerge.errors import NumericalError
 from moemerge.refitting.ridge import RIDGES, Factor, choose_ridge, fit_map
-from moemerge.refitting.sums import FitSums
+from moemerge.refitting.sums import FitSums, add_gram
 from moemerge.refitting.writes import Write, find_writes
 
 CPU = torch.device("cpu")
@@ -200,3 +200,51 @@ def test_large_channels_do_not_hide_a_write() -> None:
     assert writes == (Write("o", 1.0), Write("e", 1.0))
     # A contribution that is left out is noticed all the same.
     assert find_writes(t["h"], left, {"o": t["o"], "q": t["q"]}, {}) is None
+
+
+# --- bfloat16 -----------------------------------------------------------------------------------
+
+SMALL = (1e-5, 1e-3)
+
+
+def assert_sums_of_bfloat16_values(
+    device: torch.device, tokens: int, ridge: float, *, width: int
+) -> None:
+    """Inputs with a mean, a steep spectrum and two huge channels; the map's move is what counts."""
+    outputs, block = width // 2, 65_536
+    rng = torch.Generator(device).manual_seed(0)
+    scales = torch.logspace(0, -2, width, device=device)
+    x = torch.randn(tokens, width, generator=rng, device=device) * scales + 0.5 * scales
+    x = x @ torch.linalg.qr(torch.randn(width, width, generator=rng, device=device))[0]
+    x[:, :2] += 30.0
+    x = x.bfloat16()
+    true = torch.randn(outputs, width, generator=rng, device=device)
+    r = x.float() @ true.T + 3.0 * torch.randn(tokens, outputs, generator=rng, device=device)
+    s = torch.rand(tokens, 1, generator=rng, device=device)
+    sums = FitSums.empty(outputs, width, device)
+    for at in range(0, tokens, block):
+        sums.add(x[at : at + block], r[at : at + block], s[at : at + block])
+    wide, lacking = s.double() * x.double(), s.double() * r.double()
+    gram, cross = wide.T @ wide, lacking.T @ wide
+    mine, dense = Factor(sums.gram, ridge).update(sums.cross), Factor(gram, ridge).update(cross)
+    assert float((mine - dense).norm() / dense.norm()) < 1e-6
+    # Sums in float32 are not good enough here: the test can tell.
+    narrow = (s * x.float()).T @ (s * x.float()), (s * r).T @ (s * x.float())
+    rough = Factor(narrow[0].double(), ridge).update(narrow[1].double())
+    assert float((rough - dense).norm() / dense.norm()) > 1e-5
+
+
+@pytest.mark.parametrize("ridge", SMALL)
+@pytest.mark.parametrize("tokens", [300, 5_000])
+def test_sums_of_bfloat16_values(tokens: int, ridge: float) -> None:
+    assert_sums_of_bfloat16_values(torch.device("cpu"), tokens, ridge, width=128)
+
+
+@pytest.mark.parametrize("width", [3, 512, 513, 1100])
+def test_a_gram_by_groups_of_columns(width: int) -> None:
+    x = torch.randn(40, width, dtype=torch.float64)
+    start = torch.randn(width, width, dtype=torch.float64)
+    start = start + start.T
+    gram = start.clone()
+    add_gram(gram, x)
+    assert torch.allclose(gram, start + x.T @ x, atol=1e-12)

@@ -6,7 +6,7 @@ weight: that is how much an expert's error moves the hidden state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,40 +24,76 @@ from moemerge.text.batches import Batch
 
 # Experts whose held-out tokens choose λ for all experts of the layer.
 SAMPLED = 8
-# RoutedBatch weights that sum up to less count for nothing; their share is not to become 0 / 0.
+# Routing weights that sum up to less count for nothing; their share is not to become 0 / 0.
 SMALLEST_TOTAL = 1e-12
+DomainKey = tuple[str, bool]  # a domain, and whether its rows are held out
 
 
 @dataclass(frozen=True)
 class RoutedBatch:
-    """One batch: where its tokens are sent. Pairs of token and expert, sorted by expert."""
+    """One batch: where its tokens are sent."""
 
     batch: Batch
     x: Tensor  # (tokens, d)
     chosen: Tensor  # (tokens, k)
     weights: Tensor  # (tokens, k)
+
+    @classmethod
+    def of(cls, batch: Batch, given: Sequence[Tensor]) -> RoutedBatch:
+        x, chosen, weights = given[:3]
+        if chosen.is_floating_point():
+            chosen, weights = weights, chosen
+        return cls(batch, x, chosen, weights)
+
+
+@dataclass(frozen=True)
+class RoutedDomain:
+    """All batches of one domain, or its held-out ones, below each other.
+
+    An expert's tokens are then read and summed at once: a batch has few of them, and every sum is
+    a pass over matrices of the map's size. Pairs of token and expert are sorted by expert.
+    """
+
+    batches: tuple[Batch, ...]
+    x: Tensor  # (tokens, d)
+    weights: Tensor  # (tokens, k)
     order: Tensor  # (pairs,) places in the flattened choices
     bounds: Sequence[int]  # of each expert, in `order`
 
     @classmethod
-    def of(cls, batch: Batch, given: Sequence[Tensor], experts: int) -> RoutedBatch:
-        x, chosen, weights = given[:3]
-        if chosen.is_floating_point():
-            chosen, weights = weights, chosen
-        order, bounds = sort_by_expert(chosen, experts)
-        return cls(batch, x, chosen, weights, order, bounds)
+    def of(cls, routed: Sequence[RoutedBatch], experts: int) -> RoutedDomain:
+        order, bounds = sort_by_expert(joined([r.chosen for r in routed]), experts)
+        x, weights = joined([r.x for r in routed]), joined([r.weights for r in routed])
+        return cls(tuple(r.batch for r in routed), x, weights, order, bounds)
+
+    @property
+    def key(self) -> DomainKey:
+        return self.batches[0].domain, self.batches[0].holdout
 
     def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
         """Its tokens (n,), and the routing weight of each (n, 1) in float32 at least."""
         places = self.order[self.bounds[expert] : self.bounds[expert + 1]]
         weights = self.weights.reshape(-1).index_select(0, places)
         wide = weights if weights.dtype == torch.float64 else weights.float()
-        return places // self.chosen.shape[1], wide[:, None]
+        return places // self.weights.shape[1], wide[:, None]
 
     def total(self) -> Tensor:
         """The sum of each token's routing weights, (tokens, 1)."""
         wide = self.weights if self.weights.dtype == torch.float64 else self.weights.float()
         return wide.sum(dim=1, keepdim=True).clamp_min(SMALLEST_TOTAL)
+
+
+def by_domain(routed: Sequence[RoutedBatch], experts: int) -> list[RoutedDomain]:
+    """The batches of every domain together, those held out apart, in the order they came in."""
+    groups: dict[DomainKey, list[RoutedBatch]] = {}
+    for one in routed:
+        groups.setdefault((one.batch.domain, one.batch.holdout), []).append(one)
+    return [RoutedDomain.of(own, experts) for own in groups.values()]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Below each other; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class ExpertStack:
@@ -88,7 +124,7 @@ class ExpertStack:
 
 
 # (routing, expert) -> inputs (n, in), what is missing (n, out) and √c (n, 1), in blocks
-Problem = Callable[[RoutedBatch, int], Iterator[tuple[Tensor, Tensor, Tensor]]]
+Problem = Callable[[RoutedDomain, int], Iterator[tuple[Tensor, Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +138,7 @@ class ProjectionFit:
     scales: DomainScales
 
     def run(
-        self, routings: Sequence[RoutedBatch], problem: Problem, ridge: float | None
+        self, routings: Sequence[RoutedDomain], problem: Problem, ridge: float | None
     ) -> tuple[Fit, ...]:
         """Fit every expert and put it into place. Experts do not read each other's outputs, so
         their order does not matter."""
@@ -129,18 +165,19 @@ class ProjectionFit:
         return fit
 
     def _sums(
-        self, routings: Sequence[RoutedBatch], problem: Problem, expert: int
+        self, routings: Sequence[RoutedDomain], problem: Problem, expert: int
     ) -> tuple[FitSums, FitSums]:
         outputs, inputs = self.stack.weight(self.which, expert).shape
         device = routings[0].x.device
         sums = FitSums.empty(outputs, inputs, device), FitSums.empty(outputs, inputs, device)
         for routing in routings:
             for x, missing, root in problem(routing, expert):
-                sums[routing.batch.holdout].add(x, missing, root * self.scales(routing.batch))
+                first = routing.batches[0]
+                sums[first.holdout].add(x, missing, root * self.scales(first))
         return sums
 
 
-def _sample(routings: Sequence[RoutedBatch], count: int) -> list[int]:
+def _sample(routings: Sequence[RoutedDomain], count: int) -> list[int]:
     """Experts spread evenly over the ranks of how many tokens they get, in their own order."""
     tokens = [sum(r.bounds[e + 1] - r.bounds[e] for r in routings) for e in range(count)]
     ranked = sorted(range(count), key=lambda expert: (tokens[expert], expert))
@@ -150,15 +187,15 @@ def _sample(routings: Sequence[RoutedBatch], count: int) -> list[int]:
 
 def first_projection(
     stack: ExpertStack,
-    source: Callable[[Batch], tuple[ExpertStack, Tensor]],
+    source: Callable[[DomainKey], tuple[ExpertStack, Tensor]],
 ) -> Problem:
     """gate and up: what the source's expert makes of the source's own state of the token.
 
-    `source` gives a batch's source experts and the state they read, (tokens, d).
+    `source` gives a domain's source experts and the state they read, (tokens, d).
     """
 
-    def problem(routing: RoutedBatch, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        theirs, states = source(routing.batch)
+    def problem(routing: RoutedDomain, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        theirs, states = source(routing.key)
         wanted = theirs.affine("up", expert).widened()
         now = stack.affine("up", expert).widened()
         tokens, roots = routing.of_expert(expert)
@@ -172,8 +209,8 @@ def first_projection(
 
 def last_projection(
     stack: ExpertStack,
-    missing: Callable[[Batch], Tensor],
-    factor: Callable[[Batch], Tensor | float],
+    missing: Mapping[DomainKey, Tensor],
+    factor: Mapping[DomainKey, Tensor | float],
 ) -> Problem:
     """down: its share of what the hidden state is `missing` (tokens, d) after the layer.
 
@@ -181,8 +218,8 @@ def last_projection(
     are scaled by both, and the share is divided by w, which is what each token is weighted by.
     """
 
-    def problem(routing: RoutedBatch, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        lacking, scale, total = missing(routing.batch), factor(routing.batch), routing.total()
+    def problem(routing: RoutedDomain, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        lacking, scale, total = missing[routing.key], factor[routing.key], routing.total()
         tokens, roots = routing.of_expert(expert)
         width = max(stack.weight("down", expert).shape)
         for rows in blocks(len(tokens), width, tokens.device):
@@ -190,18 +227,18 @@ def last_projection(
             inner = stack.inner(expert, routing.x.index_select(0, places))
             by = scale.index_select(0, places) if isinstance(scale, Tensor) else scale
             share = lacking.index_select(0, places) / total.index_select(0, places)
-            yield (inner * by).to(inner.dtype), share, roots[rows]
+            yield inner.to(share.dtype) * by, share, roots[rows]
 
     return problem
 
 
 def own_last_projection(
-    stack: ExpertStack, source: Callable[[Batch], tuple[ExpertStack, Tensor]]
+    stack: ExpertStack, source: Callable[[DomainKey], tuple[ExpertStack, Tensor]]
 ) -> Problem:
     """down, where experts do not write to the hidden state: what the source's expert says."""
 
-    def problem(routing: RoutedBatch, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        theirs, states = source(routing.batch)
+    def problem(routing: RoutedDomain, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        theirs, states = source(routing.key)
         wanted = theirs.affine("down", expert).widened()
         now = stack.affine("down", expert).widened()
         tokens, roots = routing.of_expert(expert)

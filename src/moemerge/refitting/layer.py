@@ -14,10 +14,13 @@ from moemerge.features.stops import Stop
 from moemerge.features.taps import ExpertsTap, LinearTap
 from moemerge.refitting.domains import Affine, DomainScales, parameter
 from moemerge.refitting.experts import (
+    DomainKey,
     ExpertStack,
     ProjectionFit,
     RoutedBatch,
+    by_domain,
     first_projection,
+    joined,
     last_projection,
     own_last_projection,
 )
@@ -139,13 +142,18 @@ class LayerFitter:
             for name, view in self.sources.items()
         }
 
-        def source(batch: Batch) -> tuple[ExpertStack, Tensor]:
-            states = self.sources[batch.domain].record(batch).inputs[tap.path]
-            return theirs[batch.domain], states
-
         if any(len(arrival.given) < 3 for arrival in stop.arrivals):
             raise ArchitectureError(f"{tap.path} is not told where its tokens go")
-        routings = [RoutedBatch.of(a.batch, a.given, tap.count) for a in stop.arrivals]
+        batches = [RoutedBatch.of(a.batch, a.given) for a in stop.arrivals]
+        routings = by_domain(batches, tap.count)
+        states = {
+            r.key: joined([self.sources[b.domain].record(b).inputs[tap.path] for b in r.batches])
+            for r in routings
+        }
+
+        def source(key: DomainKey) -> tuple[ExpertStack, Tensor]:
+            return theirs[key[0]], states[key]
+
         fits: list[Row] = []
         for which in ("up", "down"):
             fitting = ProjectionFit(
@@ -157,7 +165,7 @@ class LayerFitter:
             elif place is None:
                 problem, target = own_last_projection(stack, source), "output"
             else:
-                problem, target = self._last(stack, routings, place), "hidden state"
+                problem, target = self._last(stack, batches, place), "hidden state"
             found = fitting.run(routings, problem, self.ridge)
             fits.append(ExpertsRow(getattr(tap, which), target, found))
         self._forget(tap.path)
@@ -171,22 +179,31 @@ class LayerFitter:
             for record in view.records.values():
                 record.inputs.pop(path, None)
 
-    def _last(self, stack: ExpertStack, routings: list[RoutedBatch], place: int) -> Any:
-        """What the hidden state still lacks with the new first projections, by batch."""
+    def _last(self, stack: ExpertStack, routed: list[RoutedBatch], place: int) -> Any:
+        """What the hidden state still lacks with the new first projections, by domain."""
         state, write = self.structure.state, self.structure.writes[place]
-        lacking: dict[int, Tensor] = {}
-        factors: dict[int, Tensor | float] = {}
+        lacking: dict[DomainKey, list[Tensor]] = {}
+        factors: dict[DomainKey, list[Tensor | float]] = {}
         everything = slice(None)
-        for routing in routings:
+        for routing in routed:
             batch = routing.batch
+            key = (batch.domain, batch.holdout)
             with torch.no_grad():
                 says: Tensor = stack.module(routing.x, routing.chosen, routing.weights)
             factor = state.coefficient(self.merged, batch, write, everything)
             gap = state.after(self.sources[batch.domain], batch, place + 1, everything)
             gap = gap - state.after(self.merged, batch, place, everything)
             gap -= factor * says
-            lacking[id(batch)] = gap.to(routing.x.dtype)
-            factors[id(batch)] = factor
+            lacking.setdefault(key, []).append(gap)
+            factors.setdefault(key, []).append(factor)
         return last_projection(
-            stack, lambda batch: lacking[id(batch)], lambda batch: factors[id(batch)]
+            stack,
+            {key: joined(gaps) for key, gaps in lacking.items()},
+            {key: _together(parts) for key, parts in factors.items()},
         )
+
+
+def _together(factors: list[Tensor | float]) -> Tensor | float:
+    """Of all batches: one number, or one for each token."""
+    tensors = [factor for factor in factors if isinstance(factor, Tensor)]
+    return joined(tensors) if tensors else factors[0]

@@ -52,10 +52,8 @@ def sum_up(
         for rows in blocks(x.shape[0], max(outputs, inputs.width), x.device):
             part, scale = x[rows], torch.full((1,), scales(batch), device=x.device)
             lacking, factor = missing(batch, rows, part)
-            if isinstance(factor, Tensor):
-                part = (part * factor).to(part.dtype)
-            elif factor != 1.0:
-                part = part * factor
+            if isinstance(factor, Tensor) or factor != 1.0:
+                part = part.to(lacking.dtype) * factor
             sums[batch.holdout].add(part, lacking, scale.to(lacking.dtype), gram=fresh)
     return sums
 
