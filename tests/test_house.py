@@ -36,7 +36,7 @@ INSTALLED_BY = {
 }
 
 # Still longer than the rule allows.
-LONG_LISTS = {"linalg/cg.py:cg"}
+LONG_LISTS: set[str] = set()
 # Still two classes of one name.
 SHARED_NAMES = {"Cell", "Figure"}
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moemerge.errors import NumericalError
 from moemerge.linalg import Diagonal, LinearOperator, Resting, Status, cg
-from moemerge.linalg.cg import COARSE_STEPS
+from moemerge.linalg.cg import COARSE_STEPS, Ending
 
 SHAPE = (5, 8)
 SIZE = 40
@@ -48,7 +48,7 @@ def true_residual(matrix: Tensor, w: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("check_every", [1, 4, 7])
 def test_solves_as_the_dense_solver_does(check_every: int) -> None:
     matrix, b = spd(1e3), vector()
-    result = cg(Dense(matrix), b, rtol=1e-10, check_every=check_every)
+    result = cg(Dense(matrix), b, ending=Ending(rtol=1e-10, check_every=check_every))
     expected = torch.linalg.solve(matrix, b.reshape(-1)).reshape(SHAPE)
     assert result.status is Status.CONVERGED
     torch.testing.assert_close(result.solution, expected, rtol=1e-6, atol=1e-8)
@@ -58,14 +58,14 @@ def test_solves_as_the_dense_solver_does(check_every: int) -> None:
 
 def test_steps_do_not_run_past_convergence_by_more_than_a_look() -> None:
     matrix, b = spd(1e3), vector()
-    eager = cg(Dense(matrix), b, rtol=1e-8)
-    lazy = cg(Dense(matrix), b, rtol=1e-8, check_every=6)
+    eager = cg(Dense(matrix), b, ending=Ending(rtol=1e-8))
+    lazy = cg(Dense(matrix), b, ending=Ending(rtol=1e-8, check_every=6))
     assert eager.steps <= lazy.steps < eager.steps + 6
 
 
 def test_exact_convergence_between_two_looks_stays_finite() -> None:
     matrix = torch.eye(SIZE, dtype=torch.float64) * 2.0
-    result = cg(Dense(matrix), vector(), check_every=10)
+    result = cg(Dense(matrix), vector(), ending=Ending(check_every=10))
     assert result.status is Status.CONVERGED
     torch.testing.assert_close(result.solution, vector() / 2.0)
 
@@ -95,9 +95,9 @@ def test_the_start_is_not_written_to() -> None:
 def test_a_coarse_operator_is_refined_to_the_true_residual() -> None:
     matrix, b = spd(50.0), vector()
     coarse = Dense(matrix, torch.bfloat16)  # relative error near 1e-2: useless on its own
-    alone = cg(coarse, b, rtol=1e-9, accurate=None)
+    alone = cg(coarse, b, accurate=None, ending=Ending(rtol=1e-9))
     assert true_residual(matrix, alone.solution, b) > 1e-4
-    refined = cg(coarse, b, rtol=1e-9, accurate=Dense(matrix), max_steps=2000)
+    refined = cg(coarse, b, accurate=Dense(matrix), ending=Ending(rtol=1e-9, max_steps=2000))
     assert refined.status is Status.CONVERGED
     assert refined.refinements > 1
     assert true_residual(matrix, refined.solution, b) <= 1e-9
@@ -105,13 +105,13 @@ def test_a_coarse_operator_is_refined_to_the_true_residual() -> None:
 
 def test_float32_inside_reaches_beyond_float32() -> None:
     matrix, b = spd(1e4), vector()
-    result = cg(Dense(matrix, torch.float32), b, rtol=1e-11, accurate=Dense(matrix))
+    result = cg(Dense(matrix, torch.float32), b, accurate=Dense(matrix), ending=Ending(rtol=1e-11))
     assert result.status is Status.CONVERGED
     assert true_residual(matrix, result.solution, b) <= 1e-11
 
 
 def test_max_steps_is_said() -> None:
-    result = cg(Dense(spd(1e6)), vector(), rtol=1e-12, max_steps=5)
+    result = cg(Dense(spd(1e6)), vector(), ending=Ending(rtol=1e-12, max_steps=5))
     assert (result.status, result.steps) == (Status.MAX_STEPS, 5)
     assert "5 steps" in result.message
     assert result.true_residual <= 1.0
@@ -120,7 +120,7 @@ def test_max_steps_is_said() -> None:
 def test_negative_curvature_is_said_and_the_last_good_iterate_kept() -> None:
     matrix = spd(10.0)
     matrix -= 0.5 * torch.eye(SIZE)
-    result = cg(Dense(matrix), vector(), check_every=3)
+    result = cg(Dense(matrix), vector(), ending=Ending(check_every=3))
     assert result.status is Status.NON_POSITIVE_CURVATURE
     assert torch.isfinite(result.solution).all()
 
@@ -137,7 +137,12 @@ def test_non_finite_operator_is_said(check_every: int) -> None:
             out = super().mv(vector)
             return out * float("nan") if self.uses > 4 else out
 
-    result = cg(Breaks(spd(1e3)), vector(), accurate=Dense(spd(1e3)), check_every=check_every)
+    result = cg(
+        Breaks(spd(1e3)),
+        vector(),
+        accurate=Dense(spd(1e3)),
+        ending=Ending(check_every=check_every),
+    )
     assert result.status is Status.NON_FINITE
     assert torch.isfinite(result.solution).all()
 
@@ -158,8 +163,13 @@ def test_jacobi_helps_a_badly_scaled_system() -> None:
     scale = torch.logspace(-2, 2, SIZE, dtype=torch.float64)
     matrix = scale[:, None] * spd(10.0) * scale
     b = vector()
-    plain = cg(Dense(matrix), b, rtol=1e-8, max_steps=4000)
-    jacobi = cg(Dense(matrix), b, rtol=1e-8, preconditioner=Diagonal(1 / Dense(matrix).diagonal()))
+    plain = cg(Dense(matrix), b, ending=Ending(rtol=1e-8, max_steps=4000))
+    jacobi = cg(
+        Dense(matrix),
+        b,
+        preconditioner=Diagonal(1 / Dense(matrix).diagonal()),
+        ending=Ending(rtol=1e-8),
+    )
     assert jacobi.converged
     assert jacobi.steps < plain.steps / 2
 
@@ -186,7 +196,7 @@ class Rounding(Dense):
 def test_directions_that_the_operator_sees_whole_need_no_refinement() -> None:
     matrix, b = spd(30.0), vector()
     blind, seeing = (
-        cg(Rounding(matrix, says_so=says_so), b, accurate=Dense(matrix), rtol=1e-8)
+        cg(Rounding(matrix, says_so=says_so), b, accurate=Dense(matrix), ending=Ending(rtol=1e-8))
         for says_so in (False, True)
     )
     for result in (blind, seeing):
@@ -209,10 +219,10 @@ def test_an_easy_problem_is_left_to_the_coarse_operator() -> None:
 def test_a_hard_problem_is_not_left_to_the_coarse_operator() -> None:
     matrix, b = spd(1e4), vector()
     truth = Dense(matrix)
-    alone = cg(Rounding(matrix, says_so=True), b, accurate=truth, max_steps=300)
+    alone = cg(Rounding(matrix, says_so=True), b, accurate=truth, ending=Ending(max_steps=300))
     assert not alone.converged
     coarse, fine = Rounding(matrix, says_so=True), Dense(matrix)
-    result = cg(fine, b, coarse=coarse, accurate=truth, max_steps=300)
+    result = cg(fine, b, coarse=coarse, accurate=truth, ending=Ending(max_steps=300))
     assert result.converged
     assert (coarse.uses, fine.uses) == (COARSE_STEPS, result.steps - COARSE_STEPS)
 
@@ -220,7 +230,7 @@ def test_a_hard_problem_is_not_left_to_the_coarse_operator() -> None:
 def test_a_coarse_operator_that_fails_is_given_up() -> None:
     matrix, b = spd(1e2), vector()
     broken = Dense(matrix * float("nan"))
-    result = cg(Dense(matrix), b, coarse=broken, rtol=1e-8)
+    result = cg(Dense(matrix), b, coarse=broken, ending=Ending(rtol=1e-8))
     assert result.converged
     assert true_residual(matrix, result.solution, b) <= 1e-8
 
@@ -232,8 +242,8 @@ def test_an_unfinished_solve_is_kept_by_its_energy() -> None:
         flat = w.reshape(-1)
         return float(0.5 * flat @ matrix @ flat - b.reshape(-1) @ flat)
 
-    kept = cg(Dense(matrix), b, max_steps=12, resting=Resting(1e-3, 0.0))
-    left = cg(Dense(matrix), b, max_steps=12)
+    kept = cg(Dense(matrix), b, ending=Ending(max_steps=12, resting=Resting(0.001, 0.0)))
+    left = cg(Dense(matrix), b, ending=Ending(max_steps=12))
     assert kept.status is left.status is Status.MAX_STEPS
     assert kept.true_residual == pytest.approx(true_residual(matrix, kept.solution, b))
     assert left.true_residual <= 1.0 < kept.true_residual

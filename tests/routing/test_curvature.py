@@ -7,7 +7,7 @@ import torch
 
 from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import DataError, NumericalError
-from moemerge.linalg import cg
+from moemerge.linalg import Ending, cg
 from moemerge.routing import products as module
 from moemerge.routing.curvature import (
     Curvature,
@@ -88,7 +88,7 @@ def test_bias_columns_and_source_targets(bias: bool, source_targets: bool) -> No
     a, b = dense_system(SOFTMAX, domains, Curvature.FULL, 0.9, 0.1)
     torch.testing.assert_close(operator.as_matrix(), a, rtol=1e-10, atol=1e-13)
     torch.testing.assert_close(operator.rhs().reshape(-1), b, rtol=1e-10, atol=1e-13)
-    solved = cg(operator, operator.rhs(), rtol=1e-12).solution.reshape(-1)
+    solved = cg(operator, operator.rhs(), ending=Ending(rtol=1e-12)).solution.reshape(-1)
     torch.testing.assert_close(solved, torch.linalg.solve(a, b), rtol=1e-6, atol=1e-8)
 
 

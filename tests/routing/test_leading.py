@@ -9,7 +9,7 @@ import torch
 
 from moemerge.architectures.gates import Gate
 from moemerge.linalg import Deflation, Diagonal, Status, cg
-from moemerge.linalg.cg import Patience
+from moemerge.linalg.cg import Ending, Patience
 from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, solve
 from moemerge.routing.curvature import Curvature, DomainStatistics, RouterCurvature
 from moemerge.routing.leading import LeadingDirections, sketched_directions
@@ -152,8 +152,14 @@ def test_deflation_never_meets_the_eigenvalues_it_solves_for() -> None:
     operator = operator_of(make_domains(2, width=12, experts=3, tokens=80))
     leading = LeadingDirections(operator, sketched_directions(operator, 6))
     jacobi = build(operator, Preconditioner.JACOBI).operator
-    plain = cg(operator, operator.rhs(), preconditioner=jacobi, rtol=1e-10)
-    deflated = cg(operator, operator.rhs(), preconditioner=jacobi, deflation=leading, rtol=1e-10)
+    plain = cg(operator, operator.rhs(), preconditioner=jacobi, ending=Ending(rtol=1e-10))
+    deflated = cg(
+        operator,
+        operator.rhs(),
+        preconditioner=jacobi,
+        deflation=leading,
+        ending=Ending(rtol=1e-10),
+    )
     assert deflated.converged
     assert deflated.steps < plain.steps
     torch.testing.assert_close(deflated.solution, plain.solution, rtol=1e-6, atol=1e-8)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.gates import Gate
-from moemerge.linalg import cg
+from moemerge.linalg import Ending, cg
 from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
 from moemerge.routing.inverses import cholesky
 from moemerge.routing.preconditioners import (
@@ -108,7 +108,7 @@ def test_all_are_symmetric_positive_definite_and_reach_the_same_solution(
     matrix = built.operator.as_matrix()
     torch.testing.assert_close(matrix, matrix.T, rtol=1e-9, atol=1e-9 * float(matrix.abs().max()))
     assert float(torch.linalg.eigvalsh(matrix).min()) > 0
-    result = cg(operator, operator.rhs(), preconditioner=built.operator, rtol=1e-11)
+    result = cg(operator, operator.rhs(), preconditioner=built.operator, ending=Ending(rtol=1e-11))
     assert result.converged
     expected = torch.linalg.solve(operator.as_matrix(), operator.rhs().reshape(-1))
     torch.testing.assert_close(result.solution.reshape(-1), expected, rtol=1e-6, atol=1e-7)
@@ -117,7 +117,7 @@ def test_all_are_symmetric_positive_definite_and_reach_the_same_solution(
 def test_kronecker_is_exact_for_identity_curvature_of_one_domain() -> None:
     operator = operator_of(make_domains(1, width=12, tokens=80), curvature=Curvature.IDENTITY)
     built = build(operator, Preconditioner.KRONECKER)
-    result = cg(operator, operator.rhs(), preconditioner=built.operator, rtol=1e-10)
+    result = cg(operator, operator.rhs(), preconditioner=built.operator, ending=Ending(rtol=1e-10))
     assert result.converged
     assert result.steps == 1
 

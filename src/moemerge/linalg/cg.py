@@ -89,6 +89,22 @@ class Resting:
 
 
 @dataclass(frozen=True)
+class Ending:
+    """When a solve ends, and how often the host looks at the device to see whether it does.
+
+    With `resting` the energy ½ wᵀAw − bᵀw counts as well as the recurrence's residual, as for a
+    step of Newton's, and what an unfinished solve has come to is kept even where its residual has
+    grown.
+    """
+
+    rtol: float = 1e-6  # of the true residual, relative to ‖b‖
+    max_steps: int = 1000
+    check_every: int = 1  # steps
+    patience: Patience | None = None
+    resting: Resting | None = None
+
+
+@dataclass(frozen=True)
 class CGResult:
     """A solution and the truth about it; `residuals` are the recurrence's, relative to ‖b‖."""
 
@@ -141,20 +157,15 @@ def cg(
     deflation: Deflation | None = None,
     accurate: LinearOperator | None = None,
     coarse: LinearOperator | None = None,
-    rtol: float = 1e-6,
-    max_steps: int = 1000,
-    check_every: int = 1,
-    patience: Patience | None = None,
-    resting: Resting | None = None,
+    ending: Ending | None = None,
 ) -> CGResult:
     """Solve A w = b for a symmetric positive definite A.
 
     `accurate` gives the true residual, and `coarse` serves the first COARSE_STEPS (with a
     `deflation`, which takes the large eigenvalues away, all steps); default: `operator` itself.
-    The host looks at the device only every `check_every` steps. With `resting` the energy
-    ½ wᵀAw − bᵀw counts beside the recurrence's residual, as for a step of Newton's, and what an
-    unfinished solve has come to is kept even where its residual has grown.
     """
+    ending = ending or Ending()
+    rtol, max_steps, resting = ending.rtol, ending.max_steps, ending.resting
     if tuple(rhs.shape) != operator.shape:
         raise NumericalError(f"right-hand side {tuple(rhs.shape)}, operator {operator.shape}")
     b = rhs.double()
@@ -168,9 +179,7 @@ def cg(
     recurrence = _Recurrence(
         preconditioner or Identity(operator.shape, operator.device),
         deflation,
-        check_every,
-        patience,
-        resting,
+        ending,
     )
     coarse_steps = COARSE_STEPS if deflation is None else max_steps
 
@@ -219,9 +228,7 @@ class _Recurrence:
 
     preconditioner: LinearOperator
     deflation: Deflation | None
-    every: int
-    patience: Patience | None
-    resting: Resting | None
+    ending: Ending
 
     def run(
         self, operator: LinearOperator, w: Tensor, r: Tensor, *, target: float, budget: int
@@ -233,9 +240,10 @@ class _Recurrence:
         residuals are rounded to what the operator sees: w then moves by the very p that q = A p
         belongs to, and r drifts from the truth by the products' own error alone.
         """
+        patience, every = self.ending.patience, self.ending.check_every
         w, r = w.clone(), r.clone()
         cycle = _Cycle(solution=w.clone(), steps=0)
-        norms = [float(torch.linalg.vector_norm(r))] if self.patience is not None else []
+        norms = [float(torch.linalg.vector_norm(r))] if patience is not None else []
         if self.deflation is not None:  # from here on nothing is left to do in its subspace
             s, q = self.deflation.corrected(operator, None, r)
             w.add_(s)
@@ -256,7 +264,7 @@ class _Recurrence:
             r.addcmul_(q, -length)
             norm = torch.linalg.vector_norm(r)
             pending.append(torch.stack([norm, eta, rho, 0.5 * length * slope]))
-            if step % self.every == 0 or step == budget:
+            if step % every == 0 or step == budget:
                 seen = torch.stack(pending).tolist()  # the only host synchronisation
                 pending.clear()
                 cycle.failure = _failure(seen)
@@ -268,16 +276,14 @@ class _Recurrence:
                 if self._is_done(cycle, target):
                     cycle.finished = True
                     break
-                if self.patience is not None and self.patience.is_over(
-                    norms + cycle.residuals, target
-                ):
+                if patience is not None and patience.is_over(norms + cycle.residuals, target):
                     cycle.failure = Status.STALLED
                     break
         return cycle
 
     def _is_done(self, cycle: _Cycle, target: float) -> bool:
-        small = cycle.residuals[-1] <= target
-        return small if self.resting is None else small and self.resting.is_reached(cycle.gains)
+        small, resting = cycle.residuals[-1] <= target, self.ending.resting
+        return small if resting is None else small and resting.is_reached(cycle.gains)
 
     def _preconditioned(self, operator: LinearOperator, r: Tensor) -> tuple[Tensor, Tensor]:
         """s = M⁻¹ r, free of the deflated subspace, and A s."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moemerge.architectures.gates import Gate, Score
 from moemerge.errors import UsageError
-from moemerge.linalg.cg import CGResult, Resting, Status, cg
+from moemerge.linalg.cg import CGResult, Ending, Resting, Status, cg
 from moemerge.routing.curvature import DomainStatistics, RouterCurvature
 from moemerge.routing.gates import divergence
 from moemerge.routing.preconditioners import (
@@ -228,11 +228,13 @@ class _Newton:
             preconditioner=built.operator,
             deflation=built.deflation,
             coarse=operator.coarse(),
-            rtol=FORCING,
-            resting=Resting(ENERGY_RTOL, NEGLIGIBLE * enough),
-            max_steps=self.settings.max_inner_steps,
-            check_every=operator.check_every,
-            patience=attempt.patience,
+            ending=Ending(
+                FORCING,
+                self.settings.max_inner_steps,
+                operator.check_every,
+                attempt.patience,
+                resting=Resting(ENERGY_RTOL, NEGLIGIBLE * enough),
+            ),
         )
 
     def went(self, length: float) -> None:

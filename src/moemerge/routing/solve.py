@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moemerge.architectures.gates import Gate
 from moemerge.errors import DataError, UsageError
-from moemerge.linalg.cg import CGResult, Status, cg
+from moemerge.linalg.cg import CGResult, Ending, Status, cg
 from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
 from moemerge.routing.preconditioners import Preconditioner, attempts
 
@@ -133,10 +133,9 @@ def solve_system(
             deflation=built.deflation,
             coarse=operator.coarse(),
             accurate=operator.accurate(),
-            rtol=settings.rtol,
-            max_steps=settings.max_steps,
-            check_every=operator.check_every,
-            patience=attempt.patience,
+            ending=Ending(
+                settings.rtol, settings.max_steps, operator.check_every, attempt.patience
+            ),
         )
         tried.append(Trial(built.kind, latest.steps, latest.status, built.jitter))
         result = latest if result is None else result.followed_by(latest)
