@@ -26,7 +26,7 @@ Quantise = Callable[[str, Tensor], Parts]
 
 def is_weight(name: str, tensor: Tensor) -> bool:
     """What publishers quantise: matrices of attention and feed-forward layers, no routers."""
-    return tensor.dim() >= 2 and bool(re.search(r"_proj\b|\.w[123]\.", name))
+    return tensor.dim() >= 2 and bool(re.search(r"_proj(?!_bias)|\.w[123]\.", name))
 
 
 def cells(tensor: Tensor, height: int, width: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -157,7 +157,7 @@ def weights(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
         "format": formats[kind],
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": stated}},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*router"],
     }
 
 
@@ -229,6 +229,22 @@ class Kind:
         return convert(folder, out, self.section, self.quantise, self.wanted, **options)
 
 
+def llama4(name: str, tensor: Tensor) -> Parts:
+    """FP8 with a scale a row; stacks (experts, in, out) as matrices of each expert."""
+    quantise = fp8_scaled("channel")
+    if tensor.dim() == 2:
+        return quantise(name, tensor)
+    made: Parts = {}
+    owner, _, stack = name.rpartition(".")
+    for expert, matrix in enumerate(tensor):
+        projections = {"down_proj": matrix}
+        if stack == "gate_up_proj":
+            projections = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2, dim=1), strict=True))
+        for projection, part in projections.items():
+            made |= quantise(f"{owner}.{expert}.{projection}.weight", part.T)
+    return made
+
+
 INT4 = weights(4, "int", "group", group_size=8)
 KINDS: dict[str, Kind] = {
     "deepseek fp8": Kind("deepseek_v3", fp8_config(8, 8), block_fp8(8, 8)),
@@ -243,6 +259,7 @@ KINDS: dict[str, Kind] = {
         packed(4, 8, zeros=True, shuffled=True),
     ),
     "fp8 a row": Kind("qwen3_moe", weights(8, "float", "channel"), fp8_scaled("channel")),
+    "llama4 fp8 a row": Kind("llama4_text", weights(8, "float", "channel"), llama4),
     "fp8 a tensor": Kind("olmoe", weights(8, "float", "tensor"), fp8_scaled("tensor")),
     "int8 a row": Kind("olmoe", weights(8, "int", "channel"), packed(8)),
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import quantised_zoo as qz
 import zoo
 from moemerge.architectures.describe import Description, describe, gate_in_words
 from moemerge.architectures.gates import BiasPlace, Gate, Score
@@ -97,3 +98,33 @@ def test_bf16(zoo_folder: Callable[..., Path]) -> None:
     found = described(zoo_folder("mixtral", dtype=torch.bfloat16))
     assert set(found.parameters_by_dtype) == {"bfloat16"}
     assert found.total_bytes == 2 * found.parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("gpt-oss mxfp4", "float4_e2m1 in groups of 32"),
+        ("deepseek fp8", "float8_e4m3fn in 8 x 8 blocks"),
+        ("kimi int4", "int4 in groups of 8"),
+        ("fp8 a tensor", "float8_e4m3fn with one scale"),
+        ("llama4 fp8 a row", "float8_e4m3fn with a scale a row"),
+        ("int8 a row", "int8 with a scale a row"),
+    ],
+)
+def test_quantised_models(
+    zoo_folder: Callable[..., Path], tmp_path: Path, kind: str, words: str
+) -> None:
+    form = qz.KINDS[kind]
+    plain = zoo_folder(form.family, dtype=torch.bfloat16, **form.sizes)
+    folder = form.publish(plain, tmp_path / "quantised")
+    found, expected = described(folder), described(plain)
+    assert found.quantised == f"{words}; read as bfloat16"
+    assert found.calibratable
+    for name in ("parameters", "active_parameters", "router_parameters", "layout", "gate"):
+        assert getattr(found, name) == getattr(expected, name), name
+    tensors = zoo.tensors(folder)
+    assert found.total_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert words in found.stored_by_role["expert"]
+    assert found.stored_by_role["router"] == ("bfloat16",)
+    quantised = sum(t.numel() for n, t in zoo.tensors(plain).items() if form.wanted(n, t))
+    assert found.parameters_by_dtype[words] == quantised

@@ -15,7 +15,7 @@ from calibration import cases
 from moemerge.errors import CheckpointError
 
 
-@pytest.mark.parametrize("kind", ["deepseek fp8", "gpt-oss mxfp4", "kimi int4"])
+@pytest.mark.parametrize("kind", ["deepseek fp8", "gpt-oss mxfp4", "kimi int4", "llama4 fp8 a row"])
 def test_only_the_routers_change(case_of: Any, tmp_path: Path, kind: str) -> None:
     form = qz.KINDS[kind]
     case = case_of(form.family, dtype=torch.bfloat16, **form.sizes)

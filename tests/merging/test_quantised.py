@@ -147,10 +147,14 @@ def test_a_merge_is_written_as_its_inputs_were(
     assert told["tensors"] == len(written.quantisation.units)
 
 
-@pytest.mark.parametrize("kind", ["deepseek fp8", "qwen fp8", "gpt-oss mxfp4"])
+@pytest.mark.parametrize(
+    "kind", ["deepseek fp8", "qwen fp8", "gpt-oss mxfp4", "kimi int4", "fp8 a row"]
+)
 def test_the_output_loads_and_speaks_as_the_dequantised_model(
     published: Callable[..., Any], tmp_path: Path, kind: str
 ) -> None:
+    if qz.KINDS[kind].section["quant_method"] == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
     folders = [quantised for _, quantised in published(kind)]
     same(*folders, out=tmp_path / "out")
     plain = qz.plain_copy(tmp_path / "out", tmp_path / "plain")

@@ -161,6 +161,36 @@ def test_groups_out_of_order(tmp_path: Path) -> None:
     assert torch.equal(values, single(tmp_path / "c", section, plain)["a.weight"])
 
 
+def test_llama4_reads_as_stacks(bf16: Folder, tmp_path: Path) -> None:
+    """Each expert has matrices of its own on disk, and in transformers' quantised model."""
+    pytest.importorskip("compressed_tensors")
+    kind = qz.KINDS["llama4 fp8 a row"]
+    plain = bf16("llama4_text")
+    folder = kind.publish(plain, tmp_path / "fp8", shards=2)
+    checkpoint = Checkpoint.open(folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in zoo.tensors(plain).items()}
+    assert {name: info.shape for name, info in checkpoint.tensors.items()} == shapes
+    section = transformers.CompressedTensorsConfig(**kind.section, dequantize=True)
+    with zoo._quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, quantization_config=section
+        )
+    weights = {f"{n}.weight": m.weight for n, m in model.named_modules() if hasattr(m, "weight")}
+    stacks = 0
+    for name in checkpoint:
+        owner, _, stack = name.rpartition(".")
+        if stack not in ("gate_up_proj", "down_proj"):
+            assert torch.equal(checkpoint[name], weights[name]), name
+            continue
+        stacks += 1
+        projections = ("down_proj",) if stack == "down_proj" else ("gate_proj", "up_proj")
+        for expert, matrix in enumerate(checkpoint[name]):
+            each = [weights[f"{owner}.{expert}.{projection}.weight"] for projection in projections]
+            assert torch.equal(matrix, torch.cat(each).T), name
+        assert torch.equal(checkpoint.read(name, (3, 5)), checkpoint[name][3:5])
+    assert stacks >= 4
+
+
 def test_groups_of_modules(tmp_path: Path) -> None:
     """Kimi: experts in INT4, the rest in FP8; each module is stored as its group says."""
     section = qz.weights(8, "float", "channel") | {"format": "mixed-precision"}

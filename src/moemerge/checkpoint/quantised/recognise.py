@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from moemerge.checkpoint.quantised import compressed, fp8, mxfp4
+from moemerge.checkpoint.quantised.experts import stack_experts
 from moemerge.checkpoint.quantised.headers import Headers
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.tensors import TensorInfo
@@ -59,7 +60,7 @@ def recognise(
         found = mxfp4.find(section, headers, dtype)
     else:
         found = compressed.find(section, headers, dtype, read)
-    units = {unit.name: unit for unit in found}
+    units = stack_experts(config, {unit.name: unit for unit in found})
     if not units:
         raise CheckpointError(
             f"config.json says that the weights are quantised ({method}), but none of them is",
