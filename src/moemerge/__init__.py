@@ -5,10 +5,12 @@ Importing this package is instant and changes nothing; torch is imported when a 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+# Not even `typing` is imported: until the command line has begun, Ctrl-C would show a traceback.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from moemerge.api import calibrate as calibrate
     from moemerge.api import collect_statistics as collect_statistics
     from moemerge.api import diagnose as diagnose
@@ -69,6 +71,8 @@ __all__ = list(_ROOM)
 def __getattr__(name: str) -> Any:
     if name not in _ROOM:
         raise AttributeError(f"module 'moemerge' has no attribute {name!r}")
+    import importlib
+
     return getattr(importlib.import_module(_ROOM[name]), name)
 
 

@@ -22,7 +22,7 @@ def test_only_the_page_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(typer.Exit) as end, interruptible(left):
         raise KeyboardInterrupt
     assert end.value.exit_code == 130
-    assert "only the page or the upload is missing" in capsys.readouterr().err
+    assert "only figures, page or upload are missing" in capsys.readouterr().err
 
 
 def test_an_older_folder_is_nothing_that_is_left(tmp_path: Path) -> None:

@@ -82,3 +82,13 @@ def test_importing_the_package_imports_almost_nothing() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.split() == ["moemerge"]
+
+
+def test_nothing_but_the_command_line_itself_comes_before_its_ctrl_c() -> None:
+    """Until `main` runs, Ctrl-C shows a traceback; so what it takes to get there is next to none."""
+    code = (
+        "import signal, sys; before = set(sys.modules); from moemerge.cli import main; "
+        "print(sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['__future__', 'moemerge', 'moemerge.cli']"

@@ -23,7 +23,7 @@ from moemerge.config.settings import (
     with_keywords,
 )
 from moemerge.config.translate import parse_settings
-from moemerge.errors import UsageError
+from moemerge.errors import MoeMergeError, UsageError
 from moemerge.runtime.progress import Progress, Silent
 
 # Running models imports transformers: only when it is asked for.
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from moemerge.calibration import CalibrationReport, CalibrationRequest
     from moemerge.collecting import CollectReport
     from moemerge.diagnosis import Diagnosis, SwapReport
+    from moemerge.diagnosis.page import BeforeAndAfter
     from moemerge.refitting import RefitReport, RefitRequest
     from moemerge.text.rows import TextSource
 
@@ -157,23 +158,53 @@ def repair(
     label: str | None = None,
     command: str | None = None,
 ) -> Report:
-    """Calibrate or refit, and write the page about it if one is wanted.
+    """Calibrate or refit; then diagnose merge and result, where there is a page to write or where
+    rows were held out and settings want it.
 
-    There `label` is what the merged model is called, and `command` what was called.
+    On the page `label` is what the merged model is called, and `command` what was called.
     """
-    if page is None:
+    measure = getattr(request.settings, "measure", False) and request.settings.holdout != 0
+    if page is None and not measure:
         return run(request, progress)
+    try:
+        both = _before_and_after(request, page, label, command)
+    except MoeMergeError as error:
+        if page is not None:
+            raise
+        # Sources that cannot be run have routers all the same.
+        progress.note(f"the routing will not be measured on held-out rows: {error.message}")
+        return run(request, progress)
+    report = run(replace(request, text=both.text), progress)
+    if page is None and not both.holds_out:
+        return report
+    try:
+        diagnosis = both.measure(progress)
+    except MoeMergeError as error:
+        if page is not None:
+            raise
+        progress.note(error.message)
+        return report
+    if measure and both.holds_out:
+        from moemerge.lockstep.repairs import add_diagnosis
+
+        report = add_diagnosis(report, both.figures(diagnosis))
+    return report
+
+
+def _before_and_after(
+    request: CalibrationRequest | RefitRequest,
+    page: str | Path | None,
+    label: str | None,
+    command: str | None,
+) -> BeforeAndAfter:
     from moemerge.diagnosis.page import BeforeAndAfter
 
     values = request.settings
     settings = {name: getattr(values, name) for name in type(values).model_fields}
     models = (request.merged, request.out)
-    writer = BeforeAndAfter.of(
+    return BeforeAndAfter.of(
         page, models, request.sources, request.data, settings, label=label, command=command
     )
-    report = run(replace(request, text=writer.text), progress)
-    writer.write(progress)
-    return report
 
 
 @with_keywords(DiagnosisKeywords, DiagnosisSettings)

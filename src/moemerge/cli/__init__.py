@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from types import FrameType
+
+TYPE_CHECKING = False  # as in the package: nothing that takes time comes before `main`
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 UNFORESEEN = 1  # after an error that is not ours

@@ -121,7 +121,7 @@ def what_is_left(out_folder: Path) -> Callable[[], str | None]:
         if journal.exists():
             return "--resume goes on with the finished layers kept"
         if _identity(out_folder) not in (None, before):
-            return f"{out_folder} is written and whole, only the page or the upload is missing"
+            return f"{out_folder} is written and whole; only figures, page or upload are missing"
         return None
 
     return left

@@ -11,6 +11,7 @@ import typer
 
 from moemerge.cli.console import err, out, show_json
 from moemerge.cli.flags import Device, Json, Quiet, add_verb
+from moemerge.cli.interrupts import interruptible
 from moemerge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def demo(
                 out.print(_line(headings), markup=False, style="bold")
     show = Demo(specialists, folder, device=device, problems=count)
     rows: list[DemoRow] = []
-    with one_thread():
+    left = f"the models made so far are in {folder}; the next demo there begins anew"
+    with interruptible(lambda: left), one_thread():
         for row in show.rows():
             if not json:
                 line = _line if out.width >= sum(WIDTHS) else _stacked

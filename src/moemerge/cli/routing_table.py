@@ -213,6 +213,8 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
     if "holdout" in total:
         changes = (f"{name} {_change(total, HELD_OUT, name)}" for name in report.sources)
         rows.insert(1, ("held out", f"KL {', '.join(changes)}"))
+    if report.diagnosis is not None:
+        rows.insert(2, ("mismatch", _mismatch(report.diagnosis)))
     rows += unequal(report.weights)
     reasons = Counter(skipped.reason for skipped in report.skipped)
     rows += [("left alone", f"{count}: {in_flags(reason)}") for reason, count in reasons.items()]
@@ -220,6 +222,13 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
         rows += [("", f"layer {s.layer}: {s.router}") for s in report.skipped]
         rows += _timings(report)
     return Group(_solves(report, verbose=verbose), "", facts(rows))
+
+
+def _mismatch(figures: Mapping[str, Any]) -> str:
+    """What `diagnose` would say of the rows held out."""
+    before, after = figures["mismatch_before"], figures["mismatch_after"]
+    changes = (f"{name} {percent(before[name])}→{percent(after[name])}" for name in before)
+    return f"{', '.join(changes)} (held out, each model on its own features)"
 
 
 def unequal(weights: Mapping[str, float]) -> list[tuple[str, str]]:

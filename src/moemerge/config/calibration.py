@@ -84,6 +84,11 @@ class CalibrationSettings(Strict):
     device: DeviceField = DEVICE
     dtype: Dtype = DTYPE
     strict: Flag = Field(False, description="fail when a layer does not converge")
+    measure: Flag = Field(
+        True,
+        description="diagnose merge and result on the rows held out, which runs the sources; for "
+        "summary and card",
+    )
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +115,7 @@ class CalibrationKeywords(ForwardKeywords, total=False):
     init: Init
     holdout: float | Literal["auto"]
     strict: bool
+    measure: bool
 
 
 NamedSources = dict[str, ModelRef] | tuple[str, ...]

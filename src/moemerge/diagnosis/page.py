@@ -11,6 +11,7 @@ from moemerge.config.models import ModelRef
 from moemerge.config.settings import DiagnosisSettings
 from moemerge.config.translate import parse_settings
 from moemerge.diagnosis.job import DiagnosisRequest, prepare
+from moemerge.diagnosis.results import MODEL, Diagnosis
 from moemerge.diagnosis.run import diagnose
 from moemerge.errors import MoeMergeError, UsageError
 from moemerge.lockstep.inputs import JobText
@@ -34,17 +35,17 @@ def page_path(report: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class BeforeAndAfter:
-    """The page of a calibration: `request` diagnoses the merge, `out` is the calibrated model."""
+    """A merge and its repair, diagnosed together: `request` is of the merge, `out` the result."""
 
     request: DiagnosisRequest
-    text: JobText  # of the calibration and of the page
+    text: JobText  # of the repair and of the diagnosis
     out: Path
-    path: Path
+    path: Path | None  # of a page, if one is wanted
 
     @classmethod
     def of(
         cls,
-        report: str | Path,
+        report: str | Path | None,
         models: tuple[str | Path | ModelRef, Path],
         sources: Mapping[str, str | Path | ModelRef],
         data: Mapping[str, Sequence[TextSource]],
@@ -69,16 +70,41 @@ class BeforeAndAfter:
             label=label,
             command=command,
         )
-        path = page_path(report)
+        path = None if report is None else page_path(report)
         return cls(request, prepare(request).text, models[1], path)
 
-    def write(self, progress: Progress) -> None:
-        """Diagnose both and write the page; what hinders it leaves the calibrated model be."""
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are rows that no solve sees."""
+        return any(domain.holdout for domain in self.text.domains)
+
+    def measure(self, progress: Progress) -> Diagnosis:
+        """Diagnose both and write the page; what hinders it leaves the result be."""
         try:
             job = prepare(replace(self.request, against=(self.out,)), self.text)
-            write_page(diagnose(job, progress).to_json(), self.path)
+            diagnosis = diagnose(job, progress)
+            if self.path is not None:
+                write_page(diagnosis.to_json(), self.path)
         except MoeMergeError as error:
+            lacks = "its routing is not measured" if self.path is None else f"not {self.path}"
             raise type(error)(
-                f"{self.out} is written and whole, but not the page {self.path}: {error.message}",
-                hint=error.hint,
+                f"{self.out} is written and whole, but {lacks}: {error.message}", hint=error.hint
             ) from error
+        return diagnosis
+
+    def figures(self, diagnosis: Diagnosis) -> dict[str, Any]:
+        """The mismatch and the loss of each domain, before and after."""
+        names = list(diagnosis.domains)
+        ends = {"before": MODEL, "after": str(self.out)}
+        totals = {
+            end: {name: diagnosis.total(name, model) for name in names}
+            for end, model in ends.items()
+        }
+        return {
+            "tokens": {name: total.tokens for name, total in totals["after"].items()},
+            **{
+                f"{figure}_{end}": {n: t.figures.get(figure) for n, t in totals[end].items()}
+                for figure in ("mismatch", "loss")
+                for end in ends
+            },
+        }

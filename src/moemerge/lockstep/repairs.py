@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -41,9 +41,10 @@ from moemerge.text.rows import TextSource, check_files, source_names
 from moemerge.version import __version__
 
 # They say how a run is done; its result does not depend on them.
-NOT_IN_KEY = ("offload", "strict", "device", "dtype")
+NOT_IN_KEY = ("offload", "strict", "measure", "device", "dtype")
 
 Reference = str | Path | ModelRef
+R = TypeVar("R", bound="RepairReport")
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,9 @@ class RepairReport:
     notices: tuple[str, ...]
     seconds: float
     timings: Timings
+    # What `diagnose` measures on the rows held out, each model on its own features: of the merge
+    # and of the result. None where it was not measured.
+    diagnosis: Mapping[str, Any] | None = None
 
     @staticmethod
     def asked(request: RepairRequest) -> dict[str, Any]:
@@ -205,6 +209,7 @@ class RepairReport:
             "notices": list(self.notices),
             "seconds": round(self.seconds, 3),
             "timings": self.timings.to_json(),
+            "diagnosis": None if self.diagnosis is None else dict(self.diagnosis),
         }
 
 
@@ -307,3 +312,45 @@ def merge_config(path: Path, blocks: Mapping[str, Any]) -> RunConfig | None:
         return parse_settings(RunConfig, {**data, **blocks}, str(path))
     except MoeMergeError:
         return None
+
+
+# --- what is measured when OUT is there ---------------------------------------------------------
+
+
+def add_diagnosis(report: R, figures: Mapping[str, Any]) -> R:
+    """The report with what was measured afterwards, which also goes into OUT's report and card."""
+    folder = Path(report.output)
+    path = folder / REPORT_NAME
+    document = read_object(path)
+    document[report.part]["diagnosis"] = dict(figures)
+    _replace(path, report_bytes(document))
+    path = folder / CARD_NAME
+    card = path.read_text(encoding="utf-8", errors="replace")
+    at = card.find("\n## ", card.rfind(f"## {report.section}\n") + 1)
+    at = len(card) if at < 0 else at + 1
+    words = "\n".join(diagnosis_words(figures))
+    _replace(path, f"{card[:at].rstrip(chr(10))}\n\n{words}\n\n{card[at:]}".encode())
+    return replace(report, diagnosis=figures)
+
+
+def diagnosis_words(figures: Mapping[str, Any]) -> list[str]:
+    """A table of the routing on rows held out, each model on its own features."""
+    lines = [
+        "What `moemerge diagnose` measures on the rows held out, each model on its own features:",
+        "",
+        "| domain | tokens | mismatch before | after | loss before | after |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, tokens in figures["tokens"].items():
+        shares = (f"{figures[f'mismatch_{end}'][name]:.1%}" for end in ("before", "after"))
+        losses = (figures[f"loss_{end}"][name] for end in ("before", "after"))
+        cells = [*shares, *("" if loss is None else f"{loss:.4g}" for loss in losses)]
+        lines.append(f"| {name} | {tokens} | {' | '.join(cells)} |")
+    return lines
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """The file is the old one or the new one, whenever somebody looks."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_bytes(content)
+    beside.replace(path)

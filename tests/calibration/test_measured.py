@@ -1,0 +1,92 @@
+"""What a calibration did to the routing on rows that it has not seen, in report, card and table."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+import moemerge
+from calibration import cases
+from moemerge.cli.routing_table import calibration_report
+
+
+class Notes:
+    """Progress that remembers what was said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def start(self, what: str, total: int, *, unit: str) -> None: ...
+
+    def advance(self, amount: int) -> None: ...
+
+    def status(self, message: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def note(self, message: str) -> None:
+        self.said.append(message)
+
+
+@pytest.fixture(scope="module")
+def case(zoo_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    folder = tmp_path_factory.mktemp("measured")
+    return cases.make_case(zoo_folder("olmoe", num_hidden_layers=2), folder, rows=110)
+
+
+def test_it_is_what_diagnose_measures(case: cases.Case, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = case.calibrate(out)
+    figures = report.diagnosis
+    assert figures is not None
+    diagnosis = moemerge.diagnose(
+        case.merged, against=[out], sources=case.sources, data=case.data, holdout="auto"
+    )
+    for name in case.sources:
+        before, after = diagnosis.total(name), diagnosis.total(name, str(out))
+        assert figures["tokens"][name] == before.tokens
+        assert figures["mismatch_before"][name] == pytest.approx(before.mismatch)
+        assert figures["mismatch_after"][name] == pytest.approx(after.mismatch)
+        assert figures["loss_after"][name] == pytest.approx(after.loss)
+    assert figures["mismatch_before"] != figures["mismatch_after"]
+    assert json.loads((out / "moemerge_report.json").read_text())["calibration"]["diagnosis"] == (
+        figures
+    )
+    card = (out / "README.md").read_text()
+    row = f"| math | {figures['tokens']['math']} | {figures['mismatch_before']['math']:.1%} | "
+    assert row in card.partition("each model on its own features:")[2].partition("## Config")[0]
+    assert not list(out.glob(".*"))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(calibration_report(report, verbose=False))
+    assert "(held out, each model on its own features)" in console.file.getvalue()
+
+
+def test_it_can_be_left_out(case: cases.Case, tmp_path: Path) -> None:
+    assert case.calibrate(tmp_path / "a", measure=False).diagnosis is None
+    assert case.calibrate(tmp_path / "b", limit=20).diagnosis is None  # too few rows to hold out
+    assert "own features" not in (tmp_path / "a" / "README.md").read_text()
+    routers = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
+    assert routers[0].keys() == routers[1].keys()
+
+
+def test_a_source_that_cannot_be_run_still_gives_its_routers(
+    case: cases.Case, tmp_path: Path
+) -> None:
+    broken = Path(cases.shutil.copytree(case.sources["math"], tmp_path / "math"))
+    shard = broken / "model.safetensors"
+    tensors = load_file(shard)
+    del tensors["model.norm.weight"]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    notes = Notes()
+    report = case.calibrate(
+        tmp_path / "out", sources={**case.sources, "math": broken}, progress=notes
+    )
+    assert report.diagnosis is None
+    assert (tmp_path / "out" / "config.json").exists()
+    assert any("not measured" in note or "not be measured" in note for note in notes.said)
