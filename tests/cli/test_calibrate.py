@@ -70,7 +70,7 @@ def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
         "0.2", "--preconditioner", "jacobi", "--rtol", "1e-5", "--max-steps", "500", "--seed", "3",
         "--device", "cpu", "--dtype", "float32", "--offload", "disk", "--max-length", "64",
         "--limit", "9", "--objective", "exact", "--targets", "source-features", "--strict",
-        "--json", "-",
+        "--no-measure", "--json", "-",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -79,7 +79,7 @@ def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
         "max_tokens": 60, "holdout": 0.2, "preconditioner": "jacobi", "rtol": 1e-5,
         "max_steps": 500, "seed": 3, "device": "cpu", "dtype": "float32", "offload": "disk",
         "max_length": 64, "limit": 9, "objective": "exact", "targets": "source-features",
-        "strict": True,
+        "strict": True, "measure": False,
     }  # fmt: skip
     assert report["settings"] == wanted
     assert len(report["layers"]) == 1
@@ -225,3 +225,14 @@ def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: P
     result = moemerge("calibrate", case.merged, out, *flags(case), *slow, "--resume")
     assert result.exit_code == 0, result.output
     assert f"{finished} finished routers found" in result.stderr
+
+
+def test_twice_verbose_logs_every_read_and_every_solve(case: cases.Case, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "moemerge", "calibrate", case.merged, tmp_path / "out"]
+    done = subprocess.run([*words, *flags(case), "-vv"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "moemerge.lockstep.streams: 1 model(s) in step, offload " in done.stderr
+    assert f"moemerge.features.weights: model.layers.2 of {case.merged}: " in done.stderr
+    solves = [line for line in done.stderr.splitlines() if "moemerge.routing.solve: " in line]
+    assert len(solves) >= 3
+    assert all("converged after" in line or "stalled after" in line for line in solves)

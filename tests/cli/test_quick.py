@@ -85,7 +85,7 @@ def test_importing_the_package_imports_almost_nothing() -> None:
 
 
 def test_nothing_but_the_command_line_itself_comes_before_its_ctrl_c() -> None:
-    """Until `main` runs, Ctrl-C shows a traceback; so what it takes to get there is next to none."""
+    """Until `main` runs, Ctrl-C shows a traceback: nothing that takes time may come before."""
     code = (
         "import signal, sys; before = set(sys.modules); from moemerge.cli import main; "
         "print(sorted(set(sys.modules) - before))"

@@ -97,16 +97,16 @@ def _writable(target: str | None) -> str | None:
     return target
 
 
-def _log(verbose: bool) -> bool:
+def _log(verbosity: int) -> int:
     """Let the rooms' loggers speak on stderr, with times; only here is logging set up."""
     logger = logging.getLogger("moemerge")
     logger.handlers.clear()
-    if verbose:
+    if verbosity:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    return verbose
+        logger.setLevel(logging.INFO if verbosity == 1 else logging.DEBUG)
+    return verbosity
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,20 @@ class Reporting:
         ),
     ] = None
     quiet: Quiet = False
-    verbose: Annotated[
-        bool,
+    verbosity: Annotated[
+        int,
         typer.Option(
-            "-v", "--verbose", help="Say more, and log what is read and planned.", callback=_log
+            "-v",
+            "--verbose",
+            count=True,
+            help="Say more, and log what is opened and planned; -vv also every read and solve.",
+            callback=_log,
         ),
-    ] = False
+    ] = 0
+
+    @property
+    def verbose(self) -> bool:
+        return self.verbosity > 0
 
     def progress(self) -> AbstractContextManager[Bar]:
         return progress(quiet=self.quiet)

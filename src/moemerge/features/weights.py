@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -14,11 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moemerge.checkpoint.reader import Checkpoint
+from moemerge.checkpoint.sizes import format_size
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.features.loading import NameMap, Recipe, keeps_float32, map_names, tied_names
 from moemerge.runtime.gpu import BUFFER_BYTES, uploads_to
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.timing import Stopwatch
+
+logger = logging.getLogger(__name__)
 
 # Parallel reads within one layer. On a CPU more only make them wait for each other; a GPU's host
 # has cores to spare, and a file in the page cache comes as fast as they copy it.
@@ -115,10 +119,11 @@ class Weights:
     def fetched(self, key: str, names: Iterable[str]) -> dict[str, Tensor]:
         """What was read ahead under this key, or a read now."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return self.fetch(names)
-        tensors = ahead[1].result()
-        return tensors if ahead[0] == key else self.fetch(names)
+        tensors = None if ahead is None else ahead[1].result()
+        was_ahead = ahead is not None and ahead[0] == key
+        where = "taken from what was read ahead" if was_ahead else "read now"
+        logger.debug("%s of %s: %s", key, self.checkpoint.label, where)
+        return tensors if tensors is not None and was_ahead else self.fetch(names)
 
     def advise(self, names: Iterable[str]) -> None:
         """Let the system begin to read what will be asked for after the next part."""
@@ -214,7 +219,10 @@ class Weights:
             done.result()
         made.update({name: made[target] for name, target in part.tied.items()})
         size = sum(tensor.numel() * tensor.element_size() for tensor in made.values())
-        self._stopwatch.aside("read", time.perf_counter() - begin, size)
+        seconds = time.perf_counter() - begin
+        self._stopwatch.aside("read", seconds, size)
+        label, count = self.checkpoint.label, len(made)
+        logger.debug("read %d tensors of %s, %s, %.3f s", count, label, format_size(size), seconds)
         return made
 
     def _fill(self, piece: StoredSlice) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
+
+logger = logging.getLogger(__name__)
 
 # Python, torch and transformers themselves, threads' heaps, kernels that oneDNN keeps: measured.
 PROCESS_BYTES = 512 * 2**20
@@ -174,6 +177,8 @@ def open_lockstep(
     except BaseException:
         lockstep.close()
         raise
+    count, memory = len(sides), lockstep.lead.memory.describe()
+    logger.debug("%d model(s) in step, offload %s: %s", count, lockstep.offload, memory)
     return lockstep
 
 

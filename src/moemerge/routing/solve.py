@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +14,8 @@ from moemerge.errors import DataError, UsageError
 from moemerge.linalg.cg import CGResult, Ending, Status, cg
 from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
 from moemerge.routing.preconditioners import Preconditioner, attempts
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_ALPHA = 0.9
 
@@ -125,6 +129,7 @@ def solve_system(
     tried: list[Trial] = []
     for attempt in attempts(operator, settings.preconditioner):
         built = attempt.built
+        begin = time.perf_counter()
         latest = cg(
             operator,
             operator.rhs(),
@@ -138,6 +143,15 @@ def solve_system(
             ),
         )
         tried.append(Trial(built.kind, latest.steps, latest.status, built.jitter))
+        logger.debug(
+            "router of %s, %s: %s after %d steps, residual %.1e, %.3f s",
+            "×".join(map(str, start.shape)),
+            built.kind,
+            latest.status,
+            latest.steps,
+            latest.true_residual,
+            time.perf_counter() - begin,
+        )
         result = latest if result is None else result.followed_by(latest)
         if latest.status in (Status.CONVERGED, Status.MAX_STEPS):
             break
