@@ -12,7 +12,8 @@ from moemerge.cli.interrupts import interruptible
 from moemerge.config.evaluation import EvaluationOutputSettings, EvaluationSettings
 
 EXAMPLES = """
-  moemerge evaluate merged/ calibrated/ --task gsm8k --task math500
+  moemerge evaluate merged/ calibrated/ --task gsm8k --task math500 \\
+      --report scores.html
   moemerge evaluate merged/ --task gsm8k --data gsm8k=gsm8k_test.jsonl.gz \\
       --samples 1 --temperature 0 --limit 200
   moemerge evaluate merged/ calibrated/ --task humaneval+ --allow-code
@@ -60,7 +61,7 @@ def evaluate(
             **output.model_dump(),
         )
     table = evaluation_report(report, verbose=reporting.verbose)
-    reporting.show(report.to_json(), table, notices=report.notices)
+    reporting.show(report.to_json(), table, notices=report.notices, page=output.report)
 
 
 def _what_is_left(out: Path) -> str | None:

@@ -69,6 +69,10 @@ class EvaluationOutputSettings(Strict):
         False, description="judge the answers that are kept anew, without any model"
     )
     lm_eval: Texts = Field((), description="tasks of lm-eval, or files of its kind, as well")
+    report: Path | None = Field(None, description="write an HTML page of the results there")
+    card: Flag = Field(
+        False, description="write the scores into the README.md of each model folder (model-index)"
+    )
 
 
 class EvaluationOutKeywords(EvaluationKeywords, total=False):
@@ -77,3 +81,5 @@ class EvaluationOutKeywords(EvaluationKeywords, total=False):
     out: str | Path
     rescore: bool
     lm_eval: str | Sequence[str] | tuple[str, ...]
+    report: str | Path | None
+    card: bool

@@ -13,9 +13,9 @@ from moemerge.config.translate import parse_settings
 from moemerge.diagnosis.job import DiagnosisRequest, prepare
 from moemerge.diagnosis.results import MODEL, Diagnosis
 from moemerge.diagnosis.run import diagnose
-from moemerge.errors import MoeMergeError, UsageError
+from moemerge.errors import MoeMergeError
 from moemerge.lockstep.inputs import JobText
-from moemerge.report.page import require_page, write_page
+from moemerge.report.page import check_page_path, require_page, write_page
 from moemerge.runtime.progress import Progress
 from moemerge.text.rows import TextSource
 
@@ -24,12 +24,7 @@ def page_path(report: str | Path) -> Path:
     """Where to write a page; what would hinder it is told before any work."""
     require_page()
     path = Path(report)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"the report {path} cannot be written: "
-            + ("it is a folder" if path.is_dir() else f"there is no folder {path.parent}"),
-            hint="name an HTML file in a folder that exists",
-        )
+    check_page_path(path)
     return path
 
 

@@ -26,7 +26,7 @@ from moemerge.generation.prompts import open_tokenizer
 from moemerge.generation.run import complete
 from moemerge.generation.transformers_engine import TransformersEngine
 from moemerge.runtime.progress import Progress
-from moemerge.text.prompts import has_template
+from moemerge.text.templates import has_template
 
 MOST_TOKENS: Final = 256  # lm-eval's own, for tasks that do not say
 ANY: Final = 1024  # the context of a model that does not state one, for rolling windows

@@ -18,11 +18,15 @@ from moemerge.evaluation.answers import (
     recall,
 )
 from moemerge.evaluation.bridge import bridged_scores, require_lm_eval
+from moemerge.evaluation.card import check_cards, write_cards
 from moemerge.evaluation.folder import file_name, write_whole
 from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation_settings, prepare
+from moemerge.evaluation.page import page_document
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
 from moemerge.evaluation.scoring import ScoredTask, judge, opened_verifiers
 from moemerge.report.files import report_bytes, report_document
+from moemerge.report.page import check_page_path
+from moemerge.report.scores import write_scores_page
 from moemerge.runtime.progress import Progress
 from moemerge.text.writing import write_rows
 from moemerge.version import __version__
@@ -36,6 +40,10 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
     job = prepare(request)
     if request.output.lm_eval:
         require_lm_eval()
+    if request.output.report is not None:
+        check_page_path(request.output.report)
+    if request.output.card:
+        check_cards({name: str(model) for name, model in job.models.items()})
     with opened_verifiers(job, progress) as verifiers:
         answers = recall(job, progress) if request.output.rescore else _answered(job, progress)
         scored = judge(job, verifiers, answers, progress)
@@ -115,6 +123,10 @@ def _keep(job: EvaluationJob, scored: Sequence[ScoredTask], report: EvaluationRe
             write_rows(folder / f"{file_name(model)}.jsonl", _answers(task, model))
     document = report_document(__version__, evaluation=report.to_json())
     write_whole(out / RESULTS, report_bytes(document))
+    if job.request.output.report is not None:
+        write_scores_page(page_document(report, scored, document), job.request.output.report)
+    if job.request.output.card:
+        write_cards(report)
 
 
 def _answers(task: ScoredTask, model: str) -> Iterator[dict[str, Any]]:

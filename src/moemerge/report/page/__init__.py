@@ -44,7 +44,20 @@ def render_page(document: Mapping[str, Any]) -> str:
 
 def write_page(document: Mapping[str, Any], path: Path) -> Path:
     """Write the page to `path`, whole or not at all."""
-    text = render_page(document)
+    return save_page(render_page(document), path)
+
+
+def check_page_path(path: Path) -> None:
+    """What would hinder a page is told before any work."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(
+            f"the report {path} cannot be written: "
+            + ("it is a folder" if path.is_dir() else f"there is no folder {path.parent}"),
+            hint="name an HTML file in a folder that exists",
+        )
+
+
+def save_page(text: str, path: Path) -> Path:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         try:

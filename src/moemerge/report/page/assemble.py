@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import re
 from collections.abc import Mapping
@@ -16,6 +14,7 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from moemerge.errors import DataError
+from moemerge.report.files import packed
 from moemerge.report.page.checks import checks, solver
 from moemerge.report.page.experts import flows, loads
 from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, swaps
@@ -86,12 +85,6 @@ def _groups(reading: Reading) -> dict[str, tuple[Group, ...]]:
         "solver": (solved,) if solved else (),
         "refit": refit(reading),
     }
-
-
-def packed(text: str) -> str:
-    """Compressed and in base64: a third of the size, and nothing in it can end a script element."""
-    # mtime=0: the same document gives the same page.
-    return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()
 
 
 @cache

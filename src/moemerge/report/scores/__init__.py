@@ -1,0 +1,81 @@
+"""The page of an evaluation: scores, pairs of models, and every problem with both texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from moemerge.report.files import packed
+from moemerge.report.page import save_page
+
+COLOURS: Final = 6  # of models, in the style sheet
+
+
+def write_scores_page(document: Mapping[str, Any], path: Path) -> Path:
+    """Write the page to `path`, whole or not at all."""
+    return save_page(render_scores(document), path)
+
+
+def render_scores(document: Mapping[str, Any]) -> str:
+    """The page of an evaluation's report, with the texts of `answers` in it."""
+    here = files(__package__)
+    style = files("moemerge.report.page").joinpath("style.css").read_text("utf-8")
+    # Autoescape on, whatever the template's name: every text comes from a model or a file.
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
+    environment.filters |= {"points": _points, "signed": _signed, "p": _p, "place": _place}
+    template = environment.from_string(here.joinpath("scores.html").read_text("utf-8"))
+    models = list(document["models"])
+    return template.render(
+        document=document,
+        models=models,
+        colours={model: place % COLOURS for place, model in enumerate(models)},
+        pairs=_pairs(document),
+        reach=_reach(document),
+        # Our own files; nothing of the document is in them.
+        style=Markup(style + here.joinpath("scores.css").read_text("utf-8")),
+        script=Markup(here.joinpath("scores.js").read_text("utf-8")),
+        answers=packed(json.dumps(document["answers"], separators=(",", ":"))),
+    )
+
+
+def _pairs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every pair of models, with its row for each task and average."""
+    rows = document["results"]
+    return [
+        {
+            "first": pair["first"],
+            "second": pair["second"],
+            "rows": [{**row["pairs"][place], "title": row["title"]} for row in rows],
+        }
+        for place, pair in enumerate(rows[0]["pairs"])
+    ]
+
+
+def _reach(document: Mapping[str, Any]) -> float:
+    """How far intervals reach from zero, so that all are drawn to one scale."""
+    ends = [abs(e) for r in document["results"] for p in r["pairs"] for e in p["interval"]]
+    return float(max([0.01, *ends]))
+
+
+def _points(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f}"
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.1f}".replace("-", "−")
+
+
+def _p(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.001 else "<0.001"
+
+
+def _place(value: float, reach: float) -> str:
+    """Where a difference lies on a line from −reach to reach, in percent of its length."""
+    return f"{50 + 50 * value / reach:.2f}"
