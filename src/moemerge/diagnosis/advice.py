@@ -263,10 +263,12 @@ def _elsewhere(measured: Measurements) -> list[str]:
         gaps = {t.model: gap for t in totals if (gap := Overall(t.model, [t]).loss_gap) is not None}
         if not gaps:
             continue
-        told = ", ".join(
+        names = ", ".join(
             f"{measured.names.get(name, name)} {gap:+.3f}" for name, gap in gaps.items()
         )
-        start = f"On {domain}, which no source speaks for, the loss above the base's is {told} nats"
+        start = (
+            f"On {domain}, which no source speaks for, the loss above the base's is {names} nats"
+        )
         remedy = (
             "; the base as one more source keeps it: calibrate or refit with --source base=BASE "
             "--data base=FILE"

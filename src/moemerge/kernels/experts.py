@@ -121,5 +121,5 @@ def _experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Every expert's rows times its matrix: (rows, in) x (experts, out, in) -> (rows, out)."""
     product = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    found: Tensor = product(rows, weights.transpose(-2, -1), offs=ends)
-    return found
+    products: Tensor = product(rows, weights.transpose(-2, -1), offs=ends)
+    return products

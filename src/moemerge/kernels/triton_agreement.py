@@ -22,9 +22,9 @@ def _best(z, experts, inside, TOP_K: tl.constexpr):
     rest = tl.where(inside, z, -float("inf"))
     chosen = tl.zeros_like(inside.to(tl.int32))
     for _ in tl.range(0, TOP_K):
-        found = (experts[None, :] == tl.argmax(rest, axis=1)[:, None]) & inside
-        chosen += found.to(tl.int32)
-        rest = tl.where(found, -float("inf"), rest)
+        best = (experts[None, :] == tl.argmax(rest, axis=1)[:, None]) & inside
+        chosen += best.to(tl.int32)
+        rest = tl.where(best, -float("inf"), rest)
     return chosen
 
 

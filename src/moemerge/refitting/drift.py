@@ -40,11 +40,11 @@ class AsMerged:
         for call in calls:
             if call.path not in self.layers or call.out is not None:
                 continue
-            found = _again(call)
-            if found is None:
+            rerun = _again(call)
+            if rerun is None:
                 self.working = False
                 return
-            hidden, again = found
+            hidden, again = rerun
             self._calls[id(batch)] = (again, rows)
             self._hidden.setdefault(id(batch), hidden.detach())
 

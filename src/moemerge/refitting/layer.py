@@ -166,8 +166,8 @@ class LayerFitter:
                 problem, target = own_last_projection(stack, source), "output"
             else:
                 problem, target = self._last(stack, batches, place), "hidden state"
-            found = fitting.run(routings, problem, self.ridge)
-            fits.append(ExpertsRow(getattr(tap, which), target, found))
+            fitted = fitting.run(routings, problem, self.ridge)
+            fits.append(ExpertsRow(getattr(tap, which), target, fitted))
         self._forget(tap.path)
         return fits
 

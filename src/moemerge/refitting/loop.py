@@ -173,15 +173,15 @@ class RefitLoop:
 
     def _stored_tensors(self, plan: LayerPlan) -> dict[str, Tensor]:
         stream = self.streams.merged.stream
-        found, self._tensors = self._tensors, {}
+        tensors, self._tensors = self._tensors, {}
         for tap in plan.linear.values():
             weight = parameter(stream.model, tap.weight)
-            found.update(stored_linear(stream.checkpoint, self.units.linear(tap), weight))
+            tensors.update(stored_linear(stream.checkpoint, self.units.linear(tap), weight))
         for path, experts in plan.experts.items():
             units, module = self.units.experts(experts), stream.model.get_submodule(path)
             for expert in range(experts.count):
-                stored_experts(stream.checkpoint, units, module, experts, expert, found)
-        return found
+                stored_experts(stream.checkpoint, units, module, experts, expert, tensors)
+        return tensors
 
     # --- the head ---
 

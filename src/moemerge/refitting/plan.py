@@ -183,13 +183,13 @@ def stored_linear(
     checkpoint: Checkpoint, placed: Sequence[PlacedUnit], weight: Tensor
 ) -> dict[str, Tensor]:
     """A linear map's stored tensors, from its matrix in memory."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for one in placed:
-        block = _block(checkpoint, one.unit, found)
+        block = _block(checkpoint, one.unit, tensors)
         rows = one.unit.slot.rows
         target = block if rows is None else block[rows[0] : rows[1]]
         one.unit.slot.take(target).copy_(one.take(weight))
-    return found
+    return tensors
 
 
 def stored_experts(
@@ -198,11 +198,11 @@ def stored_experts(
     module: nn.Module,
     tap: ExpertsTap,
     expert: int,
-    found: dict[str, Tensor],
+    begun: dict[str, Tensor],
 ) -> None:
     """Put one expert's projections, from the stacks in memory, into the tensors they are stored in.
 
-    `found` holds the tensors begun so far, by name.
+    `begun` are those that earlier experts were put into, by name.
     """
     holder: Any = module
     up = getattr(holder, tap.up.rpartition(".")[2])[expert].detach()
@@ -215,20 +215,20 @@ def stored_experts(
         unit = units.get((expert, projection))
         if unit is None:
             continue
-        block = _block(checkpoint, unit, found)
+        block = _block(checkpoint, unit, begun)
         rows = unit.slot.rows
         target = block if rows is None else block[rows[0] : rows[1]]
         unit.slot.take(target).copy_(value)
 
 
-def _block(checkpoint: Checkpoint, unit: Unit, found: dict[str, Tensor]) -> Tensor:
+def _block(checkpoint: Checkpoint, unit: Unit, begun: dict[str, Tensor]) -> Tensor:
     """The stored tensor a unit lies in, as merged until its units are put into it."""
-    if unit.tensor not in found:
+    if unit.tensor not in begun:
         info = checkpoint.tensors[unit.tensor]
         whole = unit.slot.covers_block and unit.slot.rows is None
-        found[unit.tensor] = (
+        begun[unit.tensor] = (
             torch.empty(info.shape, dtype=info.dtype.torch)
             if whole
             else checkpoint.read(unit.tensor)
         )
-    return found[unit.tensor]
+    return begun[unit.tensor]

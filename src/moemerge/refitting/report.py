@@ -140,15 +140,19 @@ class LayerRow:
 
     def warnings(self) -> list[str]:
         """What a user should look at: maps that stay as merged, and routers without an end."""
-        found = []
+        warnings = []
         for row in self.rows:
             if isinstance(row, RouterRow) and row.fit.status is not Status.CONVERGED:
-                found.append(f"{self.where}: {row.name} did not converge ({row.fit.status})")
+                warnings.append(f"{self.where}: {row.name} did not converge ({row.fit.status})")
             if not isinstance(row, ExpertsRow) and row.fit.kept:
-                found.append(f"{self.where}: {row.name} stays as merged, held-out rows would lose")
+                warnings.append(
+                    f"{self.where}: {row.name} stays as merged, held-out rows would lose"
+                )
             if isinstance(row, ExpertsRow) and all(fit.kept for fit in row.fits):
-                found.append(f"{self.where}: all of {row.name} stays as merged, held-out rows lose")
-        return found
+                warnings.append(
+                    f"{self.where}: all of {row.name} stays as merged, held-out rows lose"
+                )
+        return warnings
 
 
 def few_tokens(layers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -209,7 +213,7 @@ def errors_left(layers: Sequence[Mapping[str, Any]], *, held_out: bool) -> dict[
             before, after = errors_on(row, held_out=held_out) or (0.0, 0.0)
             if before:
                 by_kind.setdefault(kind_of(row), []).append(after / before)
-    return {kind: math.fsum(found) / len(found) for kind, found in by_kind.items()}
+    return {kind: math.fsum(shares) / len(shares) for kind, shares in by_kind.items()}
 
 
 def both_left(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:

@@ -78,13 +78,13 @@ def _rounded(weight: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None], wid
     parts = [weight[:, :width].to(dtypes[0]).double()]
     if dtypes[1] is not None:
         parts.append(weight[:, width:].to(dtypes[1]).double())
-    found = torch.cat(parts, dim=1)
-    if not bool(torch.isfinite(found).all()):
+    rounded = torch.cat(parts, dim=1)
+    if not bool(torch.isfinite(rounded).all()):
         raise NumericalError(
             f"the new router does not fit into {dtypes[0]}: it holds non-finite values",
             hint='give more text, or use `router="keep"`',
         )
-    return found
+    return rounded
 
 
 def _total(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
@@ -93,7 +93,7 @@ def _total(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 def _divergences(gate: Gate, domains: Sequence[DomainFeatures], weight: Tensor) -> dict[str, float]:
     """Mean KL(source ‖ router) of each domain."""
-    found = {}
+    divergences = {}
     for domain in domains:
         total = torch.zeros((), dtype=torch.float64, device=weight.device)
         for at, x in enumerate(domain.features):
@@ -105,8 +105,8 @@ def _divergences(gate: Gate, domains: Sequence[DomainFeatures], weight: Tensor) 
             )
             mine = features.working_logits(weight.to(x.device))
             total += divergence(gate, target.double(), mine.double()).sum()
-        found[domain.name] = float(total) / max(1, domain.tokens)
-    return found
+        divergences[domain.name] = float(total) / max(1, domain.tokens)
+    return divergences
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,10 @@ class RouterJob:
         width = merged.weight.shape[1]
         weight = merged.weight.clone()
         weight[: place.rows] = matrix[:, :width].to(weight.dtype)
-        found = {place.weight: weight}
+        tensors = {place.weight: weight}
         if place.bias is not None and merged.bias is not None:
             bias = merged.bias.clone()
             bias[: place.rows] = matrix[:, width].to(bias.dtype)
             shape = self.merged.checkpoint.tensors[place.bias].shape
-            found[place.bias] = bias.reshape(shape)
-        return found
+            tensors[place.bias] = bias.reshape(shape)
+        return tensors

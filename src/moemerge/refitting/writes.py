@@ -92,7 +92,7 @@ def _solve(columns: Sequence[Tensor], wanted: Tensor) -> list[float]:
     flat = torch.stack([column.double().reshape(-1) for column in columns])  # (unknowns, n)
     gram = flat @ flat.T
     right = flat @ wanted.reshape(-1)
-    found: list[float] = (
+    solution: list[float] = (
         torch.linalg.lstsq(gram.cpu(), right.cpu()[:, None]).solution[:, 0].tolist()
     )
-    return found
+    return solution

@@ -95,8 +95,8 @@ def build_operator(
         raise DataError("no domain to calibrate on", hint="name at least one source with its data")
     shapes = {domain.name: tuple(domain.router.shape) for domain in domains}
     if len(set(shapes.values())) > 1:
-        told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise DataError(f"the sources' routers differ in shape: {told}")
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise DataError(f"the sources' routers differ in shape: {listed}")
     dense, diagonal = settings.regulariser
     statistics = [DomainStatistics(gate, domain, settings.curvature) for domain in domains]
     return RouterCurvature(statistics, dense=dense, diagonal=diagonal)

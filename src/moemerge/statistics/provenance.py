@@ -67,8 +67,8 @@ def family_name(architecture: Architecture) -> str:
 
 def all_units(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, Unit]:
     """Every unit of a checkpoint by its key."""
-    found = (unit for name in checkpoint.tensors for unit in architecture.units(name))
-    return {unit.key: unit for unit in found}
+    units = (unit for name in checkpoint.tensors for unit in architecture.units(name))
+    return {unit.key: unit for unit in units}
 
 
 def model_fingerprint(checkpoint: Checkpoint, architecture: Architecture) -> str:

@@ -95,10 +95,10 @@ class _Batch:
         prompt = self._tokens.expand(self._models, -1, -1)
         token = self._next(prompt, 0)
         rows = torch.arange(prompt.shape[1], device=token.device)
-        found = torch.full((*token.shape, self._new), _PAD, device=token.device)
+        written = torch.full((*token.shape, self._new), _PAD, device=token.device)
         ended = torch.zeros_like(token, dtype=torch.bool)
         for number in range(self._new):
-            found[:, rows, number] = torch.where(ended, _PAD, token)
+            written[:, rows, number] = torch.where(ended, _PAD, token)
             ended = ended | (token == _EOS)
             live = (~ended).any(0)  # in any model
             alive = int(live.sum())
@@ -108,7 +108,7 @@ class _Batch:
                 token, ended, rows = token[:, live], ended[:, live], rows[live]
                 self._keep(live)
             token = self._next(token[..., None], prompt.shape[2] + number)
-        return found
+        return written
 
     def _next(self, tokens: Tensor, column: int) -> Tensor:
         """The likeliest token (S, B) after these, which begin at `column`."""

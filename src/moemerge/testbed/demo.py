@@ -169,21 +169,21 @@ class _Clock:
 
 def findings(rows: list[DemoRow]) -> list[str]:
     """What the numbers say, whichever way they went."""
-    found = []
+    sentences = []
     own = [row.accuracy[row.model] for row in rows if row.routers == SPECIALIST]
     specialists = sum(own) / len(own)
     for method in SHOWN:
         title = METHODS[method].title
         by = {row.routers: row for row in rows if row.model == title}
         merged, averaged, harc, source = (by[n] for n in (AS_MERGED, AVERAGED, HARC, SOURCE))
-        found.append(
+        sentences.append(
             f"{title}: merging changed {merged.mismatch:.0%} of the specialists' expert choices "
             f"and cost {_points(specialists - merged.mean)} of the {_points(specialists)} points "
             f"they score. HARC wins {_points(harc.mean - merged.mean)} of them back, with source "
             f"targets {_points(source.mean - merged.mean)}; routers merely averaged, the control, "
             f"{_points(averaged.mean - merged.mean)}."
         )
-    return found
+    return sentences
 
 
 def _points(share: float) -> str:

@@ -64,5 +64,5 @@ def equal_share_ridge(a: Tensor, b: Tensor, ridge: float) -> Tensor:
     # Never without any ridge: equal models make A singular.
     pull = max(ridge, n * torch.finfo(a.dtype).eps) * scale
     eye = torch.eye(n, dtype=a.dtype, device=a.device)
-    found: Tensor = torch.linalg.solve(a + pull * eye, b + pull * equal)
-    return found
+    solution: Tensor = torch.linalg.solve(a + pull * eye, b + pull * equal)
+    return solution

@@ -185,7 +185,7 @@ def _overrides(
     embedding_rows: Mapping[ModelRef, int],
 ) -> dict[str, Rows]:
     """Token -> the row that `tokens:` names for it. All impossible entries in one error."""
-    found: dict[str, Rows] = {}
+    overrides: dict[str, Rows] = {}
     problems = []
     for token, entry in entries.items():
         source = entry.source
@@ -196,19 +196,19 @@ def _overrides(
                 problems.append(f"{token!r}: no model has this token; give it a `source`")
             continue
         if isinstance(source, TokenSource) and source.kind == "zero":
-            found[token] = ()
+            overrides[token] = ()
             continue
         model, row, problem = _named_row(token, source, own, embedding_rows)
         if problem:
             problems.append(f"{token!r}: {problem}")
         else:
-            found[token] = ((model, row),)
+            overrides[token] = ((model, row),)
     if problems:
         raise TokenizerError(
             "\n".join(["tokenizer.tokens:", *(f"  {p}" for p in problems)]),
             hint="name a model of this merge and a token or token_id that it has",
         )
-    return found
+    return overrides
 
 
 def _named_row(

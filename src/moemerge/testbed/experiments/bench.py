@@ -63,8 +63,8 @@ class Bench:
     def path(self, model: Model) -> Path:
         """The folder a model has, or will have."""
         if isinstance(model, Trained):
-            found = open_set(self.trained)
-            return found.base if model.which == BASE else found.models[model.which]
+            trained = open_set(self.trained)
+            return trained.base if model.which == BASE else trained.models[model.which]
         return self.folder / "models" / _slug(model.name)
 
     def text(self, kind: str, domain: str) -> Path:
@@ -135,8 +135,8 @@ class Bench:
     def measure(self, cell: Cell) -> dict[str, Any]:
         """Accuracy and routing of a cell, by domain."""
         begin = time.perf_counter()
-        found = {domain: self._measure(domain, model, cell) for domain, model in cell.runs}
-        return {"domains": found, "seconds": round(time.perf_counter() - begin, 2)}
+        measured = {domain: self._measure(domain, model, cell) for domain, model in cell.runs}
+        return {"domains": measured, "seconds": round(time.perf_counter() - begin, 2)}
 
     def _measure(self, domain: str, model: Model, cell: Cell) -> dict[str, Any]:
         folder, source = self.path(model), self.path(Trained(domain))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moemerge.errors import UsageError
@@ -82,146 +82,58 @@ class Experiment:
     arch: str | None = None  # instead of the one asked for
 
 
-def _merged(method: str, domains: tuple[str, ...]) -> Merged:
-    return Merged(method, domains)
-
-
 def variants(method: str, domains: tuple[str, ...], *, extended: bool) -> list[Row]:
     """One method's rows of a main table: plain, control, HARC and source targets.
 
     `extended`: the exact objective as well, which takes its time, and what bounds them all.
     """
-    merged, title = _merged(method, domains), METHODS[method].title
-    average = Merged(AVERAGE, domains)
-    models: dict[str, Model] = {AS_MERGED: merged}
+    merged = Merged(method, domains)
+    models: dict[str, Variant] = {AS_MERGED: merged}
     if method != AVERAGE:
-        models[AVERAGED] = Grafted(merged, average)
+        models[AVERAGED] = Grafted(merged, Merged(AVERAGE, domains))
     models[HARC] = calibrated(merged)
     models[SOURCE] = calibrated(merged, targets="source-features")
     if extended:
         models[EXACT] = calibrated(merged, targets="source-features", objective="exact")
-    rows = [Row(title, label, measured(model, domains)) for label, model in models.items()]
-    if extended:
-        rows.append(Row(title, SOURCE_ROUTERS, with_source_routers(merged)))
-        rows.append(Row(title, FORCED, forced_routing(merged)))
-    return rows
+        models[SOURCE_ROUTERS] = with_source_routers(merged)
+        models[FORCED] = forced_routing(merged)
+    return _rows_of(merged, models)
 
 
 def _main(domains: tuple[str, ...], *, extended: bool) -> Callable[[Scope], list[Row]]:
     def rows(scope: Scope) -> list[Row]:
-        found = [
+        return [
             Row(REFERENCE, "base", measured(Trained(BASE), domains)),
             Row(REFERENCE, "specialists", individual(domains)),
+            *(row for m in scope.methods for row in variants(m, domains, extended=extended)),
         ]
-        for method in scope.methods:
-            found += variants(method, domains, extended=extended)
-        return found
 
     return rows
 
 
-def _hessian(scope: Scope) -> list[Row]:
+# What an ablation compares: a model, or a measurement of its own; with its place on a sweep's axis.
+Variant = Model | Cell | tuple[Model, float]
+
+
+def _ablation(
+    of: Callable[[Merged, Scope], Mapping[str, Variant]], methods: int = 1
+) -> Callable[[Scope], list[Row]]:
+    """The variants of the leading methods, merged of two models, by their labels."""
+
+    def rows(scope: Scope) -> list[Row]:
+        merges = [Merged(method, TWO) for method in _leading(scope, methods)]
+        return [row for merged in merges for row in _rows_of(merged, of(merged, scope))]
+
+    return rows
+
+
+def _rows_of(merged: Merged, variants: Mapping[str, Variant]) -> list[Row]:
     rows = []
-    for method in _leading(scope, 1):
-        merged = _merged(method, TWO)
-        models = {
-            "none": merged,
-            "identity": calibrated(merged, curvature="identity"),
-            "diagonal": calibrated(merged, curvature="diagonal"),
-            "full": calibrated(merged),
-        }
-        rows += _rows_of(method, models)
+    for label, variant in variants.items():
+        what, x = variant if isinstance(variant, tuple) else (variant, None)
+        cell = what if isinstance(what, Cell) else measured(what, merged.domains)
+        rows.append(Row(METHODS[merged.method].title, label, cell, x))
     return rows
-
-
-def _regularisation(scope: Scope) -> list[Row]:
-    rows = []
-    for method in _leading(scope, 1):
-        merged, title = _merged(method, TWO), METHODS[method].title
-        rows.append(Row(title, AS_MERGED, measured(merged, TWO)))
-        for alpha in ALPHAS:
-            model = calibrated(merged) if alpha == 0.9 else calibrated(merged, alpha=alpha)
-            rows.append(Row(title, f"α = {alpha:g}", measured(model, TWO), x=alpha))
-        for gamma in GAMMAS:
-            model = calibrated(merged, gamma=gamma)
-            rows.append(Row(title, f"γ = {gamma:g}", measured(model, TWO), x=1 / (1 + gamma)))
-    return rows
-
-
-def _composition(scope: Scope) -> list[Row]:
-    rows = []
-    for method in _leading(scope, 1):
-        merged = _merged(method, TWO)
-        models: dict[str, Model] = {AS_MERGED: merged}
-        models |= {words: calibrated(merged, text=text) for text, words in TEXTS.items()}
-        rows += _rows_of(method, models)
-    return rows
-
-
-def _fraction(scope: Scope) -> list[Row]:
-    rows = []
-    for method in _leading(scope, 2):
-        merged, title = _merged(method, TWO), METHODS[method].title
-        rows.append(Row(title, AS_MERGED, measured(merged, TWO), x=0.0))
-        for share in SHARES:
-            model = calibrated(merged, share=share)
-            rows.append(Row(title, f"{share:.0%}", measured(model, TWO), x=share))
-    return rows
-
-
-def _last_layers(scope: Scope) -> list[Row]:
-    rows = []
-    for method in _leading(scope, 1):
-        merged, title = _merged(method, TWO), METHODS[method].title
-        rows.append(Row(title, "0 (as merged)", measured(merged, TWO), x=0.0))
-        for count in range(1, scope.layers):
-            model = calibrated(merged, layers=f"last:{count}")
-            rows.append(Row(title, f"last {count}", measured(model, TWO), x=count))
-        whole = measured(calibrated(merged), TWO)
-        rows.append(Row(title, f"all {scope.layers}", whole, x=scope.layers))
-    return rows
-
-
-def _router_swap(scope: Scope) -> list[Row]:
-    rows = []
-    for method in _leading(scope, 1):
-        merged, title = _merged(method, TWO), METHODS[method].title
-        rows += [
-            Row(title, "specialists", individual(TWO)),
-            Row(title, "specialists, merged routers", sources_with_merged_routers(merged)),
-            Row(title, AS_MERGED, measured(merged, TWO)),
-            Row(title, "merged, source routers", with_source_routers(merged)),
-            Row(title, "merged, source routing forced", forced_routing(merged)),
-        ]
-    return rows
-
-
-def _layers(scope: Scope) -> list[Row]:
-    wanted = (AS_MERGED, AVERAGED, HARC, SOURCE)
-    found = [row for m in _leading(scope, 1) for row in variants(m, TWO, extended=False)]
-    return [row for row in found if row.label in wanted]
-
-
-def _fine_tuning(scope: Scope) -> list[Row]:
-    rows = []
-    for method in _leading(scope, 2):
-        merged = _merged(method, TWO)
-        harc, source = calibrated(merged), calibrated(merged, targets="source-features")
-        models: dict[str, Model] = {
-            AS_MERGED: merged,
-            HARC: harc,
-            SOURCE: source,
-            "fine-tuned": Tuned(merged, TWO),
-            "HARC, fine-tuned": Tuned(harc, TWO),
-            "source targets, fine-tuned": Tuned(source, TWO),
-        }
-        rows += _rows_of(method, models)
-    return rows
-
-
-def _rows_of(method: str, models: dict[str, Model]) -> list[Row]:
-    title = METHODS[method].title
-    return [Row(title, label, measured(model, TWO)) for label, model in models.items()]
 
 
 def _leading(scope: Scope, count: int) -> Sequence[str]:
@@ -230,12 +142,71 @@ def _leading(scope: Scope, count: int) -> Sequence[str]:
     return (order + [m for m in scope.methods if m not in order])[:count]
 
 
-_MAIN = (
-    (AS_MERGED, HARC),
-    (AS_MERGED, AVERAGED),
-    (AVERAGED, HARC),
-    (HARC, SOURCE),
-)
+def _hessian(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
+    return {
+        "none": merged,
+        "identity": calibrated(merged, curvature="identity"),
+        "diagonal": calibrated(merged, curvature="diagonal"),
+        "full": calibrated(merged),
+    }
+
+
+def _regularisation(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
+    usual = {"α = 0.9": (calibrated(merged), 0.9)}  # the default: no setting, and a shared model
+    return {
+        AS_MERGED: merged,
+        **{f"α = {alpha:g}": (calibrated(merged, alpha=alpha), alpha) for alpha in ALPHAS},
+        **usual,
+        **{f"γ = {g:g}": (calibrated(merged, gamma=g), 1 / (1 + g)) for g in GAMMAS},
+    }
+
+
+def _composition(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
+    texts = {words: calibrated(merged, text=text) for text, words in TEXTS.items()}
+    return {AS_MERGED: merged, **texts}
+
+
+def _fraction(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
+    shares = {f"{share:.0%}": (calibrated(merged, share=share), share) for share in SHARES}
+    return {AS_MERGED: (merged, 0.0), **shares}
+
+
+def _last_layers(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
+    counts = range(1, scope.layers)
+    return {
+        "0 (as merged)": (merged, 0.0),
+        **{f"last {n}": (calibrated(merged, layers=f"last:{n}"), n) for n in counts},
+        f"all {scope.layers}": (calibrated(merged), scope.layers),
+    }
+
+
+def _router_swap(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
+    return {
+        "specialists": individual(TWO),
+        "specialists, merged routers": sources_with_merged_routers(merged),
+        AS_MERGED: merged,
+        "merged, source routers": with_source_routers(merged),
+        "merged, source routing forced": forced_routing(merged),
+    }
+
+
+def _layers(scope: Scope) -> list[Row]:
+    return [row for m in _leading(scope, 1) for row in variants(m, TWO, extended=False)]
+
+
+def _fine_tuning(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
+    harc, source = calibrated(merged), calibrated(merged, targets="source-features")
+    return {
+        AS_MERGED: merged,
+        HARC: harc,
+        SOURCE: source,
+        "fine-tuned": Tuned(merged, TWO),
+        "HARC, fine-tuned": Tuned(harc, TWO),
+        "source targets, fine-tuned": Tuned(source, TWO),
+    }
+
+
+_MAIN = ((AS_MERGED, HARC), (AS_MERGED, AVERAGED), (AVERAGED, HARC), (HARC, SOURCE))
 _EXTENDED = (*_MAIN, (HARC, EXACT))
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -275,7 +246,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "How much curvature is needed (Figure 2a)",
             "The whole Hessian of the gate, its diagonal, the identity, or no calibration.",
             TWO,
-            _hessian,
+            _ablation(_hessian),
             figure="bars",
         ),
         Experiment(
@@ -284,7 +255,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "α Σ + (1 − α) diag Σ against Σ + γ diag Σ. The two are the same problem up to a "
             "factor when γ = (1 − α)/α; γ is drawn at its α.",
             TWO,
-            _regularisation,
+            _ablation(_regularisation),
             figure="lines",
             axis="α, or 1/(1 + γ)",
         ),
@@ -294,7 +265,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The same prompts with the source's correct answers, all its answers, the ground "
             "truth, or nothing; and text of another domain.",
             TWO,
-            _composition,
+            _ablation(_composition),
             figure="bars",
         ),
         Experiment(
@@ -302,7 +273,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "How much calibration text is needed (Figure 3b)",
             "A tenth of the rows to all of them.",
             TWO,
-            _fraction,
+            _ablation(_fraction, methods=2),
             figure="lines",
             axis="share of the calibration text",
         ),
@@ -311,7 +282,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Calibrating the last layers only",
             "The last L layers of all.",
             TWO,
-            _last_layers,
+            _ablation(_last_layers),
             figure="lines",
             axis="calibrated layers, from the last",
         ),
@@ -320,7 +291,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Swapped routers (Figure 1)",
             "Specialists with the merged routers, and the merged model with the specialists'.",
             TWO,
-            _router_swap,
+            _ablation(_router_swap),
             figure="swap",
         ),
         Experiment(
@@ -336,7 +307,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Fine-tuning after the merge",
             "The merge, calibrated or not, fine-tuned on the calibration text of both domains.",
             TWO,
-            _fine_tuning,
+            _ablation(_fine_tuning, methods=2),
             figure="bars",
             compare=(
                 ("fine-tuned", "HARC, fine-tuned"),

@@ -90,16 +90,16 @@ def _continue(
     ids, mask = ids.to(device), mask.to(device)
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     caches = (DynamicCache(), DynamicCache())
-    found: list[Tensor] = []
+    columns: list[Tensor] = []
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    while len(found) < new and not bool(ended.all()):
+    while len(columns) < new and not bool(ended.all()):
         logits = pair(caches, input_ids=ids, attention_mask=mask, position_ids=positions)
         ids = logits.argmax(-1, keepdim=True)
-        found.append(ids[:, 0])
+        columns.append(ids[:, 0])
         ended |= ids[:, 0] == end
         mask = torch.cat([mask, torch.ones_like(ids)], dim=-1)
         positions = positions[:, -1:] + 1
-    return torch.stack(found, dim=-1)
+    return torch.stack(columns, dim=-1)
 
 
 def _load(folder: Path, device: torch.device) -> Any:

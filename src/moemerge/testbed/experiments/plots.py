@@ -66,9 +66,9 @@ def _groups(summary: Summary, axes: Any) -> None:
     width = 0.8 / max(1, len(labels))
     for number, label in enumerate(labels):
         rows = [(at, summary.row(group, label)) for at, group in enumerate(groups)]
-        found = [(at, row) for at, row in rows if row is not None]
-        places = [at + (number - (len(labels) - 1) / 2) * width for at, _ in found]
-        _bars(axes, places, [row.overall for _, row in found], width, COLOURS[label], label)
+        known = [(at, row) for at, row in rows if row is not None]
+        places = [at + (number - (len(labels) - 1) / 2) * width for at, _ in known]
+        _bars(axes, places, [row.overall for _, row in known], width, COLOURS[label], label)
     for row in summary.groups.get(REFERENCE, []):
         axes.axhline(100 * row.overall.value, color="black", linewidth=0.8, linestyle="--")
         axes.annotate(
@@ -85,7 +85,7 @@ def _groups(summary: Summary, axes: Any) -> None:
 def _plain_bars(summary: Summary, axes: Any) -> None:
     """One bar a row."""
     rows = summary.rows
-    starts = {group: rows.index(found[0]) for group, found in summary.groups.items()}
+    starts = {group: rows.index(own[0]) for group, own in summary.groups.items()}
     colours = [COLOURS.get(row.label, OTHERS[0]) for row in rows]
     colours = [COLOURS[AS_MERGED] if n in starts.values() else c for n, c in enumerate(colours)]
     _bars(axes, range(len(rows)), [row.overall for row in rows], 0.7, colours, None)
@@ -114,11 +114,11 @@ def _lines(summary: Summary, axes: Any) -> None:
     for number, (group, rows) in enumerate(summary.groups.items()):
         colour = OTHERS[number]
         series = _series(group, [row for row in rows if row.x is not None])
-        for name, found in series.items():
-            values = [row.overall for row in found]
+        for name, curve in series.items():
+            values = [row.overall for row in curve]
             errors = _errors(values)
             axes.errorbar(
-                [row.x for row in found], [100 * v.value for v in values], errors,
+                [row.x for row in curve], [100 * v.value for v in values], errors,
                 marker="o", markersize=3, capsize=2, label=name, color=colour,
             )  # fmt: skip
             colour = OTHERS[(number + len(summary.groups)) % len(OTHERS)]
@@ -130,11 +130,11 @@ def _lines(summary: Summary, axes: Any) -> None:
 
 def _series(group: str, rows: Sequence[RowSummary]) -> dict[str, list[RowSummary]]:
     """Rows of one curve: all of a group, or those whose labels begin with the same letter."""
-    found: dict[str, list[RowSummary]] = {}
+    curves: dict[str, list[RowSummary]] = {}
     for row in rows:
         letter = row.label[0] if row.label[0] in "αγ" else ""
-        found.setdefault(f"{group} {letter}".strip(), []).append(row)
-    return found
+        curves.setdefault(f"{group} {letter}".strip(), []).append(row)
+    return curves
 
 
 def _layers(summary: Summary, axes: Any) -> None:

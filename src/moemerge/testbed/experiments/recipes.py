@@ -208,8 +208,8 @@ class Cell:
     @property
     def models(self) -> tuple[Model, ...]:
         """Everything that must exist, the specialists compared with included."""
-        found = [model for _, model in self.runs] + [Trained(domain) for domain in self.domains]
-        return tuple(dict.fromkeys(found))
+        models = [model for _, model in self.runs] + [Trained(domain) for domain in self.domains]
+        return tuple(dict.fromkeys(models))
 
 
 def measured(model: Model, domains: tuple[str, ...]) -> Cell:

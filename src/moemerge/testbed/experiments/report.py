@@ -102,22 +102,24 @@ def verdicts(summary: Summary) -> list[str]:
     """How often each claim holds, over the methods of a main table. Empty for other tables."""
     if (AS_MERGED, HARC) not in summary.experiment.compare:
         return []
-    found = []
+    sentences = []
     harc = _against(summary, AS_MERGED, HARC)
     if harc:
         lowers = sum(c.mismatch is not None and _value(c.mismatch) < 0 for c in harc)
-        found.append(f"HARC lowers the mismatch for {lowers} of {len(harc)} methods.")
-        found.append(f"HARC against the plain merge: {_raises(harc)}")
+        sentences.append(f"HARC lowers the mismatch for {lowers} of {len(harc)} methods.")
+        sentences.append(f"HARC against the plain merge: {_raises(harc)}")
     averaged = _against(summary, AS_MERGED, AVERAGED)
     if averaged:
-        found.append(f"Averaged routers against the plain merge: {_raises(averaged)}")
-        found.append(f"HARC against averaged routers: {_raises(_against(summary, AVERAGED, HARC))}")
+        sentences.append(f"Averaged routers against the plain merge: {_raises(averaged)}")
+        sentences.append(
+            f"HARC against averaged routers: {_raises(_against(summary, AVERAGED, HARC))}"
+        )
     for label in (SOURCE, EXACT):
         against = _against(summary, HARC, label)
         if against:
             name = label[0].upper() + label[1:]
-            found.append(f"{name} against HARC: {_raises(against)}")
-    return found
+            sentences.append(f"{name} against HARC: {_raises(against)}")
+    return sentences
 
 
 def _against(summary: Summary, first: str, second: str) -> list[Comparison]:

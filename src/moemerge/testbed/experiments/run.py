@@ -93,12 +93,12 @@ class Plan:
     tables: tuple[Table, ...]
 
     def cells(self) -> dict[SetKey, dict[str, Cell]]:
-        found: dict[SetKey, dict[str, Cell]] = {}
+        by_set: dict[SetKey, dict[str, Cell]] = {}
         for table in self.tables:
             for key in table.sets:
-                cells = found.setdefault(key, {})
+                cells = by_set.setdefault(key, {})
                 cells.update({row.cell.name: row.cell for row in table.rows})
-        return found
+        return by_set
 
 
 def make_plan(request: TableRequest) -> Plan:
@@ -206,14 +206,14 @@ def train_missing(plan: Plan, journal: CellJournal, progress: Progress) -> None:
 
 def left_to_measure(plan: Plan, journal: CellJournal) -> dict[SetKey, list[Cell]]:
     """The cells that the journal lacks, or has of a set that was trained anew since."""
-    found: dict[SetKey, list[Cell]] = {}
+    missing: dict[SetKey, list[Cell]] = {}
     for key, cells in plan.cells().items():
         folder = set_folder(plan.request, key)
         digest = set_digest(folder) if folder.exists() else None
         left = [cell for cell in cells.values() if not journal.has(key, cell, digest)]
         if left:
-            found[key] = left
-    return found
+            missing[key] = left
+    return missing
 
 
 # --- cells --------------------------------------------------------------------------------------

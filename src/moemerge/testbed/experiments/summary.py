@@ -70,20 +70,20 @@ class Summary:
         return f"{self.experiment.name}-{self.regime}"
 
     def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        del found["experiment"]
+        values = asdict(self)
+        del values["experiment"]
         about = {"experiment": self.experiment.name, "title": self.experiment.title}
-        return {**about, "about": self.experiment.about, **found}
+        return {**about, "about": self.experiment.about, **values}
 
     def row(self, group: str, label: str) -> RowSummary | None:
         return next((r for r in self.rows if (r.group, r.label) == (group, label)), None)
 
     @property
     def groups(self) -> dict[str, list[RowSummary]]:
-        found: dict[str, list[RowSummary]] = {}
+        groups: dict[str, list[RowSummary]] = {}
         for row in self.rows:
-            found.setdefault(row.group, []).append(row)
-        return found
+            groups.setdefault(row.group, []).append(row)
+        return groups
 
 
 def summarise(
@@ -93,35 +93,35 @@ def summarise(
     journal: CellJournal,
 ) -> Summary:
     """A table of what the journal has; rows that it lacks are named."""
-    found = {row: _entries(row, keys, journal) for row in rows}
+    measured = {row: _entries(row, keys, journal) for row in rows}
     firsts: dict[str, Row] = {}
     for row in rows:
         firsts.setdefault(row.group, row)
-    shown = [row for row in rows if found[row]]
-    some = next((found[row] for row in shown), {})
+    shown = [row for row in rows if measured[row]]
+    some = next((measured[row] for row in shown), {})
     return Summary(
         experiment=experiment,
         arch=keys[0].arch,
         preset=keys[0].preset,
         regime=keys[0].regime,
-        seeds=tuple(sorted({key.seed for row in shown for key in found[row]})),
+        seeds=tuple(sorted({key.seed for row in shown for key in measured[row]})),
         problems=next((d["problems"] for e in some.values() for d in e["domains"].values()), 0),
-        rows=tuple(_row(row, found[row], firsts[row.group], found) for row in shown),
-        comparisons=tuple(_comparisons(experiment, shown, found)),
-        missing=tuple(f"{row.group}, {row.label}" for row in rows if not found[row]),
+        rows=tuple(_row(row, measured[row], firsts[row.group], measured) for row in shown),
+        comparisons=tuple(_comparisons(experiment, shown, measured)),
+        missing=tuple(f"{row.group}, {row.label}" for row in rows if not measured[row]),
     )
 
 
 def _entries(row: Row, keys: Sequence[SetKey], journal: CellJournal) -> dict[SetKey, Any]:
-    found = {key: journal.get(key, row.cell) for key in keys}
-    return {key: entry for key, entry in found.items() if entry is not None}
+    entries = {key: journal.get(key, row.cell) for key in keys}
+    return {key: entry for key, entry in entries.items() if entry is not None}
 
 
-def _row(row: Row, entries: Entries, first: Row, found: Mapping[Row, Entries]) -> RowSummary:
+def _row(row: Row, entries: Entries, first: Row, measured: Mapping[Row, Entries]) -> RowSummary:
     domains = row.cell.domains
     against = None
-    if row is not first and found[first]:
-        against = compare((first, found[first]), (row, entries))
+    if row is not first and measured[first]:
+        against = compare((first, measured[first]), (row, entries))
     return RowSummary(
         group=row.group,
         label=row.label,
@@ -161,14 +161,14 @@ def compare(first: tuple[Row, Entries], second: tuple[Row, Entries]) -> Comparis
 
 
 def _comparisons(
-    experiment: Experiment, rows: Sequence[Row], found: Mapping[Row, Entries]
+    experiment: Experiment, rows: Sequence[Row], measured: Mapping[Row, Entries]
 ) -> Iterator[Comparison]:
     by_name = {(row.group, row.label): row for row in rows}
     for group in dict.fromkeys(row.group for row in rows):
         for labels in experiment.compare:
             pair = [by_name.get((group, label)) for label in labels]
             if pair[0] is not None and pair[1] is not None:
-                made = compare((pair[0], found[pair[0]]), (pair[1], found[pair[1]]))
+                made = compare((pair[0], measured[pair[0]]), (pair[1], measured[pair[1]]))
                 if made is not None:
                     yield made
 
@@ -194,5 +194,5 @@ def _paired(pairs: Sequence[tuple[Any, Any]], what: str) -> PairedTest:
 
 
 def _layers(entries: Entries, domain: str) -> list[float]:
-    found = [e["domains"][domain].get("kl_layers", []) for e in entries.values()]
-    return [sum(layer) / len(found) for layer in zip(*found, strict=True)]
+    curves = [e["domains"][domain].get("kl_layers", []) for e in entries.values()]
+    return [sum(layer) / len(curves) for layer in zip(*curves, strict=True)]

@@ -62,12 +62,12 @@ def text_file(folder: Path, kind: str, domain: str) -> Path:
 
 def read_texts(path: Path, domain: str) -> list[Problem]:
     """A file of text as the problems it was made of."""
-    found = []
+    problems = []
     for line in path.read_text().splitlines():
         row = json.loads(line)
         text, cut = row["text"], row["prompt_length"]
-        found.append(Problem(domain, "", hard=True, prompt=text[:cut], answer=text[cut:]))
-    return found
+        problems.append(Problem(domain, "", hard=True, prompt=text[:cut], answer=text[cut:]))
+    return problems
 
 
 def _unrelated(domain: str, rows: int) -> list[Problem]:

@@ -67,7 +67,7 @@ def prepare(flat: Tensor, shape: Shape, inner: torch.dtype = torch.float32) -> d
     `inner` is the dtype inside attention and experts.
     """
     pieces = shape.views(flat)
-    found = {"embedding": pieces["embedding"], "head": pieces["head"] * pieces["norm"][:, None]}
+    weights = {"embedding": pieces["embedding"], "head": pieces["head"] * pieces["norm"][:, None]}
     for layer in range(shape.layers):
         own = {name: pieces[f"{layer}.{name}"] for name in _LAYER}
         before, behind = own["attention_norm"][:, None], own["mlp_norm"][:, None]
@@ -82,12 +82,12 @@ def prepare(flat: Tensor, shape: Shape, inner: torch.dtype = torch.float32) -> d
             "up": up,
             "down": own["down"].to(inner),
         }
-        found.update({f"{layer}.{name}": value for name, value in ready.items()})
+        weights.update({f"{layer}.{name}": value for name, value in ready.items()})
     # (E, E·w), one where a unit belongs to an expert: the product with it repeats each expert's
     # weight for its units, and its backward sums over them, both faster than broadcasting.
     owners = torch.eye(shape.experts, device=flat.device, dtype=inner)
-    found["owners"] = owners.repeat_interleave(shape.width, dim=1)
-    return found
+    weights["owners"] = owners.repeat_interleave(shape.width, dim=1)
+    return weights
 
 
 def hidden_states(
@@ -202,12 +202,12 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
     One by one: on a GPU `topk` of so short an axis takes longer than all else that a router does.
     """
-    found = torch.zeros_like(values)
+    chosen = torch.zeros_like(values)
     for _ in range(count):
         best = values.argmax(-1, keepdim=True)
-        found = found.scatter(-1, best, 1.0)
+        chosen = chosen.scatter(-1, best, 1.0)
         values = values.scatter(-1, best, -1.0)  # below every probability
-    return found
+    return chosen
 
 
 def _experts(own: Weights, x: Tensor, active: Tensor) -> Tensor:

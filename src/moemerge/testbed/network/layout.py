@@ -42,8 +42,8 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 def encode(text: str) -> Tensor:
     """Token ids of a text without special tokens, (tokens,): what the tokenizer gives, faster."""
-    found = _TABLE[np.frombuffer(text.encode("latin-1", "replace"), dtype=np.uint8)]
-    return torch.from_numpy(found)
+    ids = _TABLE[np.frombuffer(text.encode("latin-1", "replace"), dtype=np.uint8)]
+    return torch.from_numpy(ids)
 
 
 ARCHITECTURES = ("olmoe", "qwen3_moe")
@@ -95,11 +95,11 @@ class Shape:
             "gate_up": (2 * self.experts * self.width, d),  # all gates, then all ups
             "down": (self.experts * self.width, d),  # each expert's matrix transposed
         }
-        found = {"embedding": (self.vocabulary, d), "head": (self.vocabulary, d), "norm": (d,)}
+        shapes = {"embedding": (self.vocabulary, d), "head": (self.vocabulary, d), "norm": (d,)}
         for layer in range(self.layers):
-            found.update({f"{layer}.{name}": shape for name, shape in one_layer.items()})
-        found.update({f"{layer}.router": (self.experts, d) for layer in range(self.layers)})
-        return found
+            shapes.update({f"{layer}.{name}": shape for name, shape in one_layer.items()})
+        shapes.update({f"{layer}.router": (self.experts, d) for layer in range(self.layers)})
+        return shapes
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """(S, parameters) -> every piece as (S, *shape), without a copy."""

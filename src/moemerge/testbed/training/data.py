@@ -114,15 +114,15 @@ class Pool:
 @lru_cache(maxsize=2)
 def pool_of(rows: int = POOL_ROWS) -> Pool:
     """`rows` training problems of every kind, or as many as it has."""
-    found: list[Problem] = []
+    drawn: list[Problem] = []
     kinds: dict[tuple[str, str], range] = {}
     for domain in DOMAINS:
         for kind in KINDS[domain]:
             own = islice(draw(domain, kind, split="train", seed=POOL_SEED), rows)
-            start = len(found)
-            found.extend(own)
-            kinds[domain, kind.name] = range(start, len(found))
-    return make_pool(found, kinds)
+            start = len(drawn)
+            drawn.extend(own)
+            kinds[domain, kind.name] = range(start, len(drawn))
+    return make_pool(drawn, kinds)
 
 
 def make_pool(

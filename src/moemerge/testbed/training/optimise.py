@@ -129,10 +129,10 @@ class _Step:
     def __call__(self) -> None:
         state = self._state
         weights = state.flat.detach().requires_grad_()
-        loss, told = self._loss(weights)
+        loss, losses = self._loss(weights)
         (gradient,) = torch.autograd.grad(loss, weights)
         with torch.no_grad():
-            state.losses.index_copy_(0, state.step, told[None])
+            state.losses.index_copy_(0, state.step, losses[None])
             self._update(gradient)
             state.step.add_(1)
 
@@ -155,8 +155,8 @@ class _Step:
             places=places,
         )
         scores = logits(weights, hidden).log_softmax(-1)  # (S, N, V)
-        told = -scores.gather(-1, after[..., None])[..., 0]
-        prediction = (told * counted).sum(1) / counted.sum(1)  # (S,)
+        losses = -scores.gather(-1, after[..., None])[..., 0]
+        prediction = (losses * counted).sum(1) / counted.sum(1)  # (S,)
         balance = _mean_balance(routings, real[..., None])
         return (prediction + self._balance[:, 0] * balance).sum(), prediction.detach()
 

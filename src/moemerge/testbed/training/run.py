@@ -127,8 +127,8 @@ def _finished(job: Job, device: str) -> TrainedSet | None:
     """The set of a job that was done before, if it was this very job."""
     if not (job.out / MANIFEST).exists():
         return None
-    found = open_set(job.out)
-    return found if found.manifest.get("command") == _command(job, device) else None
+    trained = open_set(job.out)
+    return trained if trained.manifest.get("command") == _command(job, device) else None
 
 
 def _check(job: Job, *, finished: bool) -> None:
@@ -159,8 +159,8 @@ def check_steps_scale(scale: float) -> None:
 
 
 def _key(jobs: Sequence[Job], device: torch.device) -> dict[str, Any]:
-    told = [{**asdict(job), "out": job.out.name} for job in jobs]
-    return {"jobs": told, "device": device.type, "torch": torch.__version__, "us": __version__}
+    settings = [{**asdict(job), "out": job.out.name} for job in jobs]
+    return {"jobs": settings, "device": device.type, "torch": torch.__version__, "us": __version__}
 
 
 def _write(job: Job, results: Results, device: str) -> TrainedSet:
@@ -232,10 +232,10 @@ def _accuracy(
 ) -> Mapping[str, Mapping[str, float]]:
     """Every model on every domain's test problems."""
     models = [BASE, *domains]
-    found: dict[str, dict[str, float]] = {model: {} for model in models}
+    shares: dict[str, dict[str, float]] = {model: {} for model in models}
     for domain in domains:
         asked = problems(domain, split="test", count=TEST_PROBLEMS, seed=TEST_SEED)
         right = accuracy_many([folder / model for model in models], asked, device=device)
         for model, own in zip(models, right, strict=True):
-            found[model][domain] = sum(own) / len(own)
-    return found
+            shares[model][domain] = sum(own) / len(own)
+    return shares

@@ -50,17 +50,17 @@ def open_set(folder: str | Path) -> TrainedSet:
             f"{folder} is no trained set: {MANIFEST} cannot be read ({error})",
             hint="make one with `moemerge testbed train`",
         ) from error
-    found = TrainedSet(
+    trained = TrainedSet(
         folder=folder,
         base=folder / BASE,
         models={domain: folder / domain for domain in domains},
         data={domain: folder / DATA / f"{domain}.jsonl" for domain in domains},
         manifest=manifest,
     )
-    for path in (found.base, *found.models.values(), *found.data.values()):
+    for path in (trained.base, *trained.models.values(), *trained.data.values()):
         if not path.exists():
             raise CheckpointError(f"the trained set {folder} is incomplete: {path} is missing")
-    return found
+    return trained
 
 
 def bundled_set() -> TrainedSet:

@@ -74,12 +74,12 @@ class Saved:
         if not path.exists():
             return None
         try:
-            found: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+            tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, OSError, EOFError) as error:
             raise CheckpointError(
                 f"{path} cannot be read: {error}", hint="start anew without `resume`"
             ) from error
-        return found
+        return tensors
 
     def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         path = self.folder / f"{name}.pt"
@@ -123,10 +123,10 @@ def _lock(folder: Path, out: Path) -> int | None:
 
 def _read_key(folder: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads((folder / KEY_FILE).read_bytes())
+        key: dict[str, Any] = json.loads((folder / KEY_FILE).read_bytes())
     except (FileNotFoundError, ValueError):
         return None
-    return found
+    return key
 
 
 def _compare(stored: dict[str, Any], now: dict[str, Any], out: Path) -> None:
@@ -283,9 +283,9 @@ class _Trainer:
         if first < steps:
             self._saved.save(name, state.tensors())
             rate = (steps - first) / (time.monotonic() - began)
-            told = state.losses[-_LAST_STEPS:].mean().item()
+            last = state.losses[-_LAST_STEPS:].mean().item()
             self._progress.note(
-                f"{name}: {models} model(s), {steps} steps, {rate:.0f} steps/s, loss {told:.3f}"
+                f"{name}: {models} model(s), {steps} steps, {rate:.0f} steps/s, loss {last:.3f}"
             )
         losses = state.losses[-_LAST_STEPS:].mean(0).tolist()
         flats = state.flat.cpu()
