@@ -153,3 +153,26 @@ def test_examples_survive_copying_from_a_narrow_terminal(
         assert words[: len(path) + 1] == ["moemerge", *path], line
         # Parsed as the shell would hand it over; unknown flags or missing arguments raise.
         VERBS[path].make_context(" ".join(path), words[len(path) + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("cal", {"calibrate"}),
+        ("calibrate --obj", {"--objective"}),
+        ("calibrate --objective ", {"quadratic", "exact"}),
+        ("ls ", {"methods", "architectures"}),
+    ],
+)
+def test_shells_complete_verbs_flags_and_words(typed: str, offered: set[str]) -> None:
+    words = f"moemerge {typed}"
+    variables = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    result = CliRunner(env={"_MOEMERGE_COMPLETE": "complete_bash", **variables}).invoke(
+        app, prog_name="moemerge"
+    )
+    assert set(result.output.split()) == offered
+
+
+def test_the_script_that_a_shell_reads_is_printed() -> None:
+    result = CliRunner(env={"SHELL": "/bin/bash"}).invoke(app, ["--show-completion", "bash"])
+    assert "complete -o default -F" in result.output

@@ -31,7 +31,7 @@ def make_data(
     progress: Progress | None = None,
     **keywords: Unpack[DataKeywords],
 ) -> DataReport:
-    """Write calibration text to the file `out`: answers of `model` to `prompts` that were found
+    """Write calibration text to the file `out`: answers of `model` to `prompts` that were judged
     right, or what else `keep` says; or rows of plain `text`.
 
     Settings are given as a whole, or one by one: `make_data(..., verify="math", samples=4)`.

@@ -223,7 +223,7 @@ def diagnose(
 
     `sources` are the merged models and `data` text of each (best held out from any calibration),
     under the same names; text under any other name is measured against the `base`: what was lost
-    there, no source speaks for. Models in `against` are measured beside it. Settings are given as
+    there, no source speaks for. Models in `against` are measured, too. Settings are given as
     a whole, or one by one: `diagnose(..., swaps=True, max_tokens=20_000)`. `report` is an HTML
     page to write.
     """

@@ -71,7 +71,7 @@ class RouterSolver(Visitor):
         if row["status"] == Status.NON_FINITE:
             raise NumericalError(
                 f"layer {info.layer}: solving for {info.weight} gave values that are not finite",
-                hint="a --gamma or a router's weights are too large for these numbers",
+                hint="`gamma` or a router's weights are too large for these numbers",
             )
         entry = Entry(info.weight, self._tensors(pair, merged, result.weight, result.bias), row)
         for notice in row["notices"]:

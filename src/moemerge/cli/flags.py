@@ -290,11 +290,11 @@ def _help(setting: Setting) -> str:
     if setting.choices and not all(choice in words for choice in setting.choices):
         *first, last = (*setting.choices, *(["a number"] if _has_numbers(setting) else []))
         words += f": {', '.join(first)} or {last}"
-    # A default of None is told in the description, where it means something.
-    untold = setting.default is None or setting.default is False or setting.default in ("", ())
+    # What a default of None means stands in the description.
+    unsaid = setting.default is None or setting.default is False or setting.default in ("", ())
     default = setting.default
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-    return f"{words}." if untold else f"{words} (default: {shown})."
+    return f"{words}." if unsaid else f"{words} (default: {shown})."
 
 
 def _settings(model: type[Strict], values: Values) -> Strict:

@@ -1,4 +1,4 @@
-"""What somebody is told who presses Ctrl-C."""
+"""What Ctrl-C leaves behind, in words."""
 
 from __future__ import annotations
 

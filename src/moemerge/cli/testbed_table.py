@@ -148,14 +148,14 @@ def table(
 
 def parse_seeds(text: str) -> tuple[int, ...]:
     """`0-2,5` -> (0, 1, 2, 5)."""
-    found: dict[int, None] = {}
+    seeds: dict[int, None] = {}
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         numbers = (first, last) if dash else (first, first)
         if not all(number.isdecimal() for number in numbers) or int(numbers[0]) > int(numbers[1]):
             raise UsageError(f"--seeds {text}: expected numbers", hint="such as 0-4 or 0,2,5")
-        found.update(dict.fromkeys(range(int(numbers[0]), int(numbers[1]) + 1)))
-    return tuple(found)
+        seeds.update(dict.fromkeys(range(int(numbers[0]), int(numbers[1]) + 1)))
+    return tuple(seeds)
 
 
 def _shown(result: TablesResult) -> Group:

@@ -191,7 +191,7 @@ def _conditional(raw: Sequence[object], *, bare: bool = False) -> Conditional:
 
 def _branch(raw: object) -> Branch:
     if not isinstance(raw, Mapping):
-        raise FaultsError.one(f"expected {{filter, value}} like the entries beside it, not {raw!r}")
+        raise FaultsError.one(f"expected {{filter, value}} like the other entries, not {raw!r}")
     keys = ("filter", "value")
     unknown = [key for key in raw if key not in keys]
     if unknown:

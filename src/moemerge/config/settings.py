@@ -1,7 +1,7 @@
 """How jobs are run: each job's settings as one frozen class, written once.
 
 Command-line flags and Python keywords are made from these fields: a field's description is the help
-of its flag, its default the flag's default. The `...Keywords` beside each class are the same names
+of its flag, its default the flag's default. The `...Keywords` after each class are the same names
 for editors and type checkers; a test holds the two together.
 """
 
@@ -53,7 +53,7 @@ Share = Annotated[
 Seed = Annotated[int, Field(strict=True, ge=0)]
 Requantize = Literal["no", "same"]
 
-# What every job that runs a model over text can be told, in the same words and with one default.
+# Settings of every job that runs a model over text, in the same words and with one default.
 LAYERS: Any = Field(LayerSelection(), description="which MoE layers: all, last:4, 8-15 or 0,2,5-7")
 MAX_TOKENS: Any = Field(None, description="most tokens of each domain (default: all)")
 MAX_LENGTH: Any = Field(2048, description="tokens at which a row is cut")
@@ -85,7 +85,7 @@ class ForwardKeywords(TypedDict, total=False):
 
 
 class ForwardSettings(Strict):
-    """What every job that runs a model over text can be told; a job adds its own."""
+    """Settings of every job that runs a model over text; a job adds its own."""
 
     max_tokens: PositiveInt | None = MAX_TOKENS
     max_length: PositiveInt = MAX_LENGTH
