@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuzz import mutations
+from fuzz import held_out, mutations
 from fuzz.corpus import CALIBRATE
 from fuzz.harness import MEMORY_LIMIT, OURS, Ended, command, in_child, tree
 from fuzz.mutations import Mutation
@@ -22,6 +22,7 @@ SOURCES = CALIBRATE[3:-1]  # --source and --data
 LINEAR = ("merge", "linear.yml", "out", "-q")
 DIAGNOSE = ("diagnose", "merged", *SOURCES)
 REFIT = ("refit", "merged", "out", *SOURCES, "-q")
+SWAP = ("swap-routers", "merged", "out", "--from", "code")
 ROWS = tuple("math=rows.jsonl" if part == "math=math.jsonl" else part for part in CALIBRATE)
 FEW = (*ROWS, "--max-tokens", "100")
 PACKED = tuple("math=rows.jsonl.gz" if part == "math=math.jsonl" else part for part in CALIBRATE)
@@ -124,6 +125,7 @@ class Case:
 
     kind: str
     seed: int
+    held_out: bool = False  # by the mutations that are for measuring
 
     def prepare(self, corpus: Path, folder: Path) -> Sequence[str]:
         """Copy the corpus to `folder` with one file changed; gives the command's arguments."""
@@ -134,7 +136,9 @@ class Case:
         file = rng.choice(kind.files)
         path = folder / file
         command = rng.choice(kind.commands)
-        if self.seed >= 0:
+        if self.held_out:
+            path.write_bytes(held_out.mutate(path, corpus, rng))
+        elif self.seed >= 0:
             path.write_bytes(rng.choice(kind.mutations)(path.read_bytes(), rng))
         else:  # a control: the valid file, with each command in turn
             command = kind.commands[-self.seed - 1]

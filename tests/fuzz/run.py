@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=list(cases.KINDS), action="append")
     parser.add_argument("--only", type=int, help="one seed of one kind, with all that it prints")
     parser.add_argument("--controls", action="store_true", help="the valid files must be accepted")
+    parser.add_argument("--held-out", action="store_true", help="mutations that are for measuring")
     parser.add_argument("--corpus", type=Path, help="use this corpus, or make it there")
     arguments = parser.parse_args()
     kinds = arguments.kind or list(cases.KINDS)
@@ -34,18 +35,19 @@ def main() -> int:
         if not where.exists():
             corpus.build(where)
         if arguments.only is not None:
-            chosen = iter([cases.Case(kinds[0], arguments.only)])
+            chosen = iter([cases.Case(kinds[0], arguments.only, arguments.held_out)])
         else:
-            chosen = choose(kinds, arguments.count, arguments.seed, arguments.controls)
+            chosen = choose(kinds, arguments)
         return report(chosen, where, Path(scratch) / "case", whole=arguments.only is not None)
 
 
-def choose(kinds: Sequence[str], count: int, seed: int, controls: bool) -> Iterator[cases.Case]:
-    if controls:
+def choose(kinds: Sequence[str], arguments: argparse.Namespace) -> Iterator[cases.Case]:
+    if arguments.controls:
         for kind in kinds:
             yield from (cases.Case(kind, -1 - at) for at in range(len(cases.KINDS[kind].commands)))
-    for number in range(count):
-        yield cases.Case(kinds[number % len(kinds)], seed * 1_000_000 + number // len(kinds))
+    for number in range(arguments.count):
+        seed = arguments.seed * 1_000_000 + number // len(kinds)
+        yield cases.Case(kinds[number % len(kinds)], seed, arguments.held_out)
 
 
 def report(chosen: Iterator[cases.Case], corpus: Path, folder: Path, *, whole: bool) -> int:
