@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.reader import as_ref
 from moemerge.config.models import ModelRef
@@ -42,3 +44,28 @@ def open_model(name: str, ref: str | Path | ModelRef) -> OpenModel:
     checkpoint = plain if model.lora is None else Checkpoint.open(model)
     checkpoint.label = str(ref)
     return OpenModel(name, checkpoint, architecture)
+
+
+def check_configs(models: Sequence[OpenModel]) -> None:
+    """Refuse models of one family whose configs hold another kind of value under the same name.
+
+    OUT gets one of these configs, and nothing here builds a model of it: a number that has become a
+    text would first be met by whoever loads OUT.
+    """
+    for other in models[1:]:
+        first = models[0]
+        if first.architecture.family is not other.architecture.family:
+            continue
+        for name in sorted(first.checkpoint.config.keys() & other.checkpoint.config.keys()):
+            values = (first.checkpoint.config[name], other.checkpoint.config[name])
+            if None not in values and _kind(values[0]) != _kind(values[1]):
+                raise ArchitectureError(
+                    f"config.json: {name} is {values[0]!r:.80} in {first.label}, but "
+                    f"{values[1]!r:.80} in {other.label}",
+                    hint=CONFIG_HINT,
+                )
+
+
+def _kind(value: object) -> type:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float if number else type(value)

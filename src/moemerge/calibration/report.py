@@ -11,6 +11,7 @@ from moemerge.calibration.layer import Agreement, LayerResult
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import SkippedRouter
 from moemerge.lockstep.repairs import RepairReport
+from moemerge.report.files import in_markdown
 from moemerge.routing import Preconditioner
 
 PER_DOMAIN = ("kl_before", "kl_after", "mismatch_before", "mismatch_after")
@@ -182,5 +183,5 @@ def _agreement_table(total: Mapping[str, Any], mismatch: str) -> list[str]:
             f"{total['mismatch_before'].get(name, 0):.1%} | "
             f"{total['mismatch_after'].get(name, 0):.1%}"
         )
-        lines.append(f"| {name} | {tokens} | {numbers} |")
+        lines.append(f"| {in_markdown(name)} | {tokens} | {numbers} |")
     return lines

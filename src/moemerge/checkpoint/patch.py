@@ -157,6 +157,7 @@ class CheckpointPatch:
         self._target.add_file(source, name)
 
     def commit(self) -> None:
+        self.source.require_unchanged()
         self._target.commit()
 
     def abort(self) -> None:

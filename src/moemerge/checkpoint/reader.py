@@ -47,6 +47,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.label = label if label is not None else str(path)
         self.config: dict[str, Any] = read_object(path / "config.json", config_hint(path))
         self.files, self._file_of = open_folder(path)
+        self._states = {file.path: _state(file.path) for file in self.files}
         try:
             self._look_for_quantised()
         except BaseException:
@@ -54,6 +55,16 @@ class Checkpoint(Mapping[str, "Tensor"]):
             raise
         files, size = len(self.files), format_size(self.total_bytes)
         logger.info("opened %s: %d tensors in %d files, %s", self.label, len(self), files, size)
+
+    def require_unchanged(self) -> None:
+        """Refuse what was read of files that somebody has written to since they were opened."""
+        for path, state in self._states.items():
+            if _state(path) != state:
+                raise CheckpointError(
+                    f"{path} was changed or replaced while it was read",
+                    hint="what was read may be a mixture of two models; repeat this when nobody "
+                    "writes to it",
+                )
 
     def _look_for_quantised(self) -> None:
         stored = {name: file.tensors[name] for name, file in self._file_of.items()}
@@ -283,3 +294,12 @@ def as_ref(ref: str | Path | ModelRef) -> ModelRef:
     if isinstance(ref, Path) or os.path.isdir(os.path.expanduser(ref)):
         return ModelRef(path=str(ref))
     return ModelRef.parse(ref)
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    """What changes with a file's content; None where it is gone."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns

@@ -203,6 +203,8 @@ class ModelStream:
         with self.stopwatch.span("wait for weights"):
             self.weights.place(self.weights.fetch(self._root))
         self.weights.check(self._root, "the resident part")
+        self.weights.require_finite(self._root)
+        self._require_finite_rest()
         if self.settings.prefetches:
             self._read_ahead(0)
         for path in self.anatomy.layers:
@@ -226,6 +228,20 @@ class ModelStream:
             # What comes after the last stop is not run, so hidden states cannot show its NaN.
             self.weights.require_finite(self.weights.names_under(self.anatomy.layers[self._layer]))
         self._progress.finish()
+
+    def _require_finite_rest(self) -> None:
+        """The same of what lies outside the layers and is not run: final norm, head."""
+        layers = tuple(f"{path}." for path in self.anatomy.layers)
+        for target, recipe in self.names.recipes.items():
+            if target in self._root or target.startswith(layers):
+                continue
+            for _, stored in recipe.sources:
+                value = self.checkpoint.read(stored)
+                if value.is_floating_point() and not bool(value.isfinite().all()):
+                    raise NumericalError(
+                        f"{self.checkpoint.label}: {stored} holds NaN or infinity",
+                        hint="repair that model: the checkpoint is damaged",
+                    )
 
     @property
     def _to_the_end(self) -> bool:
@@ -290,6 +306,8 @@ class ModelStream:
             self._drop_layer()
             self.weights.place(self.weights.fetched(path, names))
             self.weights.check(names, path)
+            # Hidden states do not show what no token meets: an expert that nobody is sent to.
+            self.weights.require_finite(names)
             self._layer = layer
             if self.settings.prefetches:
                 self._read_ahead(layer + 1)

@@ -28,6 +28,8 @@ from moemerge.report.files import (
     CARD_NAME,
     CONFIG_NAME,
     REPORT_NAME,
+    in_code,
+    in_markdown,
     model_card,
     report_bytes,
     report_document,
@@ -267,9 +269,11 @@ def _card(written: Path, earlier: Mapping[str, Any], report: RepairReport, confi
         return f"{old}\n\n## {report.section}\n\n{made} {report.words}\n"
     merge = earlier.get("merge", {})
     inputs = merge.get("inputs", {})
-    models = [f"- `{m.get('model')}` ({name})" for name, m in inputs.items()] or [
-        f"- `{report.merged}` (merged)",
-        *(f"- `{model}` ({name})" for name, model in report.sources.items()),
+    models = [
+        f"- `{in_code(str(m.get('model')))}` ({in_markdown(name)})" for name, m in inputs.items()
+    ] or [
+        f"- `{in_code(report.merged)}` (merged)",
+        *(f"- `{in_code(model)}` ({in_markdown(name)})" for name, model in report.sources.items()),
     ]
     how = (
         f"{len(inputs)} models merged with `{merge.get('method')}`" if inputs else "A merged model"

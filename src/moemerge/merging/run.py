@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moemerge.architectures.opened import OpenModel
+from moemerge.architectures.opened import OpenModel, check_configs
 from moemerge.checkpoint import (
     CheckpointWriter,
     check_output,
@@ -42,6 +42,8 @@ from moemerge.report.files import (
     CARD_NAME,
     CONFIG_NAME,
     REPORT_NAME,
+    in_code,
+    in_markdown,
     model_card,
     report_bytes,
     report_document,
@@ -131,6 +133,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     config, merge = loaded.config, loaded.merge
     seed = settings.seed if settings.seed is not None else config.seed or 0
     models = open_models(merge)
+    check_configs(list(models.values()))
     vocabularies = plan_vocabularies(merge, models, config.tokenizer)
     requantise = settings.requantize == "same"
     if requantise:
@@ -207,6 +210,8 @@ def run_merge(
         )
         document = report_document(__version__, merge=report.to_json())
         writer.add_bytes(REPORT_NAME, report_bytes(document))
+        for model in plan.models:
+            model.checkpoint.require_unchanged()
         writer.commit()
     return replace(report, seconds=time.perf_counter() - job.started)
 
@@ -228,7 +233,7 @@ def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeRepo
 
 def merge_card(report: MergeReport, config: str) -> str:
     """The README of a merged model."""
-    inputs = "\n".join(f"- `{m.reference}` ({m.name})" for m in report.models)
+    inputs = "\n".join(f"- `{in_code(m.reference)}` ({in_markdown(m.name)})" for m in report.models)
     router = f" Routers: {report.router}." if report.router else ""
     return model_card(
         title=Path(report.output or "merged model").name,

@@ -11,6 +11,7 @@ from moemerge.linalg.cg import Status
 from moemerge.lockstep.repairs import RepairReport
 from moemerge.refitting.ridge import Fit
 from moemerge.refitting.routers import RouterFit
+from moemerge.report.files import in_markdown
 
 SHOWN = 5  # experts that a notice names
 
@@ -293,7 +294,7 @@ class RefitReport(RepairReport):
             for name, after in total["drift_after"].items():
                 before = total["drift_before"].get(name)
                 shown = "" if before is None else f"{before:.3g}"
-                lines.append(f"| {name} | {shown} | {after:.3g} |")
+                lines.append(f"| {in_markdown(name)} | {shown} | {after:.3g} |")
         return "\n".join(lines)
 
 

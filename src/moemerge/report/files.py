@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -48,6 +49,19 @@ tensor is in `moemerge_report.json`.
 """
 
 
+_MARKDOWN = re.compile(r"[\\`*\[\]<>#|&\x00-\x1f\x7f]")
+
+
+def in_markdown(name: str) -> str:
+    """A name that comes from a user or a file, as text of a card: no markup, no HTML, one line."""
+    return _MARKDOWN.sub(lambda match: f"&#{ord(match[0])};" if match[0] >= " " else " ", name)
+
+
+def in_code(name: str) -> str:
+    """The same between backticks."""
+    return re.sub(r"[`\x00-\x1f\x7f]", " ", name)
+
+
 def model_card(
     *,
     title: str,
@@ -60,11 +74,11 @@ def model_card(
     """Markdown with the hub's front matter; `hub_models` are the inputs that live on the hub."""
     front = ["library_name: transformers", "tags:", "- merge", "- moemerge"]
     if hub_models:
-        front += ["base_model:", *(f"- {m}" for m in hub_models)]
+        front += ["base_model:", *(f"- {json.dumps(m)}" for m in hub_models)]
     body = "".join(f"## {heading}\n\n{text}\n\n" for heading, text in sections)
     return CARD.format(
         front_matter="".join(f"{line}\n" for line in front),
-        title=title,
+        title=in_markdown(title),
         summary=summary,
         sections=body.rstrip("\n") + "\n" if body else "",
         config=config if config.endswith("\n") else config + "\n",
