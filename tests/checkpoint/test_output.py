@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from moemerge.checkpoint.output import OutputFolder, check_output, copy_file, require_space
-from moemerge.checkpoint.passing import passing_folder
+from moemerge.checkpoint.output import (
+    OutputFolder,
+    check_output,
+    copy_file,
+    require_space,
+    temporary_sibling,
+)
 from moemerge.errors import CheckpointError, ResourceError
 
 
@@ -52,8 +57,8 @@ def test_an_empty_mount_point_is_filled_from_inside(
     assert abandoned.path.parent == out
     abandoned.abort()
     assert os.listdir(out) == content
-    with passing_folder(out) as passing:
-        assert passing.parent == out
+    with temporary_sibling(out) as sibling:
+        assert sibling.parent == out
         folder = OutputFolder(out, overwrite=False)
         for name in ("config.json", "model.safetensors"):
             (folder.path / name).touch()

@@ -14,7 +14,7 @@ from moemerge.api.hub import uploaded
 from moemerge.api.jobs import output_for, repair, settings_for
 from moemerge.api.listing import method_schemas
 from moemerge.checkpoint import check_output
-from moemerge.checkpoint.passing import passing_folder
+from moemerge.checkpoint.output import temporary_sibling
 from moemerge.config.calibration import CalibrationBlock, CalibrationKeywords
 from moemerge.config.load import LoadedConfig
 from moemerge.config.load import load_config as _load_config
@@ -180,7 +180,7 @@ def run(
         page_path(output.report)
     page = Page(output.report, _run_command(config, out, given[key], output.report))
     repo = output.push_to_hub or settings.push_to_hub
-    with uploaded(out, repo, progress), passing_folder(out) as folder:
+    with uploaded(out, repo, progress), temporary_sibling(out) as folder:
         merged = _merge(loaded, folder / "merged", settings, progress, temporary=True)
         values = {
             "merged": folder / "merged",

@@ -370,3 +370,24 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def temporary_sibling(out: Path) -> Iterator[Path]:
+    """A hidden folder next to OUT, gone at the end.
+
+    It bears the name of an unfinished output, so that what a killed run leaves is removed by the
+    next one that writes OUT.
+    """
+    target = Path(os.path.realpath(out))
+    folder = hidden_folder(out, "partial")
+    made = [p for p in target.parents if not p.exists()]
+    try:
+        with writing(out):
+            folder.mkdir(parents=True)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):  # OUT is in it
+                parent.rmdir()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moemerge.checkpoint.passing import passing_folder
+from moemerge.checkpoint.output import temporary_sibling
 from moemerge.collecting.fishers import collect_fishers, predicting
 from moemerge.collecting.grams import GramCollector
 from moemerge.collecting.job import CollectingJob, CollectRequest, prepare
@@ -108,7 +108,7 @@ def computed_statistics(
     settings = wanted.settings
     if device != "auto":
         settings = settings.model_copy(update={"device": device})
-    with passing_folder(out) as folder:
+    with temporary_sibling(out) as folder:
         made: dict[str, list[Path]] = {}
         for number, (name, files) in enumerate(wanted.data.items()):
             for kind in wanted.needs[name]:
