@@ -9,6 +9,7 @@ from moemerge.config.evaluation import EvaluationOutputSettings, EvaluationSetti
 from moemerge.config.translate import parse_settings
 from moemerge.evaluation import EvaluationReport, EvaluationRequest, run_evaluation
 from moemerge.runtime.progress import Silent
+from moemerge.testbed.tasks import Problem, check
 
 GREEDY = {"samples": 1, "temperature": 0, "device": "cpu", "draws": 500}
 
@@ -16,7 +17,7 @@ GREEDY = {"samples": 1, "temperature": 0, "device": "cpu", "draws": 500}
 def write_task(folder: Path, asked, name: str = "sums", **values) -> str:
     """A task file with its data beside it."""
     folder.mkdir(exist_ok=True)
-    rows = [{"question": p.prompt, "answer": p.answer, "kind": p.kind} for p in asked]
+    rows = [{"question": p.prompt, **vars(p)} for p in asked]
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = {
         "title": name.title(), "domain": "math", "data": f"{name}.jsonl", "verify": "exact",
@@ -25,6 +26,12 @@ def write_task(folder: Path, asked, name: str = "sums", **values) -> str:
     path = folder / f"{name}.yml"
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in said.items()))
     return str(path)
+
+
+def as_the_testbed(row, response) -> bool:
+    """A check in a task file: what the testbed says of this answer."""
+    names = ("domain", "kind", "hard", "prompt", "answer")
+    return check(Problem(**{name: row[name] for name in names}), response)
 
 
 def request(models, tasks, out, *, data=None, **values) -> EvaluationRequest:

@@ -9,6 +9,7 @@ import pytest
 from evaluation.cases import kept_answers, run, write_task
 from moemerge.errors import DataError, UsageError
 from moemerge.testbed.accuracy import accuracy
+from moemerge.testbed.tasks import problems
 
 
 def test_scores_are_those_of_the_testbed_problem_by_problem(specialists, sums, tmp_path):
@@ -25,6 +26,16 @@ def test_scores_are_those_of_the_testbed_problem_by_problem(specialists, sums, t
     assert problem == {
         "problem": "1", "math": report.tasks[0].scores[0, 0], "chat": report.tasks[0].scores[1, 0],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("domain", ["math", "code", "chat"])
+def test_specialists_score_as_in_the_testbed(domain, specialists, tmp_path):
+    asked = problems(domain, split="test", count=48, seed=5)
+    task = write_task(tmp_path, asked, verify="evaluation.cases:as_the_testbed")
+    models = list(specialists.values())
+    report = run(models, [task], tmp_path / "out")
+    right = [accuracy(model, asked, device="cpu") for model in models]
+    assert report.tasks[0].scores.tolist() == right
 
 
 def test_what_is_answered_is_not_asked_again(specialists, sums, tmp_path, monkeypatch):
