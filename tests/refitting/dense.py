@@ -15,6 +15,8 @@ from torch import Tensor
 
 import zoo
 
+QKV = ("q_proj", "k_proj", "v_proj")
+LATENT = (("q_a_proj",), ("q_b_proj",), ("kv_a_proj_with_mqa",), ("kv_b_proj",))
 Rows = Mapping[str, Sequence[Tensor]]  # token rows of every domain
 
 
@@ -89,11 +91,20 @@ class Twin:
     def refit(self, *, head: bool = True) -> Twin:
         for number in range(len(self.model.model.layers)):
             layer = f"model.layers.{number}"
-            self.same_outputs([f"{layer}.self_attn.{name}_proj" for name in "qkv"])
+            attention = self.model.get_submodule(f"{layer}.self_attn")
+            for names in (QKV, *LATENT):
+                if getattr(attention, names[0], None) is not None:
+                    self.same_outputs([f"{layer}.self_attn.{name}" for name in names])
             self.attention_output(layer)
-            if hasattr(self.model.get_submodule(f"{layer}.mlp"), "experts"):
+            block = self.model.get_submodule(f"{layer}.mlp")
+            if hasattr(block, "experts"):
+                # Who writes to the hidden state first is a matter of the model's code.
+                if hasattr(block, "shared_expert"):  # Qwen2-MoE: weighed by a gate of its own
+                    self.shared_expert(layer, "shared_expert", first=True)
                 self.experts_in(layer)
-                self.experts_out(layer)
+                self.experts_out(layer, last=not hasattr(block, "shared_experts"))
+                if hasattr(block, "shared_experts"):  # DeepSeek
+                    self.shared_expert(layer, "shared_experts", first=False)
             else:
                 self.same_outputs([f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"])
                 self.dense_down(layer)
@@ -153,6 +164,27 @@ class Twin:
         module = self.model.get_submodule(path)
         module.weight.copy_(self.solve(module.weight, parts))
 
+    def shared_expert(self, layer: str, name: str, *, first: bool) -> None:
+        """Its last map brings the hidden state to where the source's is after the same write."""
+        whole, before = f"{layer}.mlp.{name}", f"{layer}.post_attention_layernorm"
+        down, gate = f"{whole}.down_proj", f"{layer}.mlp.{name}_gate"
+        self.same_outputs([f"{whole}.gate_proj", f"{whole}.up_proj"])
+        module = self.model.get_submodule(down)
+        weighed = hasattr(self.model.get_submodule(f"{layer}.mlp"), f"{name}_gate")
+        parts = {}
+        for domain, (ours, theirs) in self.both(
+            [layer, before, down, *([gate] if weighed else [])]
+        ).items():
+            mine, its = (torch.sigmoid(s[gate].output) if weighed else 1.0 for s in (ours, theirs))
+            if first:
+                wanted = theirs[before].argument(0) + its * theirs[down].output
+                missing = wanted - ours[before].argument(0) - mine * ours[down].output
+            else:
+                missing = theirs[layer].output - ours[layer].output
+            x = mine * ours[down].argument(0)
+            parts[domain] = (x, missing, len(x))
+        module.weight.copy_(self.solve(module.weight, parts))
+
     def experts_in(self, layer: str) -> None:
         path = f"{layer}.mlp.experts"
         seen = self.both([path])
@@ -168,7 +200,8 @@ class Twin:
                 parts[name] = (c * x[mine], c * (wanted - now), len(x))
             put(module, "gate_up_proj", expert, self.solve, parts)
 
-    def experts_out(self, layer: str) -> None:
+    def experts_out(self, layer: str, *, last: bool) -> None:
+        """`last`: nothing else writes to the hidden state after the experts."""
         path, before = f"{layer}.mlp.experts", f"{layer}.post_attention_layernorm"
         seen = self.both([layer, path, before])
         module = self.model.get_submodule(path)
@@ -176,9 +209,11 @@ class Twin:
             parts = {}
             for name, (ours, theirs) in seen.items():
                 x, chosen, weights = (ours[path].argument(at) for at in range(3))
-                missing = (
-                    theirs[layer].output - ours[before].argument(0) - ours[path].output
-                )  # (tokens, d)
+                if last:  # (tokens, d)
+                    missing = theirs[layer].output - ours[layer].output
+                else:
+                    missing = theirs[before].argument(0) - ours[before].argument(0)
+                    missing += theirs[path].output - ours[path].output
                 mine, c = sent(chosen, weights, expert)
                 share = c / weights[mine].sum(dim=1, keepdim=True)
                 inner = module._apply_gate(first(module, expert, x[mine]))
@@ -188,7 +223,8 @@ class Twin:
 
 def _heard(path: str) -> bool:
     """Whether some map's inputs or target are told by this module."""
-    return bool(re.search(r"(layers\.\d+|_proj|experts|post_attention_layernorm|lm_head)$", path))
+    words = r"layers\.\d+|_proj|_with_mqa|experts|_gate|post_attention_layernorm|lm_head"
+    return bool(re.search(f"({words})$", path))
 
 
 def sent(chosen: Tensor, weights: Tensor, expert: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,65 @@
+"""Every family is refitted, or refused with its reason; what can be of the refused ones is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zoo
+from calibration import cases as calibrating
+from calibration.test_families import assert_loads
+from moemerge.errors import ArchitectureError
+from refitting.cases import make_case
+
+# Their routers are no linear maps, so nothing stops before them.
+UNROUTED: tuple[str, ...] = ("zaya", "doge")
+# Their experts cannot be read one by one.
+REFUSED: tuple[str, ...] = ("dbrx", "jetmoe", "longcat_flash", "llama4_text")
+SERVED = tuple(name for name in zoo.FAMILIES if name not in (*REFUSED, *UNROUTED))
+CHEAP: dict[str, Any] = {"ridge": 0.1, "holdout": 0.0, "router": "keep"}
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_family_is_refitted(family: str, zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+    case = make_case(zoo_folder(family), tmp_path / "case", rows=4)
+    out = tmp_path / "out"
+    report = case.refit(out, **CHEAP)
+    rows = [row for layer in report.layers for row in layer["maps"]]
+    experts = [row for row in rows if "experts" in row]
+    assert experts
+    assert {row["map"].rpartition(".")[0] for row in experts} == {
+        row["map"].rpartition(".")[0] for row in rows if ".experts." in row["map"]
+    }
+    for kind, left in report.totals["error_left"]["calibration"].items():
+        assert left is not None, kind
+        assert left <= 1, kind
+    assert calibrating.changed_tensors(case.merged, out)
+    assert_loads(out)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_one_that_is_refused_still_has_its_attention(
+    family: str, zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    case = make_case(zoo_folder(family), tmp_path / "case", rows=4)
+    with pytest.raises(ArchitectureError, match="cannot be refitted"):
+        case.refit(tmp_path / "out", **CHEAP)
+    assert not (tmp_path / "out").exists()
+    report = case.refit(tmp_path / "out", parts="attention", **CHEAP)
+    assert report.totals["maps"] > 0
+    changed = calibrating.changed_tensors(case.merged, tmp_path / "out")
+    assert changed
+    assert not any("expert" in name for name in changed)
+
+
+@pytest.mark.parametrize("family", UNROUTED)
+def test_one_without_linear_routers_is_refused(
+    family: str, zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    case = make_case(zoo_folder(family), tmp_path / "case", rows=4)
+    with pytest.raises(ArchitectureError, match="not a single linear map of its input"):
+        case.refit(tmp_path / "out", **CHEAP)
+    assert not (tmp_path / "out").exists()
