@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two workers: the suite is sized for two cores, and torch runs one thread in each.
 JOBS ?= 2
 
-.PHONY: demo test lint typecheck rooms unit docs fuzz clean
+.PHONY: demo test lint typecheck rooms unit docs fuzz faults clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Creating $(VENV) and installing (first run only; torch is a large download)"
@@ -40,6 +40,10 @@ COUNT ?= 8000
 SEED ?= 1
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python tests/fuzz/run.py --count $(COUNT) --seed $(SEED)
+
+# Every call that writes fails in turn, and runs are killed: the table of docs/reliability.md.
+faults: $(STAMP)
+	OMP_NUM_THREADS=1 nice $(BIN)/python tests/faults/run.py
 
 clean:
 	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -188,3 +188,31 @@ def test_a_file_that_shrinks_under_the_copy_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="had 5000 bytes when its copy began and 100"):
         copy_file(tmp_path / "a", tmp_path / "b", shrink)
+
+
+def test_files_that_no_model_has_are_not_overwritten(tmp_path: Path) -> None:
+    out = full_model(tmp_path / "out")
+    OutputFolder(out, overwrite=True).abort()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"not overwritten: it holds notes\.txt"):
+        OutputFolder(out, overwrite=True)
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_model_that_a_killed_run_had_moved_aside_comes_back(tmp_path: Path) -> None:
+    nobody = 2**22 + 1  # beyond the numbers of processes
+    old = full_model(tmp_path / f".out.replaced-{nobody}-0123abcd")
+    with pytest.raises(CheckpointError, match="exists"):
+        OutputFolder(tmp_path / "out", overwrite=False)
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert not old.exists()
+    full_model(old)  # and where the new one was in place already, it goes
+    OutputFolder(tmp_path / "out", overwrite=True).abort()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def full_model(folder: Path) -> Path:
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "README.md", "moemerge_report.json"):
+        (folder / name).write_text(name)
+    return folder

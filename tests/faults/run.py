@@ -231,12 +231,20 @@ class Bench:
         if outcome.startswith("BAD"):
             self.bad.append(f"{verb} {which}: {outcome}: {ended.output.strip()[-200:]}")
 
+    def print(self) -> None:
+        print("| verb | fault | outcome | times |\n|---|---|---|---|")
+        for (verb, what), outcomes in self.table.items():
+            for outcome, times in outcomes.items():
+                print(f"| {verb} | {what} | {outcome} | {times} |")
+        print("\n".join(self.bad[:40]))
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--verb", choices=list(VERBS), action="append")
     parser.add_argument("--most", type=int, default=10**6, help="places of each call, evenly taken")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault after these")
     parser.add_argument("--corpus", type=Path)
     arguments = parser.parse_args()
     harness.warm_up()
@@ -247,28 +255,33 @@ def main() -> int:
         bench = Bench(where, Path(scratch))
         begun = time.monotonic()
         for verb in arguments.verb or VERBS:
-            counts = bench.count(verb, VERBS[verb])
-            for call, number in counts.items():
-                errors = (0,) if call == "thread" else ERRORS
-                errors += (SHORT,) if call in ("write", "pwrite") else ()
-                for at in range(0, number, max(1, -(-number // arguments.most))):
-                    for error in errors:
-                        bench.fault(verb, VERBS[verb], (call, at, error))
-        rng = random.Random(1)
-        for number in range(arguments.kills):
-            verb = list(KILLED)[number % len(KILLED)]
-            if verb not in bench.whole:
-                folder = bench.fresh()
-                harness.command(KILLED[verb], folder, Path(scratch) / "log")
-                bench.whole[verb] = content(folder / "out")
-            bench.kill(verb, KILLED[verb], rng)
-        print("| verb | fault | outcome | times |\n|---|---|---|---|")
-        for (verb, what), outcomes in bench.table.items():
-            for outcome, times in outcomes.items():
-                print(f"| {verb} | {what} | {outcome} | {times} |")
-        print("\n".join(bench.bad[:40]))
+            every_fault(bench, verb, arguments.most, begun + arguments.seconds)
+        random_kills(bench, arguments.kills, begun + 2 * arguments.seconds)
+        bench.print()
         print(f"{time.monotonic() - begun:.0f} s")
     return int(bool(bench.bad))
+
+
+def every_fault(bench: Bench, verb: str, most: int, end: float) -> None:
+    for call, number in bench.count(verb, VERBS[verb]).items():
+        errors = (0,) if call == "thread" else ERRORS
+        errors += (SHORT,) if call in ("write", "pwrite") else ()
+        for at in range(0, number, max(1, -(-number // most))):
+            for error in errors:
+                if time.monotonic() < end:
+                    bench.fault(verb, VERBS[verb], (call, at, error))
+
+
+def random_kills(bench: Bench, count: int, end: float) -> None:
+    rng = random.Random(1)
+    for number in range(count):
+        verb = list(KILLED)[number % len(KILLED)]
+        if verb not in bench.whole:
+            folder = bench.fresh()
+            harness.command(KILLED[verb], folder, folder.with_suffix(".log"))
+            bench.whole[verb] = content(folder / "out")
+        if time.monotonic() < end:
+            bench.kill(verb, KILLED[verb], rng)
 
 
 if __name__ == "__main__":

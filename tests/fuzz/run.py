@@ -6,6 +6,7 @@ python tests/fuzz/run.py --count 8000 --seed 1 [--kind rows] [--only SEED] [--co
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="one seed of one kind, with all that it prints")
     parser.add_argument("--controls", action="store_true", help="the valid files must be accepted")
     parser.add_argument("--held-out", action="store_true", help="mutations that are for measuring")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after these")
     parser.add_argument("--corpus", type=Path, help="use this corpus, or make it there")
     arguments = parser.parse_args()
     kinds = arguments.kind or list(cases.KINDS)
@@ -38,6 +40,8 @@ def main() -> int:
             chosen = iter([cases.Case(kinds[0], arguments.only, arguments.held_out)])
         else:
             chosen = choose(kinds, arguments)
+        end = time.monotonic() + arguments.seconds
+        chosen = itertools.takewhile(lambda _: time.monotonic() < end, chosen)
         return report(chosen, where, Path(scratch) / "case", whole=arguments.only is not None)
 
 

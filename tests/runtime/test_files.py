@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moemerge.errors import CheckpointError, DataError, library_errors
+from moemerge.runtime.files import parse_object, read_file, read_object
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": ' + "[" * 200 + "]" * 200 + "}", "nested too deeply"),
+        ("1" * 5000, "not valid JSON"),
+        ('{"a": "\\ud800"}', "half a character"),
+        ("[]", "holds a JSON list"),
+    ],
+)
+def test_what_is_no_object_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        parse_object(text, "x.json")
+
+
+def test_an_object_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a": "\\ud83d\\ude00"}')
+    assert read_object(tmp_path / "a.json") == {"a": "\U0001f600"}
+
+
+@pytest.mark.timeout(30)
+def test_only_plain_files_are_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"x" * 11)
+    with pytest.raises(CheckpointError, match="no plain file"):
+        read_file(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="no plain file"):
+        read_file(Path("/dev/zero"))
+    with pytest.raises(CheckpointError, match="no plain file"):
+        read_file(tmp_path)
+    with pytest.raises(CheckpointError, match="missing"):
+        read_file(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="more than 10 bytes"):
+        read_file(tmp_path / "large", most=10)
+
+
+def test_errors_of_libraries_become_ours() -> None:
+    class Panic(BaseException):
+        pass
+
+    with (
+        pytest.raises(DataError, match=r"a file is odd \(Panic: first\)"),
+        library_errors(DataError, "a file is odd"),
+    ):
+        raise Panic("first\nsecond")
+    with pytest.raises(KeyboardInterrupt), library_errors(DataError, "a file is odd"):
+        raise KeyboardInterrupt
