@@ -24,6 +24,7 @@ from moemerge.config.settings import (
 )
 from moemerge.config.translate import parse_settings
 from moemerge.errors import MoeMergeError, UsageError
+from moemerge.runtime import ranks
 from moemerge.runtime.progress import Progress, Silent
 
 # Running models imports transformers: only when it is asked for.
@@ -88,7 +89,8 @@ def calibrate(
     names; `weights` say how much each counts (1 where none is given). Settings are given as a
     whole, or one by one: `calibrate(..., alpha=0.5, layers="8-15")`. `report` is an HTML page to
     write: a diagnosis before and after, on the rows held out (on the same rows, where none are).
-    `resume` goes on where a killed run ended.
+    `resume` goes on where a killed run ended. Under torchrun every process must call it: each runs
+    a share of the text, and rank 0 writes.
     """
     from moemerge.calibration import CalibrationRequest, run_calibration
 
@@ -104,7 +106,8 @@ def calibrate(
         resume=output.resume,
     )
     progress = Silent() if progress is None else progress
-    with uploaded(request.out, output.push_to_hub, progress):
+    target = output.push_to_hub if ranks.leads() else None
+    with uploaded(request.out, target, progress):
         return repair(run_calibration, request, progress, output.report)
 
 
@@ -175,10 +178,11 @@ def repair(
         progress.note(f"the routing will not be measured on held-out rows: {error.message}")
         return run(request, progress)
     report = run(replace(request, text=both.text), progress)
-    if page is None and not both.holds_out:
+    if not ranks.leads() or (page is None and not both.holds_out):
         return report
     try:
-        diagnosis = both.measure(progress)
+        with ranks.apart():
+            diagnosis = both.measure(progress)
     except MoeMergeError as error:
         if page is not None:
             raise

@@ -19,8 +19,10 @@ from moemerge.lockstep.output import Output
 from moemerge.lockstep.repairs import RepairReport, open_models, open_output, output_files
 from moemerge.lockstep.streams import Lockstep, open_lockstep
 from moemerge.lockstep.walk import walk
+from moemerge.runtime import ranks
+from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
-from moemerge.runtime.progress import Progress
+from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.timing import Timings, peak_memory
 
 
@@ -30,7 +32,9 @@ def run_calibration(request: CalibrationRequest, progress: Progress) -> Calibrat
     A run that is killed or interrupted leaves a journal of its finished routers next to OUT.
     """
     start = time.perf_counter()
+    ranks.join(resolve_device(request.settings.device))
     with WarmUp(solve_settings(request.settings)) as warm_up:
+        progress = progress if ranks.leads() else Silent()
         merged, sources = open_models(request, require_calibratable)
         stream = stream_settings(request, merged)
         warm_up.begin(merged, stream.device, stream.dtype)

@@ -43,7 +43,7 @@ RUN_EXAMPLES = """
 
 
 def add_to(app: typer.Typer) -> None:
-    add_verb(app, calibrate, CALIBRATE_EXAMPLES)
+    add_verb(app, calibrate, CALIBRATE_EXAMPLES, several=True)
     add_verb(app, run, RUN_EXAMPLES)
 
 

@@ -8,6 +8,7 @@ one whose type is a dict is given as NAME=VALUE, repeatedly.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ from moemerge.config.fields import Strict
 from moemerge.config.settings import Setting, settings_of
 from moemerge.config.translate import parse_settings
 from moemerge.errors import UsageError
+from moemerge.runtime import ranks
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A merge config (YAML).")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; appears whole or not.")]
@@ -147,6 +149,8 @@ class Reporting:
     ) -> None:
         """The report as JSON where it is wanted; unless quiet, notices and where the page lies on
         stderr, and tables on stdout where JSON does not take their place."""
+        if not ranks.leads():
+            return
         if self.json is not None:
             deliver_json(document, self.json)
         if self.quiet:
@@ -187,10 +191,26 @@ def without_types(parameters: list[Any]) -> list[Any]:
 
 
 def add_verb(
-    app: typer.Typer, function: Callable[..., None], examples: str, name: str | None = None
+    app: typer.Typer,
+    function: Callable[..., None],
+    examples: str,
+    name: str | None = None,
+    *,
+    several: bool = False,
 ) -> None:
-    """Make a function a command of `app`."""
-    app.command(name or function.__name__, epilog=examples, cls=Verb)(with_flags(function))
+    """Make a function a command of `app`; `several` processes may share it (torchrun)."""
+    name = name or function.__name__
+    command = with_flags(function) if several else _alone(name, with_flags(function))
+    app.command(name, epilog=examples, cls=Verb)(command)
+
+
+def _alone(name: str, command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def checked(**values: Any) -> None:
+        ranks.alone(name)
+        command(**values)
+
+    return checked
 
 
 Values = Mapping[str, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +19,7 @@ from moemerge.errors import (
     UsageError,
 )
 from moemerge.lockstep.journal import Entry, Journal
+from moemerge.runtime import ranks
 from moemerge.runtime.process import thread_pool
 
 # Report, card and config next to the weights.
@@ -92,6 +94,14 @@ class Output:
     ) -> None: ...
 
 
+class FollowingOutput(Output):
+    """In all ranks but the first: the first one's finished entries, and nothing written."""
+
+    def begin(self, key: Mapping[str, Any], names: Collection[str], *, resume: bool) -> None:
+        self.entries = ranks.from_lead([])
+        self.resumed = len(self.entries)
+
+
 class PatchedOutput(Output):
     """OUT as a copy of a model in which tensors are replaced: whole, or not at all.
 
@@ -144,6 +154,8 @@ class PatchedOutput(Output):
         self._journal = Journal.open(self._out, key, resume=resume)
         self.entries = self._journal.entries
         self.resumed = len(self.entries)
+        if ranks.count() > 1:  # whose other nodes do not see this journal
+            ranks.from_lead([replace(e, tensors=dict(e.tensors)) for e in self.entries])
         self._patch.begin(names)
 
     def add(self, entry: Entry) -> None:

@@ -23,7 +23,7 @@ from moemerge.config.yaml_lines import read_yaml
 from moemerge.errors import MoeMergeError
 from moemerge.lockstep.inputs import JobText, check_names, settings_data, source_weights
 from moemerge.lockstep.models import MERGED, require_same_family
-from moemerge.lockstep.output import Output, PatchedOutput
+from moemerge.lockstep.output import FollowingOutput, Output, PatchedOutput
 from moemerge.report.files import (
     CARD_NAME,
     CONFIG_NAME,
@@ -34,6 +34,7 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
+from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.files import read_file, read_object, read_utf8
@@ -95,6 +96,8 @@ def open_output(
     """OUT in the making, refused here where it must not be."""
     if not request.write:
         return Output()
+    if not ranks.leads():
+        return FollowingOutput()
     return PatchedOutput(
         merged.checkpoint,
         request.out,

@@ -21,6 +21,7 @@ from moemerge.lockstep.journal import Entry
 from moemerge.lockstep.models import PairedRouter
 from moemerge.lockstep.output import Output
 from moemerge.lockstep.streams import Lockstep, Stops
+from moemerge.runtime import ranks
 
 
 class Visitor:
@@ -55,7 +56,7 @@ def walk(
         if entry is not None:
             visitor.resumed(entry)
         else:
-            entry = visitor.visit(pair, stops)
+            entry = ranks.from_lead(visitor.visit(pair, stops))
             if entry is not None:
                 with lockstep.stopwatch.span("journal"):
                     output.add(entry)

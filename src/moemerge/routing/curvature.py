@@ -43,6 +43,7 @@ from moemerge.routing.products import (
     rows_at_once,
     working_dtype,
 )
+from moemerge.runtime import ranks
 
 __all__ = [
     "Curvature",
@@ -84,8 +85,8 @@ class DomainStatistics:
     ) -> None:
         domain.check()
         self.domain = domain
-        self.tokens = domain.tokens
-        self.divisor = domain.divisor
+        self.tokens = ranks.total(domain.tokens, domain.features[0].device)
+        self.divisor = self.tokens / domain.weight
         self.router = domain.router.to(domain.features[0].device, torch.float64)  # (K, d)
         self.working = working_dtype(domain.features[0])
         self.pull = torch.zeros_like(self.router)  # mean H z_i xᵀ
@@ -106,6 +107,7 @@ class DomainStatistics:
             self.pull += features.outer(pull)
             self.diagonal += features.squares(weights.own(z))
         self.parts = list(coalesced(parts))
+        ranks.add_up(self.pull, self.diagonal, kl)
         self.pull /= self.divisor
         self.diagonal /= self.divisor
         self.kl = float(kl) / self.divisor
@@ -153,6 +155,7 @@ class DomainStatistics:
             total += torch.diag(weights.diagonal.sum(dim=0, dtype=torch.float64))
             if weights.rank_one is not None:
                 total -= (weights.rank_one.T @ weights.rank_one).double()
+        ranks.add_up(total)
         return total / self.divisor
 
     def gram(self, weight: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -162,6 +165,7 @@ class DomainStatistics:
         for features, weights in self.chunks():
             like = total.new_empty(features.x.shape[0], experts)
             total += features.gram(None if weight is None else weight(weights.own(like)))
+        ranks.add_up(total)
         return total / self.divisor
 
 
@@ -223,12 +227,17 @@ class RouterCurvature(LinearOperator):
         )
 
     def mv(self, vector: Tensor) -> Tensor:
-        out = self.damped * vector.contiguous()
         if self.dense == 0.0:
-            return out
+            return self.damped * vector
+        out = self.damping_of(vector.contiguous())
         for domain in self.statistics:
             domain.add_product(out, vector, self.precision, factor=self.dense)
+        ranks.add_up(out)
         return out
+
+    def damping_of(self, vector: Tensor) -> Tensor:
+        """c diag Σ v, to which every rank adds its tokens' part: it counts once."""
+        return self.damped * vector if ranks.leads() else torch.zeros_like(self.damped)
 
     def representable(self, vector: Tensor) -> Tensor:
         return self.statistics[0].representable(vector, self.precision)

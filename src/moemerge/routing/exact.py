@@ -37,6 +37,7 @@ from moemerge.routing.preconditioners import (
     steps_to_build,
 )
 from moemerge.routing.products import DomainFeatures, chunks_of, features_of, rows_at_once
+from moemerge.runtime import ranks
 
 ARMIJO = 1e-4
 HALVINGS = 12
@@ -260,15 +261,20 @@ def _line_search(
     Logits are linear in the step's length, so one product for each of w and the step serves all.
     """
     pairs = [list(_logit_pairs(domain, w, step)) for domain in domains]
+    divisors = [domain.divisor for domain in domains]
     length = 1.0
     for _ in range(HALVINGS):
-        value = 0.0
-        for domain, chunks in zip(domains, pairs, strict=True):
+        values = []
+        for chunks in pairs:
             sums = [
                 divergence(gate, target.double(), z.double() + length * dz.double()).sum()
                 for target, z, dz in chunks
             ]
-            value += float(torch.stack(sums).sum()) / domain.divisor
+            values.append(torch.stack(sums).sum())
+        sums_of_domains = torch.stack(values)
+        ranks.add_up(sums_of_domains)
+        shares = zip(sums_of_domains.tolist(), divisors, strict=True)
+        value = sum(number / divisor for number, divisor in shares)
         if value <= kl - ARMIJO * length * promise:
             return length
         length *= 0.5

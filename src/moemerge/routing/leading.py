@@ -30,6 +30,7 @@ from moemerge.routing.curvature import DomainStatistics, RouterCurvature
 from moemerge.routing.gates import TokenWeights
 from moemerge.routing.inverses import KroneckerFactors, cholesky
 from moemerge.routing.products import Precision, features_of
+from moemerge.runtime import ranks
 
 # Added to A_Z's unit diagonal, in case A is singular (a softmax without damping is).
 LEAST_DAMPING = 1e-6
@@ -90,7 +91,7 @@ class LeadingDirections(Deflation):
         self, operator: RouterCurvature, y: Tensor
     ) -> tuple[list[list[Tensor]], Tensor]:
         """The logits of y by domain and block, and Zᵀ A y, (K, J)."""
-        product = self.restrict(operator.damped * y)
+        product = self.restrict(operator.damping_of(y))
         logits = []
         for domain, projected in zip(operator.statistics, self.projected, strict=True):
             parts = []
@@ -100,6 +101,7 @@ class LeadingDirections(Deflation):
                 moment = features.moment(weights, parts[-1], along)
                 product.add_(moment, alpha=operator.dense / domain.divisor)
             logits.append(parts)
+        ranks.add_up(product)
         return logits, product
 
     def _other_half(
@@ -110,7 +112,7 @@ class LeadingDirections(Deflation):
         coefficients: Tensor,
     ) -> Tensor:
         """A s of s = y + Z c, from the logits of y (None: y = 0)."""
-        out = operator.damped * s
+        out = operator.damping_of(s)
         experts = operator.shape[0]
         for number, (domain, projected) in enumerate(
             zip(operator.statistics, self.projected, strict=True)
@@ -120,6 +122,7 @@ class LeadingDirections(Deflation):
                 features = features_of(x, operator.shape[1])
                 shift = Shift(along, coefficients)
                 features.add_weighted(out, weights, z, shift, operator.dense / domain.divisor)
+        ranks.add_up(out)
         return out
 
 
@@ -164,13 +167,14 @@ def _gram_product(operator: RouterCurvature, rows: Tensor, stride: int) -> Tenso
     """rows · Σ_i mean tr H x xᵀ over every `stride`th token, (J, d)."""
     out = torch.zeros_like(rows)
     for domain in operator.statistics:
-        taken = sum(-(-len(x) // stride) for x, _ in domain.parts)
+        taken = ranks.total(sum(-(-len(x) // stride) for x, _ in domain.parts), out.device)
         for x, weights in domain.parts:
             features = features_of(x[::stride], operator.shape[1])
             along = features.working_logits(rows)
             own = weights.every(stride).own(along.new_empty(len(along), operator.shape[0]))
             along *= own.sum(dim=-1, keepdim=True)
             features.add_weighted(out, TokenWeights(None, None), along, None, 1.0 / taken)
+    ranks.add_up(out)
     return out
 
 
@@ -259,6 +263,7 @@ def _sums(
                 cross = own.new_zeros(experts * count, experts * count)
             both = _spread(weights.rank_one, along)
             _add_symmetric(cross, both, share, fused=domain.coarse_is_cheaper)
+    ranks.add_up(own, *([] if cross is None else [cross]))
     return own, None if cross is None else torch.triu(cross) + torch.triu(cross, 1).T
 
 

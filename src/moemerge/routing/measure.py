@@ -25,6 +25,7 @@ from moemerge.routing.figures import (
     Tokens,
 )
 from moemerge.routing.products import DomainFeatures, chunks_of, features_of
+from moemerge.runtime import ranks
 
 # All that a router can be measured by, and what a calibration says of each router.
 ROUTER_FIGURES = tuple(n for n, f in FIGURES.items() if f.of_tokens or f.of_choices)
@@ -96,7 +97,11 @@ class FigureSums:
         """The figures so far: the one moment at which the host waits for the device."""
         if not self._tokens:
             raise DataError("routing figures over no token", hint="give the domain some text")
-        count = len(self._of_tokens)
+        ranks.add_up(*self._sums)
+        device, count = self._sums[0].device, len(self._of_tokens)
+        self._tokens, self._choices = (
+            ranks.total(number, device) for number in (self._tokens, self._choices)
+        )
         numbers = torch.cat([self._sums[0], *_largest_flows(*self._sums[1:])]).tolist()
         values: dict[str, Any] = {
             name: value / self._tokens

@@ -22,6 +22,7 @@ from moemerge.kernels import fused, splitting
 from moemerge.kernels.fused import Shift
 from moemerge.kernels.splitting import representable
 from moemerge.routing.gates import TokenWeights
+from moemerge.runtime import ranks
 
 # Rows handled at once. On a CPU the (rows, experts) temporaries stay in a core's cache; a GPU
 # wants long products and has the memory for them.
@@ -48,7 +49,7 @@ class DomainFeatures:
     @property
     def divisor(self) -> float:
         """What a sum over the tokens is divided by to become the domain's share of the whole."""
-        return self.tokens / self.weight
+        return ranks.total(self.tokens, self.features[0].device) / self.weight
 
     @property
     def has_bias(self) -> bool:

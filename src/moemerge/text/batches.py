@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -47,6 +47,37 @@ def gpu_batch_tokens(width: int, memory: int) -> int:
     same size get the same: batches decide the last bits of a result."""
     fitting = max(1, memory // MEMORY_PER_VALUE)
     return max(1, min(BATCH_VALUES, 1 << (fitting.bit_length() - 1)) // width)
+
+
+def divided(batches: Sequence[Batch], least: int) -> list[list[Batch]]:
+    """The batches of every domain and split, halved until there are at least `least` of each."""
+    groups: dict[tuple[str, bool], list[Batch]] = {}
+    for batch in batches:
+        groups.setdefault((batch.domain, batch.holdout), []).append(batch)
+    for (domain, holdout), group in groups.items():
+        rows = sum(len(batch.places) for batch in group)
+        if rows < least:
+            kind = "rows held out" if holdout else "rows"
+            raise DataError(
+                f"domain {domain!r} has {rows} {kind} for {least} processes",
+                hint=f"start {rows} processes at the most, or give more text",
+            )
+        while len(group) < least:
+            group.sort(key=lambda batch: len(batch.places))
+            largest = group.pop()
+            half = len(largest.places) // 2
+            group += [_rows_of(largest, slice(half)), _rows_of(largest, slice(half, None))]
+    return list(groups.values())
+
+
+def _rows_of(batch: Batch, rows: slice) -> Batch:
+    """Some of a batch's rows, padded as they were."""
+    return replace(
+        batch,
+        input_ids=batch.input_ids[rows],
+        mask=batch.mask[rows],
+        places=batch.places[rows],
+    )
 
 
 def make_batches(

@@ -1,0 +1,177 @@
+"""Several processes on one job (torchrun): each runs a share of the text, and sums are of all.
+
+The only place that knows torch.distributed. In a process of its own everything here does nothing.
+Every decision of a job is taken from summed numbers, which are the same bits in all ranks, so that
+they cannot part ways; rank 0 alone writes and prints.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from moemerge.errors import ResourceError, UsageError
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+# A rank may take long for its share of a layer; one that has died is noticed at once.
+TIME_LIMIT: Final = timedelta(minutes=30)
+
+
+_apart = False
+
+
+class LostRankError(ResourceError):
+    """Another process of the job is gone."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(
+            f"rank {rank()} of {count()}: another rank ended or could not be reached",
+            hint="its own message says why; what rank 0 has finished is in its journal, and resume "
+            "goes on with it, with any number of ranks",
+        )
+        self.__cause__ = error
+
+
+def asked_for() -> int:
+    """How many processes torchrun has started for this job."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def count() -> int:
+    """How many processes share this job."""
+    if asked_for() == 1 or _apart:
+        return 1
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0")) if asked_for() > 1 else 0
+
+
+def leads() -> bool:
+    """Whether this process writes and prints."""
+    return rank() == 0
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """For what rank 0 does by itself: no sum inside is one of all ranks."""
+    global _apart
+    _apart = True
+    try:
+        yield
+    finally:
+        _apart = False
+
+
+def own_device(device: torch.device) -> torch.device:
+    """A GPU without a number is the one that belongs to this rank."""
+    if str(device) != "cuda" or asked_for() == 1:
+        return device
+    return torch.device("cuda", _local("RANK", 0) % torch.cuda.device_count())
+
+
+def _local(name: str, default: int) -> int:
+    """What torchrun says of this machine's processes."""
+    return int(os.environ.get(f"LOCAL_{name}", default))
+
+
+def _backend(device: torch.device) -> str:
+    """NCCL where every process of this machine has a GPU of its own."""
+    if device.type != "cuda":
+        return "gloo"
+    return "nccl" if _local("WORLD_SIZE", 1) <= torch.cuda.device_count() else "gloo"
+
+
+def join(device: torch.device) -> None:
+    """Meet the other processes that torchrun started, once and for the life of this one.
+
+    With one process, or where the caller has met them already, nothing happens.
+    """
+    if asked_for() == 1 or count() > 1:
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(own_device(device))
+    try:
+        torch.distributed.init_process_group(_backend(device), timeout=TIME_LIMIT)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{asked_for()} processes were asked for, but they cannot meet: {error}",
+            hint="start them by torchrun, which says where they meet",
+        ) from error
+    atexit.register(torch.distributed.destroy_process_group)
+
+
+def alone(job: str) -> None:
+    """Refuse several processes for a job that is made for one."""
+    if asked_for() > 1:
+        raise UsageError(
+            f"{job} runs in one process, and torchrun started {asked_for()}",
+            hint="start it without torchrun",
+        )
+
+
+def add_up(*tensors: Tensor) -> None:
+    """Each becomes its sum over all ranks, in place, with the same bits everywhere."""
+    if count() == 1:
+        return
+    with _exchange():
+        for tensor in tensors:
+            torch.distributed.all_reduce(tensor)
+
+
+def total(number: int, device: torch.device) -> int:
+    """The sum of a count over all ranks."""
+    if count() == 1:
+        return number
+    sums = torch.tensor(number, dtype=torch.int64, device=device)
+    add_up(sums)
+    return int(sums)
+
+
+def from_lead(value: T) -> T:
+    """Rank 0's value, in every rank."""
+    if count() == 1:
+        return value
+    box: list[Any] = [value if leads() else None]
+    with _exchange():
+        torch.distributed.broadcast_object_list(box, src=0)
+    first: T = box[0]
+    return first
+
+
+def share(groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Which pieces of work are this rank's, by their sizes: places in each group.
+
+    The largest of a group go first, to whoever has least so far, and nobody gets a second piece of
+    a group before all have one. Every rank comes to the same answer, so all know who has what.
+    """
+    loads = [0] * count()
+    mine: list[list[int]] = []
+    for sizes in groups:
+        own, without = [], set(range(count()))
+        for place in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+            least = min(without or range(count()), key=lambda at: (loads[at], at))
+            loads[least] += sizes[place]
+            without.discard(least)
+            if least == rank():
+                own.append(place)
+        mine.append(sorted(own))
+    return mine
+
+
+@contextmanager
+def _exchange() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # of the connection
+        raise LostRankError(error) from error

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moemerge.errors import UsageError
+from moemerge.runtime import ranks
+
+
+def shares(
+    monkeypatch: pytest.MonkeyPatch, groups: list[list[int]], of: int
+) -> list[list[list[int]]]:
+    monkeypatch.setattr(ranks, "count", lambda: of)
+    result = []
+    for rank in range(of):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        result.append(ranks.share(groups))
+    return result
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 8])
+def test_every_piece_is_somebodys_and_everybody_has_one_of_each_group(
+    monkeypatch: pytest.MonkeyPatch, of: int
+) -> None:
+    groups = [[900, 30, 30, 20, 20, 10, 5, 5, 1], [7] * 12, [50, 40, 30, 20, 10, 9, 8, 7]]
+    dealt = shares(monkeypatch, groups, of)
+    for at, sizes in enumerate(groups):
+        places = [place for own in dealt for place in own[at]]
+        assert sorted(places) == list(range(len(sizes)))
+        assert all(own[at] for own in dealt)
+
+
+def test_the_load_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [[100 - n for n in range(60)], [50 - n for n in range(40)]]
+    dealt = shares(monkeypatch, sizes, 4)
+    loads = [sum(sizes[at][p] for at, own in enumerate(mine) for p in own) for mine in dealt]
+    assert max(loads) < 1.05 * min(loads)
+
+
+def test_in_one_process_nothing_happens() -> None:
+    values = torch.arange(3.0)
+    ranks.add_up(values)
+    assert values.tolist() == [0.0, 1.0, 2.0]
+    assert (ranks.total(5, values.device), ranks.from_lead("word"), ranks.leads()) == (
+        5,
+        "word",
+        True,
+    )
+    assert ranks.own_device(torch.device("cuda")) == torch.device("cuda")
+
+
+def test_jobs_for_one_process_refuse_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.alone("merge")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="merge runs in one process, and torchrun started 2"):
+        ranks.alone("merge")
+
+
+def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match="cannot meet"):
+        ranks.join(torch.device("cpu"))
