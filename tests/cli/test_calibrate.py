@@ -149,8 +149,9 @@ def test_run_merges_and_calibrates(case: cases.Case, tmp_path: Path) -> None:
         ('{"text": "fine"}\n', "last:9", "layers, 0 to"),
     ],
 )
-def test_validate_checks_text_and_layers_of_a_calibration(
-    case: cases.Case, tmp_path: Path, content: str | None, layers: str, said: str
+@pytest.mark.parametrize("block", ["calibration", "refit"])
+def test_validate_checks_text_and_layers_of_a_repair(
+    case: cases.Case, tmp_path: Path, content: str | None, layers: str, said: str, block: str
 ) -> None:
     if content is not None:
         (tmp_path / "text.jsonl").write_text(content)
@@ -159,7 +160,7 @@ def test_validate_checks_text_and_layers_of_a_calibration(
         f"- {{model: {f}, name: {n}, parameters: {{weight: 1}}}}" for n, f in case.sources.items()
     ]
     lines += ["data:", *(f"  {name}: {tmp_path / 'text.jsonl'}" for name in case.sources)]
-    lines += [f"calibration: {{layers: '{layers}'}}", ""]
+    lines += [f"{block}: {{layers: '{layers}'}}", ""]
     (tmp_path / "config.yml").write_text("\n".join(lines))
     for verb in (["validate"], ["run"]):
         out = [tmp_path / "out"] if verb == ["run"] else []

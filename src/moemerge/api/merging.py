@@ -230,8 +230,8 @@ def _check_repair(loaded: LoadedConfig) -> None:
         wanted: SourceData | None = getattr(loaded, key)
         if wanted is not None:
             check_text(loaded.is_there(wanted.data))
-            layers = loaded.config.calibration.layers if loaded.config.calibration else None
-            check_sources(wanted.sources, layers)
+            layers = getattr(loaded.config, key).layers
+            check_sources(wanted.sources, layers, routers=key == "calibration")
 
 
 def _refuse_idle(

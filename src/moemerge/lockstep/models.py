@@ -217,17 +217,20 @@ def require_same_family(
         )
 
 
-def check_sources(sources: Mapping[str, ModelRef], selection: LayerSelection | None) -> None:
+def check_sources(
+    sources: Mapping[str, ModelRef], selection: LayerSelection, *, routers: bool
+) -> None:
     """Refuse the sources of a merge that is still to be made, and layers that they have not.
 
-    Without a selection (of layers whose routers are solved for), models may have no router.
+    Unless `routers` are what is solved for, models may have none.
     """
     opened = [open_model(name, ref) for name, ref in sources.items()]
     for model in opened:
         require_same_family(opened[0], model)
-        if selection is not None:
+        if routers:
             require_calibratable(model)
-    if selection is not None:
+    selection.resolve(opened[0].architecture.num_layers)
+    if routers:
         ChosenRouters.of(opened[0], opened[1:], selection)
 
 
