@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +162,7 @@ def test_nan_in_a_layer_names_the_layer(case: cases.Case, tmp_path: Path) -> Non
     name = "model.layers.1.self_attn.o_proj.weight"
     bad = with_tensor(case.merged, tmp_path / "bad", name, float("nan"))
     broken = cases.Case(bad, case.sources, case.data)
-    refused(broken, tmp_path, NumericalError, "non-finite hidden states in layer 1")
+    refused(broken, tmp_path, NumericalError, r"layers\.1\..* holds NaN or infinity")
 
 
 @pytest.mark.parametrize("which", ["merged", "math"])
@@ -202,7 +204,7 @@ def test_output_folders_that_must_not_be_written(case: cases.Case, tmp_path: Pat
     (tmp_path / "out" / "thesis.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="exists"):
         case.calibrate(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="it holds no model"):
+    with pytest.raises(CheckpointError, match="it holds thesis"):
         case.calibrate(tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
 
@@ -285,3 +287,31 @@ def test_auto_dtype_is_the_checkpoint_s(case_of: CaseOf) -> None:
     model = open_model("merged", case_of("olmoe", dtype=torch.bfloat16).merged)
     assert forward_dtype("auto", model) == torch.bfloat16
     assert forward_dtype("float32", model) == torch.float32
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lm_head.weight", "model.norm.weight", "model.layers.2.mlp.experts.7.down_proj.weight"],
+)
+def test_nan_that_no_hidden_state_shows_is_named(
+    case: cases.Case, tmp_path: Path, name: str
+) -> None:
+    """The head, the final norm and the last layer's experts are not run."""
+    folder = shutil.copytree(case.merged, tmp_path / "bad")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[-1] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    broken = replace(case, merged=folder)
+    refused(broken, tmp_path, NumericalError, f"{re.escape(name)}|experts.* holds NaN")
+
+
+def test_an_unused_row_of_the_embedding_may_not_be_nan(case: cases.Case, tmp_path: Path) -> None:
+    folder = shutil.copytree(case.merged, tmp_path / "bad")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-1] = torch.inf
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(replace(case, merged=folder), tmp_path, NumericalError, "embed_tokens.* holds NaN")
+
+
+def test_a_gamma_beyond_all_numbers_is_an_error(case: cases.Case, tmp_path: Path) -> None:
+    refused(case, tmp_path, NumericalError, "not finite", gamma=1e300)
