@@ -51,9 +51,14 @@ def _data_set(source: str | None) -> str | None:
     return name if name and is_hub_id(name) else None
 
 
-def check_cards(report_models: dict[str, str]) -> None:
+def check_cards(models: dict[str, str]) -> None:
     """Only a folder has a card that can be written; said before any work."""
-    for model in report_models.values():
+    if not models:
+        raise DataError(
+            "no model is given, so it is not known whose card is meant",
+            hint="name the model folders with `rescore`, too",
+        )
+    for model in models.values():
         if not os.path.isdir(os.path.expanduser(model)):
             raise DataError(
                 f"{model} is no folder, so its card cannot be written",
