@@ -303,6 +303,10 @@ WRONG = [
         ["line 7: data.mth: no model is called 'mth', did you mean 'math'"],
     ),
     (
+        HEAD + "calibration:\n  data: {math: m, code: c}\n  weights: {maths: 2}\n",
+        ["line 9: calibration.weights.maths: no model is called 'maths', did you mean 'math'?"],
+    ),
+    (
         HEAD + "calibration:\n  data: {math: m, code: c}\n  sources: [math, cod]\n",
         ["line 9: calibration.sources[1]: no model is called 'cod', did you mean 'code'?"],
     ),

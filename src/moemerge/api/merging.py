@@ -211,7 +211,7 @@ def _repair(
         "sources": wanted.sources,
         "data": wanted.data,
         "settings": block.settings,
-        "weights": block.weights,
+        "weights": block.weights or {},
         "temporary": True,
     }
     words = {"label": MERGE_ALONE, "command": page.command}

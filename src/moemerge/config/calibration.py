@@ -154,8 +154,8 @@ class RepairBlock(Strict):
     sources: Annotated[NamedSources, read_by(named_sources, SourcesForm)] | None = Field(
         None, description="name: model, or names of merged models; default: all but the base"
     )
-    weights: dict[str, Weight] = Field(
-        default_factory=dict, description="how much each source counts, by name (default: 1)"
+    weights: dict[str, Weight] | None = Field(
+        None, description="how much each source counts, by name (default: 1)"
     )
 
 

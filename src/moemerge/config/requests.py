@@ -81,7 +81,7 @@ def _unweighted(config: RunConfig, block: Block, key: str) -> list[Fault]:
     known = {**sources, **optional}
     return [
         Fault((key, "weights", name), _no_model(name, known))
-        for name in block.weights
+        for name in block.weights or ()
         if name not in known
     ]
 
