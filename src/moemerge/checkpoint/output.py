@@ -241,7 +241,8 @@ class OutputFolder:
                     os.rename(old, self._target)
                 raise
             self.committed = True
-            sync_folder(self._target.parent)
+            with contextlib.suppress(OSError):  # it is in place: whoever looks finds it whole
+                sync_folder(self._target.parent)
         self._unlock()
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)

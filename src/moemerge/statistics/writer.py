@@ -195,6 +195,7 @@ class StatisticsWriter:
             os.fsync(self._fd)
             check_output_file(self.out, overwrite=self._overwrite)
             os.rename(self._path, self._target)
+        with contextlib.suppress(OSError):  # it is in place: whoever looks finds it whole
             sync_folder(self._target.parent)
         self._close()
 

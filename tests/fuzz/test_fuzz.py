@@ -1,0 +1,24 @@
+"""A share of `make fuzz`, in a process of its own: this one has threads and must not fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+RUN = Path(__file__).with_name("run.py")
+COUNT = 40
+
+
+def test_hostile_files_of_every_kind_are_refused_and_valid_ones_are_not(tmp_path: Path) -> None:
+    arguments = ("--count", str(COUNT), "--seed", "7", "--controls", "--seconds", "90")
+    done = subprocess.run(
+        [sys.executable, str(RUN), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
