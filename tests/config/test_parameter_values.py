@@ -117,7 +117,7 @@ def test_leaves_know_their_place() -> None:
         ([1, "x"], "[1]", "a gradient is a list of numbers, not 'x'"),
         ([1, float("inf")], "[1]", "a gradient is a list of numbers, not inf"),
         ([[1]], "[0]", "a gradient is a list of numbers"),
-        ([1, {"value": 2}], "[0]", "like the entries beside it"),
+        ([1, {"value": 2}], "[0]", "like the other entries"),
         ([{"filter": "mlp"}], "[0]", "needs a `value`"),
         ([{"filtre": "mlp", "value": 1}], "[0].filtre", "did you mean 'filter'?"),
         ([{"filter": 3, "value": 1}], "[0].filter", "a filter is text, not 3"),

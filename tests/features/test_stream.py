@@ -338,18 +338,38 @@ def _poison(name: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
+def _enlarge(prefix: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name, value in tensors.items():
+            if name.startswith(prefix):
+                value.mul_(1e38)  # finite, but not what is made with it
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.1.self_attn.v_proj"])
+def test_nan_names_the_tensor(name: str, zoo_folder: Folder, tmp_path: Path) -> None:
+    poison = _poison(f"{name}.weight")
+    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", poison)
+    with (
+        RouterStream(checkpoint, reference.batches()) as stream,
+        pytest.raises(NumericalError, match=f"{name}.weight holds NaN or infinity"),
+    ):
+        list(stream)
+    assert not batch_threads()
+
+
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        ("model.embed_tokens.weight", "in the embeddings"),
-        ("model.layers.1.self_attn.v_proj.weight", "in layer 1, before its router"),
-        ("model.layers.1.mlp.experts.0.down_proj.weight", "in the output of layer 1"),
+        ("model.layers.1.self_attn", "in layer 1, before its router"),
+        ("model.layers.1.mlp.experts.0", "in the output of layer 1"),
     ],
 )
-def test_nan_names_layer_and_domain(
+def test_an_overflow_names_layer_and_domain(
     name: str, where: str, zoo_folder: Folder, tmp_path: Path
 ) -> None:
-    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", _poison(name))
+    checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "large", _enlarge(name))
     with (
         RouterStream(checkpoint, reference.batches()) as stream,
         pytest.raises(NumericalError, match=f"{where}, domain code, math"),
@@ -365,7 +385,7 @@ def test_nan_in_the_last_layer_is_met_where_the_output_is_used(
     checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", poison)
     with (
         RouterStream(checkpoint, reference.batches(), on_output=lambda b, v: None) as stream,
-        pytest.raises(NumericalError, match="in the output of layer 2"),
+        pytest.raises(NumericalError, match=r"layers\.2\.mlp\.experts\.down_proj holds NaN"),
     ):
         list(stream)
 

@@ -81,7 +81,9 @@ class BeforeAndAfter:
             if self.path is not None:
                 write_page(diagnosis.to_json(), self.path)
         except MoeMergeError as error:
-            lacks = "its routing is not measured" if self.path is None else f"not {self.path}"
+            lacks = (
+                "its routing is not measured" if self.path is None else f"not the page {self.path}"
+            )
             raise type(error)(
                 f"{self.out} is written and whole, but {lacks}: {error.message}", hint=error.hint
             ) from error
