@@ -148,7 +148,8 @@ def test_a_merge_is_written_as_its_inputs_were(
 
 
 @pytest.mark.parametrize(
-    "kind", ["deepseek fp8", "qwen fp8", "gpt-oss mxfp4", "kimi int4", "fp8 a row"]
+    "kind",
+    ["deepseek fp8", "qwen fp8", "gpt-oss mxfp4", "kimi int4", "fp8 a row", "llama4 fp8 a row"],
 )
 def test_the_output_loads_and_speaks_as_the_dequantised_model(
     published: Callable[..., Any], tmp_path: Path, kind: str

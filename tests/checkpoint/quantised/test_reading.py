@@ -146,6 +146,52 @@ def test_ragged_blocks(shape: tuple[int, int], tmp_path: Path) -> None:
     assert torch.equal(checkpoint.read("a.weight", middle), theirs[slice(*middle)].bfloat16())
 
 
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_one_scale_for_a_tensor(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """`quant_method: fp8` without a block size."""
+    tensor = torch.randn(13, 24, generator=torch.Generator().manual_seed(4))
+    scale = tensor.abs().max() / 448
+    codes = (tensor / scale).to(torch.float8_e4m3fn)
+    parts = {"a.weight": codes, "a.weight_scale_inv": scale.reshape(shape)}
+    checkpoint = single(tmp_path, {"quant_method": "fp8"}, parts)
+    assert torch.equal(checkpoint["a.weight"], (codes.float() * scale).bfloat16())
+    assert checkpoint.tensors["a.weight"].stored_bytes == 13 * 24 + 4
+
+
+def test_scales_under_another_name(tmp_path: Path) -> None:
+    tensor = torch.randn(12, 24, generator=torch.Generator().manual_seed(4))
+    parts = qz.block_fp8(8, 8)("a.weight", tensor)
+    expected = single(tmp_path / "a", qz.fp8_config(8, 8), parts)["a.weight"]
+    renamed = {"a.weight": parts["a.weight"], "a.scale": parts["a.weight_scale_inv"]}
+    checkpoint = single(tmp_path / "b", qz.fp8_config(8, 8), renamed)
+    assert list(checkpoint) == ["a.weight"]
+    assert torch.equal(checkpoint["a.weight"], expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_eight_bits_as_they_are(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    """compressed-tensors: INT8 that is not packed, and FP8 in blocks."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+    if kind == "int":
+        section = qz.weights(8, "int", "channel") | {"format": "int-quantized"}
+        scale = tensor.float().abs().amax(1, keepdim=True).div(127).bfloat16()
+        codes = (tensor / scale).round().clamp(-128, 127).to(torch.int8)
+    else:
+        section = qz.weights(8, "float", "block", block_structure=[4, 8])
+        blocks = qz.block_fp8(4, 8)("a.weight", tensor)
+        codes, scale = blocks["a.weight"], blocks["a.weight_scale_inv"]
+    args = QuantizationArgs(**section["config_groups"]["group_0"]["weights"])
+    theirs = dequantize(codes, scale, None, args)
+    checkpoint = single(tmp_path, section, {"a.weight": codes, "a.weight_scale": scale})
+    assert torch.equal(checkpoint["a.weight"], theirs.bfloat16())
+    assert float((checkpoint["a.weight"] - tensor).norm() / tensor.norm()) < 0.04
+
+
 def test_groups_out_of_order(tmp_path: Path) -> None:
     tensor = torch.randn(9, 32, generator=torch.Generator().manual_seed(5))
     section = qz.weights(4, "int", "group", group_size=8, actorder="group")
