@@ -90,3 +90,11 @@ def test_a_source_that_cannot_be_run_still_gives_its_routers(
     assert report.diagnosis is None
     assert (tmp_path / "out" / "config.json").exists()
     assert any("not measured" in note or "not be measured" in note for note in notes.said)
+
+
+def test_text_that_cannot_be_read_is_one_error(case: cases.Case, tmp_path: Path) -> None:
+    broken, notes = tmp_path / "broken.jsonl", Notes()
+    broken.write_text('{"conversations": [{"from": "human", "value": "one"}]}\n' * 120)
+    with pytest.raises(moemerge.DataError, match="needs a chat template"):
+        case.calibrate(tmp_path / "out", data={**case.data, "math": broken}, progress=notes)
+    assert notes.said == []

@@ -23,7 +23,7 @@ from moemerge.config.settings import (
     with_keywords,
 )
 from moemerge.config.translate import parse_settings
-from moemerge.errors import MoeMergeError, UsageError
+from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
 from moemerge.runtime import ranks
 from moemerge.runtime.progress import Progress, Silent
 
@@ -171,7 +171,7 @@ def repair(
         return run(request, progress)
     try:
         both = _before_and_after(request, page, label, command)
-    except MoeMergeError as error:
+    except (ArchitectureError, TokenizerError) as error:
         if page is not None:
             raise
         # Sources that cannot be run have routers all the same.
