@@ -23,8 +23,8 @@ from moemerge.evaluation.resampling import drawn_means, flipped_means, interval,
 from moemerge.text.rows import read_rows, row_fields
 from moemerge.verification.verifiers import check_all, make_verifier
 
-TRIALS, DRAWS = 2000, 400
-PROBLEMS = 300  # of each set, for the scorers: lm-eval prepares about 100 requests a second
+TRIALS, DRAWS = 2000, 1000
+PROBLEMS = 1500  # of each set, for the scorers: all there are
 
 
 # --- intervals ------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def simulate(problems: int, samples: int, gain: float, seed: int) -> tuple[float
 
 def intervals() -> None:
     print("problems  samples  true difference  covered  called significant")
-    for problems, samples in ((164, 1), (164, 16)):
+    for problems, samples in ((164, 1), (164, 16), (500, 1), (500, 16)):
         for gain in (0.0, 0.05):
             covered, called = simulate(problems, samples, gain, seed=problems + samples)
             truth = 100 * 0.9 * gain * 0.5
