@@ -190,6 +190,20 @@ def test_work_of_a_server_that_dies_goes_to_the_others(toys, tokenizer, monkeypa
     assert all(c.finish is Finish.LENGTH for c in answers)
 
 
+def test_what_a_dying_server_still_tries_is_not_lost(toys, tokenizer, monkeypatch):
+    """One thread gives the server up while the other waits for it, and all else is done."""
+    monkeypatch.setattr(server, "RETRIES", 1)
+    late = iter([0.0, 0.6, 0.6, 0.6])
+
+    def dying(body):
+        time.sleep(next(late, 0.6))
+        return 503, {"error": "dying"}
+
+    urls = toys().url, toys(dying).url
+    engine = ServerEngine(tokenizer, settings(*urls, batch_size=2), Silent())
+    assert len(list(engine.generate(asked(6), 6))) == 6
+
+
 def test_when_all_servers_die_what_came_is_kept_and_it_is_said(toys, tokenizer, monkeypatch):
     monkeypatch.setattr(server, "RETRIES", 1)
     count = [0]

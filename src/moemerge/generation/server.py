@@ -11,7 +11,6 @@ import http.client
 import json
 import queue
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -117,10 +116,9 @@ class ServerEngine:
             try:
                 wanted = todo.get(block=False)
             except queue.Empty:
-                # Another server may die and give its work back, so waiting threads look again.
-                if not any(other.alive and other is not server for other in self._servers):
-                    return
-                time.sleep(0.2)
+                # Another server may die and give its work back, also what it still tries: waiting
+                # threads look again until all is done.
+                stop.wait(0.2)
                 continue
             try:
                 done.put(self._complete(server, wanted, stop))
