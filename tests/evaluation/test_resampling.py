@@ -93,3 +93,12 @@ def test_intervals_cover_the_truth_and_zero_is_rarely_called_significant(n):
         called += p < 0.05
     assert covered / 400 == pytest.approx(0.95, abs=0.038)
     assert called / 400 <= 0.05 + 0.038
+
+
+def test_one_problem_says_nothing_about_others():
+    """Drawn again it is always itself; an interval without width would be a lie."""
+    row = compare([scores_of([0], [1], single=True)], ["a", "b"], draws=100, seed=0)[0]
+    assert row.scores["b"].error is None
+    assert row.scores["b"].interval == (0.0, 1.0)
+    assert row.pairs[0].interval == (-1.0, 1.0)
+    assert not row.pairs[0].significant

@@ -44,7 +44,10 @@ class TaskScores:
 
 @dataclass(frozen=True)
 class MeanScore:
-    """A mean over problems; `error` is clustered by problem, None for a single one."""
+    """A mean over problems; `error` is clustered by problem.
+
+    Of a single problem it is None, and the interval is all there is: it says nothing of others.
+    """
 
     mean: float
     error: float | None
@@ -197,6 +200,7 @@ def _row(
 ) -> ResultRow:
     means = weighted([one.means for one in drawn], weights)
     flipped = weighted([one.flipped for one in drawn], weights)
+    single = any(len(one.task.problems) == 1 for one in drawn)
     scores = {}
     for place, model in enumerate(models):
         summaries = [one.summaries[place] for one in drawn]
@@ -204,7 +208,7 @@ def _row(
         value = math.fsum(w * s.value for w, s in zip(weights, summaries, strict=True))
         squares = [(w * e) ** 2 for w, e in zip(weights, errors, strict=True) if e is not None]
         error = math.sqrt(math.fsum(squares)) if None not in errors else None
-        scores[model] = MeanScore(value, error, interval(means[:, place]))
+        scores[model] = MeanScore(value, error, (0.0, 1.0) if single else interval(means[:, place]))
     pairs = []
     for place, (first, second) in enumerate(combinations(range(len(models)), 2)):
         gaps = [one.differences[place] for one in drawn]
@@ -214,7 +218,7 @@ def _row(
                 first=models[first],
                 second=models[second],
                 difference=observed,
-                interval=interval(means[:, second] - means[:, first]),
+                interval=(-1.0, 1.0) if single else interval(means[:, second] - means[:, first]),
                 p=two_sided(observed, flipped[:, place]),
                 won=sum(int((g > 0).sum()) for g in gaps),
                 lost=sum(int((g < 0).sum()) for g in gaps),
