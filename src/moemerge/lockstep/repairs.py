@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,7 +144,7 @@ def _digest(domain: Domain) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepairReport:
+class RepairReport(ABC):
     """A job's part of `moemerge_report.json`."""
 
     part: ClassVar[str]  # its name there, and of the config's block
@@ -183,17 +184,17 @@ class RepairReport:
         }
 
     @property
-    def totals(self) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def totals(self) -> dict[str, Any]: ...
 
     @property
+    @abstractmethod
     def words(self) -> str:
         """What was done, for the card."""
-        raise NotImplementedError
 
+    @abstractmethod
     def own_json(self) -> dict[str, Any]:
         """What only this kind of job reports."""
-        raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
         return {
