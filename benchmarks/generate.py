@@ -114,7 +114,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         if time.perf_counter() - begun > arguments.seconds:
             print(f"{name}: left out, {arguments.seconds} s are over", flush=True)
             continue
-        seconds, step = whole_run(work, new, device)
+        try:
+            seconds, step = whole_run(work, new, device)
+        except torch.OutOfMemoryError:
+            print(f"{name}: out of memory", flush=True)
+            torch.cuda.empty_cache()
+            continue
         result[name] = round(total / seconds, 1)
         told = f"{seconds:.2f} s, {step * 1000:.1f} ms a step, {total / seconds:.0f} tokens/s"
         print(f"{name}: {told}", flush=True)

@@ -20,6 +20,7 @@ from moemerge.refitting.domains import Affine, DomainScales
 from moemerge.refitting.linear import blocks
 from moemerge.refitting.ridge import Factor, Fit, choose_ridge, fit_map
 from moemerge.refitting.sums import FitSums
+from moemerge.runtime.gpu import Beside
 from moemerge.text.batches import Batch
 
 # Experts whose held-out tokens choose λ for all experts of the layer.
@@ -147,22 +148,32 @@ class ProjectionFit:
             sampled = _sample(routings, self.count)
             ready = {expert: self._sums(routings, problem, expert) for expert in sampled}
             ridge = choose_ridge(list(ready.values())).ridge
-        fits = []
+        # A factorisation leaves most of a GPU idle: an expert is fitted beside the next one's sums.
+        beside = Beside(routings[0].x.device)
+        fits: list[Fit] = []
+        waiting: list[tuple[int, tuple[FitSums, FitSums], Any]] = []
         for expert in range(self.count):
             sums = ready.pop(expert, None) or self._sums(routings, problem, expert)
-            try:
-                fits.append(self._fit(expert, sums, ridge))
-            except NumericalError as error:
-                where = f"expert {expert}, {self.which}: {error.message}"
-                raise NumericalError(where, hint=error.hint) from error
+            waiting.append((expert, sums, beside.mark()))
+            if len(waiting) > beside.overlaps:
+                fits.append(self._fit(*waiting.pop(0), ridge, beside))
+        fits += [self._fit(*last, ridge, beside) for last in waiting]
+        beside.join()
         return tuple(fits)
 
-    def _fit(self, expert: int, sums: tuple[FitSums, FitSums], ridge: float) -> Fit:
-        merged = self.stack.weight(self.which, expert)
-        factor = Factor(sums[0].gram, ridge)
-        weight, fit = fit_map(merged, *sums, factor, self.stored)
-        self.stack.put(self.which, expert, weight)
-        return fit
+    def _fit(
+        self, expert: int, sums: tuple[FitSums, FitSums], mark: Any, ridge: float, beside: Beside
+    ) -> Fit:
+        try:
+            with beside.after(mark):
+                merged = self.stack.weight(self.which, expert)
+                factor = Factor(sums[0].gram, ridge)
+                weight, fit = fit_map(merged, *sums, factor, self.stored)
+                self.stack.put(self.which, expert, weight)
+            return fit
+        except NumericalError as error:
+            where = f"expert {expert}, {self.which}: {error.message}"
+            raise NumericalError(where, hint=error.hint) from error
 
     def _sums(
         self, routings: Sequence[RoutedDomain], problem: Problem, expert: int

@@ -260,7 +260,8 @@ def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
                     _values(stream.model.get_parameter(name).shape[1:])
                     for name in (tap.up, tap.down)
                 )
-                held = 2 * SAMPLED if job.ridge is None else 0
+                # On a GPU the next expert's come in the meantime.
+                held = 2 * SAMPLED if job.ridge is None else 2
                 largest = max(largest, (SUM_COPIES + held) * values)
             else:
                 largest = max(largest, SUM_COPIES * _values(tap.shape))

@@ -89,6 +89,49 @@ def uploads_to(device: torch.device, buffers: int) -> Uploads | None:
     return Uploads(device, buffers) if device.type == "cuda" else None
 
 
+class Beside:
+    """Work that runs beside what is queued after it: small kernels that would leave the device
+    idle. On a CPU it runs where it is called.
+
+    `mark` what the work reads, queue more, then do the work inside `after(mark)`; there it may wait
+    for its own values. `join` before others read its results.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        make: Any = torch.cuda.Stream
+        self._stream = make(device) if device.type == "cuda" else None
+
+    @property
+    def overlaps(self) -> bool:
+        return self._stream is not None
+
+    def mark(self) -> Any:
+        """All that is queued so far."""
+        if self._stream is None:
+            return None
+        make: Any = torch.cuda.Event
+        event = make()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    @contextlib.contextmanager
+    def after(self, mark: Any) -> Iterator[None]:
+        """Inside, operations wait for `mark` and for nothing queued later. Tensors that they read
+        must live until one of their results has been read back."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """What is queued from here on waits for all of the work."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+
 # Steps done in the ordinary way before the recording, so that libraries have allocated what they
 # allocate at first use.
 WARM_UP = 3
