@@ -11,12 +11,13 @@ import torch
 
 import zoo
 from moemerge.errors import UsageError
+from moemerge.experiments import plots
+from moemerge.experiments.journal import CellJournal
 from moemerge.runtime.progress import Silent
 from moemerge.testbed.accuracy import LONGEST_ANSWER, compare_routing, generate
-from moemerge.testbed.experiments import Scale, TableRequest, plots, run_tables
+from moemerge.testbed.experiments import Scale, TableRequest, run_tables
 from moemerge.testbed.experiments.bench import Bench
 from moemerge.testbed.experiments.forced import generate_forced
-from moemerge.testbed.experiments.graph import CellJournal
 from moemerge.testbed.experiments.recipes import Grafted, Merged, Trained, Tuned, calibrated
 from moemerge.testbed.experiments.run import left_to_measure, make_plan
 from moemerge.testbed.experiments.texts import asked_problems, held_out_text, read_texts
@@ -44,7 +45,7 @@ def sets(tmp_path_factory):
 @pytest.fixture
 def bench(sets, tmp_path):
     found = Bench(sets / "olmoe-tiny-soft-0", tmp_path, DOMAINS, SCALE, "cpu")
-    found.write_texts()
+    found.prepare()
     return found
 
 
@@ -160,7 +161,7 @@ def test_a_set_trained_anew_is_measured_anew_and_an_absent_one_is_not_missed(hes
     request, first = hessian
     shutil.copytree(request.sets, tmp_path / "sets")
     request = replace(request, sets=tmp_path / "sets")
-    plan, journal = make_plan(request), CellJournal(request.out, SCALE)
+    plan, journal = make_plan(request), CellJournal(request.out, asdict(SCALE))
     assert left_to_measure(plan, journal) == {}
     manifest = request.sets / "olmoe-tiny-soft-0" / "testbed.json"
     manifest.write_text(manifest.read_text() + " ")

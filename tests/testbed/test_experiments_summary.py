@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict
 
 import pytest
 
 from moemerge.errors import DataError
-from moemerge.testbed.experiments.bench import Scale, pack
-from moemerge.testbed.experiments.catalogue import (
-    AS_MERGED,
-    AVERAGED,
-    EXPERIMENTS,
-    HARC,
-    SOURCE,
-    Scope,
-)
-from moemerge.testbed.experiments.graph import CellJournal
-from moemerge.testbed.experiments.recipes import SetKey
-from moemerge.testbed.experiments.report import (
+from moemerge.experiments.journal import CellJournal
+from moemerge.experiments.report import (
     comparison_table,
     main_table,
     markdown,
     verdicts,
     write_report,
 )
-from moemerge.testbed.experiments.summary import summarise
+from moemerge.experiments.summary import pack, summarise
+from moemerge.experiments.tables import AS_MERGED, AVERAGED, HARC, SOURCE
+from moemerge.testbed.experiments.bench import Scale
+from moemerge.testbed.experiments.catalogue import EXPERIMENTS, Scope
+from moemerge.testbed.experiments.recipes import SetKey
 
-SCALE = Scale(problems=10, held_out=4, rows=4, tuning_steps=1)
+SCALE = asdict(Scale(problems=10, held_out=4, rows=4, tuning_steps=1))
 KEYS = [SetKey("olmoe", "tiny", "soft", seed) for seed in (0, 1)]
 SCOPE = Scope(("average", "wudi"), layers=3)
 # Problems solved of ten, in each domain, by seed; and the mismatch.
@@ -68,7 +62,7 @@ def fill(journal, name, keys=KEYS):
 
 
 def summary_of(journal, name, keys=KEYS):
-    return summarise(EXPERIMENTS[name], fill(journal, name, keys), keys, journal)
+    return summarise(EXPERIMENTS[name].form(keys[0]), fill(journal, name, keys), keys, journal)
 
 
 def test_means_errors_and_differences(journal):
@@ -102,7 +96,7 @@ def test_the_table_says_what_was_found(journal):
 def test_an_unfinished_table_is_shown_as_far_as_it_is(journal):
     rows = EXPERIMENTS["two-model"].rows(SCOPE)
     journal.add(KEYS[1], rows[0].cell, result(rows[0].cell.domains, 3, 0.5))
-    summary = summarise(EXPERIMENTS["two-model"], rows, KEYS, journal)
+    summary = summarise(EXPERIMENTS["two-model"].form(KEYS[0]), rows, KEYS, journal)
     assert summary.seeds == (1,)
     assert len(summary.rows) == 1
     assert len(summary.missing) == len(rows) - 1
@@ -112,7 +106,7 @@ def test_an_unfinished_table_is_shown_as_far_as_it_is(journal):
 def test_pairs_are_those_that_both_were_measured_on(journal):
     rows = fill(journal, "two-model", KEYS[:1])
     journal.add(KEYS[1], rows[2].cell, result(rows[2].cell.domains, 9, 0.4))
-    summary = summarise(EXPERIMENTS["two-model"], rows, KEYS, journal)
+    summary = summarise(EXPERIMENTS["two-model"].form(KEYS[0]), rows, KEYS, journal)
     by = {row.label: row for row in summary.rows if row.group == "Weight averaging"}
     assert by[AS_MERGED].overall.count == 2
     assert by[HARC].against_first.accuracy.difference.count == 1
@@ -127,7 +121,7 @@ def test_a_journal_is_read_back_and_a_broken_last_line_is_cut(journal):
     assert again.get(KEYS[0], cell) == journal.get(KEYS[0], cell)
     assert journal.path.read_text() == text
     # Cells of another scale are other cells.
-    other = CellJournal(journal.path.parent, replace(SCALE, problems=11))
+    other = CellJournal(journal.path.parent, {**SCALE, "problems": 11})
     assert other.get(KEYS[0], cell) is None
     journal.path.write_text("nonsense\n" + text)
     with pytest.raises(DataError, match="line 1"):

@@ -16,8 +16,8 @@ from moemerge.errors import NumericalError, UsageError
 
 if TYPE_CHECKING:
     from moemerge.cli.render import NumberTable
+    from moemerge.experiments.report import TextTable
     from moemerge.testbed.experiments import TableRequest, TablesResult
-    from moemerge.testbed.experiments.report import TextTable
 
 EXAMPLES = """
   moemerge testbed table two-model results/ --seeds 0-4 --device cuda
@@ -159,7 +159,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def _shown(result: TablesResult) -> Group:
-    from moemerge.testbed.experiments.report import LEGEND, main_table, title, verdicts
+    from moemerge.experiments.report import LEGEND, main_table, title, verdicts
 
     parts: list[Text | NumberTable] = []
     for summary in result.summaries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moemerge import api
+from moemerge.experiments.summary import pack
 from moemerge.testbed.accuracy import LONGEST_ANSWER, accuracy, compare_routing
 from moemerge.testbed.experiments.forced import generate_forced
 from moemerge.testbed.experiments.recipes import (
@@ -33,9 +35,13 @@ from moemerge.testbed.experiments.texts import (
 )
 from moemerge.testbed.tasks import check_all
 from moemerge.testbed.training import finetune, open_set
+from moemerge.testbed.training.sets import MANIFEST
 
 # Of fine-tuning after a merge: a fifth of what made the specialists.
 TUNING_LR = 2e-4
+# Seconds of one core for the small preset; only their order matters.
+MERGING = {"fisher": 15.0, "wudi": 9.0, "regmean": 5.0}
+CALIBRATING = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,13 +76,26 @@ class Bench:
     def text(self, kind: str, domain: str) -> Path:
         return text_file(self.folder / "texts", kind, domain)
 
-    def write_texts(self) -> None:
+    def prepare(self) -> None:
         """Calibration text of every kind, unless it is there."""
         marker = self.folder / "texts" / f"rows-{self.scale.rows}"
         if not marker.exists():
             models = {domain: self.path(Trained(domain)) for domain in self.domains}
             write_texts(marker.parent, models, rows=self.scale.rows, device=self.device)
             marker.touch()
+
+    def is_given(self, model: Model) -> bool:
+        return isinstance(model, Trained)
+
+    def cost(self, model: Model) -> float:
+        """About how long a model takes to make."""
+        if isinstance(model, Merged):
+            return MERGING.get(model.method, 1.0)
+        if isinstance(model, Calibrated):
+            settings = dict(model.settings)
+            factor = 2 if settings.get("targets") == "source-features" else 1
+            return CALIBRATING * factor * (2 if settings.get("objective") == "exact" else 1)
+        return 1.0
 
     def make(self, model: Model) -> Path:
         """A model's folder; it and whatever it needs are made where they are not there yet."""
@@ -132,11 +151,15 @@ class Bench:
 
     # --- measurements ---
 
+    def nodes(self, cell: Cell) -> tuple[Model, ...]:
+        return cell.models
+
     def measure(self, cell: Cell) -> dict[str, Any]:
         """Accuracy and routing of a cell, by domain."""
         begin = time.perf_counter()
         measured = {domain: self._measure(domain, model, cell) for domain, model in cell.runs}
-        return {"domains": measured, "seconds": round(time.perf_counter() - begin, 2)}
+        seconds = round(time.perf_counter() - begin, 2)
+        return {"trained": set_digest(self.trained), "domains": measured, "seconds": seconds}
 
     def _measure(self, domain: str, model: Model, cell: Cell) -> dict[str, Any]:
         folder, source = self.path(model), self.path(Trained(domain))
@@ -164,15 +187,9 @@ class Bench:
         }
 
 
-def pack(solved: list[bool]) -> str:
-    """One bit for each problem, as hexadecimal digits."""
-    bits = "".join("1" if value else "0" for value in solved)
-    return f"{int('1' + bits, 2):x}"  # the leading one keeps leading zeros
-
-
-def unpack(text: str) -> list[bool]:
-    """What `pack` was given."""
-    return [bit == "1" for bit in f"{int(text, 16):b}"[1:]]
+def set_digest(trained: Path) -> str:
+    """Tells one training of a set from another: its manifest has settings, losses and the date."""
+    return hashlib.sha256((trained / MANIFEST).read_bytes()).hexdigest()[:16]
 
 
 def _slug(name: str) -> str:

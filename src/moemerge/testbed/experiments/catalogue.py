@@ -6,6 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moemerge.errors import UsageError
+from moemerge.experiments.tables import (
+    AS_MERGED,
+    AVERAGED,
+    EXACT,
+    HARC,
+    REFERENCE,
+    SOURCE,
+    Row,
+    TableForm,
+)
 from moemerge.registry import did_you_mean
 from moemerge.testbed.experiments.recipes import (
     AVERAGE,
@@ -15,6 +25,7 @@ from moemerge.testbed.experiments.recipes import (
     Grafted,
     Merged,
     Model,
+    SetKey,
     Trained,
     Tuned,
     calibrated,
@@ -28,12 +39,6 @@ from moemerge.testbed.experiments.recipes import (
 TWO = ("math", "code")
 THREE = ("chat", "math", "code")
 
-REFERENCE = "reference"
-AS_MERGED = "as merged"
-AVERAGED = "routers averaged"
-HARC = "HARC"
-SOURCE = "source targets"
-EXACT = "source targets, exact"
 SOURCE_ROUTERS = "source routers"
 FORCED = "source routing forced"
 
@@ -47,16 +52,6 @@ TEXTS = {
     "prompts": "prompts only",
     "unrelated": "unrelated text",
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a table. Rows of a group are compared with each other; its first is the start."""
-
-    group: str
-    label: str
-    cell: Cell
-    x: float | None = None  # its place on a sweep's axis
 
 
 @dataclass(frozen=True)
@@ -75,14 +70,28 @@ class Experiment:
     title: str
     about: str
     domains: tuple[str, ...]
-    rows: Callable[[Scope], list[Row]]
+    rows: Callable[[Scope], list[Row[Cell]]]
     figure: str  # bars, groups, lines, swap or layers
     axis: str = ""
     compare: tuple[tuple[str, str], ...] = ()  # pairs of labels, first against second
     arch: str | None = None  # instead of the one asked for
 
+    def form(self, key: SetKey) -> TableForm:
+        """The table of this experiment over sets like `key`."""
+        return TableForm(
+            name=self.name,
+            title=self.title,
+            about=self.about,
+            domains=self.domains,
+            figure=self.figure,
+            axis=self.axis,
+            compare=self.compare,
+            variant=key.regime,
+            shared={"arch": key.arch, "preset": key.preset, "regime": key.regime},
+        )
 
-def variants(method: str, domains: tuple[str, ...], *, extended: bool) -> list[Row]:
+
+def variants(method: str, domains: tuple[str, ...], *, extended: bool) -> list[Row[Cell]]:
     """One method's rows of a main table: plain, control, HARC and source targets.
 
     `extended`: the exact objective as well, which takes its time, and what bounds them all.
@@ -100,8 +109,8 @@ def variants(method: str, domains: tuple[str, ...], *, extended: bool) -> list[R
     return _rows_of(merged, models)
 
 
-def _main(domains: tuple[str, ...], *, extended: bool) -> Callable[[Scope], list[Row]]:
-    def rows(scope: Scope) -> list[Row]:
+def _main(domains: tuple[str, ...], *, extended: bool) -> Callable[[Scope], list[Row[Cell]]]:
+    def rows(scope: Scope) -> list[Row[Cell]]:
         return [
             Row(REFERENCE, "base", measured(Trained(BASE), domains)),
             Row(REFERENCE, "specialists", individual(domains)),
@@ -117,17 +126,17 @@ Variant = Model | Cell | tuple[Model, float]
 
 def _ablation(
     of: Callable[[Merged, Scope], Mapping[str, Variant]], methods: int = 1
-) -> Callable[[Scope], list[Row]]:
+) -> Callable[[Scope], list[Row[Cell]]]:
     """The variants of the leading methods, merged of two models, by their labels."""
 
-    def rows(scope: Scope) -> list[Row]:
+    def rows(scope: Scope) -> list[Row[Cell]]:
         merges = [Merged(method, TWO) for method in _leading(scope, methods)]
         return [row for merged in merges for row in _rows_of(merged, of(merged, scope))]
 
     return rows
 
 
-def _rows_of(merged: Merged, variants: Mapping[str, Variant]) -> list[Row]:
+def _rows_of(merged: Merged, variants: Mapping[str, Variant]) -> list[Row[Cell]]:
     rows = []
     for label, variant in variants.items():
         what, x = variant if isinstance(variant, tuple) else (variant, None)
@@ -190,7 +199,7 @@ def _router_swap(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
     }
 
 
-def _layers(scope: Scope) -> list[Row]:
+def _layers(scope: Scope) -> list[Row[Cell]]:
     return [row for m in _leading(scope, 1) for row in variants(m, TWO, extended=False)]
 
 

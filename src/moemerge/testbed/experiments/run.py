@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moemerge.errors import CheckpointError, MoeMergeError, UsageError
+from moemerge.errors import CheckpointError, UsageError
+from moemerge.experiments.cells import Failure, SetCells, run_cells
+from moemerge.experiments.journal import CellJournal
+from moemerge.experiments.plots import require_matplotlib
+from moemerge.experiments.report import write_report
+from moemerge.experiments.summary import Summary, summarise
+from moemerge.experiments.tables import Row
+from moemerge.experiments.tasks import Workers
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import cpu_count, resolve_device
 from moemerge.runtime.progress import Progress
-from moemerge.testbed.experiments.bench import Bench, Scale
-from moemerge.testbed.experiments.catalogue import EXPERIMENTS, Experiment, Row, Scope, experiment
-from moemerge.testbed.experiments.graph import CellJournal, Outcome, Task, run_tasks, set_digest
-from moemerge.testbed.experiments.plots import require_matplotlib
-from moemerge.testbed.experiments.recipes import (
-    Calibrated,
-    Cell,
-    Merged,
-    Model,
-    SetKey,
-    Trained,
-    chosen,
+from moemerge.testbed.experiments.bench import Bench, Scale, set_digest
+from moemerge.testbed.experiments.catalogue import (
+    EXPERIMENTS,
+    Experiment,
+    Scope,
+    experiment,
 )
-from moemerge.testbed.experiments.report import write_report
-from moemerge.testbed.experiments.summary import Summary, summarise
+from moemerge.testbed.experiments.recipes import Cell, SetKey, chosen
 from moemerge.testbed.tasks import DOMAINS
 from moemerge.testbed.training import (
     ARCHITECTURES,
@@ -69,20 +68,12 @@ class Table:
 
     experiment: Experiment
     regime: str
-    rows: tuple[Row, ...]
+    rows: tuple[Row[Cell], ...]
     sets: tuple[SetKey, ...]
 
     def summary(self, journal: CellJournal) -> Summary:
         """Its numbers, as far as they are known."""
-        return summarise(self.experiment, self.rows, self.sets, journal)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A cell or a model that could not be made."""
-
-    what: str
-    why: str
+        return summarise(self.experiment.form(self.sets[0]), self.rows, self.sets, journal)
 
 
 @dataclass(frozen=True)
@@ -163,9 +154,9 @@ def run_tables(request: TableRequest, progress: Progress, *, figures: bool = Tru
         request.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{request.out}: cannot be made: {error.strerror}") from error
-    journal = CellJournal(request.out, request.scale)
+    journal = CellJournal(request.out, asdict(request.scale))
     train_missing(plan, journal, progress)
-    failures = run_cells(plan, journal, progress)
+    failures = measure_missing(plan, journal, progress)
     summaries = tuple(table.summary(journal) for table in plan.tables)
     written = write_report(request.out, summaries, figures=figures)
     return TablesResult(summaries, tuple(failures), tuple(written))
@@ -210,7 +201,7 @@ def left_to_measure(plan: Plan, journal: CellJournal) -> dict[SetKey, list[Cell]
     for key, cells in plan.cells().items():
         folder = set_folder(plan.request, key)
         digest = set_digest(folder) if folder.exists() else None
-        left = [cell for cell in cells.values() if not journal.has(key, cell, digest)]
+        left = [cell for cell in cells.values() if not journal.has(key, cell, trained=digest)]
         if left:
             missing[key] = left
     return missing
@@ -219,21 +210,17 @@ def left_to_measure(plan: Plan, journal: CellJournal) -> dict[SetKey, list[Cell]
 # --- cells --------------------------------------------------------------------------------------
 
 
-def run_cells(plan: Plan, journal: CellJournal, progress: Progress) -> list[Failure]:
+def measure_missing(plan: Plan, journal: CellJournal, progress: Progress) -> list[Failure]:
     """Make and measure every cell that the journal lacks."""
     request = plan.request
-    tasks: list[Task] = []
-    for number, (key, cells) in enumerate(left_to_measure(plan, journal).items()):
-        tasks += _tasks(bench_of(request, key), key, cells, number)
-    measured = sum(task.call is _measure for task in tasks)
-    if not measured:
+    batches = [
+        SetCells(key, bench_of(request, key), cells)
+        for key, cells in left_to_measure(plan, journal).items()
+    ]
+    if not batches:
         return []
-    failures = []
-    progress.start("measuring", measured, unit="cells")
-    jobs = request.jobs or cpu_count()
-    for outcome in run_tasks(tasks, min(jobs, measured)):
-        failures += _note(outcome, journal, progress)
-    progress.finish()
+    jobs = min(request.jobs or cpu_count(), sum(len(batch.cells) for batch in batches))
+    failures = run_cells(batches, journal, Workers(jobs), progress)
     shutil.rmtree(work_folder(request), ignore_errors=True)
     return failures
 
@@ -255,73 +242,3 @@ def bench_of(request: TableRequest, key: SetKey) -> Bench:
         scale=request.scale,
         device=request.device,
     )
-
-
-def _tasks(bench: Bench, key: SetKey, cells: Sequence[Cell], number: int) -> Iterator[Task]:
-    """Text first, then models in the order they need each other, and measurements.
-
-    Sets are worked on one after the other, so that what a killed run leaves is of use; within a
-    set long tasks go first, so that no worker ends alone.
-    """
-    text = f"{key.name}: text"
-    yield Task(text, bench.write_texts, (), rank=(number, 0))
-    made: dict[Model, Task] = {}
-
-    def make(model: Model) -> str:
-        """The task that makes a model, and the tasks of what it needs."""
-        if isinstance(model, Trained):
-            return text
-        if model not in made:
-            after = tuple(dict.fromkeys([text, *(make(parent) for parent in model.parents)]))
-            name, rank = f"{key.name}: make {model.name}", (number, -cost(model))
-            made[model] = Task(name, bench.make, (model,), after, _remover(bench, model), rank)
-        return made[model].key
-
-    for cell in cells:
-        after = tuple(dict.fromkeys(make(model) for model in cell.models))
-        name = f"{key.name}: measure {cell.name}"
-        yield Task(name, _measure, (bench, key, cell), after, rank=(number, -MEASURING))
-    yield from made.values()
-
-
-# Seconds of one core for the small preset; only their order matters.
-MEASURING = 2.0
-MERGING = {"fisher": 15.0, "wudi": 9.0, "regmean": 5.0}
-CALIBRATING = 5.0
-
-
-def cost(model: Model) -> float:
-    """About how long a model takes to make."""
-    if isinstance(model, Merged):
-        return MERGING.get(model.method, 1.0)
-    if isinstance(model, Calibrated):
-        settings = dict(model.settings)
-        factor = 2 if settings.get("targets") == "source-features" else 1
-        return CALIBRATING * factor * (2 if settings.get("objective") == "exact" else 1)
-    return 1.0
-
-
-def _remover(bench: Bench, model: Model) -> Any:
-    return lambda: bench.remove(model)
-
-
-def _measure(bench: Bench, key: SetKey, cell: Cell) -> tuple[SetKey, Cell, dict[str, Any]]:
-    return key, cell, {"trained": set_digest(bench.trained), **bench.measure(cell)}
-
-
-def _note(outcome: Outcome, journal: CellJournal, progress: Progress) -> list[Failure]:
-    task = outcome.task
-    is_cell = task.call is _measure
-    if is_cell:
-        progress.advance(1)
-    if outcome.error is None:
-        journal.add_task(task.key, outcome.seconds, outcome.cpu_seconds)
-        if is_cell:
-            journal.add(*outcome.result)
-        return []
-    error = outcome.error
-    if isinstance(error, str):
-        return []  # told with the task that it waited for
-    why = str(error) if isinstance(error, MoeMergeError) else f"{type(error).__name__}: {error}"
-    progress.note(f"failed: {task.key}: {why}")
-    return [Failure(task.key, why)]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moemerge.evaluation.significance import Mean, PairedTest
-from moemerge.testbed.experiments.catalogue import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE
-from moemerge.testbed.experiments.plots import draw
-from moemerge.testbed.experiments.summary import Comparison, RowSummary, Summary
+from moemerge.experiments.plots import draw
+from moemerge.experiments.summary import Comparison, RowSummary, Summary
+from moemerge.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE
 
 SIGNIFICANT = 0.05
 LEAST_P = 1e-20  # below this nobody cares
@@ -33,7 +33,7 @@ class TextTable:
 
 def main_table(summary: Summary) -> TextTable:
     """Every row: accuracy, how it differs from the first of its group, and the routing."""
-    domains = summary.experiment.domains
+    domains = summary.form.domains
     headings = (
         "merge",
         "variant",
@@ -100,7 +100,7 @@ def _compared(c: Comparison) -> tuple[str, ...]:
 
 def verdicts(summary: Summary) -> list[str]:
     """How often each claim holds, over the methods of a main table. Empty for other tables."""
-    if (AS_MERGED, HARC) not in summary.experiment.compare:
+    if (AS_MERGED, HARC) not in summary.form.compare:
         return []
     sentences = []
     harc = _against(summary, AS_MERGED, HARC)
@@ -216,7 +216,7 @@ def write_report(folder: Path, summaries: Sequence[Summary], *, figures: bool) -
 
 def markdown(summary: Summary, figure: Path | None = None) -> str:
     """A table with its heading, what it says, and its comparisons."""
-    parts = [f"## {title(summary)}", summary.experiment.about, settings(summary)]
+    parts = [f"## {title(summary)}", summary.form.about, settings(summary)]
     if summary.rows:
         parts.append(main_table(summary).markdown())
         parts.append("\n".join(f"* {line}" for line in verdicts(summary)))
@@ -231,13 +231,13 @@ def markdown(summary: Summary, figure: Path | None = None) -> str:
 
 
 def title(summary: Summary) -> str:
-    return f"{summary.experiment.title}, {summary.regime} specialists"
+    return summary.form.heading
 
 
 def settings(summary: Summary) -> str:
     seeds = ", ".join(map(str, summary.seeds))
     return (
-        f"{summary.arch}, {summary.preset}, {summary.regime}; "
+        f"{', '.join(summary.form.shared.values())}; "
         f"seeds {seeds or 'none'}; {summary.problems} test problems a domain."
     )
 
@@ -246,7 +246,7 @@ def _page(summaries: Sequence[Summary], drawn: dict[str, Path]) -> str:
     body = [f'<h1>Results</h1><p class="legend">{html.escape(LEGEND)}</p>']
     for summary in summaries:
         body.append(f"<h2>{html.escape(title(summary))}</h2>")
-        body.append(f"<p>{html.escape(summary.experiment.about)}</p>")
+        body.append(f"<p>{html.escape(summary.form.about)}</p>")
         body.append(f'<p class="legend">{html.escape(settings(summary))}</p>')
         if summary.name in drawn:
             # Inside the page, so that it can be passed on as one file.

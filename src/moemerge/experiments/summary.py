@@ -14,12 +14,10 @@ from moemerge.evaluation.significance import (
     mean,
     paired_t,
 )
-from moemerge.testbed.experiments.bench import unpack
-from moemerge.testbed.experiments.catalogue import Experiment, Row
-from moemerge.testbed.experiments.graph import CellJournal
-from moemerge.testbed.experiments.recipes import SetKey
+from moemerge.experiments.journal import CellJournal
+from moemerge.experiments.tables import Measurement, Repeat, Row, TableForm
 
-Entries = Mapping[SetKey, Mapping[str, Any]]  # what was measured of one row, by set
+Entries = Mapping[Repeat, Mapping[str, Any]]  # what was measured of one row, by set
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,7 @@ class RowSummary:
 class Summary:
     """A whole table."""
 
-    experiment: Experiment
-    arch: str
-    preset: str
-    regime: str
+    form: TableForm
     seeds: tuple[int, ...]
     problems: int  # of each domain
     rows: tuple[RowSummary, ...]
@@ -67,13 +62,13 @@ class Summary:
 
     @property
     def name(self) -> str:
-        return f"{self.experiment.name}-{self.regime}"
+        return self.form.file
 
     def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        del values["experiment"]
-        about = {"experiment": self.experiment.name, "title": self.experiment.title}
-        return {**about, "about": self.experiment.about, **values}
+        values, form = asdict(self), self.form
+        del values["form"]
+        about = {"experiment": form.name, "title": form.title, "about": form.about}
+        return {**about, **form.shared, **values}
 
     def row(self, group: str, label: str) -> RowSummary | None:
         return next((r for r in self.rows if (r.group, r.label) == (group, label)), None)
@@ -87,37 +82,41 @@ class Summary:
 
 
 def summarise(
-    experiment: Experiment,
-    rows: Sequence[Row],
-    keys: Sequence[SetKey],
+    form: TableForm,
+    rows: Sequence[Row[Measurement]],
+    keys: Sequence[Repeat],
     journal: CellJournal,
 ) -> Summary:
     """A table of what the journal has; rows that it lacks are named."""
     measured = {row: _entries(row, keys, journal) for row in rows}
-    firsts: dict[str, Row] = {}
+    firsts: dict[str, Row[Measurement]] = {}
     for row in rows:
         firsts.setdefault(row.group, row)
     shown = [row for row in rows if measured[row]]
     some = next((measured[row] for row in shown), {})
     return Summary(
-        experiment=experiment,
-        arch=keys[0].arch,
-        preset=keys[0].preset,
-        regime=keys[0].regime,
+        form=form,
         seeds=tuple(sorted({key.seed for row in shown for key in measured[row]})),
         problems=next((d["problems"] for e in some.values() for d in e["domains"].values()), 0),
         rows=tuple(_row(row, measured[row], firsts[row.group], measured) for row in shown),
-        comparisons=tuple(_comparisons(experiment, shown, measured)),
+        comparisons=tuple(_comparisons(form, shown, measured)),
         missing=tuple(f"{row.group}, {row.label}" for row in rows if not measured[row]),
     )
 
 
-def _entries(row: Row, keys: Sequence[SetKey], journal: CellJournal) -> dict[SetKey, Any]:
+def _entries(
+    row: Row[Measurement], keys: Sequence[Repeat], journal: CellJournal
+) -> dict[Repeat, Any]:
     entries = {key: journal.get(key, row.cell) for key in keys}
     return {key: entry for key, entry in entries.items() if entry is not None}
 
 
-def _row(row: Row, entries: Entries, first: Row, measured: Mapping[Row, Entries]) -> RowSummary:
+def _row(
+    row: Row[Measurement],
+    entries: Entries,
+    first: Row[Measurement],
+    measured: Mapping[Row[Measurement], Entries],
+) -> RowSummary:
     domains = row.cell.domains
     against = None
     if row is not first and measured[first]:
@@ -139,7 +138,9 @@ def _row(row: Row, entries: Entries, first: Row, measured: Mapping[Row, Entries]
     )
 
 
-def compare(first: tuple[Row, Entries], second: tuple[Row, Entries]) -> Comparison | None:
+def compare(
+    first: tuple[Row[Measurement], Entries], second: tuple[Row[Measurement], Entries]
+) -> Comparison | None:
     """Second minus first on the sets that both were measured on; None without any."""
     keys = [key for key in first[1] if key in second[1]]
     if not keys:
@@ -161,11 +162,11 @@ def compare(first: tuple[Row, Entries], second: tuple[Row, Entries]) -> Comparis
 
 
 def _comparisons(
-    experiment: Experiment, rows: Sequence[Row], measured: Mapping[Row, Entries]
+    form: TableForm, rows: Sequence[Row[Measurement]], measured: Mapping[Row[Measurement], Entries]
 ) -> Iterator[Comparison]:
     by_name = {(row.group, row.label): row for row in rows}
     for group in dict.fromkeys(row.group for row in rows):
-        for labels in experiment.compare:
+        for labels in form.compare:
             pair = [by_name.get((group, label)) for label in labels]
             if pair[0] is not None and pair[1] is not None:
                 made = compare((pair[0], measured[pair[0]]), (pair[1], measured[pair[1]]))
@@ -196,3 +197,14 @@ def _paired(pairs: Sequence[tuple[Any, Any]], what: str) -> PairedTest:
 def _layers(entries: Entries, domain: str) -> list[float]:
     curves = [e["domains"][domain].get("kl_layers", []) for e in entries.values()]
     return [sum(layer) / len(curves) for layer in zip(*curves, strict=True)]
+
+
+def pack(solved: list[bool]) -> str:
+    """One bit for each problem, as hexadecimal digits."""
+    bits = "".join("1" if value else "0" for value in solved)
+    return f"{int('1' + bits, 2):x}"  # the leading one keeps leading zeros
+
+
+def unpack(text: str) -> list[bool]:
+    """What `pack` was given."""
+    return [bit == "1" for bit in f"{int(text, 16):b}"[1:]]

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from moemerge.errors import DataError, ResourceError
-from moemerge.testbed.experiments.bench import Scale
-from moemerge.testbed.experiments.recipes import Cell, SetKey
-from moemerge.testbed.training.sets import MANIFEST
+from moemerge.errors import ResourceError
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -46,20 +43,29 @@ class Outcome:
     cpu_seconds: float = 0.0
 
 
-def run_tasks(tasks: Sequence[Task], jobs: int) -> Iterator[Outcome]:
-    """Run all tasks, `jobs` at once, and tell how each ended, as it ends.
+@dataclass(frozen=True)
+class Workers:
+    """How many processes work at once, and what each may use."""
 
-    A task whose predecessor failed is not run. One job runs in this very process; more of them
-    run in processes with one core each.
+    count: int
+    threads: int = 1  # of each: workers that each use all cores only wait for each other
+    gpus: tuple[str, ...] = ()  # one for each worker, in turn; as CUDA_VISIBLE_DEVICES names them
+
+
+def run_tasks(tasks: Sequence[Task], workers: Workers) -> Iterator[Outcome]:
+    """Run all tasks, some at once, and tell how each ended, as it ends.
+
+    A task whose predecessor failed is not run. A single worker is this very process.
     """
-    state = _State(tasks)
+    state, jobs = _State(tasks), workers.count
     if jobs == 1:
         while state.ready:
             yield from state.finish(_run_here(state.take_ready(1)[0]))
         return
     context = multiprocessing.get_context("spawn")
     number = context.Value("i", 0)
-    with ProcessPoolExecutor(jobs, context, initializer=_start_worker, initargs=(number,)) as pool:
+    start = (number, workers)
+    with ProcessPoolExecutor(jobs, context, initializer=_start_worker, initargs=start) as pool:
         running: dict[Future[Any], Task] = {}
         try:
             while state.ready or running:
@@ -145,76 +151,26 @@ class _State:
             outcome.task.then()
 
 
-def _start_worker(number: Any) -> None:
-    """Keep this process to a core of its own: workers that each use all of them only wait."""
+def _start_worker(number: Any, workers: Workers) -> None:
+    """Keep this process to its own cores and GPU."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with number.get_lock():
         mine = number.value
         number.value += 1
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[mine % len(cores)]})
-    torch.set_num_threads(1)
+        own = cores[mine % len(cores) :: workers.count][: workers.threads]
+        os.sched_setaffinity(0, own)
+    if workers.gpus:
+        # CUDA looks at it when it is first used, which nothing has done yet.
+        os.environ[VISIBLE_GPUS] = workers.gpus[mine % len(workers.gpus)]
+    torch.set_num_threads(workers.threads)
 
 
-CELLS = "cells.jsonl"
-TASKS = "tasks.jsonl"
-
-Key = tuple[str, str]  # a set's name, a cell's name
-
-
-def set_digest(trained: Path) -> str:
-    """Tells one training of a set from another: its manifest has settings, losses and the date."""
-    return hashlib.sha256((trained / MANIFEST).read_bytes()).hexdigest()[:16]
-
-
-class CellJournal:
-    """The cells of one output folder, measured at one scale."""
-
-    def __init__(self, folder: Path, scale: Scale) -> None:
-        self.path = folder / CELLS
-        self._scale = asdict(scale)
-        self._found: dict[Key, dict[str, Any]] = {}
-        for entry in self._entries():
-            if entry["scale"] == self._scale:
-                key = SetKey(**entry["set"])
-                self._found[key.name, entry["cell"]] = entry
-
-    def _entries(self) -> Iterator[dict[str, Any]]:
-        if not self.path.exists():
-            return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        for number, line in enumerate(lines, 1):
-            try:
-                yield json.loads(line)
-            except ValueError:
-                if number == len(lines) and not line.endswith("\n"):
-                    self._cut(lines[:-1])  # a run was killed while it wrote this line
-                    return
-                raise DataError(
-                    f"{self.path}, line {number}: not JSON", hint="remove the line, or the file"
-                ) from None
-
-    def _cut(self, whole: list[str]) -> None:
-        self.path.write_text("".join(whole), encoding="utf-8")
-
-    def add(self, key: SetKey, cell: Cell, result: Mapping[str, Any]) -> None:
-        """Note a finished cell; it is on disk when this returns."""
-        entry = {"set": key.to_json(), "cell": cell.name, "scale": self._scale, **result}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        self._found[key.name, cell.name] = entry
-
-    def add_task(self, key: str, seconds: float, cpu_seconds: float) -> None:
-        """Note what a task took; nothing depends on it, but it tells where the time goes."""
-        entry = {"task": key, "seconds": round(seconds, 2), "cpu_seconds": round(cpu_seconds, 2)}
-        with self.path.with_name(TASKS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-
-    def has(self, key: SetKey, cell: Cell, digest: str | None) -> bool:
-        """Whether a cell was measured on the set with this digest; None stands for any set."""
-        entry = self.get(key, cell)
-        return entry is not None and digest in (None, entry.get("trained"))
-
-    def get(self, key: SetKey, cell: Cell) -> dict[str, Any] | None:
-        return self._found.get((key.name, cell.name))
+def _end_with_parent() -> None:
+    """A killed parent cannot end us, and who resumes its work would meet us at it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -9,15 +9,8 @@ from typing import Any
 
 from moemerge.errors import UsageError
 from moemerge.evaluation.significance import Mean
-from moemerge.testbed.experiments.catalogue import (
-    AS_MERGED,
-    AVERAGED,
-    EXACT,
-    HARC,
-    REFERENCE,
-    SOURCE,
-)
-from moemerge.testbed.experiments.summary import RowSummary, Summary
+from moemerge.experiments.summary import RowSummary, Summary
+from moemerge.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, REFERENCE, SOURCE
 
 # Told apart in print and by colour-blind eyes (Okabe and Ito's palette).
 COLOURS = {
@@ -50,7 +43,7 @@ def draw(summary: Summary, path: Path) -> list[Path]:
     # Without a date and with fixed ids, the same numbers give the same file.
     with pyplot.rc_context({"svg.hashsalt": "moemerge", "font.size": 9, "svg.fonttype": "none"}):
         figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
-        KINDS[summary.experiment.figure](summary, axes)
+        KINDS[summary.form.figure](summary, axes)
         axes.spines[["top", "right"]].set_visible(False)
         files = [path.with_suffix(".png"), path.with_suffix(".svg")]
         figure.savefig(files[0], dpi=DPI)
@@ -98,7 +91,7 @@ def _plain_bars(summary: Summary, axes: Any) -> None:
 
 def _swap(summary: Summary, axes: Any) -> None:
     """Figure 1 of the paper: each domain's accuracy, routers swapped."""
-    domains = summary.experiment.domains
+    domains = summary.form.domains
     width = 0.8 / len(summary.rows)
     for number, row in enumerate(summary.rows):
         places = [at + (number - (len(summary.rows) - 1) / 2) * width for at in range(len(domains))]
@@ -123,7 +116,7 @@ def _lines(summary: Summary, axes: Any) -> None:
             )  # fmt: skip
             colour = OTHERS[(number + len(summary.groups)) % len(OTHERS)]
         axes.axhline(100 * rows[0].overall.value, color=OTHERS[number], linestyle="--", lw=0.8)
-    axes.set_xlabel(summary.experiment.axis)
+    axes.set_xlabel(summary.form.axis)
     axes.set_ylabel("accuracy, %")
     axes.legend(frameon=False, fontsize=7)
 

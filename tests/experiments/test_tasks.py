@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from moemerge.testbed.experiments.graph import Task, run_tasks
+from moemerge.experiments.tasks import Task, Workers, run_tasks
 
 
 def chain(done):
@@ -25,7 +25,7 @@ def chain(done):
 
 def test_order_results_and_failures():
     freed = []
-    outcomes = list(run_tasks(chain(freed), 1))
+    outcomes = list(run_tasks(chain(freed), Workers(1)))
     by = {o.task.key: o for o in outcomes}
     assert len(outcomes) == 6
     order = [o.task.key for o in outcomes]
@@ -40,10 +40,10 @@ def test_order_results_and_failures():
 
 
 def test_nothing_to_do():
-    assert list(run_tasks([], 1)) == []
+    assert list(run_tasks([], Workers(1))) == []
 
 
 def test_the_more_urgent_goes_first():
     tasks = [Task(name, operator.neg, (1,), rank=(n,)) for n, name in enumerate("cab")]
     tasks.append(Task("first of all", operator.neg, (1,), rank=(-1,)))
-    assert [o.task.key for o in run_tasks(tasks, 1)] == ["first of all", "c", "a", "b"]
+    assert [o.task.key for o in run_tasks(tasks, Workers(1))] == ["first of all", "c", "a", "b"]

@@ -1,0 +1,149 @@
+"""From cells that are wanted to tasks: models in the order they need each other, measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from moemerge.errors import MoeMergeError
+from moemerge.experiments.journal import CellJournal
+from moemerge.experiments.tables import Measurement, Repeat
+from moemerge.experiments.tasks import Outcome, Task, Workers, run_tasks
+from moemerge.runtime.progress import Progress
+
+
+class Node(Protocol):
+    """A model or text that is made of others. Equal nodes are made once."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parents(self) -> tuple[Any, ...]: ...
+
+
+N = TypeVar("N", contravariant=True)
+C = TypeVar("C", contravariant=True)
+
+
+class Workbench(Protocol[N, C]):
+    """Where the nodes and cells of one set are worked on; sent to worker processes."""
+
+    def is_given(self, node: N) -> bool:
+        """Whether it is there from the start, and never ours to remove."""
+        ...
+
+    def cost(self, node: N) -> float:
+        """About how long it takes to make, in any unit: long tasks go first."""
+        ...
+
+    def prepare(self) -> None:
+        """What everything else waits for."""
+        ...
+
+    def make(self, node: N) -> Any: ...
+
+    def remove(self, node: N) -> None:
+        """Take what nothing needs any more off the disk."""
+        ...
+
+    def nodes(self, cell: C) -> tuple[Any, ...]:
+        """All that must exist for a measurement."""
+        ...
+
+    def measure(self, cell: C) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class SetCells:
+    """The cells that one set still lacks."""
+
+    key: Repeat
+    bench: Workbench[Any, Any]
+    cells: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell or a model that could not be made."""
+
+    what: str
+    why: str
+
+
+MEASURING = 2.0  # what a measurement costs, in the unit of `Workbench.cost`
+
+
+def run_cells(
+    batches: Sequence[SetCells], journal: CellJournal, workers: Workers, progress: Progress
+) -> list[Failure]:
+    """Make and measure every cell, and note it in the journal."""
+    tasks: list[Task] = []
+    for number, batch in enumerate(batches):
+        tasks += batch_tasks(batch, number)
+    measured = sum(task.call is _measure for task in tasks)
+    if not measured:
+        return []
+    failures: list[Failure] = []
+    progress.start("measuring", measured, unit="cells")
+    for outcome in run_tasks(tasks, workers):
+        failures += _note(outcome, journal, progress)
+    progress.finish()
+    return failures
+
+
+def batch_tasks(batch: SetCells, number: int) -> Iterator[Task]:
+    """What everything waits for first, then nodes in the order they need each other, and cells.
+
+    Sets are worked on one after the other, so that what a killed run leaves is of use; within a
+    set long tasks go first, so that no worker ends alone.
+    """
+    bench, name = batch.bench, batch.key.name
+    first = f"{name}: prepare"
+    yield Task(first, bench.prepare, (), rank=(number, 0))
+    made: dict[Any, Task] = {}
+
+    def make(node: Any) -> str:
+        """The task that makes a node, and the tasks of what it needs."""
+        if bench.is_given(node):
+            return first
+        if node not in made:
+            after = tuple(dict.fromkeys([first, *(make(parent) for parent in node.parents)]))
+            words, rank = f"{name}: make {node.name}", (number, -bench.cost(node))
+            made[node] = Task(words, bench.make, (node,), after, _remover(bench, node), rank)
+        return made[node].key
+
+    for cell in batch.cells:
+        after = tuple(dict.fromkeys([first, *(make(node) for node in bench.nodes(cell))]))
+        words = f"{name}: measure {cell.name}"
+        yield Task(words, _measure, (bench, batch.key, cell), after, rank=(number, -MEASURING))
+    yield from made.values()
+
+
+def _remover(bench: Workbench[Any, Any], node: Any) -> Any:
+    return lambda: bench.remove(node)
+
+
+def _measure(
+    bench: Workbench[Any, Any], key: Repeat, cell: Any
+) -> tuple[Repeat, Measurement, Mapping[str, Any]]:
+    return key, cell, bench.measure(cell)
+
+
+def _note(outcome: Outcome, journal: CellJournal, progress: Progress) -> list[Failure]:
+    task = outcome.task
+    is_cell = task.call is _measure
+    if is_cell:
+        progress.advance(1)
+    if outcome.error is None:
+        journal.add_task(task.key, outcome.seconds, outcome.cpu_seconds)
+        if is_cell:
+            journal.add(*outcome.result)
+        return []
+    error = outcome.error
+    if isinstance(error, str):
+        return []  # told with the task that it waited for
+    why = str(error) if isinstance(error, MoeMergeError) else f"{type(error).__name__}: {error}"
+    progress.note(f"failed: {task.key}: {why}")
+    return [Failure(task.key, why)]
