@@ -28,6 +28,17 @@ def whole_model(folder: Path) -> Any:
 
 def grams(folder: Path, rows: Sequence[Tensor]) -> Grams:
     """Of every linear map, router and expert."""
+    return {key: (x.T @ x / max(1, len(x)), len(x)) for key, x in inputs(folder, rows).items()}
+
+
+def activations(folder: Path, rows: Sequence[Tensor]) -> Grams:
+    """Mean |x| of the same inputs."""
+    found = inputs(folder, rows)
+    return {key: (x.abs().sum(0) / max(1, len(x)), len(x)) for key, x in found.items()}
+
+
+def inputs(folder: Path, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What every linear map, router and expert reads: (tokens, in)."""
     model = whole_model(folder)
     seen: dict[str, list[Tensor]] = {}
 
@@ -55,11 +66,7 @@ def grams(folder: Path, rows: Sequence[Tensor]) -> Grams:
         for row in rows:
             model(input_ids=row[None], use_cache=False)
     joined = {key: torch.cat(parts) for key, parts in seen.items()}
-    return {
-        name: (x.T @ x / max(1, len(x)), len(x))
-        for key, x in joined.items()
-        for name in _names(folder, key)
-    }
+    return {name: x for key, x in joined.items() for name in _names(folder, key)}
 
 
 def _one_expert(

@@ -46,6 +46,23 @@ def test_grams_are_those_of_the_whole_model(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_mean_sizes_are_those_of_the_whole_model(
+    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
+) -> None:
+    folder = model_folder(family)
+    report = collect(folder, tmp_path / "a.stats", kind="activation")
+    wanted = direct.activations(folder, token_rows(folder, text))
+    assert report.nbytes < 400_000  # a vector for every input, and the names of the units
+    with Statistics.open(tmp_path / "a.stats") as found:
+        assert set(found.units) == set(wanted)
+        for key, (sizes, tokens) in wanted.items():
+            activation = found.activation(key)
+            assert activation is not None
+            assert activation.tokens == tokens
+            assert difference(activation.values, sizes) < TOLERANCE, key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fisher_values_are_those_of_the_whole_model(
     family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moemerge.api.listing import inspect as inspect
     from moemerge.api.listing import list_architectures as list_architectures
     from moemerge.api.listing import list_methods as list_methods
+    from moemerge.api.listing import list_wrappers as list_wrappers
     from moemerge.api.merging import load_config as load_config
     from moemerge.api.merging import merge as merge
     from moemerge.api.merging import run as run
@@ -27,7 +28,7 @@ _PARTS = {
     "data": "make_data",
     "evaluation": "evaluate",
     "jobs": "calibrate collect_statistics diagnose refit swap_routers",
-    "listing": "config_schema inspect list_architectures list_methods",
+    "listing": "config_schema inspect list_architectures list_methods list_wrappers",
     "merging": "load_config merge run validate",
     "plugins": "load_plugin",
 }

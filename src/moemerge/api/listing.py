@@ -8,7 +8,7 @@ from typing import Any
 from moemerge.architectures.describe import Description, describe
 from moemerge.architectures.families import families
 from moemerge.checkpoint import Checkpoint
-from moemerge.config.parameters import REQUIRED, MethodSchema
+from moemerge.config.parameters import REQUIRED, MethodSchema, WrapperSchema
 
 
 def inspect(model: str | Path) -> Description:
@@ -21,7 +21,7 @@ def config_schema() -> dict[str, Any]:
     """A JSON schema of config files, with the methods that there are: for editors."""
     from moemerge.config.json_schema import config_schema
 
-    return config_schema(method_schemas())
+    return config_schema({**wrapper_schemas(), **method_schemas()})
 
 
 def method_schemas() -> dict[str, MethodSchema]:
@@ -30,6 +30,27 @@ def method_schemas() -> dict[str, MethodSchema]:
 
     merging.load_plugins()
     return {name: merging.METHODS.get(name).schema for name in sorted(merging.METHODS)}
+
+
+def wrapper_schemas() -> dict[str, WrapperSchema]:
+    """What every wrapper declares, by its name."""
+    from moemerge import merging
+
+    merging.load_plugins()
+    return {name: merging.WRAPPERS.get(name).schema for name in sorted(merging.WRAPPERS)}
+
+
+def list_wrappers() -> list[dict[str, Any]]:
+    """Every wrapper with its parameters."""
+    return [
+        {
+            "wrapper": name,
+            "what_it_does": schema.summary,
+            "statistics": schema.statistics,
+            "options": _parameters(schema, per_model=False),
+        }
+        for name, schema in wrapper_schemas().items()
+    ]
 
 
 def list_methods() -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from moemerge import merging
 from moemerge.api.data import check_recipes, make_texts
 from moemerge.api.hub import uploaded
 from moemerge.api.jobs import output_for, repair, settings_for
-from moemerge.api.listing import method_schemas
+from moemerge.api.listing import method_schemas, wrapper_schemas
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.config.calibration import CalibrationBlock, CalibrationKeywords
@@ -56,7 +56,8 @@ def load_config(source: ConfigSource, *, lenient: bool = False) -> LoadedConfig:
     """Read and check a config (a YAML path, or its content as a mapping)."""
     if isinstance(source, LoadedConfig):
         return source
-    return _load_config(source, schemas=method_schemas(), lenient=lenient)
+    schemas, wrappers = method_schemas(), wrapper_schemas()
+    return _load_config(source, schemas=schemas, wrappers=wrappers, lenient=lenient)
 
 
 @with_keywords(MergeKeywords, MergeSettings)

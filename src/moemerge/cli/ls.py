@@ -12,12 +12,14 @@ from moemerge.cli.flags import Json, add_verb
 
 EXAMPLES = """
   moemerge ls methods
+  moemerge ls wrappers
   moemerge ls architectures --json
 """
 
 
 class What(StrEnum):
     methods = "methods"
+    wrappers = "wrappers"
     architectures = "architectures"
 
 
@@ -26,14 +28,23 @@ def add_to(app: typer.Typer) -> None:
 
 
 def ls(what: Annotated[What, typer.Argument(help="What to list.")], json: Json = False) -> None:
-    """List the merge methods or the model families."""
+    """List the merge methods, the wrappers around them, or the model families."""
     from moemerge import api
 
-    entries = api.list_methods() if what is What.methods else api.list_architectures()
+    listings = {
+        What.methods: api.list_methods,
+        What.wrappers: api.list_wrappers,
+        What.architectures: api.list_architectures,
+    }
+    entries = listings[what]()
     if json:
         show_json(entries)
         return
     from moemerge.cli import render
 
-    table = render.methods_table if what is What.methods else render.families_table
-    out.print(table(entries))
+    tables = {
+        What.methods: render.methods_table,
+        What.wrappers: render.wrappers_table,
+        What.architectures: render.families_table,
+    }
+    out.print(tables[what](entries))

@@ -132,6 +132,8 @@ def requantised(errors: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def merge_report(report: MergeReport, *, verbose: bool) -> RenderableType:
     rows = [("method", report.method)]
+    if report.wraps:
+        rows.append(("wrapped by", ", ".join(report.wraps)))
     if report.router:
         rows.append(("routers", report.router))
     rows += requantised(report.requantised)
@@ -249,6 +251,23 @@ def methods_table(methods: list[dict[str, Any]]) -> RenderableType:
         table.add_row(
             method["method"], f"{escape(method['what_it_does'])}\n[dim]{escape(second)}[/]"
         )
+    return table
+
+
+def wrappers_table(wrappers: list[dict[str, Any]]) -> RenderableType:
+    """A paragraph for each wrapper, as for methods."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for wrapper in wrappers:
+        kind = wrapper["statistics"]
+        words = [
+            f"needs {kind} statistics of the base" if kind else "",
+            _parameter_words("options", wrapper["options"]),
+        ]
+        second = "; ".join(word for word in words if word)
+        dim = f"\n[dim]{escape(second)}[/]" if second else ""
+        table.add_row(wrapper["wrapper"], f"{escape(wrapper['what_it_does'])}{dim}")
     return table
 
 

@@ -1,4 +1,4 @@
-"""Grams of one model, layer by layer, as it streams over text.
+"""What linear maps of one model read, layer by layer, as it streams over text: Grams, or sizes.
 
 Dense inputs are summed up batch by batch. What experts read is kept until the layer is done, and
 then summed expert by expert, so that one expert's matrix is held at a time.
@@ -6,7 +6,7 @@ then summed expert by expert, so that one expert's matrix is held at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.roles import Unit
-from moemerge.collecting.maths import Moment, Routed
+from moemerge.collecting.maths import Magnitude, Moment, Routed
+from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import ArchitectureError
 from moemerge.features.stops import Call
 from moemerge.features.stream import ModelStream
@@ -41,19 +42,37 @@ EXPERT_TOKENS = 16384
 class _Layer:
     """What was heard in the layer that runs."""
 
-    moments: dict[str, Moment] = field(default_factory=dict)  # by the path that came first
+    moments: dict[str, Moment | Magnitude] = field(
+        default_factory=dict
+    )  # by the path that came first
     shares: dict[str, str] = field(default_factory=dict)  # path -> the path whose input it shares
     routed: dict[str, Routed] = field(default_factory=dict)
     unreadable: set[str] = field(default_factory=set)
 
 
-class GramCollector:
-    """Listens to a stream and writes Grams."""
+@dataclass(frozen=True)
+class Form:
+    """What is summed of an input, and how the file keeps it."""
 
-    def __init__(self, writer: StatisticsWriter) -> None:
+    new: Callable[[], Moment | Magnitude]
+    stored: Callable[[Tensor], Tensor]
+    size: Callable[[int], int]  # of what is stored for inputs of a width
+
+
+FORMS = {
+    "gram": Form(Moment, pack, packed_size),
+    "activation": Form(Magnitude, Tensor.contiguous, int),
+}
+
+
+class InputCollector:
+    """Listens to a stream and writes Grams or mean sizes."""
+
+    def __init__(self, writer: StatisticsWriter, kind: StatisticsKind) -> None:
         self._writer = writer
+        self._form = FORMS[kind]
         self._layer = _Layer()
-        self._head = Moment()
+        self._head = self._form.new()
         self._headless = False
         self.unvisited: list[str] = []  # units of experts that no token was routed to
         self.notices: list[str] = []
@@ -89,7 +108,7 @@ class GramCollector:
         if tokens is None:
             self._layer.unreadable.add(tap.path)
         else:
-            self._layer.moments.setdefault(tap.path, Moment()).add(tokens.detach())
+            self._layer.moments.setdefault(tap.path, self._form.new()).add(tokens.detach())
 
     def _keep(
         self, tap: ExpertsTap, x: Tensor, chosen: Tensor, batch: Batch, rows: Tensor | None
@@ -110,7 +129,7 @@ class GramCollector:
             x = head_input(self._stream.model, self._stream.anatomy.owner, head, hidden)
         except ArchitectureError as error:
             self._headless = True
-            self.notices.append(f"no Gram of what the head reads: {error.message}")
+            self.notices.append(f"nothing is known of what the head reads: {error.message}")
             return
         rows = batch.mask.reshape(-1).nonzero().squeeze(1).to(hidden.device)
         tokens = real_tokens(x, batch, rows)
@@ -131,7 +150,9 @@ class GramCollector:
             elif layer.shares.get(tap.path) == tap.path:
                 self._write_linear(tap, number, layer)
         for path in sorted(layer.unreadable):
-            self.notices.append(f"{path} reads other than the text's tokens: no Gram of its input")
+            self.notices.append(
+                f"{path} reads other than the text's tokens: nothing is known of its input"
+            )
 
     def finish(self) -> None:
         """After the last layer: the head."""
@@ -150,7 +171,9 @@ class GramCollector:
                 placed = self._units.linear(other)
                 shapes.update({p.unit.key: p.unit.shape for p in placed})
                 if not placed:
-                    self.notices.append(f"{other.weight} is stored in parts: no Gram of its input")
+                    self.notices.append(
+                        f"{other.weight} is stored in parts: nothing is known of its input"
+                    )
         self._write(shapes, moment.mean(), moment.tokens)
 
     def _write_experts(self, tap: ExpertsTap, routed: Routed) -> None:
@@ -160,7 +183,7 @@ class GramCollector:
             before = _shapes(units, expert, ("gate", "up", None))
             after = _shapes(units, expert, ("down",))
             view = ExpertView(module, expert)
-            inputs, inner = Moment(), Moment()
+            inputs, inner = self._form.new(), self._form.new()
             for part in torch.split(x, EXPERT_TOKENS):
                 inputs.add(part)
                 with torch.no_grad():
@@ -174,8 +197,8 @@ class GramCollector:
         if not shapes:
             return
         name, shape = next(iter(shapes.items()))
-        packed = None if mean is None else pack(mean)
-        size = packed_size(shape[-1])
+        packed = None if mean is None else self._form.stored(mean)
+        size = self._form.size(shape[-1])
         self._writer.add(name, [size], packed, units=shapes, tokens=tokens)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,13 +13,14 @@ import torch
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint import require_space
 from moemerge.config.models import ModelRef
+from moemerge.config.parameters import StatisticsKind
 from moemerge.config.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, DataError
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.statistics import Provenance
-from moemerge.statistics.file import packed_size
+from moemerge.statistics.file import stored_shape
 from moemerge.statistics.provenance import (
     all_units,
     data_fingerprint,
@@ -115,8 +117,7 @@ def _forward_dtype(settings: CollectingSettings, model: OpenModel) -> torch.dtyp
     return torch.float32 if small else dtype
 
 
-def _output_bytes(kind: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    """An estimate from above for Fisher; of Grams, where two units on average share one."""
-    if kind == "fisher":
-        return sum(4 * out * width for out, width in shapes)
-    return sum(4 * packed_size(width) for _, width in shapes) // 2
+def _output_bytes(kind: StatisticsKind, shapes: Sequence[tuple[int, ...]]) -> int:
+    """An estimate from above for Fisher; of inputs, where two units on average share one."""
+    total = sum(4 * math.prod(stored_shape(kind, shape)) for shape in shapes)
+    return total if kind == "fisher" else total // 2

@@ -70,6 +70,26 @@ class Moment:
         return None if self._sum is None else (self._sum / self.tokens).float()
 
 
+class Magnitude:
+    """Σ |x| as it grows, and the number of tokens in it."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._sum: Tensor | None = None
+
+    def add(self, x: Tensor) -> None:
+        """Count the rows of x (tokens, d)."""
+        if x.shape[0] == 0:
+            return
+        sizes = x.abs().sum(dim=0, dtype=torch.float64)
+        self._sum = sizes if self._sum is None else self._sum.add_(sizes)
+        self.tokens += x.shape[0]
+
+    def mean(self) -> Tensor | None:
+        """(d,), float32; None before the first token."""
+        return None if self._sum is None else (self._sum / self.tokens).float()
+
+
 class Routed:
     """Inputs and choices of all batches, handed out expert by expert."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.collecting.fishers import collect_fishers, predicting
-from moemerge.collecting.grams import GramCollector
+from moemerge.collecting.grams import InputCollector
 from moemerge.collecting.job import CollectingJob, CollectRequest, prepare
 from moemerge.config.models import ModelRef
 from moemerge.config.requests import StatisticsRequest
@@ -52,10 +52,8 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
         overwrite=request.overwrite,
         device=job.stream.device,
     ) as writer:
-        if request.settings.kind == "gram":
-            notices, unvisited = _grams(job, writer, progress)
-        else:
-            notices, unvisited = collect_fishers(job, writer, progress)
+        collect = collect_fishers if request.settings.kind == "fisher" else _inputs
+        notices, unvisited = collect(job, writer, progress)
         writer.commit(sequences=predicting(job), notices=notices)
     with Statistics.open(request.out) as written:
         return CollectReport(
@@ -71,10 +69,10 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
         )
 
 
-def _grams(
+def _inputs(
     job: CollectingJob, writer: StatisticsWriter, progress: Progress
 ) -> tuple[list[str], list[str]]:
-    collector = GramCollector(writer)
+    collector = InputCollector(writer, job.request.settings.kind)
     with ModelStream(
         job.model.checkpoint,
         job.batches,

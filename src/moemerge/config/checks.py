@@ -16,7 +16,13 @@ from moemerge.config.parameter_values import (
     TensorContext,
     leaves,
 )
-from moemerge.config.parameters import REQUIRED, BasePolicy, MethodSchema, ParameterSpec
+from moemerge.config.parameters import (
+    REQUIRED,
+    BasePolicy,
+    MethodSchema,
+    ParameterSpec,
+    WrapperSchema,
+)
 from moemerge.config.resolve import NormalisedMerge, entries, normalise, shared_range
 from moemerge.config.schema import RunConfig, SliceEntry
 from moemerge.registry import did_you_mean
@@ -219,7 +225,7 @@ class MethodCheck:
                 )
                 yield Fault(path, text, True)
             else:
-                yield from _value_faults(path, value, spec)
+                yield from value_faults(path, value, spec)
 
     def required(self, merge: NormalisedMerge, known: Container[str] = ()) -> Iterator[Fault]:
         """Parameters without a default that no scope gives, but for those in `known`."""
@@ -247,13 +253,18 @@ def _unset(reader: ParameterReader, spec: ParameterSpec, merge: NormalisedMerge)
 
 
 def normalised_for_checks(
-    config: RunConfig, schemas: Mapping[str, MethodSchema]
+    config: RunConfig,
+    schemas: Mapping[str, MethodSchema],
+    wrappers: Mapping[str, WrapperSchema],
 ) -> NormalisedMerge:
-    """The planner's view, also of a config whose router section is at fault."""
+    """The planner's view, also of a config whose router section or wrappers are at fault."""
+    wraps = tuple(entry for entry in config.wrap or () if entry.wrapper in wrappers)
+    if wraps != (config.wrap or ()):
+        config = config.model_copy(update={"wrap": wraps or None})
     router = config.router
     if router is not None and (router.merge_method is None or router.merge_method not in schemas):
         config = config.model_copy(update={"router": None})
-    return normalise(config, schemas)
+    return normalise(config, schemas, wrappers)
 
 
 def _needs(schema: MethodSchema) -> str:
@@ -265,7 +276,8 @@ def _needs(schema: MethodSchema) -> str:
     return f"{number} {'model' if number == '1' else 'models'}{besides}"
 
 
-def _value_faults(path: Path, value: ParameterValue, spec: ParameterSpec) -> Iterator[Fault]:
+def value_faults(path: Path, value: ParameterValue, spec: ParameterSpec) -> Iterator[Fault]:
+    """What is wrong with a parameter's value, each part at its place."""
     for place, leaf in leaves(value):
         text = spec.fault(leaf)
         if text is not None:

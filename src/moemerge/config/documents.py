@@ -6,11 +6,12 @@ Unknown keys are left alone: files of later versions have more of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from moemerge.config.faults import path_text
+from moemerge.config.parameters import StatisticsKind
 from moemerge.config.translate import faults_of
 from moemerge.errors import CheckpointError, MoeMergeError
 
@@ -74,7 +75,7 @@ class ProvenanceDocument(FileSchema):
 class StatisticsDocument(FileSchema):
     """The metadata of a file of statistics."""
 
-    kind: Literal["gram", "fisher"]
+    kind: StatisticsKind
     provenance: ProvenanceDocument
     # Tensor and shape of each unit.
     units: dict[str, Annotated[list[str | list[Count]], Field(min_length=2, max_length=2)]]

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from moemerge.config.fields import ValueForm
-from moemerge.config.parameters import MethodSchema
+from moemerge.config.parameters import MethodSchema, WrapperSchema
 from moemerge.config.schema import RunConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -20,7 +20,7 @@ NULL = {"type": "null"}
 
 
 def config_schema(schemas: Mapping[str, MethodSchema]) -> dict[str, Any]:
-    """A JSON schema of config files, with the methods that there are."""
+    """A JSON schema of config files, with the methods and wrappers that there are."""
     schema = RunConfig.model_json_schema()
     parts = schema["$defs"]
     for part in (schema, *parts.values()):
@@ -28,7 +28,9 @@ def config_schema(schemas: Mapping[str, MethodSchema]) -> dict[str, Any]:
         properties = part["properties"]
         for name, form in properties.items():
             if name == "merge_method":
-                form["enum"] = sorted(schemas)
+                form["enum"] = sorted(n for n, s in schemas.items() if not _wraps(s))
+            elif name == "wrapper":
+                form["enum"] = sorted(n for n, s in schemas.items() if _wraps(s))
             elif name == "parameters":
                 del form["type"], form["additionalProperties"]
                 form["$ref"] = "#/$defs/Parameters"
@@ -36,6 +38,10 @@ def config_schema(schemas: Mapping[str, MethodSchema]) -> dict[str, Any]:
     parts["Parameters"] = _parameters(schemas)
     parts["Value"] = TypeAdapter(ValueForm).json_schema()
     return {"$schema": DIALECT, "title": "moemerge config", **schema}
+
+
+def _wraps(schema: MethodSchema) -> bool:
+    return isinstance(schema, WrapperSchema)
 
 
 def _parameters(schemas: Mapping[str, MethodSchema]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from moemerge.config.checks import (
     slice_faults,
 )
 from moemerge.config.faults import Fault, Path, path_text
-from moemerge.config.parameters import MethodSchema
+from moemerge.config.parameters import MethodSchema, WrapperSchema
 from moemerge.config.requests import (
     REPAIRS,
     SourceData,
@@ -41,6 +41,7 @@ from moemerge.config.resolve import (
 )
 from moemerge.config.schema import RunConfig
 from moemerge.config.translate import WorkingCopy, validate
+from moemerge.config.wrapping import wrap_faults
 from moemerge.config.yaml_lines import Document, read_yaml
 from moemerge.errors import ConfigError
 
@@ -116,6 +117,7 @@ def load_config(
     source: str | FilePath | Mapping[str, Any],
     *,
     schemas: Mapping[str, MethodSchema],
+    wrappers: Mapping[str, WrapperSchema] | None = None,
     lenient: bool = False,
 ) -> LoadedConfig:
     """Read a file (or YAML text: a string of several lines; or a mapping) and check it.
@@ -123,7 +125,8 @@ def load_config(
     Raises ConfigError with every fault. File and model paths are kept as written.
     """
     where, document = read_document(source)
-    return _Check(document, schemas, FaultReporter(where, document, lenient)).run()
+    reporter = FaultReporter(where, document, lenient)
+    return _Check(document, schemas, wrappers or {}, reporter).run()
 
 
 def read_document(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
@@ -149,6 +152,7 @@ def read_document(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Docu
 class _Check:
     document: Document
     schemas: Mapping[str, MethodSchema]
+    wrappers: Mapping[str, WrapperSchema]
     reporter: FaultReporter
     faults: list[Fault] = field(default_factory=list)
 
@@ -166,7 +170,7 @@ class _Check:
         warnings = self.reporter.judge(self.faults)
         assert config is not None  # otherwise a fault was noted
         config = with_models(config)
-        merge = normalise(config, self.schemas)
+        merge = normalise(config, self.schemas, self.wrappers)
         filters = MethodCheck(config, self.schemas).filters()
         return LoadedConfig(
             config=config,
@@ -198,6 +202,7 @@ class _Check:
         faults += slice_faults(config)
         faults += name_faults(config, body_prefix(config))
         faults += self._tokenizer(config, work)
+        faults += wrap_faults(config, self.schemas, self.wrappers)
         if config.merge_method in self.schemas:
             faults += self._method(config, work, models_known)
         if models_known:
@@ -214,7 +219,7 @@ class _Check:
         lacks_base = list(check.bases())
         faults += lacks_base
         if not lacks_base:
-            merge = normalised_for_checks(config, self.schemas)
+            merge = normalised_for_checks(config, self.schemas, self.wrappers)
             faults += check.counts(merge)
             misspelt = set() if self.reporter.lenient else check.misspelt()  # reported as such
             if not work.lost(*_BODIES, ("parameters",), ("router",)):

@@ -13,9 +13,9 @@ from typing import Final, Literal
 
 Scalar = float | int | bool | str
 
-# What a data-driven method wants to know of each model's inputs: the second moments of every
-# linear layer's input, or the squared gradients of every weight.
-StatisticsKind = Literal["gram", "fisher"]
+# What is known of a model from text: the second moments of every linear layer's input, the squared
+# gradients of every weight, or the mean size of every channel of a linear layer's input.
+StatisticsKind = Literal["gram", "fisher", "activation"]
 
 
 class Required(Enum):
@@ -91,3 +91,23 @@ class MethodSchema:
     max_models: int | None
     parameters: tuple[ParameterSpec, ...]
     statistics: StatisticsKind | None = None  # of every merged model; None: needs no data
+
+
+@dataclass(frozen=True)
+class WrapperSchema(MethodSchema):
+    """All that a config needs to know of a wrapper; its `statistics` are the base's."""
+
+    turns: bool = False  # the method inside sees other coordinates than the weights'
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        summary: str,
+        parameters: tuple[ParameterSpec, ...],
+        statistics: StatisticsKind | None = None,
+        *,
+        turns: bool = False,
+    ) -> WrapperSchema:
+        base = BasePolicy.REQUIRED
+        return cls(name, summary, base, 1, None, parameters, statistics, turns)

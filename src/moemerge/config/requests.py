@@ -152,6 +152,7 @@ def text_requests(config: RunConfig) -> dict[str, TextRequest]:
 _WORDS: Mapping[StatisticsKind, str] = {
     "gram": "the second moments of each model's inputs",
     "fisher": "each model's squared gradients",
+    "activation": "mean activations of the base",
 }
 
 
@@ -209,19 +210,38 @@ def statistics_faults(config: RunConfig, merge: NormalisedMerge) -> Iterator[Fau
         yield from _lacking(config, merge, missing)
 
 
+@dataclass(frozen=True)
+class _Need:
+    """What one method or wrapper wants to know of which models."""
+
+    schema: MethodSchema
+    kind: StatisticsKind
+    place: Path
+    models: tuple[str, ...]
+
+
 def _needs(merge: NormalisedMerge) -> dict[str, tuple[StatisticsKind, ...]]:
     needs: dict[str, dict[StatisticsKind, None]] = {}
-    for schema in _schemas(merge):
-        for merge_slice in merge.slices:
-            for source in merge_slice.seen_by(schema)[0]:
-                assert schema.statistics is not None
-                needs.setdefault(source.name, {})[schema.statistics] = None
+    for need in _all_needs(merge):
+        for name in need.models:
+            needs.setdefault(name, {})[need.kind] = None
     return {name: tuple(kinds) for name, kinds in needs.items()}
 
 
-def _schemas(merge: NormalisedMerge) -> list[MethodSchema]:
-    both = (merge.schema, merge.router_schema)
-    return [schema for schema in both if schema is not None and schema.statistics is not None]
+def _all_needs(merge: NormalisedMerge) -> Iterator[_Need]:
+    places: list[tuple[MethodSchema | None, Path]] = [
+        (merge.schema, ("merge_method",)),
+        (merge.router_schema, ("router", "merge_method")),
+    ]
+    for schema, place in places:
+        if schema is not None and schema.statistics is not None:
+            names = (m.name for s in merge.slices for m in s.seen_by(schema)[0])
+            yield _Need(schema, schema.statistics, place, tuple(dict.fromkeys(names)))
+    for i, reader in enumerate(merge.wraps):
+        if reader.schema.statistics is not None:
+            names = (s.base.name for s in merge.slices if s.base is not None)
+            models = tuple(dict.fromkeys(names))
+            yield _Need(reader.schema, reader.schema.statistics, ("wrap", i), models)
 
 
 def _lacking(config: RunConfig, merge: NormalisedMerge, missing: list[str]) -> Iterator[Fault]:
@@ -230,16 +250,14 @@ def _lacking(config: RunConfig, merge: NormalisedMerge, missing: list[str]) -> I
         text = f"no statistics for {listed(missing)}, and no `data` to compute them from"
         yield Fault(place, f"{text}; every merged model needs one of them under its own name")
         return
-    for schema in _schemas(merge):
-        assert schema.statistics is not None
-        main = schema is merge.schema
+    for need in _all_needs(merge):
         text = (
-            f"{schema.name!r} needs {_WORDS[schema.statistics]}: give `statistics` (files made by "
-            f"`moemerge stats`) or `data` (text) for {listed(missing)}"
+            f"{need.schema.name!r} needs {_WORDS[need.kind]}: give `statistics` (files made by "
+            f"`moemerge stats`) or `data` (text) for {listed(need.models)}"
         )
         if config.calibration is not None and config.calibration.data is not None:
             text += "; the data of `calibration` serves both when it stands at the top"
-        yield Fault(("merge_method",) if main else ("router", "merge_method"), text)
+        yield Fault(need.place, text)
 
 
 def _unknown(

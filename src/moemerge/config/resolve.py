@@ -14,7 +14,7 @@ from functools import cached_property
 from moemerge.config.faults import Fault, Path, listed
 from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import ParameterReader, Scopes, Values
-from moemerge.config.parameters import BasePolicy, MethodSchema
+from moemerge.config.parameters import BasePolicy, MethodSchema, WrapperSchema
 from moemerge.config.schema import (
     Body,
     ModelEntry,
@@ -195,6 +195,7 @@ class NormalisedMerge:
     reader: ParameterReader
     router_reader: ParameterReader | None  # routers are merged by this reader's method
     router_keep: str | None  # or routers are this model's
+    wraps: tuple[ParameterReader, ...] = ()  # around the method, the first nearest to it
 
     @property
     def router_schema(self) -> MethodSchema | None:
@@ -219,7 +220,11 @@ class NormalisedMerge:
         return {model: name for name, model in self.models.items()}
 
 
-def normalise(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> NormalisedMerge:
+def normalise(
+    config: RunConfig,
+    schemas: Mapping[str, MethodSchema],
+    wrappers: Mapping[str, WrapperSchema] | None = None,
+) -> NormalisedMerge:
     """The planner's view of a config that `load_config` has checked."""
     schema = schemas[config.merge_method]
     models = model_names(config)
@@ -243,6 +248,10 @@ def normalise(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> Normali
         reader=ParameterReader(schema, scopes),
         router_reader=router_reader,
         router_keep=names[config.router.keep] if config.router and config.router.keep else None,
+        wraps=tuple(
+            ParameterReader((wrappers or {})[entry.wrapper], scopes, override=entry.parameters)
+            for entry in config.wrap or ()
+        ),
     )
 
 

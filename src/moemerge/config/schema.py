@@ -142,6 +142,30 @@ class TokenizerSettings(Strict):
     pad_to_multiple_of: PositiveInt | None = None
 
 
+class WrapEntry(Strict):
+    """One of `wrap:`: a wrapper by its name, or with parameters of its own."""
+
+    wrapper: Text
+    parameters: Parameters = Field(default_factory=dict)
+
+
+def _wrap_entry(raw: object) -> object:
+    return {"wrapper": raw} if isinstance(raw, str) else raw
+
+
+Wraps = Annotated[
+    tuple[
+        Annotated[WrapEntry, BeforeValidator(_wrap_entry, json_schema_input_type=str | WrapEntry)],
+        ...,
+    ],
+    NotEmpty,
+    BeforeValidator(
+        lambda raw: (raw,) if isinstance(raw, str | Mapping) else raw,
+        json_schema_input_type=str | WrapEntry | list[str | WrapEntry],
+    ),
+]
+
+
 class RouterSettings(Strict):
     """How routers are merged, where not like everything else: another method, or one model's."""
 
@@ -220,6 +244,9 @@ class RunConfig(Body):
     )
     router: RouterSettings | None = Field(
         None, description="how routers are merged, where not like everything else"
+    )
+    wrap: Wraps | None = Field(
+        None, description="what acts around the method: `moemerge ls wrappers` lists the wrappers"
     )
     data: NamedTexts | None = Field(
         None, description="text of each model, by the models' names: files, or how to make one"

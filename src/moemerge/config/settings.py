@@ -38,6 +38,7 @@ from moemerge.config.fields import (
     read_by,
 )
 from moemerge.config.layers import LayerSelection
+from moemerge.config.parameters import StatisticsKind
 
 F = TypeVar("F", bound=Callable[..., Any])
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "float64"]
@@ -174,15 +175,17 @@ class DiagnosisKeywords(ForwardKeywords, total=False):
 class CollectingSettings(ForwardSettings):
     """What is gathered over text, over how much of it, and where the model runs."""
 
-    kind: Literal["gram", "fisher"] = Field(
-        "gram", description="gram: second moments of inputs (regmean); fisher: squared gradients"
+    kind: StatisticsKind = Field(
+        "gram",
+        description="gram: second moments of inputs (regmean); fisher: squared gradients; "
+        "activation: mean sizes of inputs (aim)",
     )
 
 
 class CollectingKeywords(ForwardKeywords, total=False):
     """`CollectingSettings` one by one."""
 
-    kind: Literal["gram", "fisher"]
+    kind: StatisticsKind
 
 
 @dataclass(frozen=True)

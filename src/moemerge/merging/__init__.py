@@ -1,7 +1,18 @@
 """Merging models out of core: plan everything, then stream it."""
 
 from moemerge.merging import methods as methods  # registers the methods
+from moemerge.merging import wrappers as wrappers  # and the wrappers
 from moemerge.merging.method import METHODS, load_plugins, merge_method
 from moemerge.merging.run import MergeJob, plan_merge, run_merge
+from moemerge.merging.wrapper import WRAPPERS, merge_wrapper
 
-__all__ = ["METHODS", "MergeJob", "load_plugins", "merge_method", "plan_merge", "run_merge"]
+__all__ = [
+    "METHODS",
+    "WRAPPERS",
+    "MergeJob",
+    "load_plugins",
+    "merge_method",
+    "merge_wrapper",
+    "plan_merge",
+    "run_merge",
+]

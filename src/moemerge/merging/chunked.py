@@ -159,7 +159,7 @@ class ChunkMerger:
         if len(block.merges) != 1:
             return False
         (merge,) = block.merges
-        if not merge.method.elementwise or merge.prepare is not None:
+        if not merge.elementwise or merge.prepare is not None:
             return False
         slots = (merge.unit.slot, *(source.slot for source in merge.reads))
         return all(slot.covers_block for slot in slots) and all(

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, ResourceError
 from moemerge.merging.chunked import ChunkMerger, FiniteCheck
-from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo
+from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo, UnitStatistics
 from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
 from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
+from moemerge.merging.wrapper import around
 from moemerge.runtime.devices import cpu_count, prepare_for_threads
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import reuse_freed_memory, thread_pool
@@ -206,12 +208,39 @@ class _Runner:
                 tensor,
                 source.params,
                 self.plan.models[source.model].name,
-                read_statistics(self.plan, merge, source, tensor, unit),
+                self._statistics(merge, source, tensor, unit),
             )
             for tensor, source in zip(tensors, merge.inputs, strict=False)
         ]
         base = None if merge.base is None else tensors[-1]
-        return merge.method.function(inputs, base, merge.options, unit)
+        if not merge.wraps or merge.base is None or base is None:
+            return merge.method.function(inputs, base, merge.options, unit)
+        return self._wrapped(merge, merge.base, inputs, base, unit)
+
+    def _statistics(
+        self, merge: UnitMerge, source: UnitInput, tensor: Tensor, unit: UnitInfo
+    ) -> UnitStatistics | None:
+        kind = merge.method.schema.statistics
+        return read_statistics(self.plan, merge, source, tensor, unit, kind)
+
+    def _wrapped(
+        self,
+        merge: UnitMerge,
+        source: UnitInput,
+        inputs: Sequence[ModelTensor],
+        base: Tensor,
+        unit: UnitInfo,
+    ) -> Tensor:
+        """The method's result with the wrappers around it."""
+
+        def method(inputs: Sequence[ModelTensor], base: Tensor) -> Tensor:
+            return merge.method.function(inputs, base, merge.options, unit)
+
+        def base_as(kind: StatisticsKind | None) -> ModelTensor:
+            statistics = read_statistics(self.plan, merge, source, base, unit, kind)
+            return ModelTensor(base, None, self.plan.models[source.model].name, statistics)
+
+        return around(method, merge.wraps, base_as, unit)(inputs, base)
 
     def _widen(self, tensor: Tensor) -> Tensor:
         """On the device, in the precision that methods work in."""

@@ -49,7 +49,9 @@ class NoParams:
 class UnitStatistics:
     """What a model's own text says about one unit, for methods that ask for `statistics`."""
 
-    values: Tensor  # gram: (in, in), mean of x xᵀ; fisher: as the unit, mean of squared gradients
+    # gram: (in, in), mean of x xᵀ; fisher: as the unit, mean squared gradients; activation: (in,),
+    # mean |x|.
+    values: Tensor
     tokens: int  # that passed through the unit
     domain_tokens: int  # of the model's text in all
     sequences: int  # of the model's text that a mean over sequences is over
@@ -198,7 +200,10 @@ def merge_method(
             base=base,
             min_models=models[0],
             max_models=models[1],
-            parameters=(*_specs(per_model, per_model=True), *_specs(options, per_model=False)),
+            parameters=(
+                *parameter_specs(per_model, per_model=True),
+                *parameter_specs(options, per_model=False),
+            ),
             statistics=statistics,
         )
         method = MergeMethod(schema, function, per_model, options, elementwise, weights)
@@ -213,7 +218,8 @@ def yaml_key(f: Any) -> str:
     return str(f.metadata["key"] or f.name)
 
 
-def _specs(cls: type, *, per_model: bool) -> list[ParameterSpec]:
+def parameter_specs(cls: type, *, per_model: bool) -> list[ParameterSpec]:
+    """What the fields of a parameter dataclass declare."""
     hints = get_type_hints(cls)
     specs = []
     for f in fields(cls):

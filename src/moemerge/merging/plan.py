@@ -22,6 +22,7 @@ from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError
 from moemerge.merging.method import MergeMethod
+from moemerge.merging.wrapper import Wrap
 from moemerge.runtime.dtypes import Dtype
 
 if TYPE_CHECKING:
@@ -59,6 +60,12 @@ class UnitMerge:
     base: UnitInput | None
     # Brings tensors of unlike vocabularies to one shape; gets the inputs, then the base.
     prepare: Prepare | None = None
+    wraps: tuple[Wrap, ...] = ()  # around the method, the first nearest to it
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether every element is computed alone: wrappers look at whole units."""
+        return self.method.elementwise and not self.wraps
 
     @property
     def reads(self) -> tuple[UnitInput, ...]:
@@ -123,7 +130,7 @@ def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Blo
 
 def _splits(merge: UnitMerge) -> bool:
     whole = all(u.slot == WHOLE for u in merge.reads)
-    return whole and merge.method.elementwise and merge.prepare is None and bool(merge.unit.shape)
+    return whole and merge.elementwise and merge.prepare is None and bool(merge.unit.shape)
 
 
 def _runs(info: TensorInfo, merge: UnitMerge) -> Iterator[Block]:

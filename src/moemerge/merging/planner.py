@@ -30,6 +30,7 @@ from moemerge.merging.plan import (
     split_into_blocks,
 )
 from moemerge.merging.tokenizer.embeddings import Vocabularies
+from moemerge.merging.wrapper import WRAPPERS, Wrap
 from moemerge.runtime.dtypes import parse_dtype
 
 
@@ -219,15 +220,18 @@ class Planner:
         role = str(unit.role)
 
         informed = method.schema.statistics is not None
+        wrapped = self.merge.wraps if method is self.method else ()
 
         def source(s: SliceModel, params: Any = None) -> UnitInput:
             mine = matches[s.name][i]
-            key = mine.key if informed else None
+            key = mine.key if informed or wrapped else None
             return UnitInput(self.position[s.name], mine.tensor, mine.slot, params, key)
 
         inputs = []
         models, base = merge_slice.seen_by(method.schema)
-        if method.schema.base is BasePolicy.DONOR and not self.vocabularies.spans(unit):
+        if method.schema.base is BasePolicy.DONOR and not (
+            wrapped or self.vocabularies.spans(unit)
+        ):
             base = None
         for s in models:
             tensor = TensorContext(to.slice_index, matches[s.name][i].names, role, to.t)
@@ -251,7 +255,12 @@ class Planner:
             inputs=tuple(inputs),
             base=None if base is None else source(base),
             prepare=prepare,
+            wraps=tuple(self._wrap(reader, tensor) for reader in wrapped),
         )
+
+    def _wrap(self, reader: ParameterReader, tensor: TensorContext) -> Wrap:
+        wrapper = WRAPPERS.get(reader.schema.name)
+        return Wrap(wrapper, self._build(wrapper.options, reader.values(tensor)))
 
     def _method_for(self, unit: Unit) -> tuple[MergeMethod, ParameterReader]:
         reader = self.merge.router_reader

@@ -39,6 +39,7 @@ class MergeReport:
     peak_block_bytes: int
     seed: int
     notices: tuple[str, ...]
+    wraps: tuple[str, ...] = ()  # around the method, the first nearest to it
     statistics: dict[str, Any] = field(default_factory=dict)  # of each model, where they came from
     remarks: dict[str, Any] = field(default_factory=dict)  # what methods said of single units
     requantised: dict[str, Any] = field(default_factory=dict)  # the error of rounding, by format
@@ -51,6 +52,7 @@ class MergeReport:
         return {
             "method": self.method,
             "router": self.router,
+            **({"wrap": list(self.wraps)} if self.wraps else {}),
             "seed": self.seed,
             "device": self.device,
             "seconds": None if self.seconds is None else round(self.seconds, 3),

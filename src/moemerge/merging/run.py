@@ -112,6 +112,7 @@ class MergeJob:
         report = describe_plan(self.plan, merge.schema.name, _router_words(merge))
         return replace(
             report,
+            wraps=tuple(reader.schema.name for reader in merge.wraps),
             statistics={} if request is None else describe_statistics(request, self.statistics),
             statistics_seconds=self.statistics_seconds,
             notices=(*report.notices, *notices),
@@ -235,9 +236,10 @@ def merge_card(report: MergeReport, config: str) -> str:
     """The README of a merged model."""
     inputs = "\n".join(f"- `{in_code(m.reference)}` ({in_markdown(m.name)})" for m in report.models)
     router = f" Routers: {report.router}." if report.router else ""
+    wraps = f" within {', '.join(f'`{name}`' for name in report.wraps)}" if report.wraps else ""
     return model_card(
         title=Path(report.output or "merged model").name,
-        summary=f"{len(report.models)} models merged with `{report.method}`.{router}",
+        summary=f"{len(report.models)} models merged with `{report.method}`{wraps}.{router}",
         hub_models=[part for m in report.models for part in hub_ids(m.reference)],
         sections=[("Models", inputs)],
         config=config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,15 +83,16 @@ def pending_bytes(wanted: StatisticsRequest, models: Mapping[str, OpenModel]) ->
 
     Two units on average read the same input and share a Gram matrix.
     """
-    from moemerge.statistics.file import packed_size
+    from moemerge.statistics.file import stored_shape
 
     total = 0
     for name in wanted.data:
         model = models[name]
         units = (u for t in model.checkpoint.tensors for u in model.architecture.units(t))
         for out, width in (unit.shape for unit in units if len(unit.shape) == 2):
-            sizes = {"gram": packed_size(width) // 2, "fisher": out * width}
-            total += sum(4 * sizes[kind] for kind in wanted.needs[name])
+            for kind in wanted.needs[name]:
+                size = 4 * math.prod(stored_shape(kind, (out, width)))
+                total += size if kind == "fisher" else size // 2
     return total
 
 
@@ -113,10 +115,14 @@ def describe_statistics(
 
 
 def read_statistics(
-    plan: MergePlan, merge: UnitMerge, source: UnitInput, tensor: Tensor, unit: UnitInfo
+    plan: MergePlan,
+    merge: UnitMerge,
+    source: UnitInput,
+    tensor: Tensor,
+    unit: UnitInfo,
+    kind: StatisticsKind | None,
 ) -> UnitStatistics | None:
     """One model's statistics of a unit, on the tensor's device; None where it has none."""
-    kind = merge.method.schema.statistics
     if kind is None or source.statistics is None:
         return None
     statistics = plan.statistics[source.model, kind]
@@ -127,6 +133,12 @@ def read_statistics(
             return None
         values, tokens = gram.matrix, gram.tokens
         expected = (tensor.shape[-1], tensor.shape[-1])
+    elif kind == "activation":
+        activation = statistics.activation(source.statistics)
+        if activation is None:
+            return None
+        values, tokens = activation.values, activation.tokens
+        expected = (tensor.shape[-1],)
     else:
         fisher = statistics.fisher(source.statistics)
         if fisher is None:

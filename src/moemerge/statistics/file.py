@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.config.documents import StatisticsDocument, parse_document
+from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, NumericalError
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.files import parse_object
@@ -65,7 +66,7 @@ def _blocks(width: int) -> Iterator[tuple[int, int]]:
         yield start, min(BLOCK, width - start)
 
 
-Kind = Literal["gram", "fisher"]
+Kind = StatisticsKind
 FORMAT: Final = "moemerge_statistics"  # the metadata's key; its value is the format's number
 FORMAT_NUMBER: Final = "1"
 _MAKE_AGAIN: Final = "make it again with `moemerge stats`"
@@ -91,6 +92,21 @@ class Fisher:
     values: Tensor  # the unit's shape (out, in), float32, CPU
     tokens: int  # that passed this unit
     sequences: int  # that the mean is over: all of them, also those that passed it by
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The mean of |x| over the tokens that a unit has read."""
+
+    values: Tensor  # (in,), float32, CPU; zeros where tokens is 0
+    tokens: int
+
+
+def stored_shape(kind: Kind, unit: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a unit's statistics have in the file."""
+    if kind == "fisher" or not unit:
+        return unit
+    return (packed_size(unit[-1]) if kind == "gram" else unit[-1],)
 
 
 @dataclass(frozen=True)
@@ -172,6 +188,17 @@ class Statistics:
             raise self._damaged(unit, "a mean of squares is negative")
         return Fisher(values, self.counts[unit.tensor], self.sequences)
 
+    def activation(self, unit_key: str) -> Activation | None:
+        """Mean sizes of a unit's inputs; None for a unit that is no linear map of one."""
+        self._require("activation")
+        unit = self.units.get(unit_key)
+        if unit is None:
+            return None
+        values = self._file.read(unit.tensor)
+        if bool((values < 0).any()):
+            raise self._damaged(unit, "a mean of sizes is negative")
+        return Activation(values, self.counts[unit.tensor])
+
     def _damaged(self, unit: StoredUnit, reason: str) -> NumericalError:
         return NumericalError(f"{self.path}: {unit.tensor}: {reason}", hint=_MAKE_AGAIN)
 
@@ -191,8 +218,7 @@ class Statistics:
         """Every unit's tensor is there, in float32, of the size its shape asks for."""
         for key, unit in self.units.items():
             info = self._file.tensors.get(unit.tensor)
-            size = packed_size(unit.shape[-1]) if self.kind == "gram" and unit.shape else None
-            wanted = unit.shape if size is None else (size,)
+            wanted = stored_shape(self.kind, unit.shape)
             fits = info is not None and info.shape == wanted and info.dtype is Dtype.FLOAT32
             if not fits or unit.tensor not in self.counts or not unit.shape:
                 raise CheckpointError(

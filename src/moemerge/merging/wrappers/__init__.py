@@ -1,0 +1,7 @@
+"""The wrappers, one module each. Importing this package imports them all: they register."""
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
