@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import moemerge
-from moemerge.api import list_architectures, list_methods
+from moemerge.api import list_architectures, list_methods, list_wrappers
 from moemerge.routing.figures import FIGURES
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +51,8 @@ def test_methods_that_are_explained_exist() -> None:
     table = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
     explained = set(re.findall(r"`(\w+)`", table))
     assert len(explained) > 20
-    assert explained <= {row["method"] for row in list_methods()}
+    methods = {row["method"] for row in list_methods()}
+    assert explained == methods | {row["wrapper"] for row in list_wrappers()}
 
 
 def test_figures_are_explained_as_they_are_declared() -> None:
