@@ -170,7 +170,8 @@ def repair(
     if page is None and not measure:
         return run(request, progress)
     try:
-        both = _before_and_after(request, page, label, command)
+        shown = page if ranks.leads() else None
+        both = _before_and_after(request, shown, label, command)
     except (ArchitectureError, TokenizerError) as error:
         if page is not None:
             raise
@@ -178,21 +179,33 @@ def repair(
         progress.note(f"the routing will not be measured on held-out rows: {error.message}")
         return run(request, progress)
     report = run(replace(request, text=both.text), progress)
-    if not ranks.leads() or (page is None and not both.holds_out):
+    if page is None and not both.holds_out:
         return report
     try:
-        with ranks.apart():
-            diagnosis = both.measure(progress)
+        diagnosis = _measured(both, ranks.told_by_lead(progress))
     except MoeMergeError as error:
         if page is not None:
             raise
-        progress.note(error.message)
+        ranks.told_by_lead(progress).note(error.message)
         return report
-    if measure and both.holds_out:
+    if diagnosis is not None and measure and both.holds_out:
         from moemerge.lockstep.repairs import add_diagnosis
 
         report = add_diagnosis(report, both.figures(diagnosis))
     return report
+
+
+def _measured(both: BeforeAndAfter, progress: Progress) -> Diagnosis | None:
+    """By all ranks where each sees OUT and has a row of every domain; else by rank 0, and None in
+    the others."""
+    ranks.from_lead(None)  # rank 0 has written OUT by then
+    fewest = min(len(domain.holdout or domain.rows) for domain in both.text.domains)
+    if ranks.all_say(both.out.is_dir() and fewest >= ranks.count()):
+        return both.measure(progress)
+    if not ranks.leads():
+        return None
+    with ranks.apart():
+        return both.measure(progress)
 
 
 def _before_and_after(
@@ -242,7 +255,7 @@ def diagnose(
         against=(against,) if isinstance(against, str | Path | ModelRef) else tuple(against),
         settings=settings_for(DiagnosisSettings, settings, keywords, "diagnose"),
     )
-    page = None if report is None else page_path(report)
+    page = None if report is None or not ranks.leads() else page_path(report)
     diagnosis = run_diagnosis(request, Silent() if progress is None else progress)
     if page is not None:
         write_page(diagnosis.to_json(), page)

@@ -29,7 +29,7 @@ from moemerge.lockstep.repairs import RepairRequest, request_key
 from moemerge.lockstep.streams import Side
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
-from moemerge.text.batches import Batch, divided, make_batches
+from moemerge.text.batches import Batch, make_batches, own_share
 from moemerge.text.domains import Domain
 
 # Tokens of a domain for each feature, below which its figures are taken with a grain of salt: 64
@@ -74,14 +74,7 @@ class CalibrationJob:
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
         """This rank's share of the text."""
-        batches = make_batches(self.text.domains, batch_tokens=self._batch_tokens)
-        if ranks.count() == 1:
-            return batches
-        groups = divided(batches, ranks.count())
-        mine = ranks.share([[batch.tokens for batch in group] for group in groups])
-        return tuple(
-            group[place] for group, places in zip(groups, mine, strict=True) for place in places
-        )
+        return own_share(make_batches(self.text.domains, batch_tokens=self._batch_tokens))
 
     @property
     def _batch_tokens(self) -> int:

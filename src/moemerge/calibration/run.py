@@ -22,7 +22,7 @@ from moemerge.lockstep.walk import walk
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
-from moemerge.runtime.progress import Progress, Silent
+from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Timings, peak_memory
 
 
@@ -34,7 +34,7 @@ def run_calibration(request: CalibrationRequest, progress: Progress) -> Calibrat
     start = time.perf_counter()
     ranks.join(resolve_device(request.settings.device))
     with WarmUp(solve_settings(request.settings)) as warm_up:
-        progress = progress if ranks.leads() else Silent()
+        progress = ranks.told_by_lead(progress)
         merged, sources = open_models(request, require_calibratable)
         stream = stream_settings(request, merged)
         warm_up.begin(merged, stream.device, stream.dtype)

@@ -21,7 +21,7 @@ EXAMPLES = """
 
 
 def add_to(app: typer.Typer) -> None:
-    add_verb(app, diagnose, EXAMPLES)
+    add_verb(app, diagnose, EXAMPLES, several=True)
 
 
 def diagnose(

@@ -24,7 +24,7 @@ SHOWN = 5  # unvisited experts that are named without --verbose
 
 
 def add_to(app: typer.Typer) -> None:
-    add_verb(app, stats, EXAMPLES)
+    add_verb(app, stats, EXAMPLES, several=True)
 
 
 def stats(

@@ -33,6 +33,7 @@ from moemerge.features.taps import (
 )
 from moemerge.features.tokens import as_sequences, real_tokens
 from moemerge.features.weights import Weights
+from moemerge.runtime import ranks
 from moemerge.runtime.devices import attention_without_plans
 from moemerge.runtime.gpu import deterministic
 from moemerge.runtime.process import give_back_freed_memory
@@ -48,9 +49,12 @@ SAME = 0.05
 
 
 def collect_fishers(
-    job: CollectingJob, writer: StatisticsWriter, progress: Progress
+    job: CollectingJob, writer: StatisticsWriter | None, progress: Progress
 ) -> tuple[list[str], list[str]]:
-    """Write the Fisher values of every matrix; gives notices and the units of unvisited experts."""
+    """Write the Fisher values of every matrix; gives notices and the units of unvisited experts.
+
+    `writer` is rank 0's: the others only add to the sums.
+    """
     if not any(len(row) > 1 for row in job.domain.rows):
         raise DataError(
             "every row of the text is a single token, so there is nothing to predict",
@@ -72,7 +76,9 @@ def predicting(job: CollectingJob) -> int:
 
 
 class _Backward:
-    def __init__(self, job: CollectingJob, forward: Forward, writer: StatisticsWriter) -> None:
+    def __init__(
+        self, job: CollectingJob, forward: Forward, writer: StatisticsWriter | None
+    ) -> None:
         self._job = job
         self._forward = forward
         self._writer = writer
@@ -177,7 +183,8 @@ class _Backward:
                 if tap.path in passed:
                     self._write_experts(tap, routed.pop(tap.path))
             elif tap.path in passed:
-                self._write_linear(tap, totals.pop(tap.path), passed[tap.path])
+                tokens = ranks.total(passed[tap.path], self._device)
+                self._write_linear(tap, totals.pop(tap.path), tokens)
 
     def _sum(
         self,
@@ -245,6 +252,7 @@ class _Backward:
         placed = self._units.linear(tap)
         if not placed:
             self.notices.append(f"{tap.weight} is stored in parts: no Fisher values")
+        ranks.add_up_for_lead(total)
         values = (total / self._sequences).float()
         for one in placed:
             self._write(one.unit.key, one.unit.shape, one.take(values), tokens)
@@ -254,31 +262,35 @@ class _Backward:
         module: Any = self._model.get_submodule(tap.path)
         for expert, x, gradient, counts in routed.by_expert():
             view = ExpertView(module, expert)
-            squares = self._expert_squares(view, module, x, gradient, counts)
+            tokens = ranks.total(x.shape[0], self._device)
+            squares = None
+            if tokens:  # here, or in another rank
+                squares = self._expert_squares(view, module, x, gradient, counts)
             for (number, projection), unit in units.items():
                 if number != expert:
                     continue
                 values = None if squares is None else squares.get(projection)
                 if values is None:
                     self.unvisited.append(unit.key)
-                self._write(unit.key, unit.shape, values, x.shape[0])
+                self._write(unit.key, unit.shape, values, tokens)
 
     def _expert_squares(
         self, view: ExpertView, module: Any, x: Tensor, gradient: Tensor, counts: list[int]
-    ) -> dict[str | None, Tensor] | None:
-        if x.shape[0] == 0:
-            return None
+    ) -> dict[str | None, Tensor]:
         of_pre, mid, of_down = expert_deltas(view, x, gradient)
         up = new_total((of_pre.shape[1], x.shape[1]), self._device)
         down = new_total((of_down.shape[1], mid.shape[1]), self._device)
         add_ragged_squares(up, of_pre, x, counts)
         add_ragged_squares(down, of_down, mid, counts)
+        ranks.add_up_for_lead(up, down)
         up = (up / self._sequences).float()
         squares: dict[str | None, Tensor] = {None: up, "down": (down / self._sequences).float()}
         squares.update(projections(module, up))
         return squares
 
     def _write(self, key: str, shape: tuple[int, ...], values: Tensor | None, tokens: int) -> None:
+        if self._writer is None:
+            return
         if values is not None:
             values = values.contiguous()
         self._writer.add(key, shape, values, units={key: shape}, tokens=tokens)

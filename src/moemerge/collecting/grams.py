@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.roles import Unit
-from moemerge.collecting.maths import Magnitude, Moment, Routed
+from moemerge.collecting.maths import Magnitude, Moment, Routed, TokenSum
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import ArchitectureError
 from moemerge.features.stops import Call
@@ -42,9 +42,7 @@ EXPERT_TOKENS = 16384
 class _Layer:
     """What was heard in the layer that runs."""
 
-    moments: dict[str, Moment | Magnitude] = field(
-        default_factory=dict
-    )  # by the path that came first
+    moments: dict[str, TokenSum] = field(default_factory=dict)  # by the path that came first
     shares: dict[str, str] = field(default_factory=dict)  # path -> the path whose input it shares
     routed: dict[str, Routed] = field(default_factory=dict)
     unreadable: set[str] = field(default_factory=set)
@@ -54,7 +52,7 @@ class _Layer:
 class Form:
     """What is summed of an input, and how the file keeps it."""
 
-    new: Callable[[], Moment | Magnitude]
+    new: Callable[[], TokenSum]
     stored: Callable[[Tensor], Tensor]
     size: Callable[[int], int]  # of what is stored for inputs of a width
 
@@ -68,7 +66,8 @@ FORMS = {
 class InputCollector:
     """Listens to a stream and writes Grams or mean sizes."""
 
-    def __init__(self, writer: StatisticsWriter, kind: StatisticsKind) -> None:
+    def __init__(self, writer: StatisticsWriter | None, kind: StatisticsKind) -> None:
+        """`writer` is rank 0's: the others only add to the sums."""
         self._writer = writer
         self._form = FORMS[kind]
         self._layer = _Layer()
@@ -159,7 +158,7 @@ class InputCollector:
         head = self._stream.taps.head
         if head is not None and not self._headless:
             shapes = {placed.unit.key: placed.unit.shape for placed in self._units.linear(head)}
-            self._write(shapes, self._head.mean(), self._head.tokens)
+            self._write(shapes, self._head)
 
     def _write_linear(self, tap: LinearTap, number: int, layer: _Layer) -> None:
         if tap.path in layer.unreadable:
@@ -174,7 +173,7 @@ class InputCollector:
                     self.notices.append(
                         f"{other.weight} is stored in parts: nothing is known of its input"
                     )
-        self._write(shapes, moment.mean(), moment.tokens)
+        self._write(shapes, moment)
 
     def _write_experts(self, tap: ExpertsTap, routed: Routed) -> None:
         units = self._units.experts(tap)
@@ -188,18 +187,20 @@ class InputCollector:
                 inputs.add(part)
                 with torch.no_grad():
                     inner.add(view.mid(view.pre(part)))
-            self._write(before, inputs.mean(), inputs.tokens)
-            self._write(after, inner.mean(), inner.tokens)
+            self._write(before, inputs)
+            self._write(after, inner)
             if not inputs.tokens:
                 self.unvisited += [*before, *after]
 
-    def _write(self, shapes: Shapes, mean: Tensor | None, tokens: int) -> None:
-        if not shapes:
+    def _write(self, shapes: Shapes, moment: TokenSum) -> None:
+        moment.add_up()
+        if not shapes or self._writer is None:
             return
         name, shape = next(iter(shapes.items()))
+        mean = moment.mean()
         packed = None if mean is None else self._form.stored(mean)
         size = self._form.size(shape[-1])
-        self._writer.add(name, [size], packed, units=shapes, tokens=tokens)
+        self._writer.add(name, [size], packed, units=shapes, tokens=moment.tokens)
 
 
 def _shapes(

@@ -17,6 +17,7 @@ from moemerge.config.parameters import StatisticsKind
 from moemerge.config.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, DataError
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
+from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.statistics import Provenance
@@ -29,7 +30,7 @@ from moemerge.statistics.provenance import (
     tokenizer_fingerprint,
 )
 from moemerge.statistics.writer import check_output_file
-from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
+from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches, own_share
 from moemerge.text.domains import Domain, TextSettings, load_domain
 from moemerge.text.rows import TextSource, check_files
 from moemerge.text.tokens import load_tokenizer
@@ -63,18 +64,20 @@ class CollectingJob:
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
+        """This rank's share of the text."""
         most = min(DEFAULT_BATCH_TOKENS, batch_tokens(self.model, self.stream.device))
-        return make_batches([self.domain], batch_tokens=most)
+        return own_share(make_batches([self.domain], batch_tokens=most))
 
 
 def prepare(request: CollectRequest) -> CollectingJob:
     """Check output, files, model and space; read the text."""
     settings = request.settings
-    check_output_file(request.out, overwrite=request.overwrite)
+    if ranks.leads():
+        check_output_file(request.out, overwrite=request.overwrite)
     if not request.data:
         raise DataError("no text given", hint="name at least one file: `data=FILE.jsonl`")
     check_files({DOMAIN: request.data})
-    device = resolve_device(settings.device)
+    device = ranks.own_device(resolve_device(settings.device))
     model = open_model("model", request.model)
     if model.architecture.quantised:
         raise ArchitectureError(
@@ -84,7 +87,8 @@ def prepare(request: CollectRequest) -> CollectingJob:
         )
     units = all_units(model.checkpoint, model.architecture)
     shapes = [unit.shape for unit in units.values() if len(unit.shape) == 2]
-    require_space(request.out, _output_bytes(settings.kind, shapes))
+    if ranks.leads():
+        require_space(request.out, _output_bytes(settings.kind, shapes))
     folder = model.checkpoint.tokenizer_folder
     domain = load_domain(DOMAIN, request.data, load_tokenizer(folder), TextSettings.of(settings))
     dtype = _forward_dtype(settings, model)

@@ -6,12 +6,14 @@ sequence, with δ = d loss / d y. Squares are summed over sequences, never squar
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from moemerge.features.tokens import sort_by_expert
+from moemerge.runtime import ranks
 
 # Tokens whose products are summed by the matrix unit in float32; beyond it float64 goes on. A GPU's
 # unit cuts bits off at every step: 25 000 tokens at once are wrong by 5e-5, 1024 by 3e-6.
@@ -50,44 +52,50 @@ def transposed_product(a: Tensor, b: Tensor) -> Tensor:
     return left @ b
 
 
-class Moment:
-    """Σ x xᵀ as it grows, and the number of tokens in it."""
+class TokenSum(ABC):
+    """A sum over tokens as it grows, and their number; `add_up` before `mean`."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self._sum: Tensor | None = None
 
-    def add(self, x: Tensor) -> None:
-        """Count the rows of x (tokens, d)."""
-        if x.shape[0] == 0:
-            return
-        products = gram_sum(x)
-        self._sum = products if self._sum is None else self._sum.add_(products)
-        self.tokens += x.shape[0]
-
-    def mean(self) -> Tensor | None:
-        """(d, d), float32; None before the first token."""
-        return None if self._sum is None else (self._sum / self.tokens).float()
-
-
-class Magnitude:
-    """Σ |x| as it grows, and the number of tokens in it."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._sum: Tensor | None = None
+    @abstractmethod
+    def of(self, x: Tensor) -> Tensor:
+        """The sum over the rows of x (tokens, d), float64."""
 
     def add(self, x: Tensor) -> None:
         """Count the rows of x (tokens, d)."""
-        if x.shape[0] == 0:
+        if x.shape[0] == 0 and ranks.count() == 1:  # other ranks may have some
             return
-        sizes = x.abs().sum(dim=0, dtype=torch.float64)
-        self._sum = sizes if self._sum is None else self._sum.add_(sizes)
+        part = self.of(x)
+        self._sum = part if self._sum is None else self._sum.add_(part)
         self.tokens += x.shape[0]
 
+    def add_up(self) -> None:
+        """Over all ranks: rank 0 has the sum then, and all the number of tokens."""
+        if self._sum is not None:
+            self.tokens = ranks.total(self.tokens, self._sum.device)
+            ranks.add_up_for_lead(self._sum)
+
     def mean(self) -> Tensor | None:
-        """(d,), float32; None before the first token."""
-        return None if self._sum is None else (self._sum / self.tokens).float()
+        """float32; None before the first token."""
+        if self._sum is None or not self.tokens:
+            return None
+        return (self._sum / self.tokens).float()
+
+
+class Moment(TokenSum):
+    """Σ x xᵀ, (d, d)."""
+
+    def of(self, x: Tensor) -> Tensor:
+        return gram_sum(x)
+
+
+class Magnitude(TokenSum):
+    """Σ |x|, (d,)."""
+
+    def of(self, x: Tensor) -> Tensor:
+        return x.abs().sum(dim=0, dtype=torch.float64)
 
 
 class Routed:

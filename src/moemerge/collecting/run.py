@@ -17,6 +17,8 @@ from moemerge.config.models import ModelRef
 from moemerge.config.requests import StatisticsRequest
 from moemerge.features.stream import ModelStream
 from moemerge.features.taps import UnitMap
+from moemerge.runtime import ranks
+from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import Provenance, Statistics, StatisticsWriter
 from moemerge.text.rows import check_files
@@ -41,9 +43,45 @@ class CollectReport:
 
 
 def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
-    """Gather what is asked for; the file appears whole or not at all."""
+    """Gather what is asked for; the file appears whole or not at all.
+
+    Under torchrun every process runs a share of the text, and rank 0 writes.
+    """
     begin = time.perf_counter()
+    ranks.join(resolve_device(request.settings.device))
+    progress = ranks.told_by_lead(progress)
     job = prepare(request)
+    with _writer(job) as writer:
+        collect = collect_fishers if request.settings.kind == "fisher" else _inputs
+        notices, unvisited = collect(job, writer, progress)
+        if writer is not None:
+            writer.commit(sequences=predicting(job), notices=notices)
+
+    def report() -> CollectReport:
+        with Statistics.open(request.out) as written:
+            units = len(written.units)
+        return CollectReport(
+            kind=request.settings.kind,
+            output=str(request.out),
+            provenance=job.provenance,
+            units=units,
+            units_without=len(job.keys) - units,
+            unvisited_experts=tuple(unvisited),
+            nbytes=request.out.stat().st_size,
+            seconds=time.perf_counter() - begin,
+            notices=tuple(notices),
+        )
+
+    return ranks.made_by_lead(report)
+
+
+@contextlib.contextmanager
+def _writer(job: CollectingJob) -> Iterator[StatisticsWriter | None]:
+    """Rank 0's; the others have none."""
+    if not ranks.leads():
+        yield None
+        return
+    request = job.request
     with StatisticsWriter(
         request.out,
         kind=request.settings.kind,
@@ -52,25 +90,11 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
         overwrite=request.overwrite,
         device=job.stream.device,
     ) as writer:
-        collect = collect_fishers if request.settings.kind == "fisher" else _inputs
-        notices, unvisited = collect(job, writer, progress)
-        writer.commit(sequences=predicting(job), notices=notices)
-    with Statistics.open(request.out) as written:
-        return CollectReport(
-            kind=request.settings.kind,
-            output=str(request.out),
-            provenance=job.provenance,
-            units=len(written.units),
-            units_without=len(job.keys) - len(written.units),
-            unvisited_experts=tuple(unvisited),
-            nbytes=request.out.stat().st_size,
-            seconds=time.perf_counter() - begin,
-            notices=tuple(notices),
-        )
+        yield writer
 
 
 def _inputs(
-    job: CollectingJob, writer: StatisticsWriter, progress: Progress
+    job: CollectingJob, writer: StatisticsWriter | None, progress: Progress
 ) -> tuple[list[str], list[str]]:
     collector = InputCollector(writer, job.request.settings.kind)
     with ModelStream(

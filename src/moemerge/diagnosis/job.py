@@ -34,8 +34,9 @@ from moemerge.lockstep.models import (
     with_routers_of,
 )
 from moemerge.lockstep.streams import Need, Side
+from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
-from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
+from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches, own_share
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files
 
@@ -99,9 +100,10 @@ class DiagnosisJob:
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
+        """This rank's share of the text."""
         fit = LOGITS_BYTES // (vocabulary(self.model) * self.stream.dtype.itemsize)
         most = min(batch_tokens(self.model, self.stream.device), DEFAULT_BATCH_TOKENS, fit)
-        return make_batches(self.domains, batch_tokens=max(1, most))
+        return own_share(make_batches(self.domains, batch_tokens=max(1, most)))
 
 
 def prepare(request: DiagnosisRequest, text: JobText | None = None) -> DiagnosisJob:
@@ -119,7 +121,7 @@ def prepare(request: DiagnosisRequest, text: JobText | None = None) -> Diagnosis
             f"a source cannot be named {MODEL!r}", hint="that name is the diagnosed model's own"
         )
     check_files(request.data)
-    device = resolve_device(settings.device)
+    device = ranks.own_device(resolve_device(settings.device))
     subjects = _subjects(request)
     sources = {name: open_model(name, ref) for name, ref in references.items()}
     model, others = subjects[0], [*subjects[1:], *sources.values()]
@@ -200,9 +202,11 @@ class NextTokenLoss:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
+        self._device = torch.device("cpu")  # of the logits
 
     def add(self, batch: Batch, logits: Tensor) -> None:
         """A batch's logits, (rows, length, vocabulary); padding neither predicts nor counts."""
+        self._device = logits.device
         counted = batch.mask[:, 1:] & batch.mask[:, :-1]  # (rows, length - 1), on the host
         count = int(counted.sum())
         if count == 0:
@@ -225,10 +229,12 @@ class NextTokenLoss:
         self._counts[batch.domain] = self._counts.get(batch.domain, 0) + count
 
     def mean(self, domain: str) -> float | None:
-        """None where no token has a next one."""
-        if domain not in self._sums:
-            return None
-        return float(self._sums[domain]) / self._counts[domain]
+        """Over all ranks; None where no token has a next one."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total += self._sums.get(domain, 0.0)
+        count = ranks.total(self._counts.get(domain, 0), self._device)
+        ranks.add_up(total)
+        return float(total) / count if count else None
 
 
 @dataclass(frozen=True)

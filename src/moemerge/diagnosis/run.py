@@ -47,6 +47,8 @@ from moemerge.lockstep.walk import Visitor, walk
 from moemerge.report.files import REPORT_NAME
 from moemerge.report.words import display_names
 from moemerge.routing.measure import FigureSums, RouterView, compare
+from moemerge.runtime import ranks
+from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.files import read_object
 from moemerge.runtime.progress import Progress
@@ -56,7 +58,8 @@ from moemerge.version import __version__
 
 def run_diagnosis(request: DiagnosisRequest, progress: Progress) -> Diagnosis:
     """Stream all models over the text, and say what became of the routing."""
-    return diagnose(prepare(request), progress)
+    ranks.join(resolve_device(request.settings.device))
+    return diagnose(prepare(request), ranks.told_by_lead(progress))
 
 
 def diagnose(job: DiagnosisJob, progress: Progress) -> Diagnosis:
@@ -142,7 +145,9 @@ class RoutingComparison(Visitor):
 
     def any_mismatch(self, subject: str, domain: str) -> float:
         """The share of tokens with a mismatch at any router."""
-        return float(torch.cat(self._missed[subject, domain]).double().mean())
+        missed = torch.cat(self._missed[subject, domain])
+        count, device = ranks.total(int(missed.sum()), missed.device), missed.device
+        return count / ranks.total(len(missed), device)
 
     def swap_mismatch(self, key: str) -> float:
         """A swapped model's mismatch, the mean over tokens and routers."""

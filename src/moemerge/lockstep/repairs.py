@@ -327,6 +327,8 @@ def merge_config(path: Path, blocks: Mapping[str, Any]) -> RunConfig | None:
 
 def add_diagnosis(report: R, figures: Mapping[str, Any]) -> R:
     """The report with what was measured afterwards, which also goes into OUT's report and card."""
+    if not ranks.leads():
+        return replace(report, diagnosis=figures)
     folder = Path(report.output)
     path = folder / REPORT_NAME
     document = read_object(path)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from moemerge.errors import ResourceError, UsageError
 from moemerge.runtime.lazy import torch
+from moemerge.runtime.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +61,11 @@ def rank() -> int:
 def leads() -> bool:
     """Whether this process writes and prints."""
     return rank() == 0
+
+
+def told_by_lead(progress: Progress) -> Progress:
+    """What rank 0 shows; the others work in silence."""
+    return progress if leads() else Silent()
 
 
 @contextmanager
@@ -129,6 +135,15 @@ def add_up(*tensors: Tensor) -> None:
             torch.distributed.all_reduce(tensor)
 
 
+def add_up_for_lead(*tensors: Tensor) -> None:
+    """Each becomes its sum over all ranks in rank 0, and is used up in the others."""
+    if count() == 1:
+        return
+    with _exchange():
+        for tensor in tensors:
+            torch.distributed.reduce(tensor, dst=0)
+
+
 def total(number: int, device: torch.device) -> int:
     """The sum of a count over all ranks."""
     if count() == 1:
@@ -136,6 +151,14 @@ def total(number: int, device: torch.device) -> int:
     sums = torch.tensor(number, dtype=torch.int64, device=device)
     add_up(sums)
     return int(sums)
+
+
+def all_say(word: bool) -> bool:
+    """Whether this is so in every rank."""
+    if count() == 1:
+        return word
+    nccl = torch.distributed.get_backend() == "nccl"
+    return total(int(not word), torch.device("cuda" if nccl else "cpu")) == 0
 
 
 def from_lead(value: T) -> T:
@@ -147,6 +170,15 @@ def from_lead(value: T) -> T:
         torch.distributed.broadcast_object_list(box, src=0)
     first: T = box[0]
     return first
+
+
+def made_by_lead(make: Callable[[], T]) -> T:
+    """What rank 0 makes, in every rank; the others wait for it."""
+    if count() == 1:
+        return make()
+    made = from_lead(make() if leads() else None)
+    assert made is not None
+    return made
 
 
 def share(groups: Sequence[Sequence[int]]) -> list[list[int]]:

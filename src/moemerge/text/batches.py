@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import DataError, UsageError
+from moemerge.runtime import ranks
 from moemerge.text.domains import Domain
 
 # Enough tokens to fill an accelerator's matrix units, few enough for one batch's temporaries.
@@ -21,6 +22,8 @@ BATCH_VALUES = 2**27
 # cards keep the room that weights, router inputs and the solver need.
 MEMORY_PER_VALUE = 512
 PaddingSide = Literal["right", "left"]
+# Batches of a domain for each process, from which on whole ones are dealt out evenly enough.
+BATCHES_FOR_EACH = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,25 +52,45 @@ def gpu_batch_tokens(width: int, memory: int) -> int:
     return max(1, min(BATCH_VALUES, 1 << (fitting.bit_length() - 1)) // width)
 
 
-def divided(batches: Sequence[Batch], least: int) -> list[list[Batch]]:
-    """The batches of every domain and split, halved until there are at least `least` of each."""
+def own_share(batches: Sequence[Batch]) -> tuple[Batch, ...]:
+    """Those of this rank: some of every domain and split, with about as many tokens as others."""
+    if ranks.count() == 1:
+        return tuple(batches)
+    groups = divided(batches, ranks.count())
+    mine = ranks.share([[batch.tokens for batch in group] for group in groups])
+    return tuple(
+        group[place] for group, places in zip(groups, mine, strict=True) for place in places
+    )
+
+
+def divided(batches: Sequence[Batch], among: int) -> list[list[Batch]]:
+    """The batches of every domain and split, at least one for each of `among` processes.
+
+    Where there are few, each gives every process its share of rows, long and short ones.
+    """
     groups: dict[tuple[str, bool], list[Batch]] = {}
     for batch in batches:
         groups.setdefault((batch.domain, batch.holdout), []).append(batch)
     for (domain, holdout), group in groups.items():
         rows = sum(len(batch.places) for batch in group)
-        if rows < least:
+        if rows < among:
             kind = "rows held out" if holdout else "rows"
             raise DataError(
-                f"domain {domain!r} has {rows} {kind} for {least} processes",
+                f"domain {domain!r} has {rows} {kind} for {among} processes",
                 hint=f"start {rows} processes at the most, or give more text",
             )
-        while len(group) < least:
-            group.sort(key=lambda batch: len(batch.places))
-            largest = group.pop()
-            half = len(largest.places) // 2
-            group += [_rows_of(largest, slice(half)), _rows_of(largest, slice(half, None))]
-    return list(groups.values())
+    return [
+        group
+        if len(group) >= BATCHES_FOR_EACH * among
+        else [_rows_of(batch, part) for batch in group for part in _parts(batch, among)]
+        for group in groups.values()
+    ]
+
+
+def _parts(batch: Batch, count: int) -> list[slice]:
+    """Every so many-th row: rows are sorted by length, so the parts are alike."""
+    count = min(count, len(batch.places))
+    return [slice(first, None, count) for first in range(count)]
 
 
 def _rows_of(batch: Batch, rows: slice) -> Batch:

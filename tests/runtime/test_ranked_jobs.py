@@ -1,0 +1,186 @@
+"""Every job by several processes (torchrun, gloo) gives what one process gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import moemerge
+import zoo
+from calibration import cases
+from moemerge.statistics import Statistics
+from together import job, together
+
+# Tight, so that what is left is rounding and not where CG happened to stop.
+EXACT = {"rtol": 1e-11, "device": "cpu", "dtype": "float64"}
+PLAIN = {"device": "cpu", "dtype": "float64"}
+
+# By name: family, settings, how far results may be apart. Newton's method ends when a step promises
+# little, which depends on the steps before it.
+CALIBRATIONS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "calibrate": ("olmoe", {}, 1e-5),
+    "measured": (
+        "qwen3_moe", {"targets": "source-features", "holdout": 0.4, "measure": True}, 1e-5,
+    ),
+    "sources": ("deepseek_v3", {"targets": "source-features"}, 1e-5),
+    "exact": ("olmoe", {"objective": "exact"}, 1e-3),
+}  # fmt: skip
+DIAGNOSES = {
+    "swaps": ("olmoe", {"swaps": True}),
+    "plain": ("qwen3_moe", {}),
+    "groups": ("deepseek_v3", {}),
+}
+# Of rows of two tokens, some experts get none in one rank, or in all.
+STATISTICS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gram": ("olmoe", {"kind": "gram", "max_length": 2}),
+    "shared": ("deepseek_v3", {"kind": "gram"}),
+    "activation": ("olmoe", {"kind": "activation", "max_length": 2}),
+    "fisher": ("qwen3_moe", {"kind": "fisher", "max_length": 2}),
+}
+
+
+class Jobs:
+    """What is done, by one process and by several, with one folder of results for each."""
+
+    def __init__(self, folder: Path, family: Callable[..., Path]) -> None:
+        self.folder = folder
+        self.cases = {}
+        for name in ("olmoe", "qwen3_moe", "deepseek_v3"):
+            place = folder / name
+            place.mkdir()
+            self.cases[name] = cases.make_case(family(name), place, rows=8)
+            for source in self.cases[name].sources.values():
+                zoo.tiny_tokenizer(source)
+        (folder / "alone").mkdir()
+        for one in self.all(folder / "alone"):
+            done = getattr(moemerge, one["name"])(*one["words"], **one["options"])
+            Path(f"{one['report']}.0").write_text(json.dumps(done.to_json()))
+
+    def all(self, out: Path) -> Iterator[dict[str, Any]]:
+        for name, (family, settings, _) in CALIBRATIONS.items():
+            case = self.cases[family]
+            yield job(
+                "calibrate", case.merged, out / name, report=out / f"{name}.json",
+                sources=case.sources, data=case.data, **EXACT, **settings,
+            )  # fmt: skip
+        for name, (family, settings) in DIAGNOSES.items():
+            case = self.cases[family]
+            yield job(
+                "diagnose", case.merged, report=out / f"{name}.json", sources=case.sources,
+                data=case.data, **PLAIN, **settings,
+            )  # fmt: skip
+        for name, (family, settings) in STATISTICS.items():
+            case = self.cases[family]
+            yield job(
+                "collect_statistics", case.sources["math"], out / f"{name}.stats",
+                report=out / f"{name}.json", data=str(case.data["math"]), **PLAIN,
+                **settings,
+            )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory, zoo_folder: Callable[..., Path]) -> Jobs:
+    """All of them done by one process, by two and by three, in one start."""
+    jobs = Jobs(tmp_path_factory.mktemp("ranked"), zoo_folder)
+    rounds = {}
+    for ranks in (2, 3):
+        out = jobs.folder / str(ranks)
+        out.mkdir()
+        rounds[ranks] = list(jobs.all(out))
+    for code, words in together(rounds):
+        assert code == 0, words
+    return jobs
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def done(request: pytest.FixtureRequest, jobs: Jobs) -> tuple[Path, Path]:
+    """Where results of one process are, and those of several."""
+    return jobs.folder / "alone", jobs.folder / str(request.param)
+
+
+def off(one: Path, other: Path, merged: Path) -> float:
+    """How far two results are apart, as a share of a tensor's move; the largest."""
+    before, a, b = (zoo.tensors(path) for path in (merged, one, other))
+    moved = [name for name in before if not torch.equal(before[name], a[name])]
+    assert moved
+    shares = [(a[n] - b[n]).norm() / (a[n] - before[n]).norm() for n in moved]
+    assert all(torch.equal(b[name], before[name]) for name in before if name not in moved)
+    return max(map(float, shares))
+
+
+def assert_alike(one: Any, other: Any, where: str = "") -> None:
+    """Documents with the same words, and numbers that differ by rounding alone."""
+    assert type(one) is type(other), where
+    if isinstance(one, dict):
+        assert list(one) == list(other), where
+        for name, value in one.items():
+            if name not in ("seconds", "created", "command", "output"):
+                assert_alike(value, other[name], f"{where}.{name}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for at, value in enumerate(one):
+            assert_alike(value, other[at], f"{where}[{at}]")
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, rel=1e-9, abs=1e-12), where
+    else:
+        assert one == other, where
+
+
+def reports(done: tuple[Path, Path], name: str) -> list[Any]:
+    """One process's, and those of every rank, which are the same."""
+    return [
+        json.loads(path.read_text())
+        for folder in done
+        for path in sorted(folder.glob(f"{name}.json.*"))
+    ]
+
+
+@pytest.mark.parametrize("name", CALIBRATIONS)
+def test_routers_are_those_of_one_process(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
+    family, settings, close = CALIBRATIONS[name]
+    assert off(*(folder / name for folder in done), jobs.cases[family].merged) < close
+    names = ("tokens", "mismatch_before", "mismatch_after", "top1_before", "top1_after")
+    figures = [
+        [{name: row[name] for name in names} for row in report["layers"]]
+        for report in reports(done, name)
+    ]
+    assert all(own == figures[0] for own in figures)
+    alone, *others = (report["diagnosis"] for report in reports(done, name))
+    assert (alone is not None) == ("measure" in settings)
+    for figures_of_rank in others:
+        assert_alike(alone, figures_of_rank)
+    card = [(folder / name / "README.md").read_text() for folder in done]
+    assert all(("rows held out" in words) == ("measure" in settings) for words in card)
+
+
+@pytest.mark.parametrize("name", DIAGNOSES)
+def test_figures_are_those_of_one_process(done: tuple[Path, Path], name: str) -> None:
+    alone, *others = reports(done, name)
+    assert alone["layers"]
+    assert bool(alone["swaps"]) == (name == "swaps")
+    for report in others:
+        assert_alike(alone, report)
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_are_those_of_one_process(done: tuple[Path, Path], name: str) -> None:
+    alone, *others = reports(done, name)
+    for report in others:
+        assert_alike(alone, report)
+    files = [folder / f"{name}.stats" for folder in done]
+    with Statistics.open(files[0]) as one, Statistics.open(files[1]) as other:
+        assert one.units == other.units
+        tokens = {key: one.tokens(key) or 0 for key in one.units}
+        assert tokens == {key: other.tokens(key) for key in other.units}
+        assert (min(tokens.values()) < 2) == (name != "shared")
+    ours, theirs = (load_file(file) for file in files)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        close = 1e-7 * float(value.abs().max())
+        assert torch.allclose(value, theirs[key], rtol=1e-6, atol=close), key

@@ -1,0 +1,79 @@
+"""Jobs that several processes do together, as torchrun starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Every job is a function of the package by name, with its arguments; its report goes to a file.
+# Round by round the last processes drop out: importing torch takes longer than most jobs do.
+SCRIPT = """
+import json, os, sys
+import torch
+import moemerge
+for ranks, port, jobs in json.loads(sys.argv[1]):
+    if int(os.environ["RANK"]) >= ranks:
+        break
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": port}
+    for job in jobs:
+        try:
+            done = getattr(moemerge, job["name"])(*job["words"], **job["options"])
+        except moemerge.MoeMergeError as error:
+            print(error, file=sys.stderr, flush=True)
+            os._exit(error.exit_code)
+        with open(f"{job['report']}.{os.environ['RANK']}", "w") as file:
+            json.dump(done.to_json(), file)
+    torch.distributed.destroy_process_group()
+os._exit(0)
+"""
+Jobs = Sequence[Mapping[str, Any]]
+
+
+def job(name: str, *words: object, report: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "words": [str(word) for word in words],
+        "options": _plain(options),
+        "report": str(report),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+def start(rounds: Mapping[int, Jobs], *, before: str = "") -> list[subprocess.Popen[str]]:
+    """Jobs by so many processes, with `before` run in each. torchrun would end the others when
+    one dies; here they must end by themselves."""
+    plan = [(ranks, _free_port(), list(jobs)) for ranks, jobs in sorted(rounds.items())[::-1]]
+    words = [sys.executable, "-c", before + SCRIPT, json.dumps(plan)]
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            words,
+            env={**common, "RANK": str(n), "LOCAL_RANK": str(n)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(max(rounds))
+    ]
+
+
+def _free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def together(rounds: Mapping[int, Jobs], *, before: str = "") -> list[tuple[int, str]]:
+    """Exit code and words of every rank."""
+    processes = start(rounds, before=before)
+    errors = [process.communicate(timeout=240)[1] for process in processes]
+    return [(p.returncode, error) for p, error in zip(processes, errors, strict=True)]
