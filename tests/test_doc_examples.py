@@ -30,8 +30,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yml"))
 _BLOCK = re.compile(r"^```(sh|yaml|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (\S+\.(?:yml|py))$")  # a block's first line that names a file
 # Verbs that write a folder: which of their words is OUT.
-WRITES = {"merge": 2, "run": 2, "calibrate": 2, "refit": 2, "swap-routers": 4}
-_WRITTEN = re.compile(r"moemerge\.(?:merge|calibrate|refit|run)\(\s*\"[^\"]+\",\s*\"([^\"]+)\"")
+WRITES = {"merge": 2, "run": 2, "calibrate": 2, "refit": 2, "swap-routers": 4, "tune": 2}
+_WRITTEN = re.compile(
+    r"moemerge\.(?:merge|calibrate|refit|run|tune)\(\s*\"[^\"]+\",\s*\"([^\"]+)\""
+)
 # Verbs that train, download or take minutes; they have tests of their own.
 # A random model's answers are never right, so `data` would keep none.
 SLOW = {"demo", "testbed", "data", "evaluate"}

@@ -206,6 +206,7 @@ def test_settings_that_messages_advise_exist() -> None:
         api.refit,
         api.diagnose,
         api.merge,
+        api.tune,
         run_tables,
     ]
     known = {name for job in (*jobs, run_tables) for name in inspect.signature(job).parameters}

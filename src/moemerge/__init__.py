@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from moemerge.api import refit as refit
     from moemerge.api import run as run
     from moemerge.api import swap_routers as swap_routers
+    from moemerge.api import tune as tune
     from moemerge.api import validate as validate
     from moemerge.checkpoint import Checkpoint as Checkpoint
     from moemerge.config.calibration import CalibrationSettings as CalibrationSettings
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from moemerge.config.settings import CollectingSettings as CollectingSettings
     from moemerge.config.settings import DiagnosisSettings as DiagnosisSettings
     from moemerge.config.settings import MergeSettings as MergeSettings
+    from moemerge.config.tuning import TuningSettings as TuningSettings
     from moemerge.errors import ArchitectureError as ArchitectureError
     from moemerge.errors import CheckpointError as CheckpointError
     from moemerge.errors import ConfigError as ConfigError
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "moemerge.api": (
         "calibrate collect_statistics diagnose evaluate inspect load_config make_data merge "
-        "refit run swap_routers validate"
+        "refit run swap_routers tune validate"
     ),
     "moemerge.checkpoint": "Checkpoint",
     "moemerge.config.calibration": "CalibrationSettings",
@@ -56,6 +58,7 @@ _PUBLIC = {
     "moemerge.config.evaluation": "EvaluationSettings",
     "moemerge.config.refit": "RefitSettings",
     "moemerge.config.settings": "CollectingSettings DiagnosisSettings MergeSettings",
+    "moemerge.config.tuning": "TuningSettings",
     "moemerge.errors": (
         "ArchitectureError CheckpointError ConfigError DataError MoeMergeError NumericalError "
         "ResourceError TokenizerError UsageError"

@@ -22,6 +22,12 @@ from moemerge.config.settings import (
     Setting,
     settings_of,
 )
+from moemerge.config.tuning import (
+    TuningKeywords,
+    TuningOutputKeywords,
+    TuningOutputSettings,
+    TuningSettings,
+)
 from moemerge.errors import ConfigError
 
 PAIRS = [
@@ -30,6 +36,8 @@ PAIRS = [
     (DiagnosisSettings, DiagnosisKeywords),
     (CollectingSettings, CollectingKeywords),
     (DataSettings, DataKeywords),
+    (TuningSettings, TuningKeywords),
+    (TuningOutputSettings, TuningOutputKeywords),
 ]
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moemerge.api.merging import run as run
     from moemerge.api.merging import validate as validate
     from moemerge.api.plugins import load_plugin as load_plugin
+    from moemerge.api.tuning import tune as tune
 
 _PARTS = {
     "data": "make_data",
@@ -31,6 +32,7 @@ _PARTS = {
     "listing": "config_schema inspect list_architectures list_methods list_wrappers",
     "merging": "load_config merge run validate",
     "plugins": "load_plugin",
+    "tuning": "tune",
 }
 
 

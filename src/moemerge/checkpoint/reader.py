@@ -248,6 +248,11 @@ class AdaptedCheckpoint(Checkpoint):
             if info.rows != old and self.config.get("vocab_size") == old:
                 self.config = {**self.config, "vocab_size": info.rows}
 
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Names of the tensors that the adapter changes."""
+        return tuple(name for name in self.tensors if self._changes.touches(name))
+
     def has_elements(self, name: str) -> bool:
         return not self._changes.touches(name) and super().has_elements(name)
 

@@ -28,8 +28,12 @@ def dump_config(config: RunConfig, *, absolute: bool = False) -> str:
     With `absolute` it means the same in every working directory: files and local models are
     written with their whole path.
     """
-    data = config_data(config, absolute=absolute)
-    text: str = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return dump_document(config_data(config, absolute=absolute))
+
+
+def dump_document(data: Mapping[str, Any]) -> str:
+    """YAML text of plain data."""
+    text: str = yaml.dump(dict(data), Dumper=Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 

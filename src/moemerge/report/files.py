@@ -70,9 +70,10 @@ def model_card(
     sections: Sequence[tuple[str, str]],
     config: str,
     version: str,
+    tags: Sequence[str] = ("merge", "moemerge"),
 ) -> str:
     """Markdown with the hub's front matter; `hub_models` are the inputs that live on the hub."""
-    front = ["library_name: transformers", "tags:", "- merge", "- moemerge"]
+    front = ["library_name: transformers", "tags:", *(f"- {tag}" for tag in tags)]
     if hub_models:
         front += ["base_model:", *(f"- {json.dumps(m)}" for m in hub_models)]
     body = "".join(f"## {heading}\n\n{text}\n\n" for heading, text in sections)

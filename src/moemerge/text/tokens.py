@@ -12,7 +12,7 @@ from typing import Final
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, TokenizerError, library_errors
-from moemerge.text.rows import TextRow, UnreadKeys, parse_row
+from moemerge.text.rows import TextRow, Turn, UnreadKeys, parse_row
 from moemerge.text.templates import has_template, render
 
 # A folder without any of these has no vocabulary. transformers would make an empty one of the
@@ -62,12 +62,12 @@ def tokenize(
     """
     queue = deque(rows)
     while queue:
-        texts: list[_Text] = []
+        texts: list[RowText] = []
         error: DataError | None = None
         size = 0
         while queue and len(texts) < ROWS_AT_ONCE and size < CHARACTERS_AT_ONCE and error is None:
             try:
-                texts.append(_text(queue.popleft(), tokenizer, unread))
+                texts.append(row_text(queue.popleft(), tokenizer, unread))
                 size += len(texts[-1].text)
             except DataError as bad:
                 error = bad
@@ -77,30 +77,37 @@ def tokenize(
 
 
 @dataclass(frozen=True)
-class _Text:
+class RowText:
     """A row's text, and whether a chat template has written its special tokens."""
 
     text: str
     templated: bool
     where: str
+    turns: tuple[Turn, ...] = ()  # that it was made of, where it is a conversation
 
 
-def _text(row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys) -> _Text:
+def row_text(row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys) -> RowText:
     parsed = parse_row(row, unread)
     if isinstance(parsed, str):
-        return _Text(parsed, False, row.where)
+        return RowText(parsed, False, row.where)
     if has_template(tokenizer):
-        return _Text(render(parsed.turns, tokenizer, row.where, go_on=False), True, row.where)
+        whole = render(parsed.turns, tokenizer, row.where, go_on=False)
+        return RowText(whole, True, row.where, parsed.turns)
     if not parsed.joinable:
         raise DataError(
             f"{row.where}: a {parsed.key!r} row needs a chat template, and the tokenizer has none",
             hint="use rows with 'text' or 'prompt', or add chat_template.jinja to the model folder",
         )
-    return _Text("\n".join(str(turn["content"]) for turn in parsed.turns), False, row.where)
+    return RowText(joined(parsed.turns), False, row.where, parsed.turns)
+
+
+def joined(turns: Sequence[Turn]) -> str:
+    """What was said, line by line: a conversation without a chat template."""
+    return "\n".join(str(turn["content"]) for turn in turns)
 
 
 def _ids_of(
-    texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase, most: int | None
+    texts: Sequence[RowText], tokenizer: PreTrainedTokenizerBase, most: int | None
 ) -> Iterator[list[int]]:
     """Tokens of each text; of a long one, of a beginning that has enough of them."""
     # Rarely has a token more characters; where many do, more of the text is taken.

@@ -1,0 +1,90 @@
+"""`moemerge tune`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moemerge.cli.flags import Model, Out, Reporting, add_verb, given
+from moemerge.cli.interrupts import interruptible
+from moemerge.config.tuning import TuningOutputSettings, TuningSettings
+from moemerge.runtime.journals import saved_path
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from moemerge.tuning import TuningReport
+
+EXAMPLES = """
+  moemerge tune org/base math/ --data math.jsonl --preset paper
+  moemerge tune org/base math/ --data math.jsonl --lora 16 --epochs 1
+  moemerge tune merged/ out/ --data math.jsonl --data code.jsonl --only routers
+  moemerge tune org/base math/ --data math.jsonl --preset paper --resume
+"""
+
+Files = Annotated[
+    list[str],
+    typer.Option(
+        "--data",
+        metavar="FILE",
+        help="Rows with answers to learn (.jsonl, .jsonl.gz, .parquet). Repeat it.",
+    ),
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    add_verb(app, tune, EXAMPLES, several=True)
+
+
+def tune(
+    model: Model,
+    out_folder: Out,
+    *,
+    data: Files,
+    settings: TuningSettings,
+    output: TuningOutputSettings,
+    reporting: Reporting,
+) -> None:
+    """Fine-tune MODEL on the answers of rows, by trl, and write it to OUT in its own layout."""
+    from moemerge import api
+
+    with interruptible(_what_is_left(out_folder)), reporting.progress() as bar:
+        report = api.tune(
+            model,
+            out_folder,
+            data=data,
+            settings=settings,
+            progress=bar,
+            **given(output),
+        )
+    reporting.show(report.to_json(), _summary(report), notices=report.notices)
+
+
+def _what_is_left(out_folder: Path) -> Callable[[], str | None]:
+    def left() -> str | None:
+        waits = saved_path(out_folder).exists()
+        return "--resume goes on from the last saved state" if waits else None
+
+    return left
+
+
+def _summary(report: TuningReport) -> RenderableType:
+    from moemerge.cli.render import facts
+
+    settings = report.settings
+    what = settings["only"] or "all weights"
+    if settings["lora"] is not None:
+        what = f"a LoRA of rank {settings['lora']} on {what}"
+    speed = report.steps - report.resumed
+    rows = [
+        ("trained", f"{what}: {report.parameters:,} parameters"),
+        ("rows", f"{report.rows:,}; {report.learnt:,} of {report.tokens:,} tokens are learnt"),
+        ("steps", f"{report.steps:,} ({report.epochs:.3g} epochs)"),
+        ("loss", f"{report.first_loss:.4g} at first, {report.last_loss:.4g} at last"),
+        ("time", f"{report.training_seconds:.1f} s for {speed:,} steps"),
+        (report.kind, report.output),
+    ]
+    return facts(rows)

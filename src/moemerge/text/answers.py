@@ -1,0 +1,232 @@
+"""Rows to be learnt: their tokens, as every job reads them, and which of them are answers.
+
+An answer is what an assistant says, with what the chat template writes after it, so that a model
+also learns to stop. Plain text has no question: all of it is learnt.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from transformers import PreTrainedTokenizerBase
+
+from moemerge.errors import DataError, TokenizerError, library_errors
+from moemerge.text.domains import TextSettings
+from moemerge.text.rows import TextSource, UnreadKeys, read_rows, source_names
+from moemerge.text.templates import render
+from moemerge.text.tokens import (
+    CHARACTERS_PER_TOKEN,
+    MARGIN,
+    RowText,
+    joined,
+    row_text,
+)
+
+ASSISTANT: Final = "assistant"
+LAST_TOKENS: Final = 3  # of an answer, among which its end is looked for
+Span = tuple[int, int]  # characters of a text, the end not included
+
+
+@dataclass(frozen=True)
+class AnsweredRow:
+    """Tokens, and whether each is learnt."""
+
+    tokens: tuple[int, ...]
+    learnt: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The rows that hold something to learn, in the order of their files."""
+
+    rows: tuple[AnsweredRow, ...]
+    read: int  # rows of all files
+    notices: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
+    @property
+    def learnt(self) -> int:
+        return sum(sum(row.learnt) for row in self.rows)
+
+
+def load_answers(
+    sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase, settings: TextSettings
+) -> Answers:
+    """Rows with answers; where `limit` applies, the seed chooses the rows."""
+    rows = read_rows(sources)
+    order = list(range(len(rows)))
+    if settings.limit is not None:
+        random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(b"tune")).shuffle(order)
+    reader = _Reader(tokenizer, settings.max_length)
+    taken: dict[int, AnsweredRow] = {}
+    for at in order:
+        if len(taken) == settings.limit:
+            break
+        row = reader.read(row_text(rows[at], tokenizer, reader.unread))
+        if row is not None:
+            taken[at] = row
+    if not taken:
+        raise DataError(
+            f"{', '.join(source_names(sources))}: no answer to learn in {len(rows)} rows"
+            f"{reader.why_none()}",
+            hint="a row needs an assistant's turn, a response, an output, or plain text",
+        )
+    kept = tuple(taken[at] for at in sorted(taken))
+    return Answers(kept, len(rows), tuple(reader.notices(kept)))
+
+
+class _Reader:
+    """Rows as tokens and masks, and what is to be said about them."""
+
+    def __init__(self, tokenizer: Any, max_length: int | None) -> None:
+        self.unread = UnreadKeys()
+        self._tokenizer = tokenizer
+        self._most = max_length
+        self._unanswered = self._cut = self._lost = self._rewritten = 0
+
+    def read(self, text: RowText) -> AnsweredRow | None:
+        """None for a row without an answer, or whose answer begins after the cut."""
+        spans = self._spans(text)
+        if not spans:
+            self._unanswered += 1
+            return None
+        tokens, learnt = self._tokens(text, spans)
+        if text.turns and not text.templated:
+            self._end(tokens, learnt)
+        row = AnsweredRow(tuple(tokens[: self._most]), tuple(learnt[: self._most]))
+        self._cut += len(row.tokens) < len(tokens)
+        # The first token is nobody's prediction.
+        if not any(row.learnt[1:]):
+            self._lost += 1
+            return None
+        return row
+
+    def _spans(self, text: RowText) -> list[Span]:
+        """Where answers lie in the text."""
+        if not text.turns:
+            return [(0, len(text.text))] if text.text else []
+        at = [n for n, turn in enumerate(text.turns) if turn.get("role") == ASSISTANT]
+        spans = [span for n in at if (span := self._span(text, n)) is not None]
+        if at and len(spans) < len(at):
+            # Some templates write an earlier turn otherwise once a later one is there.
+            self._rewritten += 1
+            if self._span(text, at[-1]) is None:
+                raise DataError(
+                    f"{text.where}: the chat template does not begin this row as it begins the "
+                    "prompt of its last answer, so where the answer begins is not known",
+                    hint="give the row as plain text, or the model another chat_template.jinja",
+                )
+        return spans
+
+    def _span(self, text: RowText, turn: int) -> Span | None:
+        """Where one answer lies; None where the template has rewritten what stands before it."""
+        before, after = text.turns[:turn], text.turns[: turn + 1]
+        if not text.templated:
+            return len(joined(before)) + 1 if before else 0, len(joined(after))
+        ends = turn + 1 == len(text.turns)
+        end = text.text if ends else self._rendered(text, after, go_on=False)
+        for go_on in (True, False):
+            start = self._rendered(text, before, go_on=go_on) if before else ""
+            if end.startswith(start) and text.text.startswith(end):
+                return len(start), len(end)
+        return None
+
+    def _rendered(self, text: RowText, turns: Any, *, go_on: bool) -> str:
+        return render(turns, self._tokenizer, text.where, go_on=go_on)
+
+    def _tokens(self, text: RowText, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+        """The tokens of a text, or of a beginning that has enough of them."""
+        most = self._most
+        taken = len(text.text) if most is None else CHARACTERS_PER_TOKEN * (most + MARGIN)
+        while True:
+            part = text.text[:taken]
+            ids, learnt = self._encoded(part, spans, text)
+            if most is None or taken >= len(text.text) or len(ids) >= most + MARGIN:
+                return ids, learnt
+            taken *= 4
+
+    def _encoded(
+        self, part: str, spans: Sequence[Span], text: RowText
+    ) -> tuple[list[int], list[bool]]:
+        special = not text.templated
+        with library_errors(TokenizerError, f"{text.where}: the tokenizer cannot take this text"):
+            if not self._tokenizer.is_fast:
+                return self._by_prefixes(part, spans, special)
+            made = self._tokenizer(part, add_special_tokens=special, return_offsets_mapping=True)
+            inner = made.sequence_ids(0)  # None for what the tokenizer adds around the text
+            ids = [int(token) for token in made["input_ids"]]
+            places = made["offset_mapping"]
+        learnt = [
+            own is not None and any(start < b and a < end for start, end in spans)
+            for own, (a, b) in zip(inner, places, strict=True)
+        ]
+        # An end that the tokenizer adds belongs to what it ends.
+        last = next((n for n in reversed(range(len(ids))) if inner[n] is not None), -1)
+        for n in range(last + 1, len(ids)):
+            learnt[n] = last >= 0 and learnt[last]
+        return ids, learnt
+
+    def _by_prefixes(
+        self, part: str, spans: Sequence[Span], special: bool
+    ) -> tuple[list[int], list[bool]]:
+        """Without places of tokens: a text's beginning has the tokens that both begin with."""
+        ids = list(self._tokenizer(part, add_special_tokens=special)["input_ids"])
+        learnt = [False] * len(ids)
+        for start, end in spans:
+            first = self._shared(ids, part[:start], special)
+            stop = len(ids) if end >= len(part) else self._shared(ids, part[:end], special)
+            learnt[first:stop] = [True] * (stop - first)
+        return ids, learnt
+
+    def _shared(self, ids: Sequence[int], beginning: str, special: bool) -> int:
+        own = self._tokenizer(beginning, add_special_tokens=special)["input_ids"]
+        pairs = enumerate(zip(own, ids, strict=False))
+        return next((n for n, (a, b) in pairs if a != b), min(len(own), len(ids)))
+
+    def _end(self, tokens: list[int], learnt: list[bool]) -> None:
+        """Without a template nothing ends an answer but the end token."""
+        end = self._tokenizer.eos_token_id
+        if end is not None and tokens and tokens[-1] != end and learnt[-1]:
+            tokens.append(int(end))
+            learnt.append(True)
+
+    def why_none(self) -> str:
+        parts = []
+        if self._unanswered:
+            parts.append(f"{self._unanswered} hold no answer")
+        if self._lost:
+            parts.append(f"of {self._lost} it begins after `max_length`, {self._most} tokens")
+        return f" ({'; '.join(parts)})" if parts else ""
+
+    def notices(self, rows: Sequence[AnsweredRow]) -> Iterator[str]:
+        yield from self.unread.notices()
+        if self._unanswered:
+            yield f"{self._unanswered} rows hold no answer and are left out"
+        if self._lost:
+            yield (
+                f"{self._lost} rows are left out: their answers begin after `max_length`, "
+                f"{self._most} tokens"
+            )
+        if self._cut > self._lost:
+            yield (
+                f"{self._cut - self._lost} of {len(rows)} rows are longer than `max_length`, "
+                f"{self._most} tokens, and were cut there"
+            )
+        if self._rewritten:
+            yield (
+                f"in {self._rewritten} rows the chat template writes earlier turns otherwise once "
+                "later ones are there: those answers are not learnt"
+            )
+        ends = set(self._tokenizer.all_special_ids)
+        if not any(ends.intersection(row.tokens[-LAST_TOKENS:]) for row in rows):
+            yield (
+                "no row ends with a special token of the tokenizer, so the model does not learn "
+                "where to stop"
+            )

@@ -1,0 +1,143 @@
+"""From a request to a tuned model or an adapter in OUT."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from moemerge.checkpoint.reader import as_ref
+from moemerge.errors import DataError, NumericalError, ResourceError, UsageError
+from moemerge.lockstep.inputs import settings_data
+from moemerge.runtime import ranks
+from moemerge.runtime.dtypes import dtype_name
+from moemerge.runtime.progress import Progress, Silent
+from moemerge.text.rows import source_names
+from moemerge.tuning.job import TuningJob, TuningRequest, check_request
+from moemerge.tuning.output import Output, open_output
+from moemerge.tuning.report import CurvePoint, TuningReport
+from moemerge.tuning.states import SavedStates
+from moemerge.tuning.weights import load_trainable
+
+if TYPE_CHECKING:
+    from moemerge.tuning.trainer import Tuner
+
+# After these a second attempt would end the same: saved states are of no use.
+HOPELESS: Final = (NumericalError, DataError, UsageError)
+
+
+def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
+    """Train, and write OUT, which appears whole or not at all; an interrupted run leaves its last
+    saved state. Under torchrun or accelerate every process must call it; rank 0 writes."""
+    begun = time.monotonic()
+    job = check_request(request)
+    ranks.join(job.device)
+    with open_output(job) as output, _states(job) as states:
+        saved = ranks.from_lead(states.latest() if states is not None else None)
+        folder = ranks.from_lead(states.folder if states is not None else None)
+        assert folder is not None
+        told = progress if ranks.leads() else Silent()
+        trained = _train(job, folder, saved, told)
+        report = _report(job, trained, time.monotonic() - begun)
+        _write(job, trained, output, report)
+        if states is not None:
+            states.finished = True
+    return report
+
+
+@contextmanager
+def _states(job: TuningJob) -> Iterator[SavedStates | None]:
+    """The folder of saved states, in the process that writes it."""
+    if not ranks.leads():
+        yield None
+        return
+    states = SavedStates(job.request.out, job.key(), resume=job.request.resume)
+    keep = True
+    try:
+        yield states
+    except HOPELESS:
+        keep = False
+        raise
+    finally:
+        states.close(keep=keep and not states.finished)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    trainer: Tuner
+    resumed: int
+    seconds: float
+
+
+def _train(job: TuningJob, folder: Path, saved: Path | None, progress: Progress) -> _Trained:
+    from moemerge.tuning.trainer import make_trainer, quiet  # trl takes seconds to import
+
+    model = load_trainable(job.model, job.layout, job.weights_dtype, lora=job.lora)
+    try:
+        with quiet():
+            trainer = make_trainer(job, model, folder, progress)
+            begun = time.monotonic()
+            trainer.train(resume_from_checkpoint=None if saved is None else str(saved))
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"{job.device} has too little memory to train with {job.micro_batch} rows at once",
+            hint="fewer rows at once, shorter ones, or a LoRA: `micro_batch=1`, "
+            "`max_length=1024`, `lora=16`",
+        ) from error
+    finally:
+        progress.finish()
+    resumed = 0 if saved is None else int(saved.name.rpartition("-")[2])
+    return _Trained(trainer, resumed, time.monotonic() - begun)
+
+
+def _write(job: TuningJob, trained: _Trained, output: Output, report: TuningReport) -> None:
+    """What was trained into OUT; of a sharded model every process has a part to give."""
+    accelerator: Any = trained.trainer.accelerator
+    state = accelerator.get_state_dict(trained.trainer.model_wrapped)
+    if ranks.leads():
+        model = accelerator.unwrap_model(trained.trainer.model)
+        output.write(model, state)
+        output.finish(report)
+
+
+def _report(job: TuningJob, trained: _Trained, seconds: float) -> TuningReport:
+    settings, state = job.settings, trained.trainer.state
+    model: Any = trained.trainer.model
+    curve = tuple(
+        CurvePoint(
+            int(point["step"]),
+            float(point["loss"]),
+            float(point["learning_rate"]),
+            float(point["grad_norm"]),
+        )
+        for point in state.log_history
+        if "loss" in point
+    )
+    return TuningReport(
+        model=str(as_ref(job.request.model).absolute()),
+        output=str(job.request.out),
+        data=source_names(job.request.data),
+        settings=settings_data(settings),
+        kind="adapter" if settings.adapter else "model",
+        device=str(job.device),
+        dtype=dtype_name(torch.bfloat16 if job.half else torch.float32),
+        processes=ranks.asked_for(),
+        micro_batch=job.micro_batch,
+        parameters=sum(int(p.numel()) for p in model.parameters() if p.requires_grad),
+        rows=len(job.answers.rows),
+        read=job.answers.read,
+        tokens=job.answers.tokens,
+        learnt=job.answers.learnt,
+        steps=int(state.global_step),
+        epochs=float(state.epoch or 0.0),
+        resumed=trained.resumed,
+        curve=curve,
+        notices=(*job.answers.notices,),
+        seconds=seconds,
+        training_seconds=trained.seconds,
+    )

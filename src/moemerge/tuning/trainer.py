@@ -1,0 +1,193 @@
+"""trl's trainer, made to save what is trained alone, to refuse NaN, and to say nothing itself.
+
+The only module that knows trl. It is imported once there is something to train.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import datasets
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from moemerge.checkpoint.output import write_file
+from moemerge.errors import NumericalError
+from moemerge.runtime.progress import Progress
+from moemerge.tuning.adapters import lora_config
+from moemerge.tuning.job import TuningJob
+from moemerge.tuning.states import COMPLETE
+
+TRAINED: Final = "trained.pt"
+IGNORED: Final = -100  # the label of a token that is not learnt
+SAVED_STATES: Final = 10  # of a run, unless it is told
+
+
+class Tuner(SFTTrainer):  # type: ignore[misc,unused-ignore]
+    """Saves trained parameters as they are in memory.
+
+    transformers would save the whole model, in another layout than the one in memory, and does not
+    read that back into it.
+    """
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """A saved state needs none."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if state_dict is not None:  # a sharded model, whose parts only its library can gather
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir or str(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(trained_tensors(self.model), folder / TRAINED)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        file = Path(resume_from_checkpoint) / TRAINED
+        if not file.exists():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        saved: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+        with torch.no_grad():
+            for name, value in _trained(self.model):
+                value.copy_(saved[name])
+
+
+def _trained(model: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((name, value) for name, value in model.named_parameters() if value.requires_grad)
+
+
+def trained_tensors(model: Any) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in _trained(model)}
+
+
+class _Watch(TrainerCallback):
+    """Reports progress, ends a training whose loss is no number, and marks saved states."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._progress.start("training", int(state.max_steps), unit="steps")
+        self._progress.advance(int(state.global_step))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._progress.advance(1)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any
+    ) -> None:
+        loss = (logs or {}).get("loss")
+        if loss is None:
+            return
+        norm = (logs or {}).get("grad_norm", 0.0)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            what = "loss" if not math.isfinite(loss) else "gradient"
+            raise NumericalError(
+                f"the {what} of step {state.global_step} is {loss if what == 'loss' else norm}",
+                hint="lower the learning rate, and see whether the model itself is sound: "
+                "`learning_rate=1e-5`",
+            )
+        self._progress.status(f"loss {loss:.4g}")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.should_save:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            write_file(folder / COMPLETE, b"")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, neither bars nor advice of the libraries."""
+    level = transformers.logging.get_verbosity()
+    bars = datasets.are_progress_bars_disabled()
+    transformers.logging.set_verbosity(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def make_trainer(job: TuningJob, model: PreTrainedModel, folder: Path, progress: Progress) -> Tuner:
+    """trl's trainer for this job, which saves its states in `folder`."""
+    trainer = Tuner(
+        model=model,
+        args=_arguments(job, folder),
+        train_dataset=_dataset(job),
+        processing_class=job.tokenizer,
+        peft_config=lora_config(job, model) if job.lora else None,
+        callbacks=[_Watch(progress)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _dataset(job: TuningJob) -> Any:
+    rows = job.answers.rows
+    labels = [
+        [token if learnt else IGNORED for token, learnt in zip(r.tokens, r.learnt, strict=True)]
+        for r in rows
+    ]
+    return datasets.Dataset.from_dict(
+        {"input_ids": [list(row.tokens) for row in rows], "labels": labels}
+    )
+
+
+def _arguments(job: TuningJob, folder: Path) -> Any:
+    settings = job.settings
+    assert settings.learning_rate is not None
+    share = 1.0 / SAVED_STATES
+    arguments = SFTConfig(
+        output_dir=str(folder),
+        # rows
+        max_length=settings.max_length,
+        packing=settings.packing,
+        completion_only_loss=False,  # the labels say it
+        per_device_train_batch_size=job.micro_batch,
+        gradient_accumulation_steps=job.accumulation,
+        # optimisation
+        num_train_epochs=settings.epochs,
+        max_steps=-1 if settings.steps is None else settings.steps,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=settings.schedule
+        if settings.schedule != "constant"
+        else "constant_with_warmup",
+        warmup_steps=settings.warmup,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.clip,
+        router_aux_loss_coef=settings.aux_loss,
+        seed=settings.seed,
+        data_seed=settings.seed,
+        # computing
+        use_cpu=job.device.type == "cpu",
+        bf16=job.half,
+        fp16=False,
+        gradient_checkpointing=settings.recompute,
+        dataloader_pin_memory=job.device.type != "cpu",
+        ddp_find_unused_parameters=False,
+        # saving and telling
+        save_strategy="steps",
+        save_steps=share if settings.save_every is None else settings.save_every,
+        save_total_limit=1,
+        logging_strategy="steps",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    arguments._n_gpu = min(1, arguments._n_gpu)  # other processes use the others
+    return arguments

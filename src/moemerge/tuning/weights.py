@@ -1,0 +1,142 @@
+"""A model in memory to train, and its weights back in the layout that they were stored in.
+
+transformers holds experts in stacks, whatever a checkpoint does. Units have the same keys in every
+layout, so what was trained finds its place on disk by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.opened import OpenModel
+from moemerge.architectures.roles import Role, Unit
+from moemerge.checkpoint import TensorInfo
+from moemerge.errors import ArchitectureError, NumericalError
+from moemerge.features.loading import build_skeleton
+from moemerge.features.weights import Weights
+
+CPU = torch.device("cpu")
+ROUTERS = frozenset({Role.ROUTER, Role.ROUTER_BIAS})
+# Moves the choice of experts and has no gradient: families set it by other means.
+UNTRAINED = frozenset({Role.SELECTION_BIAS})
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A unit in memory, and the stored one that it becomes."""
+
+    memory: Unit
+    stored: Unit
+
+
+class TrainedLayout:
+    """Which parameters of a model are trained, and which stored tensors they are.
+
+    Made from headers alone; what cannot be written back is refused here.
+    """
+
+    def __init__(self, opened: OpenModel, only: str | None) -> None:
+        self._opened = opened
+        skeleton = build_skeleton(opened.checkpoint, torch.float32)
+        state = skeleton.state_dict()
+        infos = {n: TensorInfo.of(n, t.dtype, tuple(t.shape)) for n, t in state.items()}
+        self.in_memory = Architecture.of(opened.checkpoint.config, infos)
+        wanted = ROUTERS if only == "routers" else frozenset(Role) - UNTRAINED
+        parameters = dict(skeleton.named_parameters(remove_duplicate=False))
+        self.trained: frozenset[str] = frozenset(
+            name
+            for name, value in parameters.items()
+            if value.is_floating_point() and self.in_memory.role(name) in wanted
+        )
+        self.numel = sum(
+            value.numel() for name, value in skeleton.named_parameters() if name in self.trained
+        )
+        if not self.trained:
+            raise ArchitectureError(
+                f"{opened.label} has no {only or 'parameters'} to train",
+                hint='without `only="routers"` the whole model is trained',
+            )
+        self._check_places(parameters)
+
+    @cached_property
+    def _moves(self) -> Mapping[str, list[_Move]]:
+        """By stored tensor."""
+        here = {unit.key: unit for name in self.trained for unit in self.in_memory.units(name)}
+        moves: dict[str, list[_Move]] = {}
+        for name in self._opened.checkpoint.tensors:
+            for unit in self._opened.architecture.units(name):
+                if (own := here.get(unit.key)) is not None and own.shape == unit.shape:
+                    moves.setdefault(name, []).append(_Move(own, unit))
+        return moves
+
+    @property
+    def stored(self) -> Collection[str]:
+        """The stored tensors that training changes."""
+        return self._moves.keys()
+
+    def _check_places(self, parameters: Mapping[str, Tensor]) -> None:
+        reached = {move.memory.key for moves in self._moves.values() for move in moves}
+        # A second name of a tied parameter needs no place of its own.
+        found = {id(p) for name, p in parameters.items() if self._reaches(name, reached)}
+        lost = [name for name in sorted(self.trained) if id(parameters[name]) not in found]
+        if lost:
+            raise ArchitectureError(
+                f"{self._opened.label}: {lost[0]} has no place in the stored tensors "
+                f"({len(lost)} such), so what is trained could not be written back",
+                hint="save the model by transformers' save_pretrained first, and use that folder",
+            )
+
+    def _reaches(self, name: str, reached: Collection[str]) -> bool:
+        return name in self.trained and all(
+            unit.key in reached for unit in self.in_memory.units(name)
+        )
+
+    def written(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Stored tensors with what was trained in them; `state` is that of the model in memory."""
+        checkpoint = self._opened.checkpoint
+        for name, moves in self._moves.items():
+            block = checkpoint.read(name)
+            for move in moves:
+                value = _rows(state[move.memory.tensor], move.memory).detach()
+                place = move.stored.slot.take(_rows(block, move.stored))
+                place.copy_(move.memory.slot.take(value))
+            if not bool(torch.isfinite(block).all()):
+                raise NumericalError(
+                    f"{name} holds NaN or infinity after training (stored as {block.dtype})",
+                    hint="lower the learning rate: `learning_rate=1e-5`",
+                )
+            yield name, block
+
+
+def _rows(tensor: Tensor, unit: Unit) -> Tensor:
+    rows = unit.slot.rows
+    return tensor if rows is None else tensor[rows[0] : rows[1]]
+
+
+def load_trainable(
+    opened: OpenModel, layout: TrainedLayout, dtype: torch.dtype, *, lora: bool
+) -> PreTrainedModel:
+    """The model in memory, on the CPU, with those parameters trainable; with a LoRA none is."""
+    model = build_skeleton(opened.checkpoint, dtype)
+    weights = Weights(model, opened.checkpoint, CPU, dtype)
+    try:
+        names = tuple(model.state_dict())
+        weights.place(weights.fetch(names))
+        weights.check(names, "the whole model")
+        weights.require_finite(names)
+    finally:
+        weights.close()
+    if not lora:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in layout.trained:
+                parameter.requires_grad_(True)
+    trained: Any = model.train()
+    return trained  # type: ignore[no-any-return]
