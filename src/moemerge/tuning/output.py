@@ -22,7 +22,7 @@ COMPANION_BYTES: Final = 16 * 2**20  # report, card and config next to the weigh
 STATE_BYTES: Final = 2 * 3 * 4
 
 
-class Output(ABC):
+class TunedOutput(ABC):
     """What rank 0 writes; leaving it without `finish` leaves nothing behind."""
 
     def __init__(self, job: TuningJob) -> None:
@@ -59,7 +59,7 @@ class Output(ABC):
         self.abort()
 
 
-class NoOutput(Output):
+class NoOutput(TunedOutput):
     """In all processes but the first."""
 
     def write(self, model: Any, state: Mapping[str, Tensor]) -> None: ...
@@ -71,7 +71,7 @@ class NoOutput(Output):
     def abort(self) -> None: ...
 
 
-class ModelOutput(Output):
+class ModelOutput(TunedOutput):
     """The base's folder, file by file, with what was trained in the tensors' places."""
 
     def __init__(self, job: TuningJob) -> None:
@@ -111,7 +111,7 @@ class ModelOutput(Output):
         self._patch.abort()
 
 
-class AdapterOutput(Output):
+class AdapterOutput(TunedOutput):
     """A folder as peft writes it."""
 
     def __init__(self, job: TuningJob) -> None:
@@ -143,7 +143,7 @@ class AdapterOutput(Output):
         self._folder.abort()
 
 
-def open_output(job: TuningJob) -> Output:
+def open_output(job: TuningJob) -> TunedOutput:
     """OUT in the making, refused here where it must not be."""
     if not ranks.leads():
         return NoOutput(job)

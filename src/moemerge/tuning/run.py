@@ -19,7 +19,7 @@ from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.text.rows import source_names
 from moemerge.tuning.job import TuningJob, TuningRequest, check_request
-from moemerge.tuning.output import Output, open_output
+from moemerge.tuning.output import TunedOutput, open_output
 from moemerge.tuning.report import CurvePoint, TuningReport
 from moemerge.tuning.states import SavedStates
 from moemerge.tuning.weights import load_trainable
@@ -95,7 +95,7 @@ def _train(job: TuningJob, folder: Path, saved: Path | None, progress: Progress)
     return _Trained(trainer, resumed, time.monotonic() - begun)
 
 
-def _write(job: TuningJob, trained: _Trained, output: Output, report: TuningReport) -> None:
+def _write(job: TuningJob, trained: _Trained, output: TunedOutput, report: TuningReport) -> None:
     """What was trained into OUT; of a sharded model every process has a part to give."""
     accelerator: Any = trained.trainer.accelerator
     state = accelerator.get_state_dict(trained.trainer.model_wrapped)
