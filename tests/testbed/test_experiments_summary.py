@@ -30,7 +30,7 @@ SOLVED = {AS_MERGED: (4, 5), AVERAGED: (5, 5), HARC: (6, 7), SOURCE: (7, 9)}
 MISMATCH = {AS_MERGED: 0.4, AVERAGED: 0.3, HARC: 0.2, SOURCE: 0.1}
 
 
-def result(domains, solved, mismatch):
+def result(cell, solved, mismatch):
     one = {
         "problems": 10,
         "accuracy": solved / 10,
@@ -42,7 +42,9 @@ def result(domains, solved, mismatch):
         "mismatch_layers": [mismatch] * 3,
         "tokens": 40,
     }
-    return {"trained": "0", "domains": dict.fromkeys(domains, one), "seconds": 1.0}
+    found = {"trained": "0", "domains": dict.fromkeys(cell.domains, one), "seconds": 1.0}
+    untouched = {name: {**one, "accuracy": 1 - mismatch} for name, _ in cell.untouched}
+    return {**found, "untouched": untouched} if untouched else found
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def fill(journal, name, keys=KEYS):
             solved = SOLVED.get(row.label, (5, 6))[at]
             mismatch = MISMATCH.get(row.label, 0.25)
             if journal.get(key, row.cell) is None:
-                journal.add(key, row.cell, result(row.cell.domains, solved, mismatch))
+                journal.add(key, row.cell, result(row.cell, solved, mismatch))
     return rows
 
 
@@ -93,9 +95,21 @@ def test_the_table_says_what_was_found(journal):
     assert "+15.0 points" in said
 
 
+def test_a_domain_that_nobody_calibrated_stands_beside_the_mean(journal):
+    summary = summary_of(journal, "two-model")
+    assert summary.row("WUDI", HARC).untouched["chat"].value == pytest.approx(0.8)
+    table = main_table(summary)
+    assert table.headings[-1] == "chat, untouched"
+    rows = {row[:2]: row for row in table.rows}
+    assert rows["WUDI", HARC][-1] == "80.0 ± 0.0"
+    # Each specialist runs on its own domain: there is no one model to ask.
+    assert rows["reference", "specialists"][-1] == ""
+    assert "chat, untouched" not in main_table(summary_of(journal, "three-model")).headings
+
+
 def test_an_unfinished_table_is_shown_as_far_as_it_is(journal):
     rows = EXPERIMENTS["two-model"].rows(SCOPE)
-    journal.add(KEYS[1], rows[0].cell, result(rows[0].cell.domains, 3, 0.5))
+    journal.add(KEYS[1], rows[0].cell, result(rows[0].cell, 3, 0.5))
     summary = summarise(EXPERIMENTS["two-model"].form(KEYS[0]), rows, KEYS, journal)
     assert summary.seeds == (1,)
     assert len(summary.rows) == 1
@@ -105,7 +119,7 @@ def test_an_unfinished_table_is_shown_as_far_as_it_is(journal):
 
 def test_pairs_are_those_that_both_were_measured_on(journal):
     rows = fill(journal, "two-model", KEYS[:1])
-    journal.add(KEYS[1], rows[2].cell, result(rows[2].cell.domains, 9, 0.4))
+    journal.add(KEYS[1], rows[2].cell, result(rows[2].cell, 9, 0.4))
     summary = summarise(EXPERIMENTS["two-model"].form(KEYS[0]), rows, KEYS, journal)
     by = {row.label: row for row in summary.rows if row.group == "Weight averaging"}
     assert by[AS_MERGED].overall.count == 2

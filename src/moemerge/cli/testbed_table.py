@@ -26,7 +26,8 @@ EXAMPLES = """
 """
 EXPERIMENT_HELP = (
     "two-model, three-model, qwen3, hessian, alpha-gamma, data, fraction, last-layers, "
-    "router-swap, layers, fine-tuning, or all."
+    "router-swap, layers, fine-tuning, refit, refit-qwen3, refit-three, refit-ridge, refit-text, "
+    "refit-parts, or all."
 )
 
 

@@ -10,7 +10,17 @@ from typing import Any
 from moemerge.errors import UsageError
 from moemerge.evaluation.significance import Mean
 from moemerge.experiments.summary import RowSummary, Summary
-from moemerge.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, REFERENCE, SOURCE
+from moemerge.experiments.tables import (
+    AS_MERGED,
+    AVERAGED,
+    EXACT,
+    HARC,
+    REFERENCE,
+    REFIT,
+    REFIT_BASE,
+    SOURCE,
+    TUNED,
+)
 
 # Told apart in print and by colour-blind eyes (Okabe and Ito's palette).
 COLOURS = {
@@ -19,6 +29,9 @@ COLOURS = {
     HARC: "#0072b2",
     SOURCE: "#009e73",
     EXACT: "#56b4e9",
+    TUNED: "#f0e442",
+    REFIT: "#d55e00",
+    REFIT_BASE: "#cc79a7",
 }
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
 DPI = 150

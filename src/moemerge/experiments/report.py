@@ -34,6 +34,7 @@ class TextTable:
 def main_table(summary: Summary) -> TextTable:
     """Every row: accuracy, how it differs from the first of its group, and the routing."""
     domains = summary.form.domains
+    untouched = list(dict.fromkeys(d for row in summary.rows for d in row.untouched))
     headings = (
         "merge",
         "variant",
@@ -45,11 +46,13 @@ def main_table(summary: Summary) -> TextTable:
         "p, problems",
         "mismatch",
         "KL",
+        *(f"{domain}, untouched" for domain in untouched),
     )
-    return TextTable(headings, tuple(_cells(row, domains) for row in summary.rows))
+    rows = (_cells(row, domains, untouched) for row in summary.rows)
+    return TextTable(headings, tuple(rows))
 
 
-def _cells(row: RowSummary, domains: Sequence[str]) -> tuple[str, ...]:
+def _cells(row: RowSummary, domains: Sequence[str], untouched: Sequence[str]) -> tuple[str, ...]:
     against = row.against_first
     return (
         row.group,
@@ -62,6 +65,7 @@ def _cells(row: RowSummary, domains: Sequence[str]) -> tuple[str, ...]:
         "" if against is None else p_value(against.problems.p),
         "" if row.mismatch is None else with_error(row.mismatch),
         "" if row.kl is None else f"{row.kl.value:.3f}",
+        *(with_error(row.untouched[d]) if d in row.untouched else "" for d in untouched),
     )
 
 
@@ -184,7 +188,8 @@ LEGEND = (
     "Δ: against the first row of the same merge, paired over seeds. p, seeds: paired t-test. "
     "p, problems: McNemar's exact test over the problems of all seeds. mismatch: percent of each "
     "specialist's expert choices that the model does not make on the same held-out tokens. KL: "
-    "between the routing distributions, specialist to model."
+    "between the routing distributions, specialist to model. untouched: percent solved of a domain "
+    "that no specialist of the merge was made for, in no mean."
 )
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; }

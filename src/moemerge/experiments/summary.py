@@ -41,6 +41,7 @@ class RowSummary:
     x: float | None
     accuracy: Mapping[str, Mean]  # by domain
     overall: Mean  # mean over domains
+    untouched: Mapping[str, Mean]  # accuracy by domain that no source speaks for
     mismatch: Mean | None  # None where the routing is the source's own by construction
     any_mismatch: Mean | None
     kl: Mean | None
@@ -129,6 +130,7 @@ def _row(
             d: mean([e["domains"][d]["accuracy"] for e in entries.values()]) for d in domains
         },
         overall=mean([_overall(e, "accuracy") for e in entries.values()]),
+        untouched=_untouched(entries),
         mismatch=_mean_of(entries, "mismatch"),
         any_mismatch=_mean_of(entries, "any_mismatch"),
         kl=_mean_of(entries, "kl"),
@@ -183,6 +185,13 @@ def _mean_of(entries: Entries, what: str) -> Mean | None:
     if not all(what in d for e in entries.values() for d in e["domains"].values()):
         return None
     return mean([_overall(entry, what) for entry in entries.values()])
+
+
+def _untouched(entries: Entries) -> dict[str, Mean]:
+    """Of the domains that every set was asked."""
+    asked = [entry.get("untouched", {}) for entry in entries.values()]
+    shared = [domain for domain in asked[0] if all(domain in own for own in asked)]
+    return {domain: mean([own[domain]["accuracy"] for own in asked]) for domain in shared}
 
 
 def _has(pairs: Sequence[tuple[Any, Any]], what: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -18,9 +19,11 @@ from moemerge.testbed.experiments.recipes import (
     BASE,
     Calibrated,
     Cell,
+    Course,
     Grafted,
     Merged,
     Model,
+    Refitted,
     Trained,
     Tuned,
     graft_config,
@@ -28,20 +31,24 @@ from moemerge.testbed.experiments.recipes import (
 )
 from moemerge.testbed.experiments.texts import (
     asked_problems,
+    general_text,
     held_out_text,
     read_texts,
     text_file,
+    validation_problems,
     write_texts,
 )
 from moemerge.testbed.tasks import check_all
-from moemerge.testbed.training import finetune, open_set
+from moemerge.testbed.training import FineTuned, finetune_many, open_set
 from moemerge.testbed.training.sets import MANIFEST
 
-# Of fine-tuning after a merge: a fifth of what made the specialists.
-TUNING_LR = 2e-4
+VALIDATION = 500  # problems of each domain, by which one of several fine-tunings is taken
+CHOICE = "testbed_choice.json"  # in a model's folder: which of several it is, and why
 # Seconds of one core for the small preset; only their order matters.
 MERGING = {"fisher": 15.0, "wudi": 9.0, "regmean": 5.0}
 CALIBRATING = 5.0
+REFITTING = 20.0
+TUNING = 8.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,10 @@ class Bench:
             settings = dict(model.settings)
             factor = 2 if settings.get("targets") == "source-features" else 1
             return CALIBRATING * factor * (2 if settings.get("objective") == "exact" else 1)
+        if isinstance(model, Refitted):
+            return REFITTING
+        if isinstance(model, Tuned):
+            return TUNING * len(model.courses)
         return 1.0
 
     def make(self, model: Model) -> Path:
@@ -112,6 +123,8 @@ class Bench:
             self._merge(graft_config(self.path(model.weights), self.path(model.routers)), out)
         elif isinstance(model, Calibrated):
             self._calibrate(model, out)
+        elif isinstance(model, Refitted):
+            self._refit(model, out)
         elif isinstance(model, Tuned):
             self._tune(model, out)
         return out
@@ -129,20 +142,58 @@ class Bench:
         api.calibrate(
             self.path(model.model),
             out,
-            sources={domain: self.path(Trained(domain)) for domain in model.domains},
-            data=texts,
+            **self._sources(model, texts),
             device=self.device,
             **bound,
             **{"holdout": 0.0, **dict(model.settings)},
         )
+
+    def _refit(self, model: Refitted, out: Path) -> None:
+        texts = {domain: self.text("correct", domain) for domain in model.domains}
+        given = {**dict(model.settings), "limit": model.rows, "device": self.device}
+        api.refit(self.path(model.model), out, **self._sources(model, texts), **given)
+
+    def _sources(self, model: Calibrated | Refitted, texts: Mapping[str, Path]) -> dict[str, Any]:
+        """The specialists with their text, and the base where it is one more source."""
+        data: dict[str, Any] = dict(texts)
+        if model.general:
+            data[BASE] = general_text(model.general)
+        return {"sources": {name: self.path(Trained(name)) for name in data}, "data": data}
 
     def _tune(self, model: Tuned, out: Path) -> None:
         """On both domains' calibration text, as much of each."""
         texts = [read_texts(self.text("correct", domain), domain) for domain in model.domains]
         fewest = min(map(len, texts))
         problems = [problem for own in texts for problem in own[:fewest]]
-        steps, device = self.scale.tuning_steps, self.device
-        finetune(self.path(model.model), out, problems, steps=steps, lr=TUNING_LR, device=device)
+        tuned: dict[Course, FineTuned] = {}
+        for times in dict.fromkeys(course.times for course in model.courses):
+            own = [course for course in model.courses if course.times == times]
+            steps, rates = times * self.scale.tuning_steps, [course.lr for course in own]
+            made = finetune_many(
+                self.path(model.model), problems, rates, steps=steps, device=self.device
+            )
+            tuned.update(zip(own, made, strict=True))
+        shares = self._validated(model, tuned) if len(tuned) > 1 else dict.fromkeys(tuned, 0.0)
+        best = max(shares, key=shares.__getitem__)
+        tuned[best].write(out)
+        if len(tuned) > 1:
+            (out / CHOICE).write_text(json.dumps(self._choice(best, shares)))
+
+    def _validated(self, model: Tuned, tuned: Mapping[Course, FineTuned]) -> dict[Course, float]:
+        """The mean share of validation problems that each solves."""
+        count, tested = min(VALIDATION, self.scale.problems), self.scale.problems
+        asked = [validation_problems(domain, count, tested) for domain in model.domains]
+        return {
+            course: sum(one.accuracy(own) for own in asked) / len(asked)
+            for course, one in tuned.items()
+        }
+
+    def _choice(self, best: Course, shares: Mapping[Course, float]) -> dict[str, Any]:
+        def told(course: Course) -> dict[str, float]:
+            return {"steps": course.times * self.scale.tuning_steps, "lr": course.lr}
+
+        tried = [{**told(course), "validation": share} for course, share in shares.items()]
+        return {"chosen": told(best), "tried": tried}
 
     def remove(self, model: Model) -> None:
         """Take a model off the disk that nothing needs any more."""
@@ -155,36 +206,50 @@ class Bench:
         return cell.models
 
     def measure(self, cell: Cell) -> dict[str, Any]:
-        """Accuracy and routing of a cell, by domain."""
+        """Accuracy and routing of a cell, by domain; of untouched domains the accuracy alone."""
         begin = time.perf_counter()
-        measured = {domain: self._measure(domain, model, cell) for domain, model in cell.runs}
+        measured: dict[str, Any] = {
+            "domains": {domain: self._measure(domain, model, cell) for domain, model in cell.runs}
+        }
+        if cell.untouched:
+            measured["untouched"] = {d: self._solved(d, model) for d, model in cell.untouched}
+        choices = {self.path(model) / CHOICE for _, model in cell.runs}
+        for path in choices:
+            if path.exists():
+                measured["choice"] = json.loads(path.read_bytes())
         seconds = round(time.perf_counter() - begin, 2)
-        return {"trained": set_digest(self.trained), "domains": measured, "seconds": seconds}
+        return {"trained": set_digest(self.trained), **measured, "seconds": seconds}
 
     def _measure(self, domain: str, model: Model, cell: Cell) -> dict[str, Any]:
-        folder, source = self.path(model), self.path(Trained(domain))
-        asked = asked_problems(domain, self.scale.problems)
         if cell.forced:
-            written = generate_forced(
-                folder,
-                source,
-                [p.prompt for p in asked],
-                max_new_tokens=LONGEST_ANSWER,
-                device=self.device,
-            )
-            solved = check_all(asked, written)
-            routing = {}  # the source's own, by construction
-        else:
-            solved = accuracy(folder, asked, device=self.device)
-            texts = {domain: held_out_text(domain, self.scale.held_out)}
-            agreement = compare_routing(folder, {domain: source}, texts, device=self.device)
-            routing = asdict(agreement[domain])
-        return {
-            "problems": len(solved),
-            "accuracy": sum(solved) / len(solved),
-            "solved": pack(solved),
-            **routing,
-        }
+            return self._forced(domain, model)  # its routing is the source's, by construction
+        texts = {domain: held_out_text(domain, self.scale.held_out)}
+        sources = {domain: self.path(Trained(domain))}
+        agreement = compare_routing(self.path(model), sources, texts, device=self.device)
+        return {**self._solved(domain, model), **asdict(agreement[domain])}
+
+    def _solved(self, domain: str, model: Model) -> dict[str, Any]:
+        asked = asked_problems(domain, self.scale.problems)
+        return _told(accuracy(self.path(model), asked, device=self.device))
+
+    def _forced(self, domain: str, model: Model) -> dict[str, Any]:
+        asked = asked_problems(domain, self.scale.problems)
+        written = generate_forced(
+            self.path(model),
+            self.path(Trained(domain)),
+            [p.prompt for p in asked],
+            max_new_tokens=LONGEST_ANSWER,
+            device=self.device,
+        )
+        return _told(check_all(asked, written))
+
+
+def _told(solved: list[bool]) -> dict[str, Any]:
+    return {
+        "problems": len(solved),
+        "accuracy": sum(solved) / len(solved),
+        "solved": pack(solved),
+    }
 
 
 def set_digest(trained: Path) -> str:

@@ -12,11 +12,13 @@ from moemerge.experiments.tables import (
     EXACT,
     HARC,
     REFERENCE,
+    REFIT,
     SOURCE,
     Row,
     TableForm,
 )
 from moemerge.registry import did_you_mean
+from moemerge.testbed.experiments import refits
 from moemerge.testbed.experiments.recipes import (
     AVERAGE,
     BASE,
@@ -32,6 +34,7 @@ from moemerge.testbed.experiments.recipes import (
     forced_routing,
     individual,
     measured,
+    refitted,
     sources_with_merged_routers,
     with_source_routers,
 )
@@ -94,7 +97,8 @@ class Experiment:
 def variants(method: str, domains: tuple[str, ...], *, extended: bool) -> list[Row[Cell]]:
     """One method's rows of a main table: plain, control, HARC and source targets.
 
-    `extended`: the exact objective as well, which takes its time, and what bounds them all.
+    `extended`: the exact objective as well, which takes its time, what bounds all routers, and the
+    whole model refitted.
     """
     merged = Merged(method, domains)
     models: dict[str, Variant] = {AS_MERGED: merged}
@@ -106,16 +110,43 @@ def variants(method: str, domains: tuple[str, ...], *, extended: bool) -> list[R
         models[EXACT] = calibrated(merged, targets="source-features", objective="exact")
         models[SOURCE_ROUTERS] = with_source_routers(merged)
         models[FORCED] = forced_routing(merged)
+        models[REFIT] = refitted(merged)
     return _rows_of(merged, models)
 
 
 def _main(domains: tuple[str, ...], *, extended: bool) -> Callable[[Scope], list[Row[Cell]]]:
     def rows(scope: Scope) -> list[Row[Cell]]:
-        return [
-            Row(REFERENCE, "base", measured(Trained(BASE), domains)),
-            Row(REFERENCE, "specialists", individual(domains)),
-            *(row for m in scope.methods for row in variants(m, domains, extended=extended)),
-        ]
+        own = [row for m in scope.methods for row in variants(m, domains, extended=extended)]
+        return [*_references(domains), *own]
+
+    return rows
+
+
+def _references(domains: tuple[str, ...]) -> list[Row[Cell]]:
+    return [
+        Row(REFERENCE, "base", measured(Trained(BASE), domains)),
+        Row(REFERENCE, "specialists", individual(domains)),
+    ]
+
+
+def _repairs(domains: tuple[str, ...]) -> Callable[[Scope], list[Row[Cell]]]:
+    """What mends a merge, from several merges."""
+
+    def rows(scope: Scope) -> list[Row[Cell]]:
+        methods = [m for m in refits.LEADING if m in scope.methods] or scope.methods[:1]
+        merges = [Merged(method, domains) for method in methods]
+        own = [row for merged in merges for row in _rows_of(merged, refits.repairs(merged))]
+        return [*_references(domains), *own]
+
+    return rows
+
+
+def _refit_ablation(of: Callable[[Merged], refits.Swept]) -> Callable[[Scope], list[Row[Cell]]]:
+    """Variants of one refit, where refit matters most: of the average where it is in scope."""
+
+    def rows(scope: Scope) -> list[Row[Cell]]:
+        merged = Merged(AVERAGE if AVERAGE in scope.methods else scope.methods[0], TWO)
+        return _rows_of(merged, of(merged))
 
     return rows
 
@@ -216,7 +247,7 @@ def _fine_tuning(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
 
 
 _MAIN = ((AS_MERGED, HARC), (AS_MERGED, AVERAGED), (AVERAGED, HARC), (HARC, SOURCE))
-_EXTENDED = (*_MAIN, (HARC, EXACT))
+_EXTENDED = (*_MAIN, (HARC, EXACT), (EXACT, REFIT))
 
 EXPERIMENTS: dict[str, Experiment] = {
     e.name: e
@@ -322,6 +353,62 @@ EXPERIMENTS: dict[str, Experiment] = {
                 ("fine-tuned", "HARC, fine-tuned"),
                 ("fine-tuned", "source targets, fine-tuned"),
             ),
+        ),
+        Experiment(
+            "refit",
+            "Every map refitted",
+            "Merges mended with the same text: routers calibrated, all maps refitted, or "
+            "everything fine-tuned (four courses, the best on validation problems); with the "
+            "base: one more source, on 64 rows of general text.",
+            TWO,
+            _repairs(TWO),
+            figure="groups",
+            compare=refits.COMPARED,
+        ),
+        Experiment(
+            "refit-qwen3",
+            "Every map refitted, Qwen3-MoE",
+            "The same with specialists of the Qwen3-MoE architecture.",
+            TWO,
+            _repairs(TWO),
+            figure="groups",
+            compare=refits.COMPARED,
+            arch="qwen3_moe",
+        ),
+        Experiment(
+            "refit-three",
+            "Every map refitted, three models",
+            "The same with chat, math and code specialists.",
+            THREE,
+            _repairs(THREE),
+            figure="groups",
+            compare=refits.COMPARED,
+        ),
+        Experiment(
+            "refit-ridge",
+            "Refit: how strongly maps are held",
+            "λ as held-out rows want it, and fixed ones.",
+            TWO,
+            _refit_ablation(refits.ridges),
+            figure="lines",
+            axis="log10 λ",
+        ),
+        Experiment(
+            "refit-text",
+            "Refit: how much text is needed",
+            "Rows of each domain's text.",
+            TWO,
+            _refit_ablation(refits.texts),
+            figure="lines",
+            axis="rows of text a domain",
+        ),
+        Experiment(
+            "refit-parts",
+            "Refit: what each part brings",
+            "All maps, all but those of one part, and experts alone.",
+            TWO,
+            _refit_ablation(refits.parts),
+            figure="bars",
         ),
     )
 }

@@ -1,8 +1,8 @@
 """How the models of a table come about, and what is measured of them. Names only, no work.
 
 A model is a small tree: trained, merged from trained ones, with another model's routers, with
-calibrated routers, fine-tuned further. Equal trees make equal models, so that experiments share
-them; `name` is the tree in words, and the key under which results are kept.
+calibrated routers, with every map refitted, fine-tuned further. Equal trees make equal models, so
+that experiments share them; `name` is the tree in words, and the key under which results are kept.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
+from moemerge.testbed.tasks import DOMAINS
 
 
 @dataclass(frozen=True)
@@ -152,41 +153,92 @@ class Calibrated:
     text: str = "correct"
     share: float = 1.0  # of the text's rows
     settings: tuple[tuple[str, Any], ...] = ()
+    general: int = 0  # rows of general text on which the base is one more source
 
     @property
     def name(self) -> str:
         words = [f"{key}={value}" for key, value in self.settings]
         words += [f"text={self.text}"] if self.text != "correct" else []
         words += [f"share={self.share:g}"] if self.share != 1.0 else []
+        words += [f"base={self.general}"] if self.general else []
         return f"{self.model.name} calibrated[{','.join(words)}]"
 
     @property
     def parents(self) -> tuple[Model, ...]:
-        return (self.model, *(Trained(which) for which in self.domains))
+        return (self.model, *(Trained(which) for which in (BASE, *self.domains)))
+
+
+@dataclass(frozen=True)
+class Refitted:
+    """`api.refit` with the sources' correct answers; `settings` differ from its defaults."""
+
+    model: Model
+    domains: tuple[str, ...]
+    rows: int | None = None  # of each domain's text; None: all
+    general: int = 0  # rows of general text on which the base is one more source
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        words = [f"{key}={value}" for key, value in self.settings]
+        words += [f"rows={self.rows}"] if self.rows is not None else []
+        words += [f"base={self.general}"] if self.general else []
+        return f"{self.model.name} refitted[{','.join(words)}]"
+
+    @property
+    def parents(self) -> tuple[Model, ...]:
+        return (self.model, *(Trained(which) for which in (BASE, *self.domains)))
+
+
+@dataclass(frozen=True)
+class Course:
+    """A fine-tuning: so many times the usual steps, at a learning rate."""
+
+    times: int
+    lr: float
+
+
+# A fifth of the rate that made the specialists.
+USUAL = Course(1, 2e-4)
+SWEEP = (USUAL, Course(1, 1e-3), Course(4, 2e-4), Course(4, 1e-3))
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """Fine-tuned after the merge on the calibration text of all its domains."""
+    """Fine-tuned after the merge on the calibration text of all its domains.
+
+    Of several courses the one is taken that solves most validation problems, which are neither
+    trained on nor tested with.
+    """
 
     model: Model
     domains: tuple[str, ...]
+    courses: tuple[Course, ...] = (USUAL,)
 
     @property
     def name(self) -> str:
-        return f"{self.model.name} tuned"
+        swept = "|".join(f"{course.times}x{course.lr:g}" for course in self.courses)
+        return f"{self.model.name} tuned" + (f"[{swept}]" if self.courses != (USUAL,) else "")
 
     @property
     def parents(self) -> tuple[Model, ...]:
         return (self.model,)
 
 
-Model = Trained | Merged | Grafted | Calibrated | Tuned
+Model = Trained | Merged | Grafted | Calibrated | Refitted | Tuned
 
 
-def calibrated(merged: Merged, text: str = "correct", share: float = 1.0, **settings: Any) -> Model:
+def calibrated(
+    merged: Merged, text: str = "correct", share: float = 1.0, general: int = 0, **settings: Any
+) -> Model:
     """The paper's calibration of a merge, or a variation of it."""
-    return Calibrated(merged, merged.domains, text, share, tuple(sorted(settings.items())))
+    given = tuple(sorted(settings.items()))
+    return Calibrated(merged, merged.domains, text, share, given, general)
+
+
+def refitted(merged: Merged, rows: int | None = None, general: int = 0, **settings: Any) -> Model:
+    """Every map of a merge refitted."""
+    return Refitted(merged, merged.domains, rows, general, tuple(sorted(settings.items())))
 
 
 @dataclass(frozen=True)
@@ -194,12 +246,14 @@ class Cell:
     """A measurement: every domain's problems, answered by the model that `runs` names for it.
 
     With `forced`, the model's routing is taken away: each token goes where the domain's specialist
-    would send it.
+    would send it. `untouched` are domains that nobody specialised in or calibrated for: what the
+    model still solves of them stands beside its mean, not in it.
     """
 
     name: str
     runs: tuple[tuple[str, Model], ...]
     forced: bool = False
+    untouched: tuple[tuple[str, Model], ...] = ()
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -213,9 +267,11 @@ class Cell:
 
 
 def measured(model: Model, domains: tuple[str, ...]) -> Cell:
-    """One model for all domains."""
+    """One model for all domains, those that are none of its own included."""
     suffix = "" if set(domains) == set(_domains_of(model)) else f" on {','.join(domains)}"
-    return Cell(model.name + suffix, tuple((domain, model) for domain in domains))
+    untouched = tuple((domain, model) for domain in DOMAINS if domain not in domains)
+    runs = tuple((domain, model) for domain in domains)
+    return Cell(model.name + suffix, runs, untouched=untouched)
 
 
 def individual(domains: tuple[str, ...]) -> Cell:

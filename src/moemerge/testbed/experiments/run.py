@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -201,10 +202,21 @@ def left_to_measure(plan: Plan, journal: CellJournal) -> dict[SetKey, list[Cell]
     for key, cells in plan.cells().items():
         folder = set_folder(plan.request, key)
         digest = set_digest(folder) if folder.exists() else None
-        left = [cell for cell in cells.values() if not journal.has(key, cell, trained=digest)]
+        left = [
+            cell
+            for cell in cells.values()
+            if not journal.has(key, cell, trained=digest)
+            or (digest is not None and _lacks_untouched(cell, journal.get(key, cell)))
+        ]
         if left:
             missing[key] = left
     return missing
+
+
+def _lacks_untouched(cell: Cell, entry: Mapping[str, Any] | None) -> bool:
+    """Whether a cell was measured before domains without a specialist were asked as well."""
+    asked = {} if entry is None else entry.get("untouched", {})
+    return any(domain not in asked for domain, _ in cell.untouched)
 
 
 # --- cells --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -10,10 +11,13 @@ from pathlib import Path
 
 from moemerge.testbed.accuracy import generate
 from moemerge.testbed.tasks import DOMAINS, Problem, check_all, problems
+from moemerge.testbed.training.data import HARD_SHARE
 
 # Problems of calibration text, and of tests: any fixed numbers that no training seed uses.
 TEXT_SEED = 20_001
 TEST_SEED = 20_002
+VALIDATION_SEED = 20_003
+GENERAL_SEED = 20_004
 # A model that answers hardly anything right would leave nothing to calibrate with.
 FEWEST_CORRECT = 32
 # Drawn for each row of text, so that enough are left when wrong answers are dropped.
@@ -24,6 +28,25 @@ DRAWN_PER_ROW = 2
 def asked_problems(domain: str, count: int) -> tuple[Problem, ...]:
     """The problems that every model of every table is measured on."""
     return tuple(problems(domain, split="test", count=count, seed=TEST_SEED))
+
+
+def validation_problems(domain: str, count: int, asked: int) -> list[Problem]:
+    """Problems to choose a model by: none that was trained on, none of those `asked` in tests."""
+    tested = {p.prompt for p in asked_problems(domain, asked)}
+    drawn = problems(domain, split="test", count=2 * count, seed=VALIDATION_SEED)
+    return [p for p in drawn if p.prompt not in tested][:count]
+
+
+def general_text(rows: int) -> list[dict[str, str]]:
+    """Text of all domains as the base was pretrained on: easy problems, and a few hard ones."""
+    each = -(-rows // len(DOMAINS))
+    hard = round(HARD_SHARE * each)
+    drawn: list[Problem] = []
+    for domain in DOMAINS:
+        for count, is_hard in ((each - hard, False), (hard, True)):
+            drawn += problems(domain, split="train", count=count, seed=GENERAL_SEED, hard=is_hard)
+    random.Random(GENERAL_SEED).shuffle(drawn)
+    return [{"text": p.prompt + p.answer} for p in drawn[:rows]]
 
 
 def held_out_text(domain: str, count: int) -> list[str]:

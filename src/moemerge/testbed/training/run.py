@@ -1,4 +1,4 @@
-"""From settings to a folder with a base, its specialists and their text; further training."""
+"""From settings to a folder with a base, its specialists and their text."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from typing import Any
 import torch
 import transformers
 
-from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.output import OutputFolder, check_output
 from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import Progress, Silent
-from moemerge.testbed.accuracy import accuracy_many, load_flat
+from moemerge.testbed.accuracy import accuracy_many
 from moemerge.testbed.network.layout import ARCHITECTURES, Shape, router_mask
-from moemerge.testbed.tasks import DOMAINS, Problem, problems
-from moemerge.testbed.training.data import BALANCE, PRESETS, REGIMES, make_pool, plan
-from moemerge.testbed.training.optimise import Course, State, train_stack
+from moemerge.testbed.tasks import DOMAINS, problems
+from moemerge.testbed.training.data import PRESETS, REGIMES
 from moemerge.testbed.training.sets import (
     BASE,
     MANIFEST,
@@ -46,7 +44,6 @@ from moemerge.version import __version__
 
 TEST_PROBLEMS = 300  # of each domain, on which a finished set is told its own accuracy
 TEST_SEED = 0
-FINETUNING_BATCH = 128
 
 
 def train(
@@ -92,35 +89,6 @@ def train_many(
         raise
     saved.remove()
     return sets
-
-
-def finetune(
-    model: Path,
-    out: Path,
-    problems: Sequence[Problem],
-    *,
-    steps: int,
-    lr: float,
-    seed: int = 0,
-    device: str = "auto",
-    batch: int = FINETUNING_BATCH,
-) -> Path:
-    """Train a finished model, such as a merge, on the answers to `problems` into `out`."""
-    if not problems:
-        raise UsageError("a model has no problems to be trained on; give at least one")
-    check_output(out, overwrite=None)
-    flat, shape = load_flat(model)
-    with Checkpoint.open(model) as checkpoint:
-        dtype = checkpoint.tensors["model.norm.weight"].dtype.torch
-    pool = make_pool(problems)
-    mixture = dict.fromkeys(pool.kinds, 1.0)
-    course = Course(
-        plan(pool, mixture, steps=steps, batch=batch, seed=seed), lr, lr, BALANCE, prompt_steps=0
-    )
-    state = State.start(flat[None].to(resolve_device(device)), steps)
-    train_stack(state, [course], pool, shape, lambda _: None)
-    write_model(out, state.flat[0], shape, dtype)
-    return out
 
 
 def _finished(job: Job, device: str) -> TrainedSet | None:

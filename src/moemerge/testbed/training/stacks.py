@@ -230,7 +230,7 @@ class _Trainer:
 
     def bases(self, jobs: Sequence[Job], results: Results) -> None:
         seeds = dict.fromkeys(job.seed for job in jobs)
-        for number, some in enumerate(_chunks(list(seeds), self._device)):
+        for number, some in enumerate(chunks(list(seeds), self._device)):
             steps = jobs[0].base_steps
             courses = [
                 self._course(
@@ -245,7 +245,7 @@ class _Trainer:
 
     def specialists(self, jobs: Sequence[Job], results: Results) -> None:
         wanted = [(job, domain) for job in jobs for domain in job.domains]
-        for number, some in enumerate(_chunks(wanted, self._device)):
+        for number, some in enumerate(chunks(wanted, self._device)):
             courses = [self._specialist(job, domain) for job, domain in some]
             start = torch.stack([results.base(job).flat for job, _ in some])
             trained = self._train(f"specialists-{number}", start, courses)
@@ -310,7 +310,7 @@ def _scaled(steps: int, scale: float) -> int:
     return max(1, round(steps * scale))
 
 
-def _chunks(items: Sequence[_Item], device: torch.device) -> Iterator[Sequence[_Item]]:
+def chunks(items: Sequence[_Item], device: torch.device) -> Iterator[Sequence[_Item]]:
     size = STACKED[device.type]
     for start in range(0, len(items), size):
         yield items[start : start + size]
