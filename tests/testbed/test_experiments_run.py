@@ -18,10 +18,28 @@ from moemerge.testbed.accuracy import LONGEST_ANSWER, compare_routing, generate
 from moemerge.testbed.experiments import Scale, TableRequest, run_tables
 from moemerge.testbed.experiments.bench import Bench
 from moemerge.testbed.experiments.forced import generate_forced
-from moemerge.testbed.experiments.recipes import Grafted, Merged, Trained, Tuned, calibrated
+from moemerge.testbed.experiments.recipes import (
+    Course,
+    Grafted,
+    Merged,
+    Trained,
+    Tuned,
+    calibrated,
+    measured,
+    refitted,
+)
 from moemerge.testbed.experiments.run import left_to_measure, make_plan
-from moemerge.testbed.experiments.texts import asked_problems, held_out_text, read_texts
+from moemerge.testbed.experiments.texts import (
+    GENERAL_SEED,
+    asked_problems,
+    general_text,
+    held_out_text,
+    read_texts,
+    validation_problems,
+)
 from moemerge.testbed.network.layout import ARCHITECTURES
+from moemerge.testbed.tasks import DOMAINS as ALL_DOMAINS
+from moemerge.testbed.tasks import problems
 from moemerge.testbed.training import PRESETS
 from moemerge.testbed.training import run as running
 from moemerge.testbed.training.sets import write_model
@@ -115,6 +133,55 @@ def test_models_are_made_once_with_all_they_need(bench):
     assert not bench.path(merged).exists()
     bench.remove(Trained("math"))  # trained models are never ours to remove
     assert bench.path(Trained("math")).exists()
+
+
+def test_a_refit_has_the_base_beside_the_specialists_where_it_is_asked_for(bench):
+    merged = Merged("average", DOMAINS)
+    plain, with_base = (
+        json.loads((bench.make(model) / "moemerge_report.json").read_text())["refit"]
+        for model in (refitted(merged, ridge=0.01, rows=6), refitted(merged, ridge=0.01, general=9))
+    )
+    assert plain["settings"]["limit"] == 6
+    assert list(plain["sources"]) == ["math", "code"]
+    assert list(with_base["sources"]) == ["math", "code", "base"]
+    assert with_base["tokens"]["base"] > 0
+
+
+def test_of_several_fine_tunings_the_best_on_validation_problems_is_taken(bench):
+    merged = Merged("average", DOMAINS)
+    tuned = Tuned(merged, DOMAINS, (Course(1, 1e-5), Course(2, 1e-5), Course(2, 0.1)))
+    bench.make(tuned)
+    found = bench.measure(measured(tuned, DOMAINS))
+    assert set(found["untouched"]) == {"chat"}
+    tried = found["choice"]["tried"]
+    assert [(one["steps"], one["lr"]) for one in tried] == [(1, 1e-5), (2, 1e-5), (2, 0.1)]
+    best = max(tried, key=lambda one: one["validation"])
+    assert found["choice"]["chosen"] == {"steps": best["steps"], "lr": best["lr"]}
+    start, end = (zoo.tensors(bench.path(model)) for model in (merged, tuned))
+    moved = max(float((end[name] - start[name]).abs().max()) for name in start)
+    assert 0 < moved <= 1.1 * best["lr"] * best["steps"]  # Adam's steps are no longer than the rate
+
+
+def test_validation_problems_are_none_of_the_tests():
+    chosen = {p.prompt for p in validation_problems("math", 40, asked=60)}
+    assert len(chosen) == 40
+    assert not chosen & {p.prompt for p in asked_problems("math", 60)}
+
+
+def test_general_text_is_of_all_domains_and_mostly_easy():
+    text = [row["text"] for row in general_text(64)]
+    drawn = {
+        hard: [
+            {
+                p.prompt + p.answer
+                for p in problems(name, split="train", count=40, hard=hard, seed=GENERAL_SEED)
+            }
+            for name in ALL_DOMAINS
+        ]
+        for hard in (True, False)
+    }
+    assert [sum(row in own for row in text) for own in drawn[True]] == [3, 3, 3]
+    assert sum(row in own for own in drawn[False] for row in text) == 64 - 9
 
 
 def test_kinds_of_text(bench):
