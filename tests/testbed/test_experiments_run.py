@@ -19,11 +19,11 @@ from moemerge.testbed.experiments import Scale, TableRequest, run_tables
 from moemerge.testbed.experiments.bench import Bench
 from moemerge.testbed.experiments.forced import generate_forced
 from moemerge.testbed.experiments.recipes import (
-    Course,
     Grafted,
     Merged,
     Trained,
     Tuned,
+    Tuning,
     calibrated,
     measured,
     refitted,
@@ -149,7 +149,7 @@ def test_a_refit_has_the_base_beside_the_specialists_where_it_is_asked_for(bench
 
 def test_of_several_fine_tunings_the_best_on_validation_problems_is_taken(bench):
     merged = Merged("average", DOMAINS)
-    tuned = Tuned(merged, DOMAINS, (Course(1, 1e-5), Course(2, 1e-5), Course(2, 0.1)))
+    tuned = Tuned(merged, DOMAINS, (Tuning(1, 1e-5), Tuning(2, 1e-5), Tuning(2, 0.1)))
     bench.make(tuned)
     found = bench.measure(measured(tuned, DOMAINS))
     assert set(found["untouched"]) == {"chat"}

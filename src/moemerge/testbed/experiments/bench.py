@@ -19,13 +19,13 @@ from moemerge.testbed.experiments.recipes import (
     BASE,
     Calibrated,
     Cell,
-    Course,
     Grafted,
     Merged,
     Model,
     Refitted,
     Trained,
     Tuned,
+    Tuning,
     graft_config,
     merge_config,
 )
@@ -105,7 +105,7 @@ class Bench:
         if isinstance(model, Refitted):
             return REFITTING
         if isinstance(model, Tuned):
-            return TUNING * len(model.courses)
+            return TUNING * len(model.tunings)
         return 1.0
 
     def make(self, model: Model) -> Path:
@@ -165,10 +165,10 @@ class Bench:
         texts = [read_texts(self.text("correct", domain), domain) for domain in model.domains]
         fewest = min(map(len, texts))
         problems = [problem for own in texts for problem in own[:fewest]]
-        tuned: dict[Course, FineTuned] = {}
-        for times in dict.fromkeys(course.times for course in model.courses):
-            own = [course for course in model.courses if course.times == times]
-            steps, rates = times * self.scale.tuning_steps, [course.lr for course in own]
+        tuned: dict[Tuning, FineTuned] = {}
+        for times in dict.fromkeys(tuning.times for tuning in model.tunings):
+            own = [tuning for tuning in model.tunings if tuning.times == times]
+            steps, rates = times * self.scale.tuning_steps, [tuning.lr for tuning in own]
             made = finetune_many(
                 self.path(model.model), problems, rates, steps=steps, device=self.device
             )
@@ -179,20 +179,20 @@ class Bench:
         if len(tuned) > 1:
             (out / CHOICE).write_text(json.dumps(self._choice(best, shares)))
 
-    def _validated(self, model: Tuned, tuned: Mapping[Course, FineTuned]) -> dict[Course, float]:
+    def _validated(self, model: Tuned, tuned: Mapping[Tuning, FineTuned]) -> dict[Tuning, float]:
         """The mean share of validation problems that each solves."""
         count, tested = min(VALIDATION, self.scale.problems), self.scale.problems
         asked = [validation_problems(domain, count, tested) for domain in model.domains]
         return {
-            course: sum(one.accuracy(own) for own in asked) / len(asked)
-            for course, one in tuned.items()
+            tuning: sum(one.accuracy(own) for own in asked) / len(asked)
+            for tuning, one in tuned.items()
         }
 
-    def _choice(self, best: Course, shares: Mapping[Course, float]) -> dict[str, Any]:
-        def told(course: Course) -> dict[str, float]:
-            return {"steps": course.times * self.scale.tuning_steps, "lr": course.lr}
+    def _choice(self, best: Tuning, shares: Mapping[Tuning, float]) -> dict[str, Any]:
+        def told(tuning: Tuning) -> dict[str, float]:
+            return {"steps": tuning.times * self.scale.tuning_steps, "lr": tuning.lr}
 
-        tried = [{**told(course), "validation": share} for course, share in shares.items()]
+        tried = [{**told(tuning), "validation": share} for tuning, share in shares.items()]
         return {"chosen": told(best), "tried": tried}
 
     def remove(self, model: Model) -> None:

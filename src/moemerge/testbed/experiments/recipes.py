@@ -191,7 +191,7 @@ class Refitted:
 
 
 @dataclass(frozen=True)
-class Course:
+class Tuning:
     """A fine-tuning: so many times the usual steps, at a learning rate."""
 
     times: int
@@ -199,26 +199,26 @@ class Course:
 
 
 # A fifth of the rate that made the specialists.
-USUAL = Course(1, 2e-4)
-SWEEP = (USUAL, Course(1, 1e-3), Course(4, 2e-4), Course(4, 1e-3))
+USUAL = Tuning(1, 2e-4)
+SWEEP = (USUAL, Tuning(1, 1e-3), Tuning(4, 2e-4), Tuning(4, 1e-3))
 
 
 @dataclass(frozen=True)
 class Tuned:
     """Fine-tuned after the merge on the calibration text of all its domains.
 
-    Of several courses the one is taken that solves most validation problems, which are neither
+    Of several tunings the one is taken that solves most validation problems, which are neither
     trained on nor tested with.
     """
 
     model: Model
     domains: tuple[str, ...]
-    courses: tuple[Course, ...] = (USUAL,)
+    tunings: tuple[Tuning, ...] = (USUAL,)
 
     @property
     def name(self) -> str:
-        swept = "|".join(f"{course.times}x{course.lr:g}" for course in self.courses)
-        return f"{self.model.name} tuned" + (f"[{swept}]" if self.courses != (USUAL,) else "")
+        swept = "|".join(f"{tuning.times}x{tuning.lr:g}" for tuning in self.tunings)
+        return f"{self.model.name} tuned" + (f"[{swept}]" if self.tunings != (USUAL,) else "")
 
     @property
     def parents(self) -> tuple[Model, ...]:
