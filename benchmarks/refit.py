@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 import synthetic
+from moemerge.runtime.progress import Silent
 from synthetic import SHAPES, Shape
 
 Row = tuple[str, float, float | None, str]  # a part, its seconds, their floor, what the floor is
@@ -62,12 +63,21 @@ def main() -> None:
 # --- one refit, in its own process --------------------------------------------------------------
 
 
+class Notes(Silent):
+    """Every layer is told as it is done: a run that is stopped has said how far it came."""
+
+    def __init__(self, begun: float) -> None:
+        self.begun = begun
+
+    def note(self, message: str) -> None:
+        print(f"{time.time() - self.begun:7.1f} s  {message}", flush=True)
+
+
 def refit(spec: dict[str, Any]) -> None:
     from moemerge.config.refit import RefitSettings
     from moemerge.config.translate import parse_settings
     from moemerge.refitting import RefitRequest, run_refit
     from moemerge.runtime.process import keep_few_kernels, own_process
-    from moemerge.runtime.progress import Silent
 
     own_process()
     keep_few_kernels()
@@ -81,7 +91,7 @@ def refit(spec: dict[str, Any]) -> None:
         write=spec["write"],
     )
     imported = time.time() - spec["begun"]
-    report = run_refit(request, Silent())
+    report = run_refit(request, Notes(spec["begun"]))
     content = {
         **report.to_json(),
         "imported": imported,

@@ -31,6 +31,11 @@ class DomainScales:
         return self.scales[batch.domain, batch.holdout]
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Below each other; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def parameter(model: nn.Module, name: str) -> Tensor:
     """A parameter by its name in memory, to be read or written in place."""
     return model.get_parameter(name).detach()

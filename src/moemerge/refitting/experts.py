@@ -16,7 +16,7 @@ from torch import Tensor
 from moemerge.errors import NumericalError
 from moemerge.features.taps import ExpertsTap, ExpertView
 from moemerge.features.tokens import sort_by_expert
-from moemerge.refitting.domains import Affine, DomainScales
+from moemerge.refitting.domains import Affine, DomainScales, joined
 from moemerge.refitting.linear import blocks
 from moemerge.refitting.ridge import Factor, Fit, choose_ridge, fit_map
 from moemerge.refitting.sums import FitSums
@@ -90,11 +90,6 @@ def by_domain(routed: Sequence[RoutedBatch], experts: int) -> list[RoutedDomain]
     for one in routed:
         groups.setdefault((one.batch.domain, one.batch.holdout), []).append(one)
     return [RoutedDomain.of(own, experts) for own in groups.values()]
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Below each other; one alone is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class ExpertStack:

@@ -12,7 +12,7 @@ from torch import Tensor
 from moemerge.errors import ArchitectureError
 from moemerge.features.stops import Stop
 from moemerge.features.taps import ExpertsTap, LinearTap
-from moemerge.refitting.domains import Affine, DomainScales, parameter
+from moemerge.refitting.domains import Affine, DomainScales, joined, parameter
 from moemerge.refitting.experts import (
     DomainKey,
     ExpertStack,
@@ -20,7 +20,6 @@ from moemerge.refitting.experts import (
     RoutedBatch,
     by_domain,
     first_projection,
-    joined,
     last_projection,
     own_last_projection,
 )

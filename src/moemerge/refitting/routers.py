@@ -15,6 +15,7 @@ from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.stops import Stop
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import PairedRouter, RouterWeights, StoredRouters
+from moemerge.refitting.domains import joined
 from moemerge.refitting.targets import LayerView
 from moemerge.routing import DomainFeatures, SolveSettings, minimise_divergence
 from moemerge.routing.gates import divergence
@@ -147,10 +148,10 @@ class RouterJob:
                 targets = None
                 if self.exact:
                     states = (sources[name].record(batch).inputs[stop.path] for batch, _ in own)
-                    targets = [logits_of(x.to(working_dtype(x)), matrix) for x in states]
-                domains.append(
-                    DomainFeatures(name, [x for _, x in own], matrix, targets, self.weights[name])
-                )
+                    targets = [joined([logits_of(x.to(working_dtype(x)), matrix) for x in states])]
+                # In one block: a product is then one launch, not one for every batch.
+                features = [joined([x for _, x in own])]
+                domains.append(DomainFeatures(name, features, matrix, targets, self.weights[name]))
         bias_dtype = None if merged.bias is None else merged.bias.dtype
         problem = RouterProblem(gate, merged.matrix.to(device), kept[False], kept[True])
         fit = fit_router(problem, (merged.weight.dtype, bias_dtype), exact=self.exact)
