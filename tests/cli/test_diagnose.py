@@ -173,10 +173,11 @@ def test_run_writes_a_page_too(case: cases.Case, tmp_path: Path) -> None:
     lines += ["  data:"] + [f"    {name}: {path}" for name, path in case.data.items()]
     config.write_text("\n".join(lines) + "\n")
     page = tmp_path / "page.html"
-    result = moemerge("run", config, tmp_path / "out", "--report", page)
+    flags = ["--report", page, "--layers", "0,1", "--seed", "3", "--no-measure"]
+    result = moemerge("run", config, tmp_path / "out", *flags)
     assert result.exit_code == 0, result.output
     assert "the merge before its repair" in page.read_text()
-    words = shlex.join(["moemerge", "run", str(config), str(tmp_path / "out")])
+    words = shlex.join(map(str, ["moemerge", "run", config, tmp_path / "out", *flags]))
     assert words in page.read_text().replace("<span>", "").replace("</span>", "")
     assert f"page: {page}" in result.stderr
     plain = tmp_path / "plain.yml"

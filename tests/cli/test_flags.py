@@ -95,10 +95,10 @@ def test_wrong_values_are_named_by_their_flags() -> None:
 
 def test_help_tells_default_choices_and_no_type_of_switches() -> None:
     text = " ".join(outcome("--help")["help"].replace("│", " ").split())
-    assert "--ridge WORD Strength: auto or a number (default: auto)." in text
+    assert "--ridge X|auto Strength: auto or a number (default: auto)." in text
     assert "Way: one or two (default: one)." in text
     assert "Most of them (default: all)." in text
-    assert "--loud --no-loud Say more (default: True)." in text
+    assert "--loud --no-loud Say more (default: on)." in text
     assert "bool" not in text.lower()
 
 

@@ -25,6 +25,7 @@ from moemerge.config.settings import (
     MergeSettings,
     OutputKeywords,
     OutputSettings,
+    as_flags,
     with_keywords,
 )
 from moemerge.config.translate import parse_settings
@@ -179,7 +180,9 @@ def run(
         from moemerge.diagnosis.page import page_path
 
         page_path(output.report)
-    page = Page(output.report, _run_command(config, out, given[key], output.report))
+    chosen = [name for name in MergeSettings.model_fields if name in settings.model_fields_set]
+    flags = {name: getattr(settings, name) for name in chosen}
+    page = Page(output.report, _run_command(config, out, {**given[key], **flags}, output.report))
     repo = output.push_to_hub or settings.push_to_hub
     with uploaded(out, repo, progress), temporary_sibling(out) as folder:
         merged = _merge(loaded, folder / "merged", settings, progress, temporary=True)
@@ -261,11 +264,7 @@ def _run_command(
 ) -> str:
     """The command line that repeats a run; CONFIG stands for one that was no file."""
     words = ["moemerge", "run", str(config) if isinstance(config, str | Path) else "CONFIG"]
-    words += [str(out), "--report", str(report)]
-    for name, value in given.items():
-        flag = f"--{name.replace('_', '-')}"
-        words += [flag] if value is True else [flag, str(value)]
-    return shlex.join(words)
+    return shlex.join([*words, str(out), "--report", str(report), *as_flags(given)])
 
 
 def _with_settings(loaded: LoadedConfig, key: str, given: Mapping[str, Any]) -> LoadedConfig:

@@ -130,6 +130,7 @@ class Reporting:
             count=True,
             help="Say more, and log what is opened and planned; -vv also every read and solve.",
             callback=_log,
+            show_default=False,
         ),
     ] = 0
 
@@ -281,6 +282,7 @@ def _flag(setting: Setting) -> inspect.Parameter:
         words_only, last = setting.choices, setting.name.rpartition("_")[2]
         more["metavar"] = "WORD" if words_only else "FILE" if Path in kinds else last.upper()
         if _has_numbers(setting):
+            more["metavar"] = "|".join(["X", *setting.choices])
             more["parser"] = _number_or_word
     if setting.choices:
         more["autocompletion"] = lambda: list(setting.choices)
@@ -311,9 +313,9 @@ def _help(setting: Setting) -> str:
         *first, last = (*setting.choices, *(["a number"] if _has_numbers(setting) else []))
         words += f": {', '.join(first)} or {last}"
     # What a default of None means stands in the description.
-    unsaid = setting.default is None or setting.default is False or setting.default in ("", ())
-    default = setting.default
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    default = "on" if setting.default is True else setting.default
+    unsaid = default is None or default is False or default in ("", (), {})
+    shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
     return f"{words}." if unsaid else f"{words} (default: {shown})."
 
 
@@ -323,8 +325,9 @@ def _settings(model: type[Strict], values: Values) -> Strict:
 
 
 def given(settings: Strict) -> Any:
-    """The settings that flags were given for, by name."""
-    values = ((name, getattr(settings, name)) for name in settings.model_fields_set)
+    """The settings that flags were given for, by name, in the fields' order."""
+    names = (n for n in type(settings).model_fields if n in settings.model_fields_set)
+    values = ((name, getattr(settings, name)) for name in names)
     return {name: value for name, value in values if value is not None}
 
 

@@ -12,6 +12,9 @@ from moemerge.cli.interrupts import interruptible
 from moemerge.config.settings import MergeSettings
 from moemerge.runtime.process import without_garbage_collection
 
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Plan and check everything, read no tensor.")
+]
 MERGE_EXAMPLES = """
   moemerge merge ties.yml merged/
   moemerge merge ties.yml merged/ --dry-run
@@ -33,9 +36,7 @@ def merge(
     out_folder: Out,
     settings: MergeSettings,
     reporting: Reporting,
-    dry_run: Annotated[bool, typer.Option(help="Plan and check everything, read no tensor.")] = (
-        False
-    ),
+    dry_run: DryRun = False,
 ) -> None:
     """Merge models as CONFIG says (a mergekit YAML is a valid config) into the folder OUT."""
     with without_garbage_collection():

@@ -19,6 +19,7 @@ from moemerge.routing.figures import FIGURES, Figure
 if TYPE_CHECKING:
     from moemerge.calibration import CalibrationReport
     from moemerge.diagnosis.results import Diagnosis, Swap
+    from moemerge.lockstep.repairs import RepairReport
 
 # --- a diagnosis ----------------------------------------------------------------------------------
 
@@ -213,22 +214,24 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
     if "holdout" in total:
         changes = (f"{name} {_change(total, HELD_OUT, name)}" for name in report.sources)
         rows.insert(1, ("held out", f"KL {', '.join(changes)}"))
-    if report.diagnosis is not None:
-        rows.insert(2, ("mismatch", _mismatch(report.diagnosis)))
+    rows[2:2] = held_out(report)
     rows += unequal(report.weights)
     reasons = Counter(skipped.reason for skipped in report.skipped)
     rows += [("left alone", f"{count}: {in_flags(reason)}") for reason, count in reasons.items()]
     if verbose:
         rows += [("", f"layer {s.layer}: {s.router}") for s in report.skipped]
-        rows += _timings(report)
+        rows += timing(report, "solved", "router")
     return Group(_solves(report, verbose=verbose), "", facts(rows))
 
 
-def _mismatch(figures: Mapping[str, Any]) -> str:
-    """What `diagnose` would say of the rows held out."""
+def held_out(report: RepairReport) -> list[tuple[str, str]]:
+    """A row with what `diagnose` says of the rows held out, where it was asked."""
+    figures = report.diagnosis
+    if figures is None:
+        return []
     before, after = figures["mismatch_before"], figures["mismatch_after"]
     changes = (f"{name} {percent(before[name])}→{percent(after[name])}" for name in before)
-    return f"{', '.join(changes)} (held out, each model on its own features)"
+    return [("mismatch", f"{', '.join(changes)} (held out, each model on its own features)")]
 
 
 def unequal(weights: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -238,10 +241,10 @@ def unequal(weights: Mapping[str, float]) -> list[tuple[str, str]]:
     return [("weights", ", ".join(f"{name} {weight:.3g}" for name, weight in weights.items()))]
 
 
-def _timings(report: CalibrationReport) -> list[tuple[str, str]]:
+def timing(report: RepairReport, done: str, last: str) -> list[tuple[str, str]]:
     """Where the time went: one after the other, and in the background."""
     timings = report.timings
-    rows = [("solved", f"{timings.solved:.1f} s from the start to the last router")]
+    rows = [(done, f"{timings.solved:.1f} s from the start to the last {last}")]
     rows += [("", f"{seconds:.2f} s {name}") for name, seconds in timings.seconds.items()]
     rows += [
         ("", f"{seconds:.2f} s {name} in the background ({nbytes / 1e9:.2f} GB)")
@@ -268,7 +271,7 @@ def _solves(report: CalibrationReport, *, verbose: bool) -> RenderableType:
     )
     solves = NumberTable(solver, words=words)
     domains = NumberTable(
-        ["layer", "domain", *(column[0] for column in columns)], keys=2, words=[1]
+        ["layer", "domain", *(column[0] for column in columns)], keys=2, words=[1], title=title
     )
     for row in (*report.layers, {**report.totals, "layer": "mean"}):
         of_solver = _solve_cells(row)[: len(solver)]

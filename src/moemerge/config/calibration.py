@@ -26,6 +26,7 @@ from moemerge.config.settings import (
     LIMIT,
     MAX_LENGTH,
     MAX_TOKENS,
+    MEASURE,
     OFFLOAD,
     SEED,
     DeviceField,
@@ -84,11 +85,7 @@ class CalibrationSettings(Strict):
     device: DeviceField = DEVICE
     dtype: Dtype = DTYPE
     strict: Flag = Field(False, description="fail when a layer does not converge")
-    measure: Flag = Field(
-        True,
-        description="diagnose merge and result on the rows held out, which runs the sources; for "
-        "summary and card",
-    )
+    measure: Flag = MEASURE
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:

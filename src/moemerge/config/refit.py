@@ -17,6 +17,7 @@ from moemerge.config.settings import (
     LIMIT,
     MAX_LENGTH,
     MAX_TOKENS,
+    MEASURE,
     OFFLOAD,
     REQUANTIZE,
     SEED,
@@ -69,7 +70,7 @@ class RefitSettings(Strict):
         "rows want, or a number λ",
     )
     parts: Annotated[tuple[Part, ...], read_by(chosen_parts, str | list[str])] = Field(
-        PARTS, description="what is refitted: all, or some of attention,router,experts,head"
+        PARTS, description="what is refitted: all, or some of attention, router, experts, head"
     )
     router: RouterBy = Field(
         "exact",
@@ -95,6 +96,7 @@ class RefitSettings(Strict):
     strict: Flag = Field(
         False, description="fail when a router does not converge, or a map stays as merged"
     )
+    measure: Flag = MEASURE
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +119,7 @@ class RefitKeywords(ForwardKeywords, total=False):
     holdout: float
     requantize: Requantize
     strict: bool
+    measure: bool
 
 
 class RefitBlock(RefitSettings, RepairBlock):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import (
@@ -66,6 +66,11 @@ PUSH_TO_HUB: Any = Field(
     None, description="upload OUT, once it is whole, to this model of the hub: NAME or ORG/NAME"
 )
 DTYPE: Any = Field("auto", description="dtype of the forward pass (auto: the checkpoint's)")
+MEASURE: Any = Field(
+    True,
+    description="diagnose merge and result on the rows held out, which runs the sources; for "
+    "summary and card",
+)
 REQUANTIZE: Any = Field(
     "no",
     description="write quantised weights as floats (no), or as the model had them whose config the "
@@ -248,3 +253,15 @@ def with_keywords(keywords: type, *models: type[Strict]) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Settings by name as words of a command line."""
+    words: list[str] = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        words.append("--" + ("no-" if value is False else "") + flag)
+        if not isinstance(value, bool):
+            listed = isinstance(value, list | tuple)
+            words.append(",".join(map(str, value)) if listed else str(value))
+    return words

@@ -16,7 +16,7 @@ from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.describe import gate_in_words
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.documents import CalibrationDocument, RefitDocument, parse_document
-from moemerge.config.settings import DiagnosisSettings
+from moemerge.config.settings import DiagnosisSettings, as_flags
 from moemerge.diagnosis.advice import Measurements, advise, judge
 from moemerge.diagnosis.job import (
     DiagnosisJob,
@@ -305,10 +305,10 @@ def command_of(request: DiagnosisRequest) -> str:
             words += ["--data", f"{name}={file}"]
     for other in request.against:
         words += ["--against", str(other)]
-    for name, value in settings_data(request.settings).items():
-        usual = DiagnosisSettings.model_fields[name].default
-        if value in (usual, str(usual)):
-            continue
-        flag = "--" + name.replace("_", "-")
-        words += [flag] if value is True else [flag, str(value)]
-    return shlex.join(words)
+    usual = {name: field.default for name, field in DiagnosisSettings.model_fields.items()}
+    chosen = {
+        name: value
+        for name, value in settings_data(request.settings).items()
+        if value not in (usual[name], str(usual[name]))
+    }
+    return shlex.join([*words, *as_flags(chosen)])

@@ -151,6 +151,7 @@ class RepairReport(ABC):
     section: ClassVar[str]  # the card's heading
     done: ClassVar[str]  # "Routers calibrated"
     summary: ClassVar[str]  # of the model, after "2 models merged with `ties`"
+    held_out: ClassVar[str] = "the rows held out"  # as the card calls them
 
     merged: str
     output: str
@@ -338,15 +339,15 @@ def add_diagnosis(report: R, figures: Mapping[str, Any]) -> R:
     card = path.read_text(encoding="utf-8", errors="replace")
     at = card.find("\n## ", card.rfind(f"## {report.section}\n") + 1)
     at = len(card) if at < 0 else at + 1
-    words = "\n".join(diagnosis_words(figures))
+    words = "\n".join(diagnosis_words(figures, report.held_out))
     _replace(path, f"{card[:at].rstrip(chr(10))}\n\n{words}\n\n{card[at:]}".encode())
     return replace(report, diagnosis=figures)
 
 
-def diagnosis_words(figures: Mapping[str, Any]) -> list[str]:
+def diagnosis_words(figures: Mapping[str, Any], rows: str) -> list[str]:
     """A table of the routing on rows held out, each model on its own features."""
     lines = [
-        "What `moemerge diagnose` measures on the rows held out, each model on its own features:",
+        f"What `moemerge diagnose` measures on {rows}, each model on its own features:",
         "",
         "| domain | tokens | mismatch before | after | loss before | after |",
         "|---|---|---|---|---|---|",
@@ -355,7 +356,7 @@ def diagnosis_words(figures: Mapping[str, Any]) -> list[str]:
         shares = (f"{figures[f'mismatch_{end}'][name]:.1%}" for end in ("before", "after"))
         losses = (figures[f"loss_{end}"][name] for end in ("before", "after"))
         cells = [*shares, *("" if loss is None else f"{loss:.4g}" for loss in losses)]
-        lines.append(f"| {name} | {tokens} | {' | '.join(cells)} |")
+        lines.append(f"| {in_markdown(name)} | {tokens} | {' | '.join(cells)} |")
     return lines
 
 

@@ -241,6 +241,7 @@ class RefitReport(RepairReport):
     section = "Refit"
     done = "Refitted"
     summary = "its linear maps refitted in closed form to what the sources give"
+    held_out = "the rows held out (no weight was fitted to them, but they chose λ)"
 
     tokens: Mapping[str, int]
     held_out_tokens: Mapping[str, int]

@@ -1,0 +1,66 @@
+"""What a refit did to the routing on rows held out, in report, card and table."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import moemerge
+from moemerge.cli.refit_table import refit_report
+from moemerge.report.words import Quantity
+from refitting.cases import Case, make_case
+
+
+@pytest.fixture(scope="module")
+def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Case:
+    base = zoo_folder("olmoe", num_hidden_layers=2)
+    return make_case(base, tmp_path_factory.mktemp("case"), rows=30, scale=0.1)
+
+
+def shown(report: moemerge.RefitReport, width: int, *, verbose: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(refit_report(report, verbose=verbose))
+    return console.file.getvalue()
+
+
+def test_it_is_what_diagnose_measures(case: Case, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = case.refit(out)
+    figures = report.diagnosis
+    assert figures is not None
+    diagnosis = moemerge.diagnose(
+        case.merged, against=[out], sources=case.sources, data=case.data, holdout=0.1
+    )
+    for name in case.sources:
+        before, after = diagnosis.total(name), diagnosis.total(name, str(out))
+        assert figures["tokens"][name] == before.tokens == report.held_out_tokens[name]
+        assert figures["mismatch_before"][name] == pytest.approx(before.mismatch)
+        assert figures["mismatch_after"][name] == pytest.approx(after.mismatch)
+        assert figures["loss_after"][name] == pytest.approx(after.loss)
+    assert figures["mismatch_before"] != figures["mismatch_after"]
+    written = json.loads((out / "moemerge_report.json").read_text())
+    assert written["refit"]["diagnosis"] == figures
+    card = (out / "README.md").read_text().partition("## Refit")[2].partition("## Config")[0]
+    row = f"| math | {figures['tokens']['math']} | {figures['mismatch_before']['math']:.1%} | "
+    assert row in card.partition("(no weight was fitted to them, but they chose λ)")[2]
+    assert "(held out, each model on its own features)" in shown(report, 200)
+    narrow, verbose = shown(report, 30), shown(report, 40, verbose=True)
+    for layer in report.layers[:2]:
+        for name in case.sources:
+            ends = (layer["drift_before"][name], layer["drift_after"][name])
+            assert "→".join(map(Quantity.RATIO.text, ends)) in narrow
+    assert "…" not in narrow + verbose
+
+
+def test_it_can_be_left_out(case: Case, tmp_path: Path) -> None:
+    report = case.refit(tmp_path / "out", ridge=0.01, router="keep", measure=False)
+    assert report.diagnosis is None
+    assert "own features" not in (tmp_path / "out" / "README.md").read_text()
+    assert "own features" not in shown(report, 200)
+    without = case.refit(tmp_path / "none", ridge=0.01, router="keep", holdout=0)
+    assert without.diagnosis is None  # no row is held out
