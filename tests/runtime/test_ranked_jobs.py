@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import moemerge
+import quantised_zoo
 import zoo
 from calibration import cases
 from moemerge.statistics import Statistics
@@ -43,6 +45,16 @@ STATISTICS: dict[str, tuple[str, dict[str, Any]]] = {
     "activation": ("olmoe", {"kind": "activation", "max_length": 2}),
     "fisher": ("qwen3_moe", {"kind": "fisher", "max_length": 2}),
 }
+# By name: the rest of a config, and settings. Statistics differ by rounding, all else does not.
+MERGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dare": (
+        "olmoe",
+        {"merge_method": "dare_ties", "parameters": {"density": 0.5, "weight": 0.5}, "seed": 3},
+        {"out_shard_size": "64KB"},
+    ),
+    "codes": ("qwen3_moe", {"merge_method": "karcher"}, {"requantize": "same"}),
+    "regmean": ("deepseek_v3", {"merge_method": "regmean", "dtype": "float32"}, {}),
+}
 
 
 class Jobs:
@@ -57,10 +69,30 @@ class Jobs:
             self.cases[name] = cases.make_case(family(name), place, rows=8)
             for source in self.cases[name].sources.values():
                 zoo.tiny_tokenizer(source)
+        self._write_configs()
         (folder / "alone").mkdir()
         for one in self.all(folder / "alone"):
             done = getattr(moemerge, one["name"])(*one["words"], **one["options"])
             Path(f"{one['report']}.0").write_text(json.dumps(done.to_json()))
+
+    def _write_configs(self) -> None:
+        for name, (family, values, settings) in MERGES.items():
+            case = self.cases[family]
+            models = dict(case.sources)
+            if "requantize" in settings:
+                section, codes = quantised_zoo.fp8_config(16, 16), quantised_zoo.block_fp8(16, 16)
+                for n, path in case.sources.items():
+                    models[n] = quantised_zoo.convert(
+                        path, self.folder / f"{n}-fp8", section, codes, shards=2
+                    )
+            config: dict[str, Any] = {
+                **values, "models": [{"model": str(p), "name": n} for n, p in models.items()],
+            }  # fmt: skip
+            if name == "dare":
+                config["base_model"] = str(case.merged)
+            if name == "regmean":
+                config["data"] = {n: str(path) for n, path in case.data.items()}
+            (self.folder / f"{name}.yml").write_text(yaml.safe_dump(config))
 
     def all(self, out: Path) -> Iterator[dict[str, Any]]:
         for name, (family, settings, _) in CALIBRATIONS.items():
@@ -81,6 +113,11 @@ class Jobs:
                 "collect_statistics", case.sources["math"], out / f"{name}.stats",
                 report=out / f"{name}.json", data=str(case.data["math"]), **PLAIN,
                 **settings,
+            )  # fmt: skip
+        for name, (_, _, settings) in MERGES.items():
+            yield job(
+                "merge", self.folder / f"{name}.yml", out / name, report=out / f"{name}.json",
+                device="cpu", **settings,
             )  # fmt: skip
 
 
@@ -114,13 +151,16 @@ def off(one: Path, other: Path, merged: Path) -> float:
     return max(map(float, shares))
 
 
+UNLIKE = ("seconds", "statistics_seconds", "created", "command", "output")
+
+
 def assert_alike(one: Any, other: Any, where: str = "") -> None:
     """Documents with the same words, and numbers that differ by rounding alone."""
     assert type(one) is type(other), where
     if isinstance(one, dict):
         assert list(one) == list(other), where
         for name, value in one.items():
-            if name not in ("seconds", "created", "command", "output"):
+            if name not in UNLIKE:
                 assert_alike(value, other[name], f"{where}.{name}")
     elif isinstance(one, list):
         assert len(one) == len(other), where
@@ -184,3 +224,19 @@ def test_statistics_are_those_of_one_process(done: tuple[Path, Path], name: str)
     for key, value in ours.items():
         close = 1e-7 * float(value.abs().max())
         assert torch.allclose(value, theirs[key], rtol=1e-6, atol=close), key
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_merges_have_the_bytes_of_one_process(done: tuple[Path, Path], name: str) -> None:
+    alone, *others = reports(done, name)
+    for report in others:
+        assert_alike(alone, report)
+    one, other = (folder / name for folder in done)
+    assert sorted(p.name for p in one.iterdir()) == sorted(p.name for p in other.iterdir())
+    if name == "regmean":
+        ours, theirs = zoo.tensors(one), zoo.tensors(other)
+        assert all(torch.allclose(ours[key], theirs[key], rtol=1e-5, atol=1e-6) for key in ours)
+    else:
+        assert cases.weights(one) == cases.weights(other)
+    assert len(cases.weights(one)) > 3 or name != "dare"
+    assert not [path for path in other.parent.iterdir() if path.name.startswith(".")]

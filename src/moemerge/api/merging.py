@@ -32,6 +32,8 @@ from moemerge.config.translate import parse_settings
 from moemerge.errors import UsageError
 from moemerge.lockstep.models import check_sources
 from moemerge.merging.report import MergeReport
+from moemerge.runtime import ranks
+from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.text.rows import check_text
 
@@ -73,11 +75,12 @@ def merge(
     """Merge models as `config` says into the folder `out`, which appears whole or not at all.
 
     Settings are given as a whole, or one by one: `merge(..., overwrite=True, device="cpu")`.
+    Under torchrun every process must call it: each merges some tensors, rank 0 puts `out` in place.
     """
     settings = settings_for(MergeSettings, settings, keywords, "merge")
     loaded = load_config(config, lenient=settings.lenient).merge_alone()
     progress = Silent() if progress is None else progress
-    with uploaded(Path(out), settings.push_to_hub, progress):
+    with uploaded(Path(out), settings.push_to_hub if ranks.leads() else None, progress):
         return _merge(loaded, Path(out), settings, progress)
 
 
@@ -90,8 +93,14 @@ def _merge(
     temporary: bool = False,
 ) -> MergeReport:
     """Merge; statistics that the config has text for instead are made first, and go at the end."""
-    job = merging.plan_merge(loaded, settings, out)  # before models are run for hours
+    ranks.on_one_machine("merge")
+    # Before models are run for hours. What OUT may be, rank 0 asks.
+    job = merging.plan_merge(loaded, settings, out if ranks.leads() else None)
+    if not all(Path(file).exists() for file in loaded.texts):
+        ranks.alone("making the text that a config has recipes for")
     make_texts(loaded, progress)
+    if ranks.asked_for() > 1:
+        ranks.join(resolve_device(settings.device))
     wanted = loaded.statistics
     if wanted is None or wanted.complete:
         return merging.run_merge(job, out, progress, temporary=temporary)

@@ -36,10 +36,11 @@ _DIRECT: Final = getattr(os, "O_DIRECT", 0)  # macOS has none
 
 
 class OutputFile:
-    """A new file that is written in many places at once, by any thread."""
+    """A file that is written in many places at once, by any thread: a new one, or one that another
+    process has made."""
 
-    def __init__(self, path: Path, *, direct: bool) -> None:
-        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+    def __init__(self, path: Path, *, direct: bool, new: bool = True) -> None:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0)
         self.path = path
         self.fd = os.open(path, flags, 0o666)
         self._direct: int | None = None

@@ -45,6 +45,22 @@ class RoundingErrors:
             total.size += rounding.size
             self._tensors[info.stored_as] += row == 0
 
+    @property
+    def sums(self) -> dict[str, tuple[float, float, int]]:
+        """By format: Σ(x − x̂)², Σx², and tensors."""
+        return {
+            words: (rounding.error, rounding.size, self._tensors[words])
+            for words, rounding in self._sums.items()
+        }
+
+    def add(self, sums: Mapping[str, tuple[float, float, int]]) -> None:
+        """What another process has written."""
+        for words, (error, size, tensors) in sums.items():
+            total = self._sums.setdefault(words, Rounding())
+            total.error += error
+            total.size += size
+            self._tensors[words] += tensors
+
     def to_json(self) -> dict[str, Any]:
         """By format: how many tensors, and √(Σ(x − x̂)² / Σx²) over all of them."""
         return {

@@ -6,7 +6,7 @@ import bisect
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +76,8 @@ class CheckpointWriter:
 
     A context manager: leaving it without a commit aborts and leaves nothing behind. `direct` goes
     past the page cache where the disk allows it: faster, but whoever reads OUT next has to fetch it
-    from the disk.
+    from the disk. `folder` is that of another process's writer for the same tensors: this one
+    writes some of them there and hands them over, and the other commits.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class CheckpointWriter:
         overwrite: bool,
         inputs: Sequence[Path] = (),
         direct: bool = True,
+        folder: Path | None = None,
     ) -> None:
         shards = plan_shards(tensors, shard_bytes)
         self.out = out
@@ -101,7 +103,10 @@ class CheckpointWriter:
         self._direct = direct
         self._pool = thread_pool(1, "moemerge-sync")
         self._buffers = Buffers()
-        self._folder = OutputFolder(out, overwrite=overwrite, inputs=inputs)
+        self._folder: OutputFolder | None = None
+        if folder is None:
+            self._folder = OutputFolder(out, overwrite=overwrite, inputs=inputs)
+        self.folder = folder or self._own_folder.path
         try:
             with writing(out):
                 for name, infos in shards.items():
@@ -111,14 +116,21 @@ class CheckpointWriter:
             raise
         self._index = None if len(shards) == 1 else _index(shards)
 
+    @property
+    def _own_folder(self) -> OutputFolder:
+        assert self._folder is not None  # else the folder is another process's
+        return self._folder
+
     def _create(self, name: str, infos: Sequence[TensorInfo]) -> None:
         header, offsets = build_header(infos)
         data_bytes = sum(info.nbytes for info in infos)
-        file = OutputFile(self._folder.path / name, direct=self._direct)
+        new = self._folder is not None
+        file = OutputFile(self.folder / name, direct=self._direct, new=new)
         shard = _Shard(file, data_bytes)
         self._shards.append(shard)
-        file.write(memoryview(header), 0)
-        os.ftruncate(file.fd, len(header) + data_bytes)
+        if new:
+            file.write(memoryview(header), 0)
+            os.ftruncate(file.fd, len(header) + data_bytes)
         for info in infos:
             self._tensors[info.name] = _Progress(info, shard, offsets[info.name])
 
@@ -235,18 +247,46 @@ class CheckpointWriter:
             self._check_open()
         if not is_inside(filename):
             raise CheckpointError(f"the file name {filename!r} would leave the output {self.out}")
-        path = self._folder.path / filename
+        path = self.folder / filename
         if filename == INDEX or any(shard.file.path == path for shard in self._shards):
             raise CheckpointError(f"{filename} is written by the checkpoint writer itself")
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def commit(self) -> None:
-        """Check that every tensor is complete, make all durable, and rename into place."""
+    def hand_over(self) -> list[str]:
+        """Make all durable that was written into another writer's folder, and close it; gives the
+        tensors that are complete."""
+        self._settle()
+        with writing(self.out):
+            self._sync()
+        missing = self.missing()
+        self._release()
+        return [name for name, progress in self._tensors.items() if name not in missing]
+
+    def take_over(self, names: Collection[str]) -> None:
+        """Tensors that another process has written and handed over."""
+        with self._condition:
+            for name in names:
+                progress = self._progress(name)
+                if progress.gaps():
+                    progress.claim(0, progress.info.rows)
+
+    def _settle(self) -> None:
+        """Wait until all is written."""
         with self._condition:
             self._check_open()
             self._condition.wait_for(lambda: self._writing == 0)
             self._check_open()
+
+    def _sync(self) -> None:
+        for sync in self._syncs:
+            sync.result()
+        for shard in self._shards:
+            os.fsync(shard.file.fd)
+
+    def commit(self) -> None:
+        """Check that every tensor is complete, make all durable, and rename into place."""
+        self._settle()
         missing = self.missing()
         if missing:
             name, spans = next(iter(missing.items()))
@@ -256,14 +296,11 @@ class CheckpointWriter:
             )
         try:
             with writing(self.out):
-                for sync in self._syncs:
-                    sync.result()
-                for shard in self._shards:
-                    os.fsync(shard.file.fd)
+                self._sync()
                 if self._index is not None:
-                    write_file(self._folder.path / INDEX, self._index)
+                    write_file(self.folder / INDEX, self._index)
             self._release()
-            self._folder.commit()
+            self._own_folder.commit()
         except BaseException:
             self.abort()
             raise
@@ -271,7 +308,8 @@ class CheckpointWriter:
     def abort(self) -> None:
         """Leave nothing behind. Does nothing after a commit; writes still running are awaited."""
         self._release()
-        self._folder.abort()
+        if self._folder is not None:
+            self._folder.abort()
 
     def _release(self) -> None:
         with self._condition:

@@ -27,7 +27,7 @@ VALIDATE_EXAMPLES = """
 
 
 def add_to(app: typer.Typer) -> None:
-    add_verb(app, merge, MERGE_EXAMPLES)
+    add_verb(app, merge, MERGE_EXAMPLES, several=True)
     add_verb(app, validate, VALIDATE_EXAMPLES)
 
 

@@ -131,6 +131,7 @@ def computed_statistics(
     if device != "auto":
         settings = settings.model_copy(update={"device": device})
     with temporary_sibling(out) as folder:
+        folder = ranks.from_lead(folder)  # on whose disk the files are
         made: dict[str, list[Path]] = {}
         for number, (name, files) in enumerate(wanted.data.items()):
             for kind in wanted.needs[name]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -76,6 +76,17 @@ class FiniteCheck:
     def _note(self, whose: str, tensor: str) -> None:
         with self._lock:
             self._noted.setdefault(whose, {})[tensor] = None
+
+    @property
+    def noted(self) -> dict[str, list[str]]:
+        """Tensors that are not finite, by whose they are."""
+        return {whose: list(tensors) for whose, tensors in self._noted.items()}
+
+    def note(self, noted: Mapping[str, Sequence[str]]) -> None:
+        """What another process has let through."""
+        for whose, tensors in noted.items():
+            for tensor in tensors:
+                self._note(whose, tensor)
 
     def notices(self) -> Iterator[str]:
         """What was let through."""

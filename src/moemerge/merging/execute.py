@@ -63,7 +63,10 @@ class MergeOutcome:
     """What is to be said of a merge after it was run."""
 
     remarks: Remarks
-    notices: tuple[str, ...]
+    finite: FiniteCheck
+
+    def notices(self) -> tuple[str, ...]:
+        return (*self.remarks.notices(), *self.finite.notices())
 
 
 class MemoryBudget:
@@ -107,7 +110,7 @@ def execute(
             pool.shutdown(cancel_futures=True)
             raise
     progress.finish()
-    return MergeOutcome(runner.remarks, tuple(runner.finite.notices()))
+    return MergeOutcome(runner.remarks, runner.finite)
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:

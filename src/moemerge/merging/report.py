@@ -145,6 +145,10 @@ class Remarks:
         with self._lock:
             self._units[remark][unit] = facts
 
+    def said(self) -> list[tuple[str, Remark, Facts]]:
+        """All of it, as `add` takes it."""
+        return [(n, remark, f) for remark, units in self._units.items() for n, f in units.items()]
+
     def to_json(self) -> dict[str, Any]:
         """By kind: how many units, and what was said of each."""
         return {

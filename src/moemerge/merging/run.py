@@ -18,7 +18,7 @@ from moemerge.checkpoint import (
     parse_size,
     require_space,
 )
-from moemerge.checkpoint.requantise import QuantisingWriter, stored_tensors
+from moemerge.checkpoint.requantise import QuantisingWriter
 from moemerge.config.checks import filter_faults
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
@@ -31,6 +31,7 @@ from moemerge.merging.output import OutputFiles, output_files
 from moemerge.merging.plan import MergePlan
 from moemerge.merging.planner import Planner, open_models
 from moemerge.merging.report import MergeReport, describe_plan
+from moemerge.merging.sharing import open_writer, own_part, put_together
 from moemerge.merging.statistics import (
     StatisticsFiles,
     describe_statistics,
@@ -48,6 +49,7 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
+from moemerge.runtime import ranks
 from moemerge.runtime.devices import check_device, resolve_device
 from moemerge.runtime.progress import Progress
 from moemerge.text.rows import check_text
@@ -184,37 +186,38 @@ def run_merge(
 ) -> MergeReport:
     """Merge into `out`, which appears whole or not at all.
 
-    A `temporary` merge is read again at once, and so best left in the page cache.
+    A `temporary` merge is read again at once, and so best left in the page cache. Under torchrun
+    every process merges a part of the tensors.
     """
-    settings, plan = job.settings, job.plan
-    device = resolve_device(settings.device)
-    writer = CheckpointWriter(
-        out,
-        list(stored_tensors(plan.tensors)),
-        shard_bytes=parse_size(settings.out_shard_size),
-        overwrite=settings.overwrite,
-        inputs=job.input_folders,
-        direct=not temporary,
-    )
-    with writer:
+    device = ranks.own_device(resolve_device(job.settings.device))
+    with open_writer(job.plan, out, job.settings, temporary=temporary) as writer:
         report = replace(job.report, device=str(device), output=str(out))
-        _write_companions(writer, job, report)  # now, while the disk has nothing else to do
-        execution = ExecutionSettings(device=device, allow_nonfinite=settings.allow_nonfinite)
+        if ranks.leads():  # now, while the disk has nothing else to do
+            _write_companions(writer, job, report)
+        plan = own_part(job.plan)
+        execution = ExecutionSettings(device, allow_nonfinite=job.settings.allow_nonfinite)
         target = QuantisingWriter(writer, plan.quantised_tensors())
-        outcome = execute(plan, target, execution, progress)
+        outcome = execute(plan, target, execution, ranks.told_by_lead(progress))
+        put_together(writer, outcome, target)
         report = replace(
             report,
             remarks=outcome.remarks.to_json(),
             requantised=target.errors.to_json(),
-            notices=(*report.notices, *outcome.remarks.notices(), *outcome.notices),
+            notices=(*report.notices, *outcome.notices()),
             seconds=time.perf_counter() - job.started,
         )
-        document = report_document(__version__, merge=report.to_json())
-        writer.add_bytes(REPORT_NAME, report_bytes(document))
-        for model in plan.models:
-            model.checkpoint.require_unchanged()
-        writer.commit()
-    return replace(report, seconds=time.perf_counter() - job.started)
+        if ranks.leads():
+            _commit(writer, job, report)
+    report = replace(report, seconds=time.perf_counter() - job.started)
+    return ranks.from_lead(report)
+
+
+def _commit(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> None:
+    document = report_document(__version__, merge=report.to_json())
+    writer.add_bytes(REPORT_NAME, report_bytes(document))
+    for model in job.plan.models:
+        model.checkpoint.require_unchanged()
+    writer.commit()
 
 
 def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moemerge.errors import UsageError
+from moemerge.runtime import ranks
 from moemerge.runtime.lazy import torch
 
 
@@ -74,7 +75,12 @@ def gpu_memory(device: torch.device) -> int:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can be allocated now: free GPU memory, or what Linux calls available."""
+    """Bytes that this process may allocate now: its share of the free GPU memory, or of what Linux
+    calls available."""
+    return _free_memory(device) // ranks.sharing(device)
+
+
+def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         # What torch keeps of freed memory counts as used for the driver, but not for torch.
@@ -100,7 +106,9 @@ def free_disk(folder: Path) -> int:
 
 
 def cpu_count() -> int:
-    """Cores this process may use."""
+    """Cores this process may use: its share where several do one job."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // ranks.neighbours())

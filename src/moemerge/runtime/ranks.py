@@ -117,6 +117,28 @@ def join(device: torch.device) -> None:
     atexit.register(torch.distributed.destroy_process_group)
 
 
+def neighbours() -> int:
+    """How many processes of the job share this machine, this one among them."""
+    return min(_local("WORLD_SIZE", asked_for()), asked_for())
+
+
+def sharing(device: torch.device) -> int:
+    """How many processes of the job work on this device: all of the machine, or some on a GPU."""
+    if device.type != "cuda":
+        return neighbours()
+    return max(1, -(-neighbours() // torch.cuda.device_count()))
+
+
+def on_one_machine(job: str) -> None:
+    """Refuse processes on several machines for a job whose processes share their files."""
+    if neighbours() < asked_for():
+        raise UsageError(
+            f"{job} runs on one machine, and {asked_for() - neighbours()} of its {asked_for()} "
+            "processes are on others",
+            hint="start all of them on one machine",
+        )
+
+
 def alone(job: str) -> None:
     """Refuse several processes for a job that is made for one."""
     if asked_for() > 1:
@@ -170,6 +192,16 @@ def from_lead(value: T) -> T:
         torch.distributed.broadcast_object_list(box, src=0)
     first: T = box[0]
     return first
+
+
+def gathered(value: T) -> list[T]:
+    """Every rank's value, in every rank."""
+    if count() == 1:
+        return [value]
+    values: list[Any] = [None] * count()
+    with _exchange():
+        torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def made_by_lead(make: Callable[[], T]) -> T:
