@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--link", action="store_true", help="sources share the merged layers")
     parser.add_argument("--no-write", action="store_true", help="end with the last map fitted")
+    parser.add_argument("--prepare", action="store_true", help="make models and text, and end")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of refit")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -133,6 +134,8 @@ def run_once(
         text = args.work / f"{args.shape}-{name}-{args.tokens}-{args.row_tokens}.jsonl"
         synthetic.make_text(text, args.tokens // 2, args.row_tokens, words, seed)
         data[name] = str(text)
+    if args.prepare:
+        sys.exit(0)
     settings: dict[str, Any] = dict(item.split("=", 1) for item in args.set)
     if "ridge" in settings and settings["ridge"] != "auto":
         settings["ridge"] = float(settings["ridge"])
@@ -170,11 +173,15 @@ def run_all(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     nbytes = synthetic.make_model(merged, shape, device)
     print(f"model: {nbytes / 1e9:.1f} GB, made in {time.perf_counter() - begin:.1f} s", flush=True)
-    rates = {
-        "disk_read": synthetic.read_rate(merged),
-        "matrix": synthetic.matrix_rate(device),
-        "memory_read": synthetic.read_bandwidth(device),
-    }
+    rates = (
+        {}
+        if args.prepare
+        else {
+            "disk_read": synthetic.read_rate(merged),
+            "matrix": synthetic.matrix_rate(device),
+            "memory_read": synthetic.read_bandwidth(device),
+        }
+    )
     if device.type == "cuda":
         torch.cuda.empty_cache()
     report = run_once(args, shape, merged, device)

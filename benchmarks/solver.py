@@ -176,6 +176,8 @@ def solve_row(
     residual = true_residual(domains, solution.weight, b)
     tokens = sum(domain.tokens for domain in domains)
     row = Row(name, tokens, seconds, cpu, solution.cg.steps, residual, product_ms)
+    if len(solution.trials) > 1:
+        print(f"{solution.detour}; residuals", *(f"{r:.1e}" for r in solution.cg.residuals))
     return row, operator
 
 
