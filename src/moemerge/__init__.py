@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moemerge.api import collect_statistics as collect_statistics
     from moemerge.api import diagnose as diagnose
     from moemerge.api import evaluate as evaluate
+    from moemerge.api import find_coefficients as find_coefficients
     from moemerge.api import inspect as inspect
     from moemerge.api import load_config as load_config
     from moemerge.api import make_data as make_data
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from moemerge.config.settings import DiagnosisSettings as DiagnosisSettings
     from moemerge.config.settings import MergeSettings as MergeSettings
     from moemerge.config.tuning import TuningSettings as TuningSettings
+    from moemerge.config.weighing import CoefficientSettings as CoefficientSettings
     from moemerge.errors import ArchitectureError as ArchitectureError
     from moemerge.errors import CheckpointError as CheckpointError
     from moemerge.errors import ConfigError as ConfigError
@@ -43,14 +45,15 @@ if TYPE_CHECKING:
     from moemerge.errors import TokenizerError as TokenizerError
     from moemerge.errors import UsageError as UsageError
     from moemerge.merging.method import merge_method as merge_method
+    from moemerge.merging.wrapper import merge_wrapper as merge_wrapper
     from moemerge.version import __version__ as __version__
 
 
 # The public names of each room.
 _PUBLIC = {
     "moemerge.api": (
-        "calibrate collect_statistics diagnose evaluate inspect load_config make_data merge "
-        "refit run swap_routers tune validate"
+        "calibrate collect_statistics diagnose evaluate find_coefficients inspect load_config "
+        "make_data merge refit run swap_routers tune validate"
     ),
     "moemerge.checkpoint": "Checkpoint",
     "moemerge.config.calibration": "CalibrationSettings",
@@ -59,11 +62,13 @@ _PUBLIC = {
     "moemerge.config.refit": "RefitSettings",
     "moemerge.config.settings": "CollectingSettings DiagnosisSettings MergeSettings",
     "moemerge.config.tuning": "TuningSettings",
+    "moemerge.config.weighing": "CoefficientSettings",
     "moemerge.errors": (
         "ArchitectureError CheckpointError ConfigError DataError MoeMergeError NumericalError "
         "ResourceError TokenizerError UsageError"
     ),
     "moemerge.merging.method": "merge_method",
+    "moemerge.merging.wrapper": "merge_wrapper",
     "moemerge.version": "__version__",
 }
 _ROOM = {name: room for room, names in _PUBLIC.items() for name in names.split()}

@@ -92,9 +92,26 @@ def squared_gradients(folder: Path, rows: Sequence[Tensor]) -> dict[str, Tensor]
     return total
 
 
+def sensitivities(folder: Path, rows: Sequence[Tensor]) -> dict[str, float]:
+    """Σ |W · d loss / d W| with the loss of all rows together, by the original layout's names."""
+    model = whole_model(folder).requires_grad_(True)
+    for row in rows:
+        logits = model(input_ids=row[None], use_cache=False).logits[0]
+        torch.nn.functional.cross_entropy(logits[:-1], row[1:], reduction="sum").backward()
+    products = {
+        name: torch.zeros_like(p) if p.grad is None else (p * p.grad).detach().abs()
+        for name, p in model.named_parameters()
+    }
+    return {name: float(values.sum()) for name, values in by_unit(folder, products).items()}
+
+
 def fishers(folder: Path, rows: Sequence[Tensor]) -> dict[str, Tensor]:
     """The same by the names of the original layout."""
-    total = squared_gradients(folder, rows)
+    return by_unit(folder, squared_gradients(folder, rows))
+
+
+def by_unit(folder: Path, total: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values of parameters in memory, taken apart into the original layout's tensors."""
     found: dict[str, Tensor] = {}
     for name, values in total.items():
         if name.endswith("experts.gate_up_proj"):

@@ -82,6 +82,20 @@ def test_fisher_values_are_those_of_the_whole_model(
             assert difference(fisher.values, wanted[key]) < TOLERANCE, key
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sensitivities_are_those_of_the_whole_model(
+    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
+) -> None:
+    folder = model_folder(family)
+    collect(folder, tmp_path / "a.stats", kind="sensitivity")
+    wanted = direct.sensitivities(folder, token_rows(folder, text))
+    with Statistics.open(tmp_path / "a.stats") as found:
+        assert len(found.units) > 50
+        for key in found.units:
+            value = found.sensitivity(key)
+            assert value == pytest.approx(wanted[key], rel=1e-4, abs=1e-9), key
+
+
 # Transposed and interleaved experts with biases; latent attention and shared experts; experts
 # without a gate; a router inside a router; attention by an indexer.
 OTHERS = ("gpt_oss", "deepseek_v3", "nemotron_h", "hunyuan_v1_moe", "glm_moe_dsa")

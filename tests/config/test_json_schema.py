@@ -10,6 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from moemerge.api import config_schema, load_config
+from moemerge.config.coefficients import dump_coefficients
 from moemerge.config.dump import config_data
 from moemerge.config.schema import RunConfig
 from moemerge.config.yaml_lines import read_yaml
@@ -35,8 +36,14 @@ def whole_configs() -> list[Any]:
 
 
 @pytest.mark.parametrize("config", whole_configs())
-def test_examples_are_valid_as_written_and_as_resolved(config: Any, schema: Any) -> None:
+def test_examples_are_valid_as_written_and_as_resolved(
+    config: Any, schema: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     schema.validate(config)
+    if "coefficients" in config:
+        monkeypatch.chdir(tmp_path)
+        values = {entry["name"]: {"*": 1.0} for entry in config["models"]}
+        Path(config["coefficients"]).write_bytes(dump_coefficients(values, {}))
     loaded = load_config(config)
     schema.validate(config_data(loaded.config))
     schema.validate(config_data(loaded.config, absolute=True))

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moemerge.api.coefficients import find_coefficients as find_coefficients
     from moemerge.api.data import make_data as make_data
     from moemerge.api.evaluation import evaluate as evaluate
     from moemerge.api.jobs import calibrate as calibrate
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from moemerge.api.tuning import tune as tune
 
 _PARTS = {
+    "coefficients": "find_coefficients",
     "data": "make_data",
     "evaluation": "evaluate",
     "jobs": "calibrate collect_statistics diagnose refit swap_routers",

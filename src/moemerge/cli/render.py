@@ -134,6 +134,8 @@ def merge_report(report: MergeReport, *, verbose: bool) -> RenderableType:
     rows = [("method", report.method)]
     if report.wraps:
         rows.append(("wrapped by", ", ".join(report.wraps)))
+    if report.coefficients:
+        rows.append(("coefficients", report.coefficients["file"]))
     if report.router:
         rows.append(("routers", report.router))
     rows += requantised(report.requantised)

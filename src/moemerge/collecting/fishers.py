@@ -1,7 +1,7 @@
-"""Fisher values of one model: forward layer by layer, then back with every layer run again.
+"""Gradients of one model: forward layer by layer, then back with every layer run again.
 
 The forward keeps the input of every layer (`store`). On the way back one layer's weights are in
-memory at a time; its squared gradients are summed and written before the layer below comes.
+memory at a time; what is kept of its gradients is summed and written before the layer below comes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moemerge.architectures.roles import Unit
 from moemerge.collecting.forward import Forward, run_forward
 from moemerge.collecting.job import CollectingJob
-from moemerge.collecting.maths import (
-    RoutedGradients,
-    add_ragged_squares,
-    add_squares,
-    new_total,
-)
+from moemerge.collecting.maths import RoutedGradients, new_total
+from moemerge.collecting.measures import Measure, Sensitivity, Squares
 from moemerge.errors import ArchitectureError, DataError, NumericalError, ResourceError
 from moemerge.features.gradients import Heard, expert_deltas, experts_call, head_back, run_back
 from moemerge.features.taps import (
@@ -39,6 +36,7 @@ from moemerge.runtime.gpu import deterministic
 from moemerge.runtime.process import give_back_freed_memory
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import StatisticsWriter
+from moemerge.statistics.file import stored_shape
 from moemerge.text.batches import Batch
 
 # Tokens whose logits are held at a time.
@@ -48,10 +46,11 @@ HEAD_TOKENS = {"cpu": 512, "cuda": 8192}
 SAME = 0.05
 
 
-def collect_fishers(
+def collect_gradients(
     job: CollectingJob, writer: StatisticsWriter | None, progress: Progress
 ) -> tuple[list[str], list[str]]:
-    """Write the Fisher values of every matrix; gives notices and the units of unvisited experts.
+    """Write Fisher values or the sensitivity of every matrix; gives notices and the units of
+    unvisited experts.
 
     `writer` is rank 0's: the others only add to the sums.
     """
@@ -84,8 +83,12 @@ class _Backward:
         self._writer = writer
         self._model = forward.model
         self._device = job.stream.device
-        self._sequences = predicting(job)
         checkpoint = job.model.checkpoint
+        self._measure: Measure = (
+            Squares(predicting(job))
+            if job.request.settings.kind == "fisher"
+            else Sensitivity(checkpoint)
+        )
         self._weights = Weights(self._model, checkpoint, job.stream.device, job.stream.dtype)
         self._units = UnitMap(checkpoint, job.model.architecture, self._weights.names)
         self._gradients: list[Tensor] = []  # d loss / d output of the layer at hand, by batch
@@ -98,7 +101,7 @@ class _Backward:
 
     def run(self, progress: Progress) -> None:
         layers = self._forward.anatomy.layers
-        progress.start("squared gradients", len(layers), unit="layers")
+        progress.start("gradients", len(layers), unit="layers")
         with self._placed("head", self._forward.head_names):
             self._head()
         for number in reversed(range(len(layers))):
@@ -221,7 +224,7 @@ class _Backward:
         delta = torch.cat([value for value in deltas if value is not None], dim=1)
         if x.dtype != delta.dtype:
             x, delta = x.float(), delta.float()
-        add_squares(total, delta, x)
+        self._measure.add(total, delta, x)
 
     def _keep(self, heard: Heard, batch: Batch, routed: RoutedGradients) -> None:
         if heard.delta is None:
@@ -251,11 +254,13 @@ class _Backward:
     def _write_linear(self, tap: LinearTap, total: Tensor, tokens: int) -> None:
         placed = self._units.linear(tap)
         if not placed:
-            self.notices.append(f"{tap.weight} is stored in parts: no Fisher values")
+            self.notices.append(
+                f"{tap.weight} is stored in parts: nothing is known of its gradient"
+            )
         ranks.add_up_for_lead(total)
-        values = (total / self._sequences).float()
+        values = self._measure.finish(total)
         for one in placed:
-            self._write(one.unit.key, one.unit.shape, one.take(values), tokens)
+            self._write(one.unit, one.take(values), tokens)
 
     def _write_experts(self, tap: ExpertsTap, routed: RoutedGradients) -> None:
         units = self._units.experts(tap)
@@ -263,37 +268,37 @@ class _Backward:
         for expert, x, gradient, counts in routed.by_expert():
             view = ExpertView(module, expert)
             tokens = ranks.total(x.shape[0], self._device)
-            squares = None
+            sums = None
             if tokens:  # here, or in another rank
-                squares = self._expert_squares(view, module, x, gradient, counts)
+                sums = self._expert_sums(view, module, x, gradient, counts)
             for (number, projection), unit in units.items():
                 if number != expert:
                     continue
-                values = None if squares is None else squares.get(projection)
+                values = None if sums is None else sums.get(projection)
                 if values is None:
                     self.unvisited.append(unit.key)
-                self._write(unit.key, unit.shape, values, tokens)
+                self._write(unit, values, tokens)
 
-    def _expert_squares(
+    def _expert_sums(
         self, view: ExpertView, module: Any, x: Tensor, gradient: Tensor, counts: list[int]
     ) -> dict[str | None, Tensor]:
         of_pre, mid, of_down = expert_deltas(view, x, gradient)
         up = new_total((of_pre.shape[1], x.shape[1]), self._device)
         down = new_total((of_down.shape[1], mid.shape[1]), self._device)
-        add_ragged_squares(up, of_pre, x, counts)
-        add_ragged_squares(down, of_down, mid, counts)
+        self._measure.add_ragged(up, of_pre, x, counts)
+        self._measure.add_ragged(down, of_down, mid, counts)
         ranks.add_up_for_lead(up, down)
-        up = (up / self._sequences).float()
-        squares: dict[str | None, Tensor] = {None: up, "down": (down / self._sequences).float()}
-        squares.update(projections(module, up))
-        return squares
+        up = self._measure.finish(up)
+        sums: dict[str | None, Tensor] = {None: up, "down": self._measure.finish(down)}
+        sums.update(projections(module, up))
+        return sums
 
-    def _write(self, key: str, shape: tuple[int, ...], values: Tensor | None, tokens: int) -> None:
+    def _write(self, unit: Unit, values: Tensor | None, tokens: int) -> None:
         if self._writer is None:
             return
-        if values is not None:
-            values = values.contiguous()
-        self._writer.add(key, shape, values, units={key: shape}, tokens=tokens)
+        shape = stored_shape(self._job.request.settings.kind, unit.shape)
+        kept = None if values is None else self._measure.of_unit(unit, values)
+        self._writer.add(unit.key, shape, kept, units={unit.key: unit.shape}, tokens=tokens)
 
     @contextlib.contextmanager
     def _errors_named(self, where: str) -> Iterator[None]:

@@ -117,11 +117,12 @@ def prepare(request: CollectRequest) -> CollectingJob:
 def _forward_dtype(settings: CollectingSettings, model: OpenModel) -> torch.dtype:
     """Gradients need better than float16, unless it is asked for by name."""
     dtype = forward_dtype(settings.dtype, model)
-    small = settings.dtype == "auto" and settings.kind == "fisher" and dtype == torch.float16
+    backward = settings.kind in ("fisher", "sensitivity")
+    small = settings.dtype == "auto" and backward and dtype == torch.float16
     return torch.float32 if small else dtype
 
 
 def _output_bytes(kind: StatisticsKind, shapes: Sequence[tuple[int, ...]]) -> int:
     """An estimate from above for Fisher; of inputs, where two units on average share one."""
     total = sum(4 * math.prod(stored_shape(kind, shape)) for shape in shapes)
-    return total if kind == "fisher" else total // 2
+    return total if kind in ("fisher", "sensitivity") else total // 2

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moemerge.checkpoint.output import temporary_sibling
-from moemerge.collecting.fishers import collect_fishers, predicting
-from moemerge.collecting.grams import InputCollector
+from moemerge.collecting.fishers import collect_gradients, predicting
+from moemerge.collecting.grams import FORMS, InputCollector
 from moemerge.collecting.job import CollectingJob, CollectRequest, prepare
 from moemerge.config.models import ModelRef
 from moemerge.config.requests import StatisticsRequest
@@ -52,7 +52,7 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
     progress = ranks.told_by_lead(progress)
     job = prepare(request)
     with _writer(job) as writer:
-        collect = collect_fishers if request.settings.kind == "fisher" else _inputs
+        collect = _inputs if request.settings.kind in FORMS else collect_gradients
         notices, unvisited = collect(job, writer, progress)
         if writer is not None:
             writer.commit(sequences=predicting(job), notices=notices)

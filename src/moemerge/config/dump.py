@@ -55,6 +55,8 @@ class _Writer:
             default = info.get_default(call_default_factory=True)
             if value is None or not (full or value != default):
                 continue
+            if name == "coefficients" and self.absolute:
+                value = os.path.abspath(value)
             if name in _FILES and self.absolute:
                 value = {key: _absolute(text) for key, text in value.items()}
             result[name] = self.plain(value, full=full or name in _ALWAYS)

@@ -242,8 +242,9 @@ ValueField = Annotated[ParameterValue, read_by(parse_value, ValueForm)]
 Parameters = dict[str, ValueField]
 Name = Annotated[str, Field(min_length=1)]
 NotEmpty = BeforeValidator(not_empty)
+FileName = Annotated[str, read_by(_file, str)]
 Files = Annotated[
-    tuple[Annotated[str, read_by(_file, str)], ...],
+    tuple[FileName, ...],
     NotEmpty,
     BeforeValidator(_files, json_schema_input_type=str | list[str]),
 ]

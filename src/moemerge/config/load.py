@@ -6,7 +6,7 @@ is a fault too; `lenient` turns exactly those into warnings and takes the ineffe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any, Final
@@ -19,8 +19,16 @@ from moemerge.config.checks import (
     normalised_for_checks,
     slice_faults,
 )
-from moemerge.config.faults import Fault, Path, path_text
+from moemerge.config.coefficients import (
+    WEIGHT,
+    Coefficients,
+    coefficient_faults,
+    read_coefficients,
+    unweighed_faults,
+)
+from moemerge.config.faults import Fault, Path
 from moemerge.config.parameters import MethodSchema, WrapperSchema
+from moemerge.config.reading import FaultReporter, read_document
 from moemerge.config.requests import (
     REPAIRS,
     SourceData,
@@ -42,8 +50,7 @@ from moemerge.config.resolve import (
 from moemerge.config.schema import RunConfig
 from moemerge.config.translate import WorkingCopy, validate
 from moemerge.config.wrapping import wrap_faults
-from moemerge.config.yaml_lines import Document, read_yaml
-from moemerge.errors import ConfigError
+from moemerge.config.yaml_lines import Document
 
 _NO_METHOD: Final = "(none)"  # stands in for a missing merge_method while the rest is checked
 _BODIES: Final[tuple[Path, ...]] = (("models",), ("slices",), ("modules",))
@@ -51,32 +58,6 @@ _PAIRED: Final[tuple[Path, ...]] = (
     ("data",),
     *((key, part) for key in REPAIRS for part in ("data", "sources")),
 )
-_UNNAMED: Final = "config"
-_MOST_BYTES: Final = 2**24  # no config has so many; /dev/zero has
-
-
-@dataclass(frozen=True)
-class FaultReporter:
-    """Says what is wrong with a config, with the file's name and lines."""
-
-    where: str
-    document: Document
-    lenient: bool
-
-    def judge(self, faults: Sequence[Fault]) -> tuple[str, ...]:
-        """One error for all faults; those that `lenient` forgives come back as warnings."""
-        unique = dict.fromkeys(faults)  # a fault met twice is said once
-        ordered = sorted(unique, key=lambda f: self.document.line(f.path) or 0)
-        wrong = [f for f in ordered if not (self.lenient and f.ignorable)]
-        if wrong:
-            raise ConfigError.from_problems(self.where, [self._text(f) for f in wrong])
-        return tuple(f"{self._text(f)} (ignored)" for f in ordered)
-
-    def _text(self, fault: Fault) -> str:
-        line = self.document.line(fault.path)
-        parts = [f"line {line}"] if line is not None else []
-        parts += [path_text(fault.path)] if fault.path else []
-        return ": ".join([*parts, fault.message])
 
 
 @dataclass(frozen=True)
@@ -92,6 +73,7 @@ class LoadedConfig:
     refit: SourceData | None = None  # and what to refit with
     statistics: StatisticsRequest | None = None
     texts: Mapping[str, TextRequest] = field(default_factory=dict)  # to be made, by file
+    coefficients: Coefficients | None = None  # that multiply the models' weights
 
     def is_there(self, data: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """`data` without what is still to be made."""
@@ -119,33 +101,17 @@ def load_config(
     schemas: Mapping[str, MethodSchema],
     wrappers: Mapping[str, WrapperSchema] | None = None,
     lenient: bool = False,
+    coefficients: bool = True,
 ) -> LoadedConfig:
     """Read a file (or YAML text: a string of several lines; or a mapping) and check it.
 
-    Raises ConfigError with every fault. File and model paths are kept as written.
+    Raises ConfigError with every fault. File and model paths are kept as written. `coefficients`
+    says whether the file of that name is read, too.
     """
     where, document = read_document(source)
     reporter = FaultReporter(where, document, lenient)
-    return _Check(document, schemas, wrappers or {}, reporter).run()
-
-
-def read_document(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
-    """A config's name for messages, and what it says."""
-    if isinstance(source, Mapping):
-        return _UNNAMED, Document(data=source)
-    if isinstance(source, str) and "\n" in source:
-        return _UNNAMED, read_yaml(source, _UNNAMED)
-    where = str(source)
-    try:
-        with open(source, "rb") as file:  # a pipe will do
-            text = file.read(_MOST_BYTES).decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"cannot read config {where!r}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{where}: not UTF-8 text (byte {error.start})", hint="a config is a YAML file"
-        ) from None
-    return where, read_yaml(text, where)
+    check = _Check(document, schemas, wrappers or {}, reporter, read_files=coefficients)
+    return check.run()
 
 
 @dataclass
@@ -154,6 +120,7 @@ class _Check:
     schemas: Mapping[str, MethodSchema]
     wrappers: Mapping[str, WrapperSchema]
     reporter: FaultReporter
+    read_files: bool = True
     faults: list[Fault] = field(default_factory=list)
 
     def run(self) -> LoadedConfig:
@@ -172,8 +139,10 @@ class _Check:
         config = with_models(config)
         merge = normalise(config, self.schemas, self.wrappers)
         filters = MethodCheck(config, self.schemas).filters()
+        coefficients = self._coefficients(config, merge)
         return LoadedConfig(
             config=config,
+            coefficients=coefficients,
             reporter=self.reporter,
             filters=tuple(replace(f, path=work.original(f.path)) for f in filters),
             warnings=warnings,
@@ -183,6 +152,13 @@ class _Check:
             statistics=statistics_request(config, merge),
             texts=text_requests(config),
         )
+
+    def _coefficients(self, config: RunConfig, merge: NormalisedMerge) -> Coefficients | None:
+        if config.coefficients is None or not self.read_files:
+            return None
+        coefficients = read_coefficients(config.coefficients)
+        coefficients.judge(list(coefficient_faults(coefficients, merge)))
+        return coefficients
 
     def _note_structure(self, fault: Fault) -> None:
         """A parameter outside `parameters:` is a common mistake that deserves its own words."""
@@ -222,6 +198,9 @@ class _Check:
             merge = normalised_for_checks(config, self.schemas, self.wrappers)
             faults += check.counts(merge)
             misspelt = set() if self.reporter.lenient else check.misspelt()  # reported as such
+            if config.coefficients is not None:
+                misspelt.add(WEIGHT)
+                faults += unweighed_faults(merge, ("coefficients",))
             if not work.lost(*_BODIES, ("parameters",), ("router",)):
                 faults += check.required(merge, misspelt)
             if not work.lost(("statistics",), ("data",)):

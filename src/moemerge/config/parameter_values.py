@@ -262,14 +262,24 @@ class ParameterReader:
         # Of every list of filters that was asked (by its id), the branches that decided.
         self.decided: dict[int, set[int]] = {}
 
-    def values(self, tensor: TensorContext, model: str | None = None) -> dict[str, Scalar | None]:
+    def values(
+        self,
+        tensor: TensorContext,
+        model: str | None = None,
+        fallback: Mapping[str, Scalar] | None = None,
+    ) -> dict[str, Scalar | None]:
         """All per-model parameters of a model for one tensor, by their YAML names; without a
-        model, all parameters of the whole method."""
+        model, all parameters of the whole method. `fallback` serves where there is no default."""
         wanted = (p for p in self.schema.parameters if p.per_model == (model is not None))
-        return {spec.name: self.value(spec, tensor, model) for spec in wanted}
+        last = fallback or {}
+        return {p.name: self.value(p, tensor, model, last.get(p.name)) for p in wanted}
 
     def value(
-        self, spec: ParameterSpec, tensor: TensorContext, model: str | None = None
+        self,
+        spec: ParameterSpec,
+        tensor: TensorContext,
+        model: str | None = None,
+        fallback: Scalar | None = None,
     ) -> Scalar | None:
         """None is a value only where the default is None."""
         key = (tensor.slice_index, model, spec.name)
@@ -280,6 +290,8 @@ class ParameterReader:
             chosen = self._branch(value, tensor) if isinstance(value, Conditional) else value
             if chosen is not None:
                 return spec.convert(chosen.at(tensor.t) if isinstance(chosen, Gradient) else chosen)
+        if spec.default is REQUIRED and fallback is not None:
+            return fallback
         if spec.default is REQUIRED:
             raise _unset(spec, tensor.names, model)
         return spec.default

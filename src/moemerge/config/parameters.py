@@ -14,8 +14,9 @@ from typing import Final, Literal
 Scalar = float | int | bool | str
 
 # What is known of a model from text: the second moments of every linear layer's input, the squared
-# gradients of every weight, or the mean size of every channel of a linear layer's input.
-StatisticsKind = Literal["gram", "fisher", "activation"]
+# gradients of every weight, the mean size of every channel of a linear layer's input, or how much
+# the loss depends on a unit.
+StatisticsKind = Literal["gram", "fisher", "activation", "sensitivity"]
 
 
 class Required(Enum):

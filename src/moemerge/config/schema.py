@@ -18,6 +18,7 @@ from moemerge.config.fields import (
     ChatTemplateField,
     DataFiles,
     DtypeField,
+    FileName,
     LayerRange,
     ModelField,
     ModelForm,
@@ -247,6 +248,11 @@ class RunConfig(Body):
     )
     wrap: Wraps | None = Field(
         None, description="what acts around the method: `moemerge ls wrappers` lists the wrappers"
+    )
+    coefficients: FileName | None = Field(
+        None,
+        description="a file of coefficients (`moemerge coefficients`): how much of each "
+        "model, layer by layer or unit by unit",
     )
     data: NamedTexts | None = Field(
         None, description="text of each model, by the models' names: files, or how to make one"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from moemerge.config.fields import PositiveInt, Strict
 from moemerge.config.generation import MAX_NEW_TOKENS, PromptSettings, Texts
-from moemerge.config.load import FaultReporter, read_document
+from moemerge.config.reading import FaultReporter, read_document
 from moemerge.config.settings import Flag
 from moemerge.config.translate import WorkingCopy, validate
 

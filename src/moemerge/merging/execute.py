@@ -208,7 +208,7 @@ class _Runner:
             tensors = merge.prepare(tensors)
         inputs = [
             ModelTensor(
-                tensor,
+                _scaled(tensor, tensors[-1], source.scale),
                 source.params,
                 self.plan.models[source.model].name,
                 self._statistics(merge, source, tensor, unit),
@@ -268,6 +268,11 @@ class _Runner:
         tensor = self.plan.models[source.model].checkpoint.read(source.tensor, block.rows)
         self.finite.read(tensor, source)
         return tensor
+
+
+def _scaled(tensor: Tensor, base: Tensor, scale: float) -> Tensor:
+    """A model with so much of its change; as it is where all of it counts."""
+    return tensor if scale == 1.0 else torch.lerp(base, tensor, scale)
 
 
 class _BlockReader:

@@ -47,6 +47,7 @@ class UnitInput:
     slot: Slot
     params: Any = None
     statistics: str | None = None  # the unit's key in this model's statistics, where they count
+    scale: float = 1.0  # of its change against the base, where the method has no weights
 
 
 @dataclass(frozen=True)

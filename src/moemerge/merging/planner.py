@@ -13,11 +13,13 @@ from moemerge.architectures.roles import ROUTING_ROLES, WHOLE, Role, Unit
 from moemerge.checkpoint import TensorInfo
 from moemerge.checkpoint.quantised.scheme import relative_error
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
+from moemerge.config.coefficients import Coefficients
 from moemerge.config.parameter_values import ParameterReader, TensorContext
 from moemerge.config.parameters import BasePolicy
 from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.merging import matching
+from moemerge.merging.coefficients import Weighing
 from moemerge.merging.matching import Destination, Destinations, UnitIndex
 from moemerge.merging.method import METHODS, MergeMethod, UnitInfo, yaml_key
 from moemerge.merging.plan import (
@@ -65,6 +67,7 @@ class Planner:
         dtype: str | None,
         out_dtype: str | None,
         *,
+        coefficients: Coefficients | None = None,
         requantise: bool = False,
     ) -> None:
         self.merge = merge
@@ -80,6 +83,7 @@ class Planner:
         self.out_dtype = None if chosen is None else parse_dtype(chosen)
         self.input_dtype = None if dtype is None else parse_dtype(dtype)
         self.requantise = requantise
+        self.weighing = Weighing(coefficients)
         self.quantised: dict[str, int] = {}  # output tensor -> the model that stores it so
         self.ledger = Ledger()
         self.missing: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -103,6 +107,7 @@ class Planner:
                 blocks.extend(planned[1])
         for (model, reference), names in self.missing.items():
             raise matching.missing_error(self.models[model], self.models[reference], names)
+        self.weighing.check_all_used()
         for info, block in self._extras({t.name for t in tensors}):
             tensors.append(info)
             blocks.append(block)
@@ -222,10 +227,10 @@ class Planner:
         informed = method.schema.statistics is not None
         wrapped = self.merge.wraps if method is self.method else ()
 
-        def source(s: SliceModel, params: Any = None) -> UnitInput:
+        def source(s: SliceModel, params: Any = None, scale: float = 1.0) -> UnitInput:
             mine = matches[s.name][i]
             key = mine.key if informed or wrapped else None
-            return UnitInput(self.position[s.name], mine.tensor, mine.slot, params, key)
+            return UnitInput(self.position[s.name], mine.tensor, mine.slot, params, key, scale)
 
         inputs = []
         models, base = merge_slice.seen_by(method.schema)
@@ -236,8 +241,9 @@ class Planner:
         for s in models:
             tensor = TensorContext(to.slice_index, matches[s.name][i].names, role, to.t)
             self.names[role].update(tensor.names)
-            values = reader.values(tensor, s.name)
-            inputs.append(source(s, self._build(method.per_model, values)))
+            key = matches[s.name][i].key
+            values, scale = self.weighing.values(reader, tensor, s.name, key)
+            inputs.append(source(s, self._build(method.per_model, values), scale))
         placed = self._placed(unit, info, to)
         tensor = TensorContext(to.slice_index, placed.names, role, to.t)
         self.names[role].update(tensor.names)

@@ -40,6 +40,7 @@ class MergeReport:
     seed: int
     notices: tuple[str, ...]
     wraps: tuple[str, ...] = ()  # around the method, the first nearest to it
+    coefficients: dict[str, Any] = field(default_factory=dict)  # the file, and who made it
     statistics: dict[str, Any] = field(default_factory=dict)  # of each model, where they came from
     remarks: dict[str, Any] = field(default_factory=dict)  # what methods said of single units
     requantised: dict[str, Any] = field(default_factory=dict)  # the error of rounding, by format
@@ -53,6 +54,7 @@ class MergeReport:
             "method": self.method,
             "router": self.router,
             **({"wrap": list(self.wraps)} if self.wraps else {}),
+            **({"coefficients": self.coefficients} if self.coefficients else {}),
             "seed": self.seed,
             "device": self.device,
             "seconds": None if self.seconds is None else round(self.seconds, 3),

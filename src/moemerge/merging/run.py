@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moemerge.architectures.opened import OpenModel, check_configs
 from moemerge.checkpoint import (
@@ -20,6 +20,7 @@ from moemerge.checkpoint import (
 )
 from moemerge.checkpoint.requantise import QuantisingWriter
 from moemerge.config.checks import filter_faults
+from moemerge.config.coefficients import Coefficients
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
 from moemerge.config.parameters import StatisticsKind
@@ -115,6 +116,7 @@ class MergeJob:
         return replace(
             report,
             wraps=tuple(reader.schema.name for reader in merge.wraps),
+            coefficients=_coefficients_words(self.loaded.coefficients),
             statistics={} if request is None else describe_statistics(request, self.statistics),
             statistics_seconds=self.statistics_seconds,
             notices=(*report.notices, *notices),
@@ -142,7 +144,13 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     if requantise:
         require_requantisable(merge, models)
     planner = Planner(
-        merge, models, vocabularies, config.dtype, config.out_dtype, requantise=requantise
+        merge,
+        models,
+        vocabularies,
+        config.dtype,
+        config.out_dtype,
+        coefficients=loaded.coefficients,
+        requantise=requantise,
     )
     output = planner.plan()
     readers = [reader for reader in (merge.reader, merge.router_reader) if reader is not None]
@@ -263,6 +271,12 @@ def require_requantisable(merge: NormalisedMerge, models: Mapping[str, OpenModel
             '`requantize="same"` cannot move layers: the config names those that stay in floats',
             hint="merge the slices into floats, and quantise the result with the format's tool",
         )
+
+
+def _coefficients_words(coefficients: Coefficients | None) -> dict[str, Any]:
+    if coefficients is None:
+        return {}
+    return {"file": coefficients.file, "made_by": dict(coefficients.made_by)}
 
 
 def _router_words(merge: NormalisedMerge) -> str | None:

@@ -92,7 +92,7 @@ def pending_bytes(wanted: StatisticsRequest, models: Mapping[str, OpenModel]) ->
         for out, width in (unit.shape for unit in units if len(unit.shape) == 2):
             for kind in wanted.needs[name]:
                 size = 4 * math.prod(stored_shape(kind, (out, width)))
-                total += size if kind == "fisher" else size // 2
+                total += size if kind in ("fisher", "sensitivity") else size // 2
     return total
 
 
@@ -125,6 +125,7 @@ def read_statistics(
     """One model's statistics of a unit, on the tensor's device; None where it has none."""
     if kind is None or source.statistics is None:
         return None
+    assert kind != "sensitivity"  # no method asks for it
     statistics = plan.statistics[source.model, kind]
     expected: tuple[int, ...]
     if kind == "gram":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,20 @@ def read_file(
     if len(data) > most:
         raise raises(f"{path} has more than {most} bytes, too many for its kind", hint=hint)
     return data
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """A file that appears whole or not at all: written beside, made durable, and renamed."""
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_utf8(path: Path, hint: str | None = None, raises: Raises = CheckpointError) -> str:

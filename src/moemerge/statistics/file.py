@@ -7,6 +7,7 @@ on-disk layout of a model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,8 @@ def stored_shape(kind: Kind, unit: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that a unit's statistics have in the file."""
     if kind == "fisher" or not unit:
         return unit
-    return (packed_size(unit[-1]) if kind == "gram" else unit[-1],)
+    sizes = {"gram": packed_size(unit[-1]), "activation": unit[-1], "sensitivity": 1}
+    return (sizes[kind],)
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,17 @@ class Statistics:
         if bool((values < 0).any()):
             raise self._damaged(unit, "a mean of sizes is negative")
         return Activation(values, self.counts[unit.tensor])
+
+    def sensitivity(self, unit_key: str) -> float | None:
+        """Σ |W · d loss / d W| of a unit over the text; None for one that it was not taken of."""
+        self._require("sensitivity")
+        unit = self.units.get(unit_key)
+        if unit is None:
+            return None
+        value = float(self._file.read(unit.tensor))
+        if not 0 <= value < math.inf:
+            raise self._damaged(unit, "a sum of sizes is negative or not finite")
+        return value
 
     def _damaged(self, unit: StoredUnit, reason: str) -> NumericalError:
         return NumericalError(f"{self.path}: {unit.tensor}: {reason}", hint=_MAKE_AGAIN)

@@ -47,7 +47,7 @@ _NOTICE_BYTES: Final = 16 * 1024
 def check_output_file(out: Path, *, overwrite: bool) -> None:
     """Refuse an output that must not or cannot be written, before any work is done."""
     if out.is_dir():
-        raise CheckpointError(f"the output {out} is a folder", hint="name a file: OUT.stats")
+        raise CheckpointError(f"the output {out} is a folder", hint="name a file")
     if os.path.lexists(out) and not overwrite:
         raise CheckpointError(
             f"the output {out} exists", hint="choose another name, or allow it: `overwrite=True`"

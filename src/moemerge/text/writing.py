@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moemerge.runtime.files import write_whole
+
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """JSON lines (gzipped where the name says so), written beside the file and renamed."""
-    target = Path(os.path.realpath(path))
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
     # Halves of characters, which a cut text may end with, have no bytes in UTF-8.
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     data = "".join(lines).encode("utf-8", "replace")
     if path.name.endswith(".gz"):
         data = gzip.compress(data, mtime=0)
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, data)

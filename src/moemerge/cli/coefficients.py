@@ -1,0 +1,80 @@
+"""`moemerge coefficients`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moemerge.cli.flags import Config, Overwrite, Reporting, add_verb
+from moemerge.config.weighing import CoefficientSettings
+
+if TYPE_CHECKING:
+    from moemerge.cli.render import NumberTable
+    from moemerge.coefficients import CoefficientsReport
+
+EXAMPLES = """
+  moemerge coefficients acm ties.yml acm.yml \\
+      --data math=math.jsonl --data code=code.jsonl
+  moemerge coefficients sens ties.yml sens.yml --temperature 0.05 --limit 4 \\
+      --data math=math.jsonl --data code=code.jsonl
+"""
+
+
+class Way(StrEnum):
+    acm = "acm"
+    sens = "sens"
+    adamerging = "adamerging"
+
+
+def add_to(app: typer.Typer) -> None:
+    add_verb(app, coefficients, EXAMPLES)
+
+
+def coefficients(
+    method: Annotated[Way, typer.Argument(metavar="METHOD", help="acm, sens or adamerging.")],
+    config: Config,
+    out_file: Annotated[
+        Path, typer.Argument(metavar="OUT.yml", help="File to write; appears whole or not.")
+    ],
+    settings: CoefficientSettings,
+    reporting: Reporting,
+    data: Annotated[
+        dict[str, list[str]] | None,
+        typer.Option(
+            "--data",
+            metavar="NAME=FILE",
+            help="Text of that model (default: the config's `data`). Repeat it.",
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Find how much of each model a merge should take, layer by layer, from text of each.
+
+    A config with `coefficients: OUT.yml` multiplies its weights by them.
+    """
+    from moemerge import api
+
+    with reporting.progress() as bar:
+        report = api.find_coefficients(
+            method.value,
+            config,
+            out_file,
+            data=data,
+            settings=settings,
+            overwrite=overwrite,
+            progress=bar,
+        )
+    reporting.show(report.to_json(), _table(report), notices=report.notices)
+
+
+def _table(report: CoefficientsReport) -> NumberTable:
+    from moemerge.cli.render import NumberTable
+
+    names = list(report.coefficients)
+    table = NumberTable(("place", *names), title=f"{report.method}: {report.output}")
+    for place in report.coefficients[names[0]]:
+        table.add(place, *(f"{report.coefficients[name][place]:.4f}" for name in names))
+    return table

@@ -1,0 +1,65 @@
+"""ACM: a layer counts the less, the more it shares with the base's (Yao et al. 2025)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moemerge.coefficients.job import CoefficientsJob
+from moemerge.coefficients.maths import Information, falling
+from moemerge.features.stream import ModelStream
+from moemerge.runtime.progress import Progress
+from moemerge.text.batches import Batch
+
+Found = dict[str, dict[str, float]]
+
+
+def acm(job: CoefficientsJob, progress: Progress) -> tuple[Found, dict[str, Any]]:
+    """Coefficients by model and place, and the information that they come from."""
+    measured = {name: _information(job, name, progress) for name in job.models}
+    sharpness = job.request.settings.sharpness
+    values = {
+        name: [falling(information, sharpness) for information in layers]
+        for name, layers in measured.items()
+    }
+    found = {
+        name: {"*": sum(layers) / len(layers), **dict(zip(job.places, layers, strict=True))}
+        for name, layers in values.items()
+    }
+    return found, {"mutual_information": measured}
+
+
+def _information(job: CoefficientsJob, name: str, progress: Progress) -> list[float]:
+    """Of each layer's output in the base and in one model, on the model's own text."""
+    batches = job.batches(name)
+    final: dict[int, Tensor] = {}
+    last = Information()
+
+    def of_base(batch: Batch, hidden: Tensor) -> None:
+        final[id(batch)] = hidden[batch.mask.to(hidden.device)]
+
+    def of_model(batch: Batch, hidden: Tensor) -> None:
+        last.add(final.pop(id(batch)), hidden[batch.mask.to(hidden.device)])
+
+    base_checkpoint, checkpoint = job.base.checkpoint, job.models[name].checkpoint
+    layers: list[float] = []
+    with (
+        ModelStream(base_checkpoint, batches, job.stream, on_output=of_base) as base,
+        ModelStream(
+            checkpoint, batches, job.stream, on_output=of_model, progress=progress
+        ) as model,
+    ):
+        for stream in (base, model):
+            stream.stop_at_layers(inputs=True)
+        for one, other in zip(base, model, strict=True):
+            if 0 < one.layer < len(job.places):  # what goes into a layer came out of the one below
+                layers.append(_shared(one.inputs(name), other.inputs(name)))
+    return [*layers, last.mean()]
+
+
+def _shared(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    information = Information()
+    for a, b in zip(ours, theirs, strict=True):
+        information.add(a, b)
+    return information.mean()

@@ -1,0 +1,146 @@
+"""AdaMerging: coefficients that make the merged model sure of its answers (Yang et al. 2024).
+
+The merged model is one function of the coefficients, W = W_0 + Σ_i λ_i^l τ_i, and Adam lowers the
+entropy of its next tokens on the models' own text. Base, task vectors and gradients are all in
+memory: for models that fit a device several times.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from moemerge.architectures.opened import OpenModel
+from moemerge.checkpoint import format_size
+from moemerge.coefficients.job import CoefficientsJob
+from moemerge.coefficients.maths import entropy
+from moemerge.errors import NumericalError, ResourceError
+from moemerge.features.loading import build_skeleton
+from moemerge.features.weights import Weights
+from moemerge.runtime.devices import available_memory
+from moemerge.runtime.progress import Progress
+from moemerge.text.batches import Batch, make_batches
+from moemerge.text.domains import Domain
+
+Found = dict[str, dict[str, float]]
+EVERYWHERE = "*"  # the group of all that lies outside the layers
+SHOWN = 10  # losses that the file records
+
+
+def adamerging(job: CoefficientsJob, progress: Progress) -> tuple[Found, dict[str, Any]]:
+    """Coefficients by model and place, and how the entropy went."""
+    merged = BlendedModel(job)
+    settings = job.request.settings
+    lambdas = torch.full(
+        (len(job.models), len(merged.groups)), settings.start, device=job.stream.device
+    ).requires_grad_(True)
+    optimiser = torch.optim.Adam([lambdas], lr=settings.lr)
+    draws = {name: _draws(job, domain) for name, domain in job.domains.items()}
+    losses: list[float] = []
+    progress.start("lowering entropy", settings.steps, unit="steps")
+    for _ in range(settings.steps):
+        optimiser.zero_grad()
+        total = 0.0
+        for batches in draws.values():
+            loss = merged.entropy(lambdas, next(batches))
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        if lambdas.grad is None or not bool(lambdas.grad.isfinite().all()):
+            raise NumericalError(
+                f"after {len(losses)} steps the entropy of the merged model has no finite gradient",
+                hint='try `dtype="float32"`, or a smaller `lr`',
+            )
+        losses.append(total / len(draws))
+        optimiser.step()
+        with torch.no_grad():
+            lambdas.clamp_(0, 1)
+        progress.advance(1)
+    progress.finish()
+    found = {
+        name: dict(zip(merged.groups, row, strict=True))
+        for name, row in zip(job.models, lambdas.detach().double().tolist(), strict=True)
+    }
+    shown = losses[:: max(1, len(losses) // SHOWN)]
+    return found, {"entropy": [round(loss, 6) for loss in (*shown, losses[-1])]}
+
+
+class BlendedModel:
+    """A model whose parameters are the base's and, times λ, what the others changed."""
+
+    def __init__(self, job: CoefficientsJob) -> None:
+        self._device, self._dtype = job.stream.device, job.stream.dtype
+        self._model: Any = build_skeleton(job.base.checkpoint, self._dtype)
+        self._names = tuple(dict(self._model.named_parameters()))
+        _require_room(job)
+        self._base = self._read(job.base)
+        self._changes = []
+        for model in job.models.values():
+            own = self._read(model)
+            self._changes.append({name: own[name] - self._base[name] for name in self._base})
+        self.groups = (EVERYWHERE, *job.places)
+        self._group = {name: self._group_of(name) for name in self._base}
+
+    def _read(self, model: OpenModel) -> dict[str, Tensor]:
+        weights = Weights(self._model, model.checkpoint, self._device, self._dtype)
+        try:
+            return weights.fetch(self._names)
+        finally:
+            weights.close()
+
+    def _group_of(self, name: str) -> int:
+        fits = (i for i, place in enumerate(self.groups) if f".{name}".find(f".{place}.") >= 0)
+        return next(fits, 0)
+
+    def entropy(self, lambdas: Tensor, batch: Batch) -> Tensor:
+        """Of the merged model's next tokens on a batch, with a gradient for λ (models, groups)."""
+        parameters = {
+            name: self._merged(name, value, lambdas[:, self._group[name]])
+            for name, value in self._base.items()
+        }
+        mask = batch.mask.to(self._device)
+        inputs = {
+            "input_ids": batch.input_ids.to(self._device),
+            "attention_mask": mask.to(torch.int64),
+            "use_cache": False,
+        }
+        with torch.enable_grad():
+            logits = functional_call(self._model, parameters, kwargs=inputs).logits
+            return entropy(logits, mask)
+
+    def _merged(self, name: str, base: Tensor, shares: Tensor) -> Tensor:
+        for share, changes in zip(shares, self._changes, strict=True):
+            base = base + share.to(base.dtype) * changes[name]
+        return base
+
+
+def _require_room(job: CoefficientsJob) -> None:
+    """Base, changes, the merged model and its gradient, and as much again for what is computed."""
+    size = job.base.checkpoint.total_bytes
+    needed = size * (len(job.models) + 4)
+    free = available_memory(job.stream.device)
+    if needed > free:
+        raise ResourceError(
+            f"AdaMerging keeps all models in memory: about {format_size(needed)} on "
+            f"{job.stream.device}, where {format_size(free)} are free",
+            hint="use `acm` or `sens`, which stream, or a larger device",
+        )
+
+
+def _draws(job: CoefficientsJob, domain: Domain) -> Iterator[Batch]:
+    """Rows of a domain at random, so many at a time, for ever; by the seed alone."""
+    chance = random.Random(f"{job.request.settings.seed}:{domain.name}")
+    count = min(job.request.settings.rows, len(domain.rows))
+    while True:
+        yield one_batch(domain, chance.sample(range(len(domain.rows)), count))
+
+
+def one_batch(domain: Domain, places: Sequence[int]) -> Batch:
+    """Some rows of a domain, padded to one batch."""
+    rows = tuple(domain.rows[place] for place in places)
+    longest = max(map(len, rows))
+    return make_batches([Domain(domain.name, rows)], batch_tokens=longest * len(rows))[0]

@@ -1,0 +1,95 @@
+"""Coefficients: what is asked for, and the same once all that can be refused was checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moemerge.architectures.names import split_layer
+from moemerge.architectures.opened import OpenModel, open_model
+from moemerge.config.models import ModelRef
+from moemerge.config.weighing import CoefficientMethod, CoefficientSettings
+from moemerge.errors import UsageError
+from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
+from moemerge.lockstep.inputs import check_same_tokens, read_text, require_streamable
+from moemerge.runtime.devices import resolve_device
+from moemerge.statistics.provenance import all_units
+from moemerge.statistics.writer import check_output_file
+from moemerge.text.batches import Batch, make_batches
+from moemerge.text.domains import Domain
+from moemerge.text.rows import TextSource, check_files
+
+
+@dataclass(frozen=True)
+class CoefficientsRequest:
+    """Which models of which base, text of each, by which method to which file."""
+
+    method: CoefficientMethod
+    models: Mapping[str, ModelRef]
+    base: ModelRef
+    data: Mapping[str, Sequence[TextSource]]
+    out: Path
+    settings: CoefficientSettings
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class CoefficientsJob:
+    """Coefficients that can be found."""
+
+    request: CoefficientsRequest
+    base: OpenModel
+    models: Mapping[str, OpenModel]
+    domains: Mapping[str, Domain]
+    stream: StreamSettings
+    places: tuple[str, ...]  # of the layers, as a file of coefficients names them
+    notices: tuple[str, ...] = ()
+
+    def batches(self, name: str) -> tuple[Batch, ...]:
+        """The text of one model."""
+        most = batch_tokens(self.base, self.stream.device)
+        return make_batches([self.domains[name]], batch_tokens=most)
+
+
+def prepare(request: CoefficientsRequest) -> CoefficientsJob:
+    """Check output, models and files; read the text through the base's tokenizer."""
+    settings = request.settings
+    check_output_file(request.out, overwrite=request.overwrite)
+    missing = [name for name in request.models if name not in request.data]
+    if missing:
+        raise UsageError(
+            f"no text for {', '.join(missing)}",
+            hint="every merged model needs text: `data={NAME: FILE}`, or `data:` in the config",
+        )
+    check_files({name: request.data[name] for name in request.models})
+    device = resolve_device(settings.device)
+    base = open_model("base", request.base)
+    models = {name: open_model(name, ref) for name, ref in request.models.items()}
+    text = read_text(base, request.models, request.data, settings)
+    notices = list(text.notices)
+    hint = "they must be fine-tunes of one base"
+    for name, model in {"base": base, **models}.items():
+        require_streamable(base, model, what=name, hint=hint)
+        if model is not base:
+            what = f"{name} ({model.label})"
+            notices += check_same_tokens(text.domains, text.tokenizer, model, what=what, hint=hint)
+    return CoefficientsJob(
+        request=request,
+        base=base,
+        models=models,
+        domains={domain.name: domain for domain in text.domains},
+        stream=StreamSettings(device, forward_dtype(settings.dtype, base), settings.offload),
+        places=layer_places(base),
+        notices=tuple(notices),
+    )
+
+
+def layer_places(model: OpenModel) -> tuple[str, ...]:
+    """What the keys of each decoder layer's units begin with."""
+    places: dict[int, str] = {}
+    for key in all_units(model.checkpoint, model.architecture):
+        parts = split_layer(key)
+        if parts is not None and parts.layer < model.architecture.num_layers:
+            places[parts.layer] = f"{parts.wrap}{parts.box}.{parts.layer}"
+    return tuple(places[layer] for layer in sorted(places))

@@ -1,0 +1,88 @@
+"""From measurements to coefficients: numbers in, numbers out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+# Two models that agree in every bit would share information without end.
+MOST_CORRELATED = 1 - 1e-9
+
+
+class Information:
+    """The mutual information of two models' hidden states, as it grows token by token.
+
+    Channel by channel, taken as jointly Gaussian: I = -½ ln(1 - ρ²), ρ the correlation over tokens;
+    the mean over channels that vary in both, in nats.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sums: Tensor | None = None  # (5, d): Σa, Σb, Σa², Σb², Σab
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """The same tokens in both models, (tokens, d)."""
+        a, b = a.double(), b.double()
+        sums = torch.stack([x.sum(0) for x in (a, b, a * a, b * b, a * b)])
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._count += a.shape[0]
+
+    def mean(self) -> float:
+        """In nats; 0 where nothing varies."""
+        if self._sums is None:
+            return 0.0
+        of_a, of_b, aa, bb, ab = self._sums / self._count
+        variance_a, variance_b = aa - of_a**2, bb - of_b**2
+        floor = torch.finfo(torch.float64).eps * 16
+        varies = (variance_a > floor * aa) & (variance_b > floor * bb)
+        if not bool(varies.any()):
+            return 0.0
+        covariance = (ab - of_a * of_b)[varies]
+        squares = covariance**2 / (variance_a * variance_b)[varies]
+        return float((-0.5 * torch.log1p(-squares.clamp(0, MOST_CORRELATED))).mean())
+
+
+def falling(information: float, sharpness: float) -> float:
+    """1 - 1 / (1 + e^(-t I)): one half where a layer shares nothing with the base, 0 where all."""
+    return 1 / (1 + math.exp(min(sharpness * information, 700.0)))
+
+
+def transfer(distances: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """How well each model answers for the others: shares that sum to one.
+
+    `distances[i][j]` is how far model i's logits are from model j's on the text of j; the nearer,
+    the larger the share. Models without any distance share alike.
+    """
+    totals = {name: math.fsum(others.values()) for name, others in distances.items()}
+    if min(totals.values()) <= 0:
+        return dict.fromkeys(totals, 1 / len(totals))
+    inverse = {name: 1 / total for name, total in totals.items()}
+    return {name: value / math.fsum(inverse.values()) for name, value in inverse.items()}
+
+
+def balanced(
+    sensitivities: Mapping[str, Sequence[float]], shares: Mapping[str, float], temperature: float
+) -> dict[str, list[float]]:
+    """T softmax_i(a_il c_i / temperature), with a_i the layers' sensitivities at length one."""
+    names = list(sensitivities)
+    unit = {}
+    for name, values in sensitivities.items():
+        length = math.hypot(*values)
+        unit[name] = [value / length if length > 0 else 0.0 for value in values]
+    layers = len(unit[names[0]])
+    result: dict[str, list[float]] = {name: [] for name in names}
+    for layer in range(layers):
+        scores = [unit[name][layer] * shares[name] / temperature for name in names]
+        softmax = torch.tensor(scores, dtype=torch.float64).softmax(0).tolist()
+        for name, value in zip(names, softmax, strict=True):
+            result[name].append(len(names) * value)
+    return result
+
+
+def entropy(logits: Tensor, mask: Tensor) -> Tensor:
+    """Mean entropy of the next token over real tokens: logits (rows, tokens, vocab)."""
+    logs = logits[mask].float().log_softmax(-1)  # (real, vocab)
+    return -(logs.exp() * logs).sum(-1).mean()

@@ -1,0 +1,69 @@
+"""From a request to a file of coefficients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moemerge.checkpoint.output import writing
+from moemerge.coefficients.acm import acm
+from moemerge.coefficients.adamerging import adamerging
+from moemerge.coefficients.job import CoefficientsJob, CoefficientsRequest, prepare
+from moemerge.coefficients.sens import sens
+from moemerge.config.coefficients import dump_coefficients
+from moemerge.lockstep.inputs import settings_data
+from moemerge.runtime.files import write_whole
+from moemerge.runtime.progress import Progress
+from moemerge.version import __version__
+
+Maker = Callable[[CoefficientsJob, Progress], tuple[dict[str, dict[str, float]], dict[str, Any]]]
+MAKERS: Mapping[str, Maker] = {"acm": acm, "sens": sens, "adamerging": adamerging}
+
+
+@dataclass(frozen=True)
+class CoefficientsReport:
+    """The file that was written, and what its numbers come from."""
+
+    method: str
+    output: str
+    coefficients: Mapping[str, Mapping[str, float]]  # by model and place
+    measured: Mapping[str, Any]
+    tokens: Mapping[str, int]  # of each model's text
+    seconds: float
+    notices: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "method": self.method,
+            "output": self.output,
+            "coefficients": {name: dict(places) for name, places in self.coefficients.items()},
+            "measured": dict(self.measured),
+            "tokens": dict(self.tokens),
+            "seconds": round(self.seconds, 3),
+            "notices": list(self.notices),
+        }
+
+
+def run_coefficients(request: CoefficientsRequest, progress: Progress) -> CoefficientsReport:
+    """Find the coefficients; the file appears whole or not at all."""
+    begin = time.perf_counter()
+    job = prepare(request)
+    found, measured = MAKERS[request.method](job, progress)
+    tokens = {name: domain.tokens for name, domain in job.domains.items()}
+    made_by = {
+        "version": __version__,
+        "method": request.method,
+        "base": str(request.base),
+        "models": {name: str(ref) for name, ref in request.models.items()},
+        "tokens": tokens,
+        "settings": settings_data(request.settings),
+        **measured,
+    }
+    with writing(request.out):
+        write_whole(request.out, dump_coefficients(found, made_by))
+    seconds = time.perf_counter() - begin
+    return CoefficientsReport(
+        request.method, str(request.out), found, measured, tokens, seconds, job.notices
+    )

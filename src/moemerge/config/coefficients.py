@@ -1,0 +1,127 @@
+"""A file of coefficients: how much of each model, place by place.
+
+    coefficients:
+      math: {"*": 0.5, model.layers.0: 0.4, model.layers.1.mlp.experts.3: 0.1}
+      code: {"*": 0.5}
+
+A place is the key of a unit, the dotted beginning of one (a layer, an expert), or `*` for all; of
+those that fit a unit the longest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Annotated, Any, Final
+
+import yaml
+from pydantic import Field
+
+from moemerge.config.faults import Fault, Path, listed
+from moemerge.config.fields import Name, NotEmpty, Strict
+from moemerge.config.parameters import BasePolicy, MethodSchema
+from moemerge.config.reading import FaultReporter
+from moemerge.config.resolve import NormalisedMerge
+from moemerge.config.translate import WorkingCopy, validate
+from moemerge.config.yaml_lines import Document, Dumper, read_yaml
+from moemerge.errors import ConfigError
+from moemerge.registry import did_you_mean
+from moemerge.runtime.files import read_utf8
+
+EVERYWHERE: Final = "*"
+KEY: Final = "coefficients"
+WEIGHT: Final = "weight"  # the parameter that a coefficient multiplies
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Places = Annotated[dict[Name, Number], NotEmpty]
+
+
+class CoefficientsFile(Strict):
+    """What such a file holds; `made_by` is for people."""
+
+    coefficients: Annotated[dict[Name, Places], NotEmpty]
+    made_by: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """How much of each model, by name and place, and where in the file it is said."""
+
+    file: str
+    values: Mapping[str, Mapping[str, float]]
+    made_by: Mapping[str, Any] = field(default_factory=dict)
+    document: Document = field(default_factory=Document, compare=False)
+
+    def place(self, model: str, key: str) -> str | None:
+        """The place that counts for a unit of a model: the longest that fits."""
+        places, parts = self.values[model], key.split(".")
+        candidates = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        found = next((name for name in candidates if name in places), None)
+        return found or (EVERYWHERE if EVERYWHERE in places else None)
+
+    def judge(self, faults: Collection[Fault]) -> None:
+        """One error for all faults of the file, with their lines."""
+        FaultReporter(self.file, self.document, lenient=False).judge(list(faults))
+
+    def idle(self, used: Collection[tuple[str, str]]) -> Iterator[Fault]:
+        """Places that fit no unit."""
+        for model, places in self.values.items():
+            for place in places:
+                if place != EVERYWHERE and (model, place) not in used:
+                    text = "fits no tensor: a place is a tensor's name or its dotted beginning"
+                    yield Fault((KEY, model, place), text)
+
+
+def read_coefficients(file: str | FilePath) -> Coefficients:
+    """Read a file, YAML or JSON, and check its form; all faults in one error."""
+    where = str(file)
+    hint = "make it with `moemerge coefficients`"
+    document = read_yaml(read_utf8(FilePath(file), hint, ConfigError), where)
+    faults: list[Fault] = list(document.faults)
+    held = validate(CoefficientsFile, WorkingCopy(document.data), faults.append)
+    FaultReporter(where, document, lenient=False).judge(faults)
+    assert held is not None  # otherwise a fault was noted
+    return Coefficients(where, held.coefficients, held.made_by or {}, document)
+
+
+def dump_coefficients(
+    values: Mapping[str, Mapping[str, float]], made_by: Mapping[str, Any]
+) -> bytes:
+    """The bytes of a file; reading it gives the same numbers."""
+    data = {
+        "made_by": dict(made_by),
+        KEY: {model: dict(places) for model, places in values.items()},
+    }
+    text: str = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return text.encode()
+
+
+def coefficient_faults(coefficients: Coefficients, merge: NormalisedMerge) -> Iterator[Fault]:
+    """Every merged model has coefficients, and nothing else has."""
+    merged = dict.fromkeys(m.name for s in merge.slices for m in s.inputs)
+    for name in coefficients.values:
+        if name not in merged:
+            close = did_you_mean(name, merged) or f"; merged are {listed(merged)}"
+            yield Fault((KEY, name), f"no merged model is called {name!r}{close}")
+    lacking = [name for name in merged if name not in coefficients.values]
+    if lacking:
+        yield Fault((KEY,), f"no coefficients for {listed(lacking)}")
+
+
+def unweighed_faults(merge: NormalisedMerge, place: Path) -> Iterator[Fault]:
+    """Methods that have no weights, and no base that models could be drawn to instead."""
+    for schema in (merge.schema, merge.router_schema):
+        if schema is not None and not weighs(schema) and not _has_base(schema, merge):
+            text = f"{schema.name!r} takes no weights, and keeps no base apart to scale changes by"
+            yield Fault(place, text)
+
+
+def weighs(schema: MethodSchema) -> bool:
+    """Whether a method has a weight for each model; if not, the model's change is scaled."""
+    return any(spec.name == WEIGHT and spec.per_model for spec in schema.parameters)
+
+
+def _has_base(schema: MethodSchema, merge: NormalisedMerge) -> bool:
+    if schema.base is BasePolicy.OPTIONAL:
+        return merge.base_model is not None
+    return schema.base is BasePolicy.REQUIRED
