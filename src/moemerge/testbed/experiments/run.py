@@ -19,6 +19,7 @@ from moemerge.experiments.tables import Row
 from moemerge.experiments.tasks import Workers
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import cpu_count, resolve_device
+from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import Progress
 from moemerge.testbed.experiments.bench import Bench, Scale, set_digest
 from moemerge.testbed.experiments.catalogue import (
@@ -175,6 +176,8 @@ def train_missing(plan: Plan, journal: CellJournal, progress: Progress) -> None:
     request = plan.request
     needed = left_to_measure(plan, journal)
     missing = [key for key in needed if not set_folder(request, key).exists()]
+    if missing and any(saved_path(set_folder(request, key)).exists() for key in needed):
+        missing = list(needed)  # killed when some were finished: it goes on with all of them
     jobs = [
         Job(
             out=set_folder(request, key),
@@ -193,6 +196,7 @@ def train_missing(plan: Plan, journal: CellJournal, progress: Progress) -> None:
         try:
             train_many(jobs, device=request.device, progress=progress, resume=True)
         except UsageError:  # a killed training of other sets has left its state here
+            jobs = [job for job in jobs if not job.out.exists()]
             train_many(jobs, device=request.device, progress=progress, resume=False)
 
 

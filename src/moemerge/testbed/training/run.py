@@ -62,10 +62,12 @@ def train_many(
     device: str = "auto",
     progress: Progress | None = None,
     resume: bool = False,
+    test_problems: int | None = None,
 ) -> list[TrainedSet]:
     """Train several sets: a base that two of them share only once, and on a GPU many at a time.
 
-    With `resume`, sets that a killed call has finished are left as they are.
+    A set is written as soon as its models are done. With `resume`, sets that a killed call has
+    finished are left as they are. `test_problems` of each domain tell a set its own accuracy.
     """
     if not jobs or len({job.out.absolute() for job in jobs}) != len(jobs):
         raise UsageError(f"{len(jobs)} sets to train, expected some, each with a folder of its own")
@@ -81,14 +83,17 @@ def train_many(
     saved = Saved(jobs[0].out, _key(jobs, on), resume=resume)
     try:
         progress.start("training", total_steps(jobs), unit="steps")
-        results = train_jobs(jobs, on, saved, progress)
+        count = TEST_PROBLEMS if test_problems is None else test_problems
+        sets = {
+            job: finished[job] or _write(job, results, on.type, count)
+            for job, results in train_jobs(jobs, on, saved, progress)
+        }
         progress.finish()
-        sets = [finished[job] or _write(job, results, on.type) for job in jobs]
     except BaseException:
         saved.close()
         raise
     saved.remove()
-    return sets
+    return [sets[job] for job in jobs]
 
 
 def _finished(job: Job, device: str) -> TrainedSet | None:
@@ -131,7 +136,7 @@ def _key(jobs: Sequence[Job], device: torch.device) -> dict[str, Any]:
     return {"jobs": settings, "device": device.type, "torch": torch.__version__, "us": __version__}
 
 
-def _write(job: Job, results: Results, device: str) -> TrainedSet:
+def _write(job: Job, results: Results, device: str, test_problems: int) -> TrainedSet:
     preset = PRESETS[job.preset]
     shape = preset.shape(job.arch)
     base = results.base(job)
@@ -146,7 +151,7 @@ def _write(job: Job, results: Results, device: str) -> TrainedSet:
             **_told(job, device),
             "final_loss": {BASE: base.loss, **{n: t.loss for n, t in specialists.items()}},
             "moved": {name: _moved(t, base, shape) for name, t in specialists.items()},
-            "accuracy": _accuracy(folder, job.domains, device),
+            "accuracy": _accuracy(folder, job.domains, device, test_problems),
         }
         write_manifest(folder, manifest)
         output.commit()
@@ -196,13 +201,13 @@ def _moved(trained: TrainedWeights, base: TrainedWeights, shape: Shape) -> dict[
 
 
 def _accuracy(
-    folder: Path, domains: Sequence[str], device: str
+    folder: Path, domains: Sequence[str], device: str, count: int
 ) -> Mapping[str, Mapping[str, float]]:
     """Every model on every domain's test problems."""
     models = [BASE, *domains]
     shares: dict[str, dict[str, float]] = {model: {} for model in models}
     for domain in domains:
-        asked = problems(domain, split="test", count=TEST_PROBLEMS, seed=TEST_SEED)
+        asked = problems(domain, split="test", count=count, seed=TEST_SEED)
         right = accuracy_many([folder / model for model in models], asked, device=device)
         for model, own in zip(models, right, strict=True):
             shares[model][domain] = sum(own) / len(own)

@@ -204,15 +204,18 @@ def total_steps(jobs: Sequence[Job]) -> int:
 
 def train_jobs(
     jobs: Sequence[Job], device: torch.device, saved: Saved, progress: Progress
-) -> Results:
-    """Train all bases, then all specialists, as many at once as the device likes."""
+) -> Iterator[tuple[Job, Results]]:
+    """Train all bases, then all specialists, as many at once as the device likes.
+
+    A job is told as soon as its models are done, with all results so far.
+    """
     results = Results()
     for number, kind in enumerate(dict.fromkeys(job.kind for job in jobs)):
         own = [job for job in jobs if job.kind == kind]
         trainer = _Trainer(own[0], device, saved, progress, f"{number}")
         trainer.bases(own, results)
-        trainer.specialists(own, results)
-    return results
+        for job in trainer.specialists(own, results):
+            yield job, results
 
 
 class _Trainer:
@@ -243,13 +246,16 @@ class _Trainer:
             trained = self._train(f"base-{number}", start, courses)
             results.bases.update({(jobs[0].kind, s): t for s, t in zip(some, trained, strict=True)})
 
-    def specialists(self, jobs: Sequence[Job], results: Results) -> None:
+    def specialists(self, jobs: Sequence[Job], results: Results) -> Iterator[Job]:
+        """Jobs as they are done."""
         wanted = [(job, domain) for job in jobs for domain in job.domains]
         for number, some in enumerate(chunks(wanted, self._device)):
             courses = [self._specialist(job, domain) for job, domain in some]
             start = torch.stack([results.base(job).flat for job, _ in some])
             trained = self._train(f"specialists-{number}", start, courses)
             results.specialists.update(zip(some, trained, strict=True))
+            # The last of its specialists was in this stack.
+            yield from (job for job, domain in some if domain == job.domains[-1])
 
     def _specialist(self, job: Job, domain: str) -> Course:
         regime = REGIMES[job.regime]
