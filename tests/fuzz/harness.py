@@ -69,14 +69,20 @@ def warm_up() -> None:
             importlib.import_module(name)
 
 
-def in_child(work: Callable[[], None], folder: Path, log: Path, limit: float = TIME_LIMIT) -> Ended:
-    """`work` in a child in `folder`, within limits; what it prints goes to `log`."""
+def start(work: Callable[[], None], folder: Path, log: Path) -> int:
+    """Begin `work` in a child, whose number is given."""
     sys.stdout.flush()
     sys.stderr.flush()
-    begun = time.monotonic()
     child = os.fork()
     if child == 0:
         _become(work, folder, log)
+    return child
+
+
+def in_child(work: Callable[[], None], folder: Path, log: Path, limit: float = TIME_LIMIT) -> Ended:
+    """`work` in a child in `folder`, within limits; what it prints goes to `log`."""
+    begun = time.monotonic()
+    child = start(work, folder, log)
     handle = os.pidfd_open(child)
     try:
         over = not select.select([handle], [], [], limit)[0]
@@ -136,6 +142,13 @@ def command(
     first: Callable[[], None] = lambda: None,
 ) -> Ended:
     """`moemerge ARGUMENTS` in `folder`, after `first`; its temporary files go into `tmp` there."""
+    return in_child(work_of(arguments, folder, first), folder, log, limit)
+
+
+def work_of(
+    arguments: Sequence[str], folder: Path, first: Callable[[], None]
+) -> Callable[[], None]:
+    """What the child of `command` does."""
 
     def work() -> None:
         import tempfile
@@ -151,7 +164,7 @@ def command(
         main()
 
     (folder / "tmp").mkdir(exist_ok=True)
-    return in_child(work, folder, log, limit)
+    return work
 
 
 def tree(folder: Path) -> set[str]:

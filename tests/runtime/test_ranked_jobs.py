@@ -45,6 +45,12 @@ STATISTICS: dict[str, tuple[str, dict[str, Any]]] = {
     "activation": ("olmoe", {"kind": "activation", "max_length": 2}),
     "fisher": ("qwen3_moe", {"kind": "fisher", "max_length": 2}),
 }
+# Of two models in float32, so that rounding of what is stored is small beside the moves.
+REFITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "maps": ("olmoe", {"holdout": 0.4}),
+    "gates": ("qwen3_moe", {"holdout": 0.0, "ridge": 0.01}),
+    "shares": ("deepseek_v3", {"holdout": 0.4}),
+}
 # By name: the rest of a config, and settings. Statistics differ by rounding, all else does not.
 MERGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dare": (
@@ -113,6 +119,12 @@ class Jobs:
                 "collect_statistics", case.sources["math"], out / f"{name}.stats",
                 report=out / f"{name}.json", data=str(case.data["math"]), **PLAIN,
                 **settings,
+            )  # fmt: skip
+        for name, (family, settings) in REFITS.items():
+            case = self.cases[family]
+            yield job(
+                "refit", case.merged, out / name, report=out / f"{name}.json",
+                sources=case.sources, data=case.data, **PLAIN, **settings,
             )  # fmt: skip
         for name, (_, _, settings) in MERGES.items():
             yield job(
@@ -240,3 +252,20 @@ def test_merges_have_the_bytes_of_one_process(done: tuple[Path, Path], name: str
         assert cases.weights(one) == cases.weights(other)
     assert len(cases.weights(one)) > 3 or name != "dare"
     assert not [path for path in other.parent.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", REFITS)
+def test_refits_are_those_of_one_process(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
+    family, settings = REFITS[name]
+    assert off(*(folder / name for folder in done), jobs.cases[family].merged) < 1e-4
+    alone, *others = reports(done, name)
+    assert alone["layers"]
+    for report in others:
+        for one, other in zip(alone["layers"], report["layers"], strict=True):
+            assert [m["ridge"] for m in one["maps"] if "ridge" in m] == [
+                m["ridge"] for m in other["maps"] if "ridge" in m
+            ]
+            # Without rows held out, every rank follows a batch of its own.
+            if settings["holdout"]:
+                assert one["drift_after"] == pytest.approx(other["drift_after"], rel=1e-4)
+    assert others[0]["layers"] == others[1]["layers"]

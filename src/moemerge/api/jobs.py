@@ -128,7 +128,9 @@ def refit(
     `sources` are the merged models and `data` their text (JSON lines or parquet), under the same
     names; `weights` say how much each counts (1 where none is given). Settings are given as a
     whole, or one by one: `refit(..., ridge=0.01, parts="attention,experts")`. `report` is an HTML
-    page to write: a diagnosis before and after. `resume` goes on where a killed run ended.
+    page to write: a diagnosis before and after. `resume` goes on where a killed run ended. Under
+    torchrun every process must call it: each runs a share of the text and fits a share of the
+    experts, and rank 0 writes.
     """
     from moemerge.refitting import RefitRequest, run_refit
 
@@ -144,7 +146,8 @@ def refit(
         resume=output.resume,
     )
     progress = Silent() if progress is None else progress
-    with uploaded(request.out, output.push_to_hub, progress):
+    target = output.push_to_hub if ranks.leads() else None
+    with uploaded(request.out, target, progress):
         return repair(run_refit, request, progress, output.report)
 
 

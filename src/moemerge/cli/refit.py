@@ -25,7 +25,7 @@ EXAMPLES = """
 
 
 def add_to(app: typer.Typer) -> None:
-    add_verb(app, refit, EXAMPLES)
+    add_verb(app, refit, EXAMPLES, several=True)
 
 
 def refit(

@@ -257,7 +257,7 @@ class _Backward:
             self.notices.append(
                 f"{tap.weight} is stored in parts: nothing is known of its gradient"
             )
-        ranks.add_up_for_lead(total)
+        ranks.add_up_for(0, total)
         values = self._measure.finish(total)
         for one in placed:
             self._write(one.unit, one.take(values), tokens)
@@ -287,7 +287,7 @@ class _Backward:
         down = new_total((of_down.shape[1], mid.shape[1]), self._device)
         self._measure.add_ragged(up, of_pre, x, counts)
         self._measure.add_ragged(down, of_down, mid, counts)
-        ranks.add_up_for_lead(up, down)
+        ranks.add_up_for(0, up, down)
         up = self._measure.finish(up)
         sums: dict[str | None, Tensor] = {None: up, "down": self._measure.finish(down)}
         sums.update(projections(module, up))

@@ -75,7 +75,7 @@ class TokenSum(ABC):
         """Over all ranks: rank 0 has the sum then, and all the number of tokens."""
         if self._sum is not None:
             self.tokens = ranks.total(self.tokens, self._sum.device)
-            ranks.add_up_for_lead(self._sum)
+            ranks.add_up_for(0, self._sum)
 
     def mean(self) -> Tensor | None:
         """float32; None before the first token."""

@@ -98,8 +98,14 @@ class FollowingOutput(Output):
     """In all ranks but the first: the first one's finished entries, and nothing written."""
 
     def begin(self, key: Mapping[str, Any], names: Collection[str], *, resume: bool) -> None:
-        self.entries = ranks.from_lead([])
+        nothing: tuple[list[Entry], str | None] = [], None
+        self.entries, folder = ranks.from_lead(nothing)
         self.resumed = len(self.entries)
+        if not ranks.all_say(folder is None or Path(folder).is_dir()):
+            self.entries = ranks.from_lead([])  # with their tensors
+
+    def add(self, entry: Entry) -> None:
+        super().add(replace(entry, tensors={}))  # which rank 0 has written down
 
 
 class PatchedOutput(Output):
@@ -154,9 +160,16 @@ class PatchedOutput(Output):
         self._journal = Journal.open(self._out, key, resume=resume)
         self.entries = self._journal.entries
         self.resumed = len(self.entries)
-        if ranks.count() > 1:  # whose other nodes do not see this journal
-            ranks.from_lead([replace(e, tensors=dict(e.tensors)) for e in self.entries])
+        if ranks.count() > 1:
+            self._tell_others(self._journal)
         self._patch.begin(names)
+
+    def _tell_others(self, journal: Journal) -> None:
+        """Of finished entries; other ranks read their tensors where they see the journal."""
+        entries = list(self.entries)
+        ranks.from_lead((entries, str(journal.folder) if entries else None))
+        if not ranks.all_say(True):
+            ranks.from_lead([replace(e, tensors=dict(e.tensors)) for e in entries])
 
     def add(self, entry: Entry) -> None:
         assert self._journal is not None

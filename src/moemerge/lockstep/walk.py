@@ -64,6 +64,7 @@ def walk(
         if entry is not None:
             stops.lead.replace_stored(entry.tensors)
     output.check()
+    ranks.meet()  # others may still read the journal
     if left:
         raise ArchitectureError(
             f"{label}: the model never ran {', '.join(sorted(left))}",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moemerge.features.stops import Call
 from moemerge.features.tokens import real_tokens
 from moemerge.refitting.records import Key, Record
+from moemerge.runtime import ranks
 from moemerge.text.batches import Batch
 
 Again = Callable[[nn.Module, Tensor], Any]  # calls a layer again, on other hidden states
@@ -92,6 +93,14 @@ class Drift:
         own[0] += float((states.double() - wanted.double()).square().sum())
         own[1] += float(wanted.double().square().sum())
 
+    def add_up(self) -> None:
+        """Over all ranks."""
+        parts = ranks.gathered(self._sums)
+        self._sums = {
+            domain: [sum(part[domain][at] for part in parts if domain in part) for at in (0, 1)]
+            for domain in self._sums
+        }
+
     def by_domain(self) -> dict[str, float]:
         return {
             domain: math.sqrt(gap / size) if size > 0.0 else 0.0
@@ -110,11 +119,15 @@ def layer_drift(
     states: Callable[[Batch], Tensor | None],
     source: Callable[[Batch], Record],
 ) -> dict[str, float]:
-    """Of one model after the layer that ran last; empty where it is not known."""
-    drift = Drift()
+    """Of one model after the layer that ran last; empty where it is not known, in some rank."""
+    drift, known = Drift(), True
     for batch in batches:
         mine, theirs = states(batch), source(batch).left
         if mine is None or theirs is None or mine.shape != theirs.shape:
-            return {}
+            known = False
+            break
         drift.add(batch.domain, mine, theirs)
+    if not ranks.all_say(known):
+        return {}
+    drift.add_up()
     return drift.by_domain()

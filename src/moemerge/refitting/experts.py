@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from moemerge.refitting.domains import Affine, DomainScales, joined
 from moemerge.refitting.linear import blocks
 from moemerge.refitting.ridge import Factor, Fit, choose_ridge, fit_map
 from moemerge.refitting.sums import FitSums
+from moemerge.runtime import ranks
 from moemerge.runtime.gpu import Beside
 from moemerge.text.batches import Batch
 
@@ -137,35 +139,50 @@ class ProjectionFit:
         self, routings: Sequence[RoutedDomain], problem: Problem, ridge: float | None
     ) -> tuple[Fit, ...]:
         """Fit every expert and put it into place. Experts do not read each other's outputs, so
-        their order does not matter."""
+        their order does not matter, and ranks fit them in turns."""
+        device = routings[0].x.device
         ready: dict[int, tuple[FitSums, FitSums]] = {}
         if ridge is None:
             sampled = _sample(routings, self.count)
             ready = {expert: self._sums(routings, problem, expert) for expert in sampled}
-            ridge = choose_ridge(list(ready.values())).ridge
+            own = [ready[expert] for expert in sampled if _is_own(expert)]
+            ridge = choose_ridge(own, added_up=partial(ranks.sum_of, device=device)).ridge
         # A factorisation leaves most of a GPU idle: an expert is fitted beside the next one's sums.
-        beside = Beside(routings[0].x.device)
-        fits: list[Fit] = []
+        beside = Beside(device)
+        fits: dict[int, Fit] = {}
         waiting: list[tuple[int, tuple[FitSums, FitSums], Any]] = []
         for expert in range(self.count):
             sums = ready.pop(expert, None) or self._sums(routings, problem, expert)
-            waiting.append((expert, sums, beside.mark()))
-            if len(waiting) > beside.overlaps:
-                fits.append(self._fit(*waiting.pop(0), ridge, beside))
-        fits += [self._fit(*last, ridge, beside) for last in waiting]
+            if _is_own(expert):
+                waiting.append((expert, sums, beside.mark()))
+            # Every rank has the sums of its next expert: all fit at once.
+            if _ends_turn(expert) and len(waiting) > beside.overlaps:
+                fits |= self._fit(*waiting.pop(0), ridge, beside)
+        for last in waiting:
+            fits |= self._fit(*last, ridge, beside)
         beside.join()
-        return tuple(fits)
+        return self._of_all(fits)
+
+    def _of_all(self, fits: dict[int, Fit]) -> tuple[Fit, ...]:
+        """Weights and fits of all ranks, in all of them."""
+        if ranks.count() > 1:
+            for expert in range(self.count):
+                weight = self.stack.weight(self.which, expert).contiguous()
+                ranks.spread(_owner(expert), weight)
+                self.stack.put(self.which, expert, weight)
+            fits = {expert: fit for own in ranks.gathered(fits) for expert, fit in own.items()}
+        return tuple(fits[expert] for expert in range(self.count))
 
     def _fit(
         self, expert: int, sums: tuple[FitSums, FitSums], mark: Any, ridge: float, beside: Beside
-    ) -> Fit:
+    ) -> dict[int, Fit]:
         try:
             with beside.after(mark):
                 merged = self.stack.weight(self.which, expert)
                 factor = Factor(sums[0].gram, ridge)
                 weight, fit = fit_map(merged, *sums, factor, self.stored)
                 self.stack.put(self.which, expert, weight)
-            return fit
+            return {expert: fit}
         except NumericalError as error:
             where = f"expert {expert}, {self.which}: {error.message}"
             raise NumericalError(where, hint=error.hint) from error
@@ -180,12 +197,29 @@ class ProjectionFit:
             for x, missing, root in problem(routing, expert):
                 first = routing.batches[0]
                 sums[first.holdout].add(x, missing, root * self.scales(first))
+        for one in sums:
+            one.add_up(_owner(expert))
         return sums
+
+
+def _owner(expert: int) -> int:
+    """The rank that fits it."""
+    return expert % ranks.count()
+
+
+def _is_own(expert: int) -> bool:
+    return ranks.count() == 1 or _owner(expert) == ranks.rank()
+
+
+def _ends_turn(expert: int) -> bool:
+    """Whether every rank has been given one more."""
+    return _owner(expert) == ranks.count() - 1
 
 
 def _sample(routings: Sequence[RoutedDomain], count: int) -> list[int]:
     """Experts spread evenly over the ranks of how many tokens they get, in their own order."""
-    tokens = [sum(r.bounds[e + 1] - r.bounds[e] for r in routings) for e in range(count)]
+    own = [sum(r.bounds[e + 1] - r.bounds[e] for r in routings) for e in range(count)]
+    tokens = ranks.totals(own, routings[0].x.device)
     ranked = sorted(range(count), key=lambda expert: (tokens[expert], expert))
     size = min(SAMPLED, count)
     return sorted({ranked[(2 * at + 1) * count // (2 * size)] for at in range(size)})

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from moemerge.refitting.domains import Affine, DomainScales
-from moemerge.refitting.linear import Inputs, Missing, sum_up
+from moemerge.refitting.linear import Inputs, Missing, fitted_by_lead, sum_up
 from moemerge.refitting.ridge import Factor, Fit, choose_ridge, fit_map
+from moemerge.runtime import ranks
 from moemerge.text.batches import Batch
 
 GROUP = 8192  # rows of the vocabulary that are fitted together
@@ -44,19 +45,24 @@ def fit_head(
     if ridge is None:
         some = slice(0, count, max(1, count // SAMPLED))
         rows = len(range(*some.indices(count)))
-        ridge = choose_ridge([sum_up(inputs, rows, missing(some), scales)]).ridge
+        sampled = sum_up(inputs, rows, missing(some), scales)
+        ridge = ranks.made_by_lead(lambda: choose_ridge([sampled]).ridge)
     factor: Factor | None = None
     new, fits = torch.empty_like(merged.weight, dtype=stored), []
     for begin in range(0, count, GROUP):
         group = slice(begin, min(begin + GROUP, count))
         sums = sum_up(inputs, group.stop - group.start, missing(group), scales)
+        if not ranks.leads():
+            continue
         factor = factor or Factor(sums[0].gram, ridge)
         new[group], fit = fit_map(merged.weight[group], *sums, factor, stored, keep=False)
         fits.append(fit)
-    fit = _together(fits)
-    if fit.kept:
-        return merged.weight.to(stored), fit
-    return new, fit
+
+    def chosen() -> tuple[Tensor, Fit]:
+        fit = _together(fits)
+        return merged.weight.to(stored) if fit.kept else new, fit
+
+    return fitted_by_lead(chosen)
 
 
 def _rows(affine: Affine, rows: slice) -> Affine:

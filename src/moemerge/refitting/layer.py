@@ -23,7 +23,7 @@ from moemerge.refitting.experts import (
     last_projection,
     own_last_projection,
 )
-from moemerge.refitting.linear import Inputs, Missing, fit_linear, sum_up
+from moemerge.refitting.linear import Inputs, Missing, fit_linear, fitted_by_lead, sum_up
 from moemerge.refitting.plan import LayerPlan
 from moemerge.refitting.report import ExpertsRow, MapRow, Row
 from moemerge.refitting.targets import HiddenState, LayerView
@@ -91,7 +91,8 @@ class LayerFitter:
         missing = self._own(tap) if place is None else self._residual(tap, place)
         sums = sum_up(inputs, tap.shape[0], missing, self.scales)
         old = parameter(self.merged.model, tap.weight)
-        weight, fit = fit_linear(old, sums, self.ridge, self.stored(tap.weight))
+        stored = self.stored(tap.weight)
+        weight, fit = fitted_by_lead(lambda: fit_linear(old, sums, self.ridge, stored))
         with torch.no_grad():
             old.copy_(weight)
         self._forget(tap.path)

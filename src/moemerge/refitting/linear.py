@@ -11,6 +11,7 @@ from torch import Tensor
 from moemerge.refitting.domains import DomainScales
 from moemerge.refitting.ridge import Factor, Fit, choose_ridge, fit_map
 from moemerge.refitting.sums import FitSums
+from moemerge.runtime import ranks
 from moemerge.text.batches import Batch
 
 # Values of a block of outputs that are held at a time.
@@ -40,7 +41,7 @@ class Inputs:
 def sum_up(
     inputs: Inputs, outputs: int, missing: Missing, scales: DomainScales
 ) -> tuple[FitSums, FitSums]:
-    """Sums over calibration rows, and over those held out."""
+    """Sums over calibration rows, and over those held out; of all ranks, for rank 0."""
     fresh = inputs.calibration is None
     if inputs.calibration is None or inputs.held is None:
         made = [FitSums.empty(outputs, inputs.width, inputs.device) for _ in range(2)]
@@ -55,6 +56,8 @@ def sum_up(
             if isinstance(factor, Tensor) or factor != 1.0:
                 part = part.to(lacking.dtype) * factor
             sums[batch.holdout].add(part, lacking, scale.to(lacking.dtype), gram=fresh)
+    for one in sums:
+        one.add_up(gram=fresh)
     return sums
 
 
@@ -72,3 +75,15 @@ def fit_linear(
     if ridge is None:
         ridge = choose_ridge([sums]).ridge
     return fit_map(merged, calibration, held, Factor(calibration.gram, ridge), stored)
+
+
+def fitted_by_lead(fit: Callable[[], tuple[Tensor, Fit]]) -> tuple[Tensor, Fit]:
+    """What rank 0 fits, which alone has the sums, in every rank."""
+    if ranks.count() == 1:
+        return fit()
+
+    def made() -> tuple[Tensor, Fit]:
+        weight, worth = fit()
+        return weight.cpu(), worth
+
+    return ranks.made_by_lead(made)

@@ -26,9 +26,11 @@ from moemerge.lockstep.models import (
     pair_routers,
 )
 from moemerge.lockstep.repairs import RepairRequest, open_models, request_key
+from moemerge.refitting.domains import DomainScales
+from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
-from moemerge.text.batches import Batch, make_batches
+from moemerge.text.batches import Batch, make_batches, own_share
 
 SAME = "a source is a model that was merged: same layers, same experts, same width"
 
@@ -49,7 +51,8 @@ class RefitJob:
     layers: tuple[int, ...]
     routers: Mapping[str, PairedRouter]  # by the merged router's weight on disk
     text: JobText
-    batches: tuple[Batch, ...]
+    batches: tuple[Batch, ...]  # this rank's share
+    scales: DomainScales  # of all batches
     device: torch.device
     dtype: torch.dtype
     notices: tuple[str, ...]
@@ -65,7 +68,7 @@ class RefitJob:
 def prepare(request: RefitRequest) -> RefitJob:
     """Check names, files, models and text; make the batches."""
     settings = request.settings
-    device = resolve_device(settings.device)
+    device = ranks.own_device(resolve_device(settings.device))
     merged, sources = open_models(request, require_refittable)
     if settings.requantize == "same" and merged.checkpoint.quantisation is None:
         raise UsageError(
@@ -82,15 +85,18 @@ def prepare(request: RefitRequest) -> RefitJob:
         notices += gate_notices(merged, list(sources.values()), next(iter(routers.values())))
     text = request.text or read_text(merged, sources, request.data, settings)
     notices += [*text.notices, *_check_text(text, sources)]
+    weights = source_weights(request.weights, sources)
+    batches = make_batches(text.domains, batch_tokens=batch_tokens(merged, device))
     return RefitJob(
         request=request,
         merged=merged,
         sources=sources,
-        weights=source_weights(request.weights, sources),
+        weights=weights,
         layers=layers,
         routers=routers,
         text=text,
-        batches=make_batches(text.domains, batch_tokens=batch_tokens(merged, device)),
+        batches=own_share(batches),
+        scales=DomainScales.of(batches, weights),
         device=device,
         dtype=dtype,
         notices=tuple(notices),

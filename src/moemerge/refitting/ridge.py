@@ -60,19 +60,22 @@ def choose_ridge(
     problems: Sequence[tuple[FitSums, FitSums]],
     ridges: Sequence[float] = RIDGES,
     start: float = FIRST_GUESS,
+    added_up: Callable[[float], float] = float,
 ) -> RidgeChoice:
     """The λ whose fits, all taken together, have the least error on held-out tokens.
 
     `problems` are (calibration, held out) sums of maps of one kind. From `start` the search walks
     downhill over `ridges`: the error has one valley, and every step costs a factorisation.
+    `added_up` adds what other ranks find for problems of their own.
     """
     errors: dict[float, float] = {}
 
     def error(ridge: float) -> float:
         if ridge not in errors:
-            errors[ridge] = sum(
+            own = (
                 held.error(Factor(sums.gram, ridge).update(sums.cross)) for sums, held in problems
             )
+            errors[ridge] = added_up(sum(own))
         return errors[ridge]
 
     at = min(range(len(ridges)), key=lambda i: abs(ridges[i] - start))

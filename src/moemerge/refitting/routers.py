@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from moemerge.routing import DomainFeatures, SolveSettings, minimise_divergence
 from moemerge.routing.gates import divergence
 from moemerge.routing.products import features_of, logits_of, working_dtype
 from moemerge.routing.solve import build_operator, solve_system
+from moemerge.runtime import ranks
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ def fit_router(
     kept = not _total(new, weights) < _total(old, weights)
     if kept:
         weight, after, held_after = merged, before, held_before
-    tokens = {domain.name: domain.tokens for domain in problem.domains}
-    return RouterFit(weight, status, steps, tokens, before, after, held_before, held_after, kept)
+    tokens = {d.name: ranks.total(d.tokens, merged.device) for d in problem.domains}
+    fit = RouterFit(weight, status, steps, tokens, before, after, held_before, held_after, kept)
+    return fit if ranks.count() == 1 else ranks.from_lead(replace(fit, weight=weight.cpu()))
 
 
 def _rounded(weight: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None], width: int) -> Tensor:
@@ -106,7 +108,8 @@ def _divergences(gate: Gate, domains: Sequence[DomainFeatures], weight: Tensor) 
             )
             mine = features.working_logits(weight.to(x.device))
             total += divergence(gate, target.double(), mine.double()).sum()
-        divergences[domain.name] = float(total) / max(1, domain.tokens)
+        tokens = ranks.total(domain.tokens, weight.device)
+        divergences[domain.name] = ranks.sum_of(float(total), weight.device) / max(1, tokens)
     return divergences
 
 

@@ -22,7 +22,6 @@ from moemerge.lockstep.models import OverlaidCheckpoint
 from moemerge.lockstep.output import Output, RefusedResultError
 from moemerge.lockstep.repairs import RepairReport, open_output, output_files
 from moemerge.lockstep.streams import PROCESS_BYTES
-from moemerge.refitting.domains import DomainScales
 from moemerge.refitting.experts import SAMPLED
 from moemerge.refitting.head import GROUP
 from moemerge.refitting.linear import BLOCK_VALUES
@@ -32,7 +31,8 @@ from moemerge.refitting.prepare import RefitJob, RefitRequest, prepare
 from moemerge.refitting.report import RefitReport, few_tokens, map_errors
 from moemerge.refitting.routers import RouterJob
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
-from moemerge.runtime.devices import available_memory
+from moemerge.runtime import ranks
+from moemerge.runtime.devices import available_memory, resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Timings, peak_memory
@@ -43,9 +43,12 @@ HEAD = "head"
 def run_refit(request: RefitRequest, progress: Progress) -> RefitReport:
     """Refit into `request.out`, which appears whole or not at all.
 
-    A run that is killed or interrupted leaves a journal of its finished layers next to OUT.
+    A run that is killed or interrupted leaves a journal of its finished layers next to OUT. Under
+    torchrun every process runs a share of the text and fits a share of the experts.
     """
     start = time.perf_counter()
+    ranks.join(resolve_device(request.settings.device))
+    progress = ranks.told_by_lead(progress)
     job = prepare(request)
     for notice in job.notices:
         progress.note(notice)
@@ -54,7 +57,8 @@ def run_refit(request: RefitRequest, progress: Progress) -> RefitReport:
         run = _Run(job, output, progress, start)
         report = run.run()
         fitted = time.perf_counter()
-        report = replace(report, requantised=output.write())
+        ranks.meet()  # others may still read the journal
+        report = replace(report, requantised=ranks.from_lead(output.write()))
         output.finish(output_files(request, job.merged, report))
     timings = report.timings.written(time.perf_counter() - fitted, output.copied)
     return replace(report, timings=timings, seconds=time.perf_counter() - start)
@@ -91,7 +95,7 @@ class _Run:
                     job.weights,
                     exact=job.request.settings.router == "exact",
                 ),
-                scales=DomainScales.of(job.batches, job.weights),
+                scales=job.scales,
                 ridge=job.ridge,
                 on_done=self._done,
                 done_before=done,

@@ -25,6 +25,7 @@ from moemerge.refitting.prepare import RefitJob
 from moemerge.refitting.records import LayerRecorder, Record
 from moemerge.refitting.targets import LayerView
 from moemerge.refitting.writes import Write, find_writes
+from moemerge.runtime import ranks
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
@@ -66,7 +67,8 @@ class Needs:
         """From the first batch that has passed the layer."""
         if self.plan is None or self.structure is not None:
             return
-        self.structure = _structure(self.plan, record)
+        # Its factors are read off one batch: those of rank 0's count.
+        self.structure = ranks.from_lead(_structure(self.plan, record))
         record.inputs = {p: x for p, x in record.inputs.items() if self.source_input(p)}
         record.outputs = {p: x for p, x in record.outputs.items() if self.source_output(p)}
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moemerge.runtime import ranks
+
 HALF = (torch.bfloat16, torch.float16)
 # Tokens that are widened to float64 at a time. Products are float64 whatever the inputs are: hidden
 # states have channels far from zero, and of two such channels float32 sums leave the difference
@@ -61,6 +63,13 @@ class FitSums:
                 add_gram(self.gram, scaled_x)
         if gram:
             self.tokens += x.shape[0]
+
+    def add_up(self, owner: int = 0, *, gram: bool = True) -> None:
+        """Over all ranks: rank `owner` has the sums then, and all the number of tokens."""
+        if gram:
+            self.tokens = ranks.total(self.tokens, self.gram.device)
+            ranks.add_up_for(owner, self.gram)
+        ranks.add_up_for(owner, self.cross, self.energy)
 
     def error(self, update: Tensor) -> float:
         """Σ s² ‖r − Δ x‖² at Δ = `update` (out, in)."""

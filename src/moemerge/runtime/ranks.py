@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-# A rank may take long for its share of a layer; one that has died is noticed at once.
-TIME_LIMIT: Final = timedelta(minutes=30)
-
+# A rank may take long for its share of a layer, and rank 0 for writing OUT; one that has died is
+# noticed at once.
+TIME_LIMIT: Final = timedelta(hours=2)
 
 _apart = False
+# Where objects pass through a GPU: this rank's own. A thread's current one may be another.
+_passage: torch.device | None = None
 
 
 class LostRankError(ResourceError):
@@ -93,7 +95,7 @@ def _local(name: str, default: int) -> int:
 
 def _backend(device: torch.device) -> str:
     """NCCL where every process of this machine has a GPU of its own."""
-    if device.type != "cuda":
+    if str(device) != "cuda":  # one with a number is shared by all
         return "gloo"
     return "nccl" if _local("WORLD_SIZE", 1) <= torch.cuda.device_count() else "gloo"
 
@@ -107,8 +109,11 @@ def join(device: torch.device) -> None:
         return
     if device.type == "cuda":
         torch.cuda.set_device(own_device(device))
+    global _passage
+    backend = _backend(device)
+    _passage = own_device(device) if backend == "nccl" else None
     try:
-        torch.distributed.init_process_group(_backend(device), timeout=TIME_LIMIT)
+        torch.distributed.init_process_group(backend, timeout=TIME_LIMIT)
     except (ValueError, RuntimeError) as error:
         raise UsageError(
             f"{asked_for()} processes were asked for, but they cannot meet: {error}",
@@ -157,30 +162,55 @@ def add_up(*tensors: Tensor) -> None:
             torch.distributed.all_reduce(tensor)
 
 
-def add_up_for_lead(*tensors: Tensor) -> None:
-    """Each becomes its sum over all ranks in rank 0, and is used up in the others."""
+def add_up_for(owner: int, *tensors: Tensor) -> None:
+    """Each becomes its sum over all ranks in rank `owner`, and is used up in the others."""
     if count() == 1:
         return
     with _exchange():
         for tensor in tensors:
-            torch.distributed.reduce(tensor, dst=0)
+            if tensor.is_cuda and _passage is None:  # gloo promises no other sum on a GPU
+                torch.distributed.all_reduce(tensor)
+            else:
+                torch.distributed.reduce(tensor, dst=owner)
+
+
+def spread(owner: int, tensor: Tensor) -> None:
+    """It becomes that of rank `owner`, in place; it must lie in one block."""
+    if count() == 1:
+        return
+    with _exchange():
+        torch.distributed.broadcast(tensor.view(torch.uint8), src=owner)
 
 
 def total(number: int, device: torch.device) -> int:
     """The sum of a count over all ranks."""
+    return totals([number], device)[0]
+
+
+def totals(numbers: Sequence[int], device: torch.device) -> list[int]:
+    """The sums of several counts."""
+    if count() == 1:
+        return list(numbers)
+    sums = torch.tensor(numbers, dtype=torch.int64, device=device)
+    add_up(sums)
+    added: list[int] = sums.tolist()
+    return added
+
+
+def sum_of(number: float, device: torch.device) -> float:
+    """The sum of a number over all ranks, the same bits in each."""
     if count() == 1:
         return number
-    sums = torch.tensor(number, dtype=torch.int64, device=device)
-    add_up(sums)
-    return int(sums)
+    total = torch.tensor(number, dtype=torch.float64, device=device)
+    add_up(total)
+    return float(total)
 
 
 def all_say(word: bool) -> bool:
     """Whether this is so in every rank."""
     if count() == 1:
         return word
-    nccl = torch.distributed.get_backend() == "nccl"
-    return total(int(not word), torch.device("cuda" if nccl else "cpu")) == 0
+    return total(int(not word), _passage or torch.device("cpu")) == 0
 
 
 def from_lead(value: T) -> T:
@@ -189,7 +219,7 @@ def from_lead(value: T) -> T:
         return value
     box: list[Any] = [value if leads() else None]
     with _exchange():
-        torch.distributed.broadcast_object_list(box, src=0)
+        torch.distributed.broadcast_object_list(box, src=0, device=_passage)
     first: T = box[0]
     return first
 
@@ -202,6 +232,11 @@ def gathered(value: T) -> list[T]:
     with _exchange():
         torch.distributed.all_gather_object(values, value)
     return values
+
+
+def meet() -> None:
+    """Go on when all ranks are here."""
+    gathered(None)
 
 
 def made_by_lead(make: Callable[[], T]) -> T:

@@ -77,7 +77,7 @@ def divided(batches: Sequence[Batch], among: int) -> list[list[Batch]]:
             kind = "rows held out" if holdout else "rows"
             raise DataError(
                 f"domain {domain!r} has {rows} {kind} for {among} processes",
-                hint=f"start {rows} processes at the most, or give more text",
+                hint="start fewer processes, or give more text",
             )
     return [
         group

@@ -1,0 +1,236 @@
+"""One of several processes is killed anywhere: the others must end soon, and say why.
+
+    python tests/faults/ranks.py [--kills 10] [--verb calibrate]
+
+For each verb runs of two and three ranks lose one of them by SIGKILL at a random moment. The others
+must end by themselves within 30 s, with exit code and message of ours (torchrun would end them, and
+is not here). OUT must be whole or absent. Then one, two and three ranks go on, from copies of what
+was left (`--resume` where there is a journal), and their result is compared with undisturbed runs
+of as many ranks. Prints the table that docs/ranks.md holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fuzz import cases, corpus, harness
+
+LIMIT = 30.0  # seconds in which the others must end
+RANKS = (1, 2, 3)
+VERBS = {
+    "calibrate": (*corpus.CALIBRATE, "--holdout", "0"),
+    "refit": (*cases.REFIT, "--holdout", "0"),
+    "merge": cases.LINEAR,
+    "stats": ("stats", "merged", "out", "--data", "math.jsonl", "-q"),
+}
+LOST = "another rank ended or could not be reached"
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    output: str
+    seconds: float  # after the kill, or after the start
+
+
+@dataclass
+class Together:
+    """Several ranks of one command."""
+
+    arguments: Sequence[str]
+    folder: Path
+    ranks: int
+    logs: list[Path] = field(default_factory=list)
+    children: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for rank in range(self.ranks):
+            log = self.folder / "tmp" / f"log-{rank}"
+            first = partial(_become_rank, rank, self.ranks, port)
+            work = harness.work_of(self.arguments, self.folder, first)
+            self.logs.append(log)
+            self.children.append(harness.start(work, self.folder, log))
+
+    def wait(self, limit: float) -> list[Ended | None]:
+        """How each ended; None for one that did not within the limit, which ends it."""
+        begun = time.monotonic()
+        ends: list[Ended | None] = []
+        for child, log in zip(self.children, self.logs, strict=True):
+            handle = os.pidfd_open(child)
+            left = max(0.0, begun + limit - time.monotonic())
+            over = not select.select([handle], [], [], left)[0]
+            os.close(handle)
+            if over:
+                os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            output = log.read_text(encoding="utf-8", errors="replace")
+            code = os.waitstatus_to_exitcode(status)
+            ends.append(None if over else Ended(code, output, time.monotonic() - begun))
+        return ends
+
+
+def _become_rank(rank: int, ranks: int, port: int) -> None:
+    if ranks == 1:
+        return
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    files = [out] if out.is_file() else sorted(out.glob("*.safetensors"))
+    return {path.name: path.read_bytes() for path in files}
+
+
+class Bench:
+    def __init__(self, corpus_folder: Path, scratch: Path) -> None:
+        self._corpus, self._scratch = corpus_folder, scratch
+        self._whole: dict[tuple[str, int], tuple[dict[str, bytes], float]] = {}
+        self.table: Counter[tuple[str, str]] = Counter()
+        self.bad: list[str] = []
+        self.slowest = 0.0
+
+    def whole(self, verb: str, ranks: int) -> tuple[dict[str, bytes], float]:
+        """The weights of an undisturbed run, and its seconds."""
+        if (verb, ranks) not in self._whole:
+            folder = self._copy(self._corpus, "whole")
+            begun = time.monotonic()
+            self._run(VERBS[verb], folder, ranks)
+            self._whole[verb, ranks] = weights(folder / "out"), time.monotonic() - begun
+        return self._whole[verb, ranks]
+
+    def kill(self, verb: str, ranks: int, rng: random.Random) -> None:
+        for own in RANKS:
+            self.whole(verb, own)
+        folder = self._copy(self._corpus, "case")
+        run = Together(VERBS[verb], folder, ranks)
+        run.start()
+        moment, victim = rng.uniform(0.0, 1.0), rng.randrange(ranks)
+        time.sleep(moment * self.whole(verb, ranks)[1])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(run.children[victim], signal.SIGKILL)
+        ends = run.wait(LIMIT)
+        others = [end for rank, end in enumerate(ends) if rank != victim]
+        which = f"{verb}, rank {victim} of {ranks} at {moment:.0%}"
+        if any(end is None for end in others):
+            self._note(verb, "BAD: still there after 30 s", which, "")
+            return
+        for end in others:
+            assert end is not None
+            self.slowest = max(self.slowest, end.seconds)
+            told = end.code == 0 or (end.code == 3 and LOST in end.output)
+            if not told or "Traceback" in end.output:
+                self._note(verb, f"BAD: exit code {end.code}", which, end.output)
+                return
+        self._go_on(verb, folder, which)
+
+    def _go_on(self, verb: str, folder: Path, which: str) -> None:
+        if (folder / "out").exists():
+            same = weights(folder / "out") in [self.whole(verb, own)[0] for own in RANKS]
+            self._note(verb, "OUT was whole" if same else "BAD: OUT is another", which, "")
+            return
+        resumes = (folder / ".out.journal").exists()
+        for own in RANKS:
+            again = self._copy(folder, "again")
+            words = [*VERBS[verb], *(["--resume"] if resumes else [])]
+            end = self._run(words, again, own)
+            if end is None or end.code != 0 or not (again / "out").exists():
+                self._note(verb, f"BAD: {own} ranks", which, "" if end is None else end.output)
+                continue
+            mine = weights(again / "out")
+            same = mine == self.whole(verb, own)[0]
+            how = "resumed" if resumes else "begun anew"
+            off = "the same bytes" if same else self._off(verb, mine, own)
+            self._note(verb, f"{how} by {own}: {off}", which, "")
+            left = [p.name for p in again.iterdir() if p.name.startswith(".out")]
+            if left:
+                self._note(verb, f"BAD: {left[0]} is left", which, "")
+
+    def _off(self, verb: str, mine: dict[str, bytes], ranks: int) -> str:
+        """The largest difference, as a share of the tensor's move."""
+        from safetensors.torch import load
+
+        before = {}
+        for data in weights(self._corpus / "merged").values():
+            before |= load(data)
+        largest = 0.0
+        for name, data in self.whole(verb, ranks)[0].items():
+            wanted, got = load(data), load(mine[name])
+            for key, value in wanted.items():
+                gap = float((value.double() - got[key].double()).norm())
+                moved = float((value.double() - before[key].double()).norm())
+                largest = max(largest, gap / moved if moved else gap)
+        return f"off by 1e{len(f'{1 / largest:.0f}') * -1 + 1 if largest < 1 else 0} at most"
+
+    def _run(self, words: Sequence[str], folder: Path, ranks: int) -> Ended | None:
+        run = Together(words, folder, ranks)
+        run.start()
+        ends = run.wait(300.0)
+        return max(ends, key=lambda end: -1 if end is None else end.code)
+
+    def _copy(self, source: Path, name: str) -> Path:
+        folder = self._scratch / name
+        shutil.rmtree(folder, ignore_errors=True)
+        ignored = ("tmp", *([".out.journal"] if source == self._corpus else []))
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*ignored))
+        (folder / "tmp").mkdir()
+        return folder
+
+    def _note(self, verb: str, outcome: str, which: str, output: str) -> None:
+        self.table[verb, outcome] += 1
+        if outcome.startswith("BAD"):
+            self.bad.append(f"{which}: {outcome}: {output.strip()[-300:]}")
+
+    def lines(self) -> Iterator[str]:
+        yield "| verb | outcome | times |"
+        yield "|---|---|---|"
+        for (verb, outcome), times in sorted(self.table.items()):
+            yield f"| {verb} | {outcome} | {times} |"
+        yield from self.bad
+        yield f"the slowest of the others ended {self.slowest:.1f} s after the kill"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=10, help="of each verb")
+    parser.add_argument("--verb", choices=list(VERBS), action="append")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--corpus", type=Path)
+    arguments = parser.parse_args()
+    harness.warm_up()
+    rng = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory(prefix="kills-") as scratch:
+        where = arguments.corpus or Path(scratch) / "corpus"
+        if not where.exists():
+            corpus.build(where)
+        bench = Bench(where, Path(scratch))
+        for verb in arguments.verb or VERBS:
+            for number in range(arguments.kills):
+                bench.kill(verb, RANKS[1 + number % 2], rng)
+        print("\n".join(bench.lines()))
+    return int(bool(bench.bad))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise SystemExit(main())
