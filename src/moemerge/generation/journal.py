@@ -6,20 +6,20 @@ where it was, and one with more prompts than before reuses what is there.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final, Self
+from typing import Any, Final, Self
 
 from moemerge.errors import DataError
 from moemerge.generation.engine import Completion, Finish
+from moemerge.runtime.lines import LineFile, OtherRunError
 
 KIND: Final = "moemerge completions"
-EDITION: Final = 1
+EDITION: Final = 2
 
 
 class CompletionJournal:
@@ -29,13 +29,20 @@ class CompletionJournal:
         self.path = path
         self._made_by = dict(made_by)
         self._known: dict[tuple[str, int], Completion] = {}
-        self._file: IO[bytes] = path.open("ab+")
+        head = {"kind": KIND, "edition": EDITION, "made_by": self._made_by}
         try:
-            self._lock()
-            self._read(restart=restart)
-        except BaseException:
+            self._file = LineFile(path, head, restart=restart)
+        except OtherRunError as error:
+            raise self._another_run(error.stored) from error
+        try:
+            for line in self._file.lines:
+                self._remember(line)
+        except (ValueError, KeyError, TypeError) as error:
             self._file.close()
-            raise
+            raise DataError(
+                f"{path} is damaged ({type(error).__name__}: {error})",
+                hint="remove it, or start anew with `overwrite=True`",
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +74,7 @@ class CompletionJournal:
     def add(self, tokens: Sequence[int], completion: Completion) -> None:
         key = prompt_key(tokens)
         self._known[key, completion.sample] = completion
-        self._write(
+        self._file.add(
             {
                 "prompt": key,
                 "sample": completion.sample,
@@ -81,51 +88,16 @@ class CompletionJournal:
     def __len__(self) -> int:
         return len(self._known)
 
-    def _write(self, line: Mapping[str, Any]) -> None:
-        # A text cut within a character may hold halves of it, which JSON can and UTF-8 cannot say.
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(
-                f"{self.path} is being written by another run",
-                hint="wait for it, or give this one another output",
-            ) from None
-
-    def _read(self, *, restart: bool) -> None:
-        self._file.seek(0)
-        content = b"" if restart else self._file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        # What stands behind the last whole line was being written when its run was killed.
-        self._file.truncate(len(whole))
-        head = {"kind": KIND, "edition": EDITION, "made_by": self._made_by}
-        if not whole:
-            self._write(head)
-            return
-        lines = whole.splitlines()
-        try:
-            self._check(json.loads(lines[0]), head)
-            for line in lines[1:]:
-                self._remember(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{self.path} is damaged ({type(error).__name__}: {error})",
-                hint="delete it, or start anew with `overwrite=True`",
-            ) from error
-
-    def _check(self, stored: Mapping[str, Any], head: Mapping[str, Any]) -> None:
-        if stored == json.loads(json.dumps(head)):
-            return
-        before = stored.get("made_by", {}) if isinstance(stored, dict) else {}
+    def _another_run(self, stored: Mapping[str, Any]) -> DataError:
+        before = stored.get("made_by", {})
+        before = before if isinstance(before, dict) else {}
+        now = json.loads(json.dumps(self._made_by))
         differing = [
-            f"{name} was {before.get(name)!r}, is {self._made_by.get(name)!r}"
-            for name in {**before, **self._made_by}
-            if json.loads(json.dumps(self._made_by.get(name))) != before.get(name)
+            f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
+            for name in {**before, **now}
+            if now.get(name) != before.get(name)
         ]
-        raise DataError(
+        return DataError(
             f"{self.path} holds completions of an unfinished run that was another: "
             + ("; ".join(differing) or "written by another version"),
             hint="run that one again to finish it, or start anew with `overwrite=True`",

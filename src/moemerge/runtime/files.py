@@ -79,13 +79,19 @@ def read_object(
 
 
 def parse_object(
-    text: str, where: str, hint: str | None = None, raises: Raises = CheckpointError
+    text: str,
+    where: str,
+    hint: str | None = None,
+    raises: Raises = CheckpointError,
+    *,
+    halves: bool = False,
 ) -> dict[str, Any]:
-    """JSON text that must hold an object, not nested without end, all of it proper text."""
+    """JSON text that must hold an object, not nested without end, all of it proper text; `halves`
+    lets lone surrogates pass."""
     try:
         value = json.loads(text)
         _check(value)
-        if "\\ud" in text.lower():
+        if not halves and "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise raises(f"{where} holds half a character (a lone surrogate)", hint=hint) from error

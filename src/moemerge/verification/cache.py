@@ -12,10 +12,13 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final
+from typing import Any, Final
 
+from moemerge.errors import DataError
+from moemerge.runtime.lines import LineFile
 from moemerge.verification.judgement import Grade, Judgement, Row, Verifier
 
+KIND: Final = "moemerge judgements"
 LASTING: Final = frozenset(Grade) - {Grade.TIMEOUT, Grade.UNDECIDED}
 # Part of every key: raise it when a check of ours judges differently than before.
 EDITION: Final = 1
@@ -29,9 +32,9 @@ class CachedVerifier:
         self.inner = verifier
         self._lock = threading.Lock()
         self._known: dict[str, Future[Judgement]] = {}
-        self._file: IO[bytes] | None = None
+        self._file: LineFile | None = None
         if path is not None:
-            self._file = path.open("ab+")
+            self._file = LineFile(path, {"kind": KIND, "edition": EDITION})
             self._load(self._file)
 
     def relevant(self, row: Row) -> Any:
@@ -81,19 +84,18 @@ class CachedVerifier:
     def _remember(self, key: str, judgement: Judgement) -> None:
         if self._file is None or judgement.grade not in LASTING:
             return
-        line = json.dumps({"key": key, **judgement.to_json()}).encode() + b"\n"
         with self._lock:
-            self._file.write(line)
-            self._file.flush()
+            self._file.add({"key": key, **judgement.to_json()})
 
-    def _load(self, file: IO[bytes]) -> None:
-        file.seek(0)
-        content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):  # the last line of a run that was killed while it wrote
-            file.truncate(len(whole))
-        for line in whole.splitlines():
-            values = json.loads(line)
-            future: Future[Judgement] = Future()
-            future.set_result(Judgement.from_json(values))
-            self._known[values["key"]] = future
+    def _load(self, file: LineFile) -> None:
+        try:
+            for values in file.lines:
+                future: Future[Judgement] = Future()
+                future.set_result(Judgement.from_json(values))
+                self._known[values["key"]] = future
+        except (ValueError, KeyError, TypeError) as error:
+            file.close()
+            raise DataError(
+                f"{file.path} is damaged ({type(error).__name__}: {error})",
+                hint="remove it: what it holds is judged again",
+            ) from error
