@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moemerge.api import collect_statistics as collect_statistics
     from moemerge.api import diagnose as diagnose
     from moemerge.api import evaluate as evaluate
+    from moemerge.api import extract as extract
     from moemerge.api import find_coefficients as find_coefficients
     from moemerge.api import inspect as inspect
     from moemerge.api import load_config as load_config
@@ -52,8 +53,8 @@ if TYPE_CHECKING:
 # The public names of each room.
 _PUBLIC = {
     "moemerge.api": (
-        "calibrate collect_statistics diagnose evaluate find_coefficients inspect load_config "
-        "make_data merge refit run swap_routers tune validate"
+        "calibrate collect_statistics diagnose evaluate extract find_coefficients inspect "
+        "load_config make_data merge refit run swap_routers tune validate"
     ),
     "moemerge.checkpoint": "Checkpoint",
     "moemerge.config.calibration": "CalibrationSettings",

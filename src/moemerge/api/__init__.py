@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from moemerge.api.jobs import calibrate as calibrate
     from moemerge.api.jobs import collect_statistics as collect_statistics
     from moemerge.api.jobs import diagnose as diagnose
+    from moemerge.api.jobs import extract as extract
     from moemerge.api.jobs import refit as refit
     from moemerge.api.jobs import swap_routers as swap_routers
     from moemerge.api.listing import config_schema as config_schema
@@ -30,7 +31,7 @@ _PARTS = {
     "coefficients": "find_coefficients",
     "data": "make_data",
     "evaluation": "evaluate",
-    "jobs": "calibrate collect_statistics diagnose refit swap_routers",
+    "jobs": "calibrate collect_statistics diagnose extract refit swap_routers",
     "listing": "config_schema inspect list_architectures list_methods list_wrappers",
     "merging": "load_config merge run validate",
     "plugins": "load_plugin",

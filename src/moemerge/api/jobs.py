@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from moemerge.collecting import CollectReport
     from moemerge.diagnosis import Diagnosis, SwapReport
     from moemerge.diagnosis.page import BeforeAndAfter
+    from moemerge.merging.tasks.extract import ExtractReport
     from moemerge.refitting import RefitReport, RefitRequest
     from moemerge.text.rows import TextSource
 
@@ -290,6 +291,25 @@ def swap_routers(
         overwrite=overwrite,
         progress=Silent() if progress is None else progress,
     )
+
+
+def extract(
+    shared: Model,
+    task: str,
+    out: str | Path,
+    *,
+    base: Model | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ExtractReport:
+    """Write the model of one `task` to `out`, taken out of a merge that kept its `tasks`.
+
+    `base` is where the base model is now, if it is not where the merge found it.
+    """
+    from moemerge.merging.tasks.extract import extract_task
+
+    progress = Silent() if progress is None else progress
+    return extract_task(shared, task, Path(out), base=base, overwrite=overwrite, progress=progress)
 
 
 @with_keywords(CollectingKeywords, CollectingSettings)

@@ -139,6 +139,9 @@ def merge_report(report: MergeReport, *, verbose: bool) -> RenderableType:
     if report.router:
         rows.append(("routers", report.router))
     rows += requantised(report.requantised)
+    if report.tasks:
+        parts = [f"{n} {format_size(t['bytes'])}" for n, t in report.tasks["tasks"].items()]
+        rows.append(("kept", f"{report.tasks['keep']} of {', '.join(parts)}"))
     rows += [
         (
             "output",

@@ -6,7 +6,7 @@ Unknown keys are left alone: files of later versions have more of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -97,6 +97,20 @@ class JournalDocument(FileSchema):
     tensors: list[JournalTensor]
     row: dict[str, Any]
     digest: str
+
+
+class KeptTask(FileSchema):
+    folder: Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
+    model: str
+    scale: Finite
+
+
+class KeptDocument(FileSchema):
+    """What a merge kept of its models."""
+
+    keep: Literal["tall", "emr", "twin"]
+    base: str
+    tasks: dict[str, KeptTask]
 
 
 class MergedModel(FileSchema):

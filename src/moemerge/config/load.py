@@ -48,6 +48,7 @@ from moemerge.config.resolve import (
     with_models,
 )
 from moemerge.config.schema import RunConfig
+from moemerge.config.tasks_kept import kept_faults
 from moemerge.config.translate import WorkingCopy, validate
 from moemerge.config.wrapping import wrap_faults
 from moemerge.config.yaml_lines import Document
@@ -179,6 +180,7 @@ class _Check:
         faults += name_faults(config, body_prefix(config))
         faults += self._tokenizer(config, work)
         faults += wrap_faults(config, self.schemas, self.wrappers)
+        faults += kept_faults(config, self.schemas)
         if config.merge_method in self.schemas:
             faults += self._method(config, work, models_known)
         if models_known:

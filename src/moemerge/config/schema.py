@@ -33,6 +33,7 @@ from moemerge.config.fields import (
 from moemerge.config.models import ModelRef
 from moemerge.config.refit import RefitBlock
 from moemerge.config.settings import CollectingSettings
+from moemerge.config.tasks_kept import KeptTasks
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -248,6 +249,9 @@ class RunConfig(Body):
     )
     wrap: Wraps | None = Field(
         None, description="what acts around the method: `moemerge ls wrappers` lists the wrappers"
+    )
+    tasks: KeptTasks | None = Field(
+        None, description="what is kept of each model, for `moemerge extract`"
     )
     coefficients: FileName | None = Field(
         None,

@@ -23,6 +23,7 @@ from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo, UnitSta
 from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
 from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
+from moemerge.merging.tasks.keeping import TaskKeeper
 from moemerge.merging.wrapper import around
 from moemerge.runtime.devices import cpu_count, prepare_for_threads
 from moemerge.runtime.lazy import torch
@@ -91,12 +92,16 @@ class MemoryBudget:
 
 
 def execute(
-    plan: MergePlan, writer: TensorWriter, settings: ExecutionSettings, progress: Progress
+    plan: MergePlan,
+    writer: TensorWriter,
+    settings: ExecutionSettings,
+    progress: Progress,
+    keeper: TaskKeeper | None = None,
 ) -> MergeOutcome:
     """Compute and write every block of `plan`. Raises the first error; the caller aborts."""
     reuse_freed_memory()
     prepare_for_threads(settings.device)
-    runner = _Runner(plan, writer, settings, progress)
+    runner = _Runner(plan, writer, settings, progress, keeper)
     workers = settings.workers or min(max(cpu_count(), FEWEST_WORKERS), MOST_WORKERS)
     progress.start("merging", sum(t.nbytes for t in plan.tensors), unit="B")
     # Largest first: a big embedding must not be what everybody waits for at the end.
@@ -140,8 +145,10 @@ class _Runner:
         writer: TensorWriter,
         settings: ExecutionSettings,
         progress: Progress,
+        keeper: TaskKeeper | None = None,
     ) -> None:
         self.plan = plan
+        self.keeper = keeper
         self.writer = writer
         self.settings = settings
         self.progress = progress
@@ -216,6 +223,18 @@ class _Runner:
             for tensor, source in zip(tensors, merge.inputs, strict=False)
         ]
         base = None if merge.base is None else tensors[-1]
+        result = self._result(merge, inputs, base, unit)
+        if self.keeper is not None and base is not None:
+            self.keeper.keep(merge, tensors, base, result)
+        return result
+
+    def _result(
+        self,
+        merge: UnitMerge,
+        inputs: Sequence[ModelTensor],
+        base: Tensor | None,
+        unit: UnitInfo,
+    ) -> Tensor:
         if not merge.wraps or merge.base is None or base is None:
             return merge.method.function(inputs, base, merge.options, unit)
         return self._wrapped(merge, merge.base, inputs, base, unit)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from moemerge.architectures.opened import OpenModel
@@ -62,11 +63,12 @@ class UnitMerge:
     # Brings tensors of unlike vocabularies to one shape; gets the inputs, then the base.
     prepare: Prepare | None = None
     wraps: tuple[Wrap, ...] = ()  # around the method, the first nearest to it
+    whole: bool = False  # never cut into runs
 
     @property
     def elementwise(self) -> bool:
         """Whether every element is computed alone: wrappers look at whole units."""
-        return self.method.elementwise and not self.wraps
+        return self.method.elementwise and not self.wraps and not self.whole
 
     @property
     def reads(self) -> tuple[UnitInput, ...]:
@@ -210,6 +212,11 @@ class MergePlan:
     quantised: Mapping[str, int] = field(default_factory=dict)  # output tensor -> model
     # By the model's position; empty while they are still to be computed.
     statistics: Mapping[tuple[int, StatisticsKind], Statistics] = field(default_factory=dict)
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, Dtype]:
+        """Of the output's tensors, by name."""
+        return {t.name: t.dtype for t in self.tensors}
 
     @property
     def bytes_written(self) -> int:

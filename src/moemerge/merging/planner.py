@@ -69,6 +69,7 @@ class Planner:
         *,
         coefficients: Coefficients | None = None,
         requantise: bool = False,
+        whole: bool = False,
     ) -> None:
         self.merge = merge
         self.models = models
@@ -83,6 +84,7 @@ class Planner:
         self.out_dtype = None if chosen is None else parse_dtype(chosen)
         self.input_dtype = None if dtype is None else parse_dtype(dtype)
         self.requantise = requantise
+        self.whole = whole  # units are seen whole, and with the base
         self.weighing = Weighing(coefficients)
         self.quantised: dict[str, int] = {}  # output tensor -> the model that stores it so
         self.ledger = Ledger()
@@ -235,7 +237,7 @@ class Planner:
         inputs = []
         models, base = merge_slice.seen_by(method.schema)
         if method.schema.base is BasePolicy.DONOR and not (
-            wrapped or self.vocabularies.spans(unit)
+            wrapped or self.whole or self.vocabularies.spans(unit)
         ):
             base = None
         for s in models:
@@ -262,6 +264,7 @@ class Planner:
             base=None if base is None else source(base),
             prepare=prepare,
             wraps=tuple(self._wrap(reader, tensor) for reader in wrapped),
+            whole=self.whole,
         )
 
     def _wrap(self, reader: ParameterReader, tensor: TensorContext) -> Wrap:

@@ -42,6 +42,7 @@ class MergeReport:
     wraps: tuple[str, ...] = ()  # around the method, the first nearest to it
     coefficients: dict[str, Any] = field(default_factory=dict)  # the file, and who made it
     statistics: dict[str, Any] = field(default_factory=dict)  # of each model, where they came from
+    tasks: dict[str, Any] = field(default_factory=dict)  # what is kept of each model
     remarks: dict[str, Any] = field(default_factory=dict)  # what methods said of single units
     requantised: dict[str, Any] = field(default_factory=dict)  # the error of rounding, by format
     device: str | None = None  # None: planned, not run
@@ -81,6 +82,7 @@ class MergeReport:
                 for m in self.models
             },
             **({"statistics": self.statistics} if self.statistics else {}),
+            **({"tasks": self.tasks} if self.tasks else {}),
             **({"remarks": self.remarks} if self.remarks else {}),
             **({"requantised": self.requantised} if self.requantised else {}),
             "notices": list(self.notices),

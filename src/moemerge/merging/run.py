@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ from moemerge.merging.statistics import (
     open_statistics,
     pending_bytes,
 )
+from moemerge.merging.tasks.keeping import TaskKeeper, kept_tensors
 from moemerge.merging.tokenizer.embeddings import plan_vocabularies
 from moemerge.report.files import (
     CARD_NAME,
@@ -123,6 +125,15 @@ class MergeJob:
         )
 
     @property
+    def kept_bytes(self) -> int:
+        """Of all tasks, where they are kept."""
+        kept = self.loaded.config.tasks
+        if kept is None:
+            return 0
+        inputs = {s.model for block in self.plan.blocks for m in block.merges for s in m.inputs}
+        return len(inputs) * sum(info.nbytes for info in kept_tensors(self.plan, kept))
+
+    @property
     def input_folders(self) -> list[Path]:
         return [folder for model in self.plan.models for folder in model.checkpoint.folders]
 
@@ -143,6 +154,8 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     requantise = settings.requantize == "same"
     if requantise:
         require_requantisable(merge, models)
+    if config.tasks is not None:
+        _require_keepable(requantise)
     planner = Planner(
         merge,
         models,
@@ -151,6 +164,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
         config.out_dtype,
         coefficients=loaded.coefficients,
         requantise=requantise,
+        whole=config.tasks is not None,
     )
     output = planner.plan()
     readers = [reader for reader in (merge.reader, merge.router_reader) if reader is not None]
@@ -181,7 +195,9 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
         job = replace(job, pending_bytes=pending)
     if out is not None:
         check_output(out, overwrite=settings.overwrite, inputs=job.input_folders)
-        require_space(out, plan.bytes_written + COMPANION_BYTES + job.pending_bytes)
+        require_space(
+            out, plan.bytes_written + COMPANION_BYTES + job.pending_bytes + job.kept_bytes
+        )
     seconds = time.perf_counter() - started
     methods = sorted({merge.method.schema.name for block in plan.blocks for merge in block.merges})
     what = f"{len(plan.tensors)} tensors in {len(plan.blocks)} blocks by {', '.join(methods)}"
@@ -205,11 +221,14 @@ def run_merge(
         plan = own_part(job.plan)
         execution = ExecutionSettings(device, allow_nonfinite=job.settings.allow_nonfinite)
         target = QuantisingWriter(writer, plan.quantised_tensors())
-        outcome = execute(plan, target, execution, ranks.told_by_lead(progress))
+        with keeping(job, writer.folder) as keeper:
+            outcome = execute(plan, target, execution, ranks.told_by_lead(progress), keeper)
+            tasks = {} if keeper is None else keeper.commit()
         put_together(writer, outcome, target)
         report = replace(
             report,
             remarks=outcome.remarks.to_json(),
+            tasks=tasks,
             requantised=target.errors.to_json(),
             notices=(*report.notices, *outcome.notices()),
             seconds=time.perf_counter() - job.started,
@@ -226,6 +245,24 @@ def _commit(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> Non
     for model in job.plan.models:
         model.checkpoint.require_unchanged()
     writer.commit()
+
+
+def _require_keepable(requantise: bool) -> None:
+    """Refuse to keep tasks where what they refer to is rounded, or made by several processes."""
+    ranks.alone("merge (a config with `tasks:`)")
+    if requantise:
+        raise UsageError(
+            '`requantize="same"` rounds what `tasks:` of the config refer to',
+            hint="leave one of them out",
+        )
+
+
+def keeping(job: MergeJob, folder: Path) -> AbstractContextManager[TaskKeeper | None]:
+    """Who keeps the models' parts while a merge runs, where the config asks for it."""
+    kept, base = job.loaded.config.tasks, job.loaded.merge.base_model
+    if kept is None or base is None:
+        return nullcontext()
+    return TaskKeeper(job.plan, kept, str(base.absolute()), folder)
 
 
 def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> None:

@@ -1,0 +1,1 @@
+"""What is kept of each model beside a merged one, and how a model is taken out again."""
