@@ -30,7 +30,15 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yml"))
 _BLOCK = re.compile(r"^```(sh|yaml|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (\S+\.(?:yml|py))$")  # a block's first line that names a file
 # Verbs that write a folder: which of their words is OUT.
-WRITES = {"merge": 2, "run": 2, "calibrate": 2, "refit": 2, "swap-routers": 4, "tune": 2}
+WRITES = {
+    "merge": 2,
+    "run": 2,
+    "calibrate": 2,
+    "refit": 2,
+    "swap-routers": 4,
+    "extract": 3,
+    "tune": 2,
+}
 _WRITTEN = re.compile(
     r"moemerge\.(?:merge|calibrate|refit|run|tune)\(\s*\"[^\"]+\",\s*\"([^\"]+)\""
 )
@@ -140,6 +148,11 @@ def test_examples_of_help_run(verb: str, scratch: Path, models: dict[str, Path])
         config = (scratch / "examples" / f"{name}.yml").read_text(encoding="utf-8")
         block = "calibration: {data: {math: math.jsonl, code: code.jsonl}}\n"
         (scratch / f"{name}.yml").write_text(config.replace("steps: 300", "steps: 3") + block)
+    if verb == "extract":
+        models_of = "models: [{model: math, name: math}, {model: code, name: code}]"
+        text = f"merge_method: emr\nbase_model: base\n{models_of}\ntasks: {{keep: emr}}\n"
+        (scratch / "shared.yml").write_text(text)
+        run(["merge", "shared.yml", "shared"])
     for words in examples:
         words = [word if torch.cuda.is_available() or word != "cuda" else "cpu" for word in words]
         if words[0] in SLOW:  # its flags exist

@@ -52,6 +52,7 @@ def test_methods_that_are_explained_exist() -> None:
     explained = set(re.findall(r"`(\w+)`", table))
     assert len(explained) > 20
     methods = {row["method"] for row in list_methods()}
+    explained -= {"tall", "twin"}  # kinds of `tasks:`
     assert explained == methods | {row["wrapper"] for row in list_wrappers()}
 
 

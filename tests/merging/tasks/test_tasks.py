@@ -136,7 +136,7 @@ def test_a_task_is_a_model_that_loads_and_the_shared_one_may_be_replaced(folder,
 
 
 def test_what_is_refused(folder, tmp_path):
-    with pytest.raises(CheckpointError, match="tasks.json is missing"):
+    with pytest.raises(CheckpointError, match=r"tasks\.json is missing"):
         moemerge.extract(folder / "math", "math", tmp_path / "x")
     moemerge.merge(config(folder, "emr", {"keep": "emr"}), tmp_path / "shared", device="cpu")
     with pytest.raises(UsageError, match="did you mean 'math'"):
