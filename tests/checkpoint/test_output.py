@@ -59,7 +59,8 @@ def test_an_empty_mount_point_is_filled_from_inside(
     assert os.listdir(out) == content
     with temporary_sibling(out) as sibling:
         assert sibling.parent == out
-        folder = OutputFolder(out, overwrite=False)
+        merged = model(sibling / "merged")  # a repair's input, in OUT itself
+        folder = OutputFolder(out, overwrite=False, inputs=[merged])
         for name in ("config.json", "model.safetensors"):
             (folder.path / name).touch()
         folder.commit()
@@ -67,6 +68,9 @@ def test_an_empty_mount_point_is_filled_from_inside(
     assert os.listdir(tmp_path) == ["out"]
     with pytest.raises(CheckpointError, match="is a mount point and not empty"):
         check_output(out, overwrite=True)
+    for inside in (out / "model", out / ".other.partial-1-00000000"):
+        with pytest.raises(CheckpointError, match="overlaps the input folder"):
+            check_output(out, overwrite=True, inputs=[inside])
 
 
 @pytest.mark.parametrize("content", ["thesis.txt", "config.json checkpoint-500/", "a.py .git/"])

@@ -61,6 +61,8 @@ def check_output(out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = 
     """
     target = _real(out)
     for folder in map(_real, inputs):
+        if _of_this_run(folder, target):
+            continue
         if target == folder or target.is_relative_to(folder) or folder.is_relative_to(target):
             where = "is" if target == folder else "overlaps"
             raise CheckpointError(
@@ -70,6 +72,14 @@ def check_output(out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = 
     if os.path.lexists(target):
         _check_replaceable(out, target, overwrite)
     _check_writable(out, target)
+
+
+def _of_this_run(folder: Path, target: Path) -> bool:
+    """Whether an input lies in a hidden folder of OUT, as a merge that is to be repaired does where
+    OUT is a mount point."""
+    return folder.is_relative_to(target) and any(
+        path.parent == target and _is_unfinished(path, target) for path in (folder, *folder.parents)
+    )
 
 
 def _check_writable(out: Path, target: Path) -> None:
