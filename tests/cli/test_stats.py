@@ -65,6 +65,19 @@ def test_kinds_and_settings(case: tuple[Path, Path], tmp_path: Path) -> None:
     assert "-v names them" in shown.stdout
 
 
+def test_what_is_not_read_of_the_text_is_told(case: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, text = case
+    rows = [{"prompt": "one plus two", "respnse": "three"}, {"prompt": "what is a model"}]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--data", text, "--device", "cpu", "--max-length", "3")
+    result = stats(folder, tmp_path / "a.stats", *flags)
+    assert "respnse" in result.stderr
+    assert "2 of 2 rows are longer than --max-length, 3 tokens" in result.stderr
+    quiet = stats(folder, tmp_path / "b.stats", *flags, "-q")
+    assert (quiet.exit_code, quiet.output) == (0, "")
+    assert (tmp_path / "a.stats").read_bytes() == (tmp_path / "b.stats").read_bytes()
+
+
 def test_what_python_writes_is_what_the_command_writes(
     case: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def test_settings_are_named_as_flags_of_the_verb(python: str, flags: str) -> Non
 def test_what_a_verb_with_a_config_has_no_flag_for_is_a_key() -> None:
     speak_of([CONFIG, option("device")])
     assert in_flags('`offload="disk"`, `device="cpu"`') == "`offload: disk`, --device cpu"
+    assert in_flags('`data={"base": "b.jsonl", A: "a"}`') == "`data: {base: b.jsonl, A: a}`"
 
 
 def test_one_error_in_both_languages(zoo_folder, tmp_path) -> None:

@@ -16,6 +16,7 @@ from merging.gathered import is_linear, open_model, unit_tensors
 from moemerge.config.settings import MergeSettings
 from moemerge.errors import ConfigError, DataError, NumericalError, ResourceError
 from moemerge.merging import run as merging_run
+from moemerge.runtime.progress import Silent
 from moemerge.statistics.provenance import all_units
 
 CPU = MergeSettings(device="cpu")
@@ -34,6 +35,16 @@ def models(zoo_folder, tmp_path_factory):
         ]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
+
+
+class Notes(Silent):
+    """Progress that remembers what was said."""
+
+    def __init__(self):
+        self.said = []
+
+    def note(self, message):
+        self.said.append(message)
 
 
 def config(models, method, **more):
@@ -55,7 +66,10 @@ def same(a, b):
 @pytest.mark.parametrize(("method", "kind"), [("regmean", "gram"), ("fisher", "fisher")])
 def test_the_same_bytes_as_with_saved_statistics(models, tmp_path, method, kind):
     settings = config(models, method, collecting={"max_length": 8})
-    report = moemerge.merge(settings, tmp_path / "way", settings=CPU).to_json()
+    notes = Notes()
+    report = moemerge.merge(settings, tmp_path / "way", settings=CPU, progress=notes).to_json()
+    assert [note[:19] for note in notes.said] == ["statistics of math:", "statistics of code:"]
+    assert all("are longer than `max_length`, 8 tokens" in note for note in notes.said)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["way"]
     saved = {name: tmp_path / f"{name}.stats" for name in ("math", "code")}
     for name, file in saved.items():

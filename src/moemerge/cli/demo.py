@@ -66,7 +66,8 @@ def demo(
     count = PROBLEMS if problems is None else problems
     _clear(folder)
     what = api.inspect(specialists.base)
-    if not json:
+    silent = quiet or json
+    if not silent:
         words = {"family": what.family, "top_k": what.top_k, "experts": what.experts}
         out.print(INTRODUCTION.format(problems=count, **words), markup=False)
         if out.width >= sum(WIDTHS):
@@ -77,14 +78,15 @@ def demo(
     left = f"the models made so far are in {folder}; the next demo there begins anew"
     with interruptible(lambda: left), one_thread():
         for row in show.rows():
-            if not json:
+            if not silent:
                 line = _line if out.width >= sum(WIDTHS) else _stacked
                 out.print(line(_cells(row, rows)), markup=False)
             rows.append(row)
-        page = _page(show, quiet=quiet or json)
+        page = _page(show, quiet=silent)
     if json:
         content = {"rows": [asdict(row) for row in rows], "findings": findings(rows)}
         show_json({**content, "page": page and str(page), "folder": str(folder)})
+    if silent:
         return
     out.print()
     for text in findings(rows):
@@ -102,7 +104,8 @@ def _page(show: Demo, *, quiet: bool) -> Path | None:
     try:
         require_page()
     except UsageError as error:
-        err.print(f"No report page: {error}", markup=False)
+        if not quiet:
+            err.print(f"No report page: {error}", markup=False)
         return None
     if not quiet:
         err.print("  diagnosing the WUDI merge and its repairs for the report page …", style="dim")

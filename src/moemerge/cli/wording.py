@@ -35,13 +35,21 @@ def in_flags(text: str) -> str:
 def _replacement(match: re.Match[str]) -> str:
     name, value = match.groups()
     if name not in _flags and (value is None or _has_config):
-        return match[0] if value is None else f"`{name}: {' '.join(_words(value))}`"
+        return match[0] if value is None else f"`{name}: {_in_yaml(value)}`"
     flag = _flags.get(name, f"--{name.replace('_', '-')}")
     if value in (None, "True"):
         return flag
     if value == "False":
         return flag.replace("--", "--no-", 1)
     return " ".join(f"{flag} {word}" for word in _words(value))
+
+
+def _in_yaml(value: str) -> str:
+    """A value of Python as a config has it."""
+    pairs = _words(value)
+    if not value.startswith("{"):
+        return pairs[0]
+    return "{" + ", ".join(pair.replace("=", ": ", 1) for pair in pairs) + "}"
 
 
 def _words(value: str) -> list[str]:

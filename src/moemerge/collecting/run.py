@@ -69,7 +69,7 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
             unvisited_experts=tuple(unvisited),
             nbytes=request.out.stat().st_size,
             seconds=time.perf_counter() - begin,
-            notices=tuple(notices),
+            notices=(*job.domain.notices, *notices),
         )
 
     return ranks.made_by_lead(report)
@@ -136,14 +136,13 @@ def computed_statistics(
         for number, (name, files) in enumerate(wanted.data.items()):
             for kind in wanted.needs[name]:
                 file = folder / f"{number}.{kind}.stats"
-                run_collect(
-                    CollectRequest(
-                        model=models[name],
-                        out=file,
-                        data=files,
-                        settings=settings.model_copy(update={"kind": kind}),
-                    ),
-                    progress,
+                request = CollectRequest(
+                    model=models[name],
+                    out=file,
+                    data=files,
+                    settings=settings.model_copy(update={"kind": kind}),
                 )
+                for notice in run_collect(request, progress).notices:
+                    progress.note(f"statistics of {name}: {notice}")
                 made.setdefault(name, []).append(file)
         yield made

@@ -78,7 +78,7 @@ class Conversation:
 
 def check_file(path: Path, where: str = "") -> None:
     """It exists and is of a kind that can be read; errors begin with `where`."""
-    hint = f"use {', '.join(SUFFIXES)}"
+    hint = f"use {', '.join(SUFFIXES)}, or /dev/stdin"
     if path.is_dir():
         raise DataError(f"{where}{path} is a folder, expected a file of text", hint=hint)
     if _is_pipe(path):
