@@ -12,10 +12,14 @@ import torch
 from torch import nn
 
 from moemerge.architectures.roles import Role
+from moemerge.checkpoint.output import temporary_sibling
 from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
-from moemerge.errors import ArchitectureError
+from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.tuning.job import TuningJob
 
+# Maps that peft takes for experts of older models by these names, wherever they stand, and puts its
+# changes elsewhere. As parameters it leaves them where they are.
+_MISTAKEN = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 _LAYER = re.compile(r".*?\.\d+\.(.+)")
 _STACKS = frozenset({Role.ROUTER, Role.EXPERT})
 
@@ -29,8 +33,11 @@ def lora_config(job: TuningJob, model: nn.Module) -> Any:
         if inner is None or name not in job.layout.trained or value.dim() < 2:
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(owner, nn.Linear):
-            modules.add(inner[1].removesuffix(".weight"))
+        module = inner[1].removesuffix(".weight")
+        if isinstance(owner, nn.Linear) and module.rpartition(".")[2] in _MISTAKEN:
+            parameters.add(inner[1])
+        elif isinstance(owner, nn.Linear):
+            modules.add(module)
         elif job.layout.in_memory.role(name) in _STACKS and not name.endswith("bias"):
             parameters.add(inner[1])
     if not modules and not parameters:
@@ -55,6 +62,20 @@ def adapted_tensors(job: TuningJob, adapter: Path) -> Iterator[tuple[str, torch.
     with merged:
         for name in merged.changed:
             yield name, merged.read(name)
+
+
+def check_adapter(model: Any, job: TuningJob) -> None:
+    """Refuse, before it is trained, an adapter that cannot be put into the base's own layout."""
+    with temporary_sibling(job.request.out) as folder:
+        save_adapter(model, None, folder, job)
+        try:
+            AdaptedCheckpoint(job.model.checkpoint.path, folder).close()
+        except CheckpointError as error:
+            raise ArchitectureError(
+                f"{job.model.label}: a LoRA of this model cannot be merged into it "
+                f"({error.message})",
+                hint="train its weights themselves: leave out `lora`",
+            ) from error
 
 
 def save_adapter(model: Any, state: Any, folder: Path, job: TuningJob) -> None:

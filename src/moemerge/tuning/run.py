@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from moemerge.checkpoint.output import output_error
 from moemerge.checkpoint.reader import as_ref
-from moemerge.errors import DataError, NumericalError, ResourceError, UsageError
+from moemerge.errors import (
+    ArchitectureError,
+    DataError,
+    NumericalError,
+    ResourceError,
+    UsageError,
+    in_one_line,
+)
 from moemerge.lockstep.inputs import settings_data
 from moemerge.runtime import ranks
 from moemerge.runtime.dtypes import dtype_name
@@ -27,8 +35,10 @@ from moemerge.tuning.weights import load_trainable
 if TYPE_CHECKING:
     from moemerge.tuning.trainer import Tuner
 
+# What trl and transformers raise for a model or a way of training that they are not made for.
+UNABLE: Final = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 # After these a second attempt would end the same: saved states are of no use.
-HOPELESS: Final = (NumericalError, DataError, UsageError)
+HOPELESS: Final = (ArchitectureError, NumericalError, DataError, UsageError)
 
 
 def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
@@ -83,11 +93,19 @@ def _train(job: TuningJob, folder: Path, saved: Path | None, progress: Progress)
             trainer = make_trainer(job, model, folder, progress)
             begun = time.monotonic()
             trainer.train(resume_from_checkpoint=None if saved is None else str(saved))
+    except OSError as error:
+        raise output_error(error, folder) from error
     except torch.OutOfMemoryError as error:
         raise ResourceError(
             f"{job.device} has too little memory to train with {job.micro_batch} rows at once",
             hint="fewer rows at once, shorter ones, or a LoRA: `micro_batch=1`, "
             "`max_length=1024`, `lora=16`",
+        ) from error
+    except UNABLE as error:
+        raise ArchitectureError(
+            f"{job.model.label}: trl cannot train this model so ({in_one_line(error)})",
+            hint="not every family can be trained in every way: try it without `packing`, "
+            "`aux_loss` and `lora`",
         ) from error
     finally:
         progress.finish()

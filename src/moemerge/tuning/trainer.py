@@ -23,8 +23,10 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from moemerge.checkpoint.output import write_file
 from moemerge.errors import NumericalError
+from moemerge.runtime import ranks
+from moemerge.runtime.devices import multiplies_bfloat16
 from moemerge.runtime.progress import Progress
-from moemerge.tuning.adapters import lora_config
+from moemerge.tuning.adapters import check_adapter, lora_config
 from moemerge.tuning.job import TuningJob
 from moemerge.tuning.states import COMPLETE
 
@@ -133,6 +135,8 @@ def make_trainer(job: TuningJob, model: PreTrainedModel, folder: Path, progress:
         callbacks=[_Watch(progress)],
     )
     trainer.remove_callback(PrinterCallback)
+    if job.lora and ranks.leads():
+        check_adapter(trainer.model, job)
     return trainer
 
 
@@ -177,6 +181,8 @@ def _arguments(job: TuningJob, folder: Path) -> Any:
         bf16=job.half,
         fp16=False,
         gradient_checkpointing=settings.recompute,
+        # Products that know no autocast, of stacks of experts: finer than bfloat16, and fast.
+        tf32=True if job.half and multiplies_bfloat16(job.device) else None,
         dataloader_pin_memory=job.device.type != "cpu",
         ddp_find_unused_parameters=False,
         # saving and telling

@@ -1,0 +1,104 @@
+"""Whether `moemerge tune` makes as good a specialist as the testbed's own training does.
+
+    python benchmarks/tune.py WORK [--domain math] [--set SET] [--problems 500]
+
+SET is what `moemerge testbed train` wrote; without it, the specialists that come with the package.
+
+The testbed trains its specialist on the answers of so many steps of so many problems. Here the same
+base learns as many rows in as many steps through `moemerge tune`, whole and with a LoRA, and every
+model solves the same unseen problems. At the end both results are merged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+import moemerge
+from moemerge.testbed.accuracy import accuracy_many
+from moemerge.testbed.tasks import problems
+from moemerge.testbed.training import bundled_set, open_set
+from moemerge.testbed.training.data import PRESETS
+
+# The testbed has no chat template: an answer follows its prompt, and ends with the end token.
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+RANK = 16
+LORA_RATE = 3.0  # on the learning rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--set", type=Path)
+    parser.add_argument("--domain", default="math")
+    parser.add_argument("--problems", type=int, default=500)
+    parser.add_argument("--lora-rate", type=float, default=LORA_RATE)
+    options = parser.parse_args()
+    trained = bundled_set() if options.set is None else open_set(options.set)
+    preset = PRESETS[trained.manifest["preset"]]
+    steps = int(trained.manifest["steps"]["specialist"])
+    work: Path = options.work
+    work.mkdir(parents=True, exist_ok=True)
+    base = work / "base"
+    if not base.exists():
+        shutil.copytree(trained.base, base)
+        (base / "chat_template.jinja").write_text(TEMPLATE)
+    asked = problems(options.domain, split="train", count=steps * preset.batch, seed=1)
+    data = work / "rows.jsonl"
+    rows = [json.dumps({"prompt": p.prompt, "response": p.answer}) + "\n" for p in asked]
+    data.write_text("".join(rows))
+    rate = preset.specialist_lr
+    ways = {
+        "whole": {"learning_rate": rate},
+        f"lora-{RANK}": {"learning_rate": options.lora_rate * rate, "lora": RANK},
+    }
+    for name, settings in ways.items():
+        if not (work / name).exists():
+            begun = time.monotonic()
+            report = moemerge.tune(
+                base,
+                work / name,
+                data=[data],
+                epochs=1.0,
+                batch=preset.batch,
+                warmup=0.1,
+                recompute=False,
+                resume=True,
+                **settings,  # type: ignore[arg-type]
+            )
+            print(
+                f"{name}: {report.steps} steps, {report.parameters} parameters, loss "
+                f"{report.first_loss:.4f} to {report.last_loss:.4f}, "
+                f"{time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
+    models = {
+        "base": trained.base,
+        "the testbed's specialist": trained.models[options.domain],
+        **{f"tune, {name}": work / name for name in ways},
+    }
+    config = {
+        "merge_method": "ties",
+        "base_model": str(base),
+        "models": [
+            {"model": str(work / name), "parameters": {"weight": 0.5, "density": 0.6}}
+            for name in ways
+        ],
+    }
+    (work / "ties.yml").write_text(json.dumps(config))
+    moemerge.merge(work / "ties.yml", work / "merged", overwrite=True)
+    models["TIES of the two"] = work / "merged"
+    test = problems(options.domain, split="test", count=options.problems, seed=0)
+    solved = accuracy_many(list(models.values()), test, device="cpu")
+    for name, right in zip(models, solved, strict=True):
+        print(f"{name:26} {100 * sum(right) / len(right):5.1f} % of {len(right)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Which tokens of a row are learnt, and that its tokens are those that every job reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zoo
+from moemerge.errors import DataError
+from moemerge.text.answers import Answers, load_answers
+from moemerge.text.domains import TextSettings, load_domain
+from moemerge.text.tokens import load_tokenizer
+
+TURNS = [
+    {"role": "user", "content": "what is one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "and three"},
+    {"role": "assistant", "content": "four five"},
+]
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Any:
+    return load_tokenizer(zoo.tiny_tokenizer(tmp_path, chat_template=True))
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Any:
+    return load_tokenizer(zoo.tiny_tokenizer(tmp_path))
+
+
+def read(tokenizer: Any, *rows: dict[str, Any], **settings: Any) -> Answers:
+    return load_answers(rows, tokenizer, TextSettings(**settings))
+
+
+def words(tokenizer: Any, answers: Answers) -> list[str]:
+    """What is learnt of each row, in words."""
+    return [
+        " ".join(tokenizer.convert_ids_to_tokens([t for t, on in zip(*pair, strict=True) if on]))
+        for pair in ((row.tokens, row.learnt) for row in answers.rows)
+    ]
+
+
+def test_every_answer_of_a_conversation_is_learnt_with_its_end(chat: Any) -> None:
+    answers = read(chat, {"messages": TURNS})
+    assert words(chat, answers) == ["two <|end|> four five <|end|>"]
+    assert answers.tokens == 16
+    assert answers.learnt == 5
+    assert answers.notices == ()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TURNS[:2]},
+        {"prompt": "what is one", "response": "two"},
+        {"prompt": "what is one", "completion": "two"},
+        {"prompt": TURNS[:1], "completion": TURNS[1:2]},
+        {"instruction": "what is", "input": "one", "output": "two"},
+        {
+            "conversations": [
+                {"from": "human", "value": "what is one"},
+                {"from": "gpt", "value": "two"},
+            ]
+        },
+    ],
+    ids=lambda row: "-".join(row),
+)
+def test_every_form_of_row_has_its_answer(chat: Any, row: dict[str, Any]) -> None:
+    assert words(chat, read(chat, row)) == ["two <|end|>"]
+
+
+def test_plain_text_is_learnt_whole(plain: Any) -> None:
+    answers = read(plain, {"text": "one two three"})
+    assert words(plain, answers) == ["one two three"]
+    assert "does not learn where to stop" in answers.notices[0]
+
+
+def test_without_a_template_the_end_token_ends_an_answer(plain: Any) -> None:
+    answers = read(plain, {"prompt": "what is one", "response": "two"})
+    assert words(plain, answers) == ["two </s>"]
+
+
+def test_tokens_are_those_of_every_other_job(chat: Any) -> None:
+    rows = [{"messages": TURNS}, {"text": "one two"}, {"prompt": "one", "response": "two " * 40}]
+    settings = TextSettings(max_length=16)
+    theirs = load_domain("x", rows, chat, settings).rows
+    ours = load_answers(rows, chat, settings).rows
+    assert [list(row.tokens) for row in ours] == [row.tolist() for row in theirs]
+
+
+def test_rows_without_an_answer_are_left_out_and_counted(chat: Any) -> None:
+    answers = read(chat, {"messages": TURNS}, {"messages": TURNS[:1]}, {"prompt": "one"})
+    assert len(answers.rows) == 1
+    assert answers.read == 3
+    assert "2 rows hold no answer" in answers.notices[0]
+    with pytest.raises(DataError, match="no answer to learn in 1 rows"):
+        read(chat, {"prompt": "one"})
+
+
+def test_an_answer_after_the_cut_is_no_answer(chat: Any) -> None:
+    row = {"prompt": "one " * 20, "response": "two"}
+    with pytest.raises(DataError, match="begins after `max_length`, 8 tokens"):
+        read(chat, row, max_length=8)
+    answers = read(chat, row, {"prompt": "one", "response": "two " * 9}, max_length=8)
+    assert [len(r.tokens) for r in answers.rows] == [8]
+    assert [note.partition(":")[0] for note in answers.notices[:1]] == ["1 rows are left out"]
+
+
+def test_a_limit_takes_the_same_rows_again(chat: Any) -> None:
+    rows = [{"prompt": "one", "response": f"two {n}"} for n in range(10)]
+    first, again = (read(chat, *rows, limit=4, seed=3) for _ in range(2))
+    assert len(first.rows) == 4
+    assert first.rows == again.rows != read(chat, *rows, limit=4, seed=4).rows
+
+
+def test_a_template_that_rewrites_earlier_turns_leaves_the_last_answer(chat: Any) -> None:
+    chat.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }}"
+        "{% if loop.last and m['role'] == 'assistant' %} .{% endif %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+    )
+    answers = read(chat, {"messages": TURNS})
+    assert words(chat, answers) == ["four five . <|end|>"]
+    assert "are not learnt" in answers.notices[0]
+
+
+def test_a_template_that_hides_where_the_answer_begins_is_refused(chat: Any) -> None:
+    chat.chat_template = "{{ messages | length }} {{ messages[-1]['content'] }}"
+    with pytest.raises(DataError, match="where the answer begins is not known"):
+        read(chat, {"messages": TURNS})
+
+
+def test_without_places_of_tokens_the_same_are_learnt(
+    chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"messages": TURNS}, {"text": "one two"}]
+    fast = read(chat, *rows)
+    monkeypatch.setattr(type(chat), "is_fast", property(lambda _: False))
+    assert read(chat, *rows).rows == fast.rows

@@ -1,0 +1,122 @@
+"""What is refused, and that nothing is left then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import quantised_zoo as qz
+from moemerge.cli.app import app
+from moemerge.config.tuning import TuningSettings
+from moemerge.errors import (
+    ArchitectureError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NumericalError,
+    ResourceError,
+    UsageError,
+)
+from moemerge.tuning import output
+from tuning.cases import rows, tune
+
+
+def left(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+def test_a_loss_that_is_no_number_ends_it(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(NumericalError, match="of step 2 is"):
+        tune(base, tmp_path / "out", learning_rate=1e30, warmup=0.0, clip=1e30, save_every=1)
+    assert left(tmp_path) == {"base"}
+
+
+def test_a_base_with_nan_is_named(base: Path, tmp_path: Path) -> None:
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(NumericalError, match=r"model\.norm\.weight holds NaN"):
+        tune(base, tmp_path / "out")
+    assert left(tmp_path) == {"base"}
+
+
+def test_rows_without_answers_are_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no answer to learn in 1 rows"):
+        tune(base, tmp_path / "out", data=[{"prompt": "what is one"}])
+    with pytest.raises(DataError, match="no such file"):
+        tune(base, tmp_path / "out", data=["nowhere.jsonl"])
+
+
+def test_a_quantised_base_is_refused(base: Path, tmp_path: Path) -> None:
+    fp8 = qz.convert(base, tmp_path / "fp8", qz.fp8_config(8, 8), qz.block_fp8(8, 8))
+    with pytest.raises(ArchitectureError, match="is quantised, and training needs floats"):
+        tune(fp8, tmp_path / "out")
+
+
+def test_settings_are_checked(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean"):
+        tune(base, tmp_path / "out", learnig_rate=1e-3)
+    with pytest.raises(ConfigError, match="warmup"):
+        tune(base, tmp_path / "out", warmup=2.0)
+
+
+def test_an_output_that_exists_is_refused_before_training(base: Path, tmp_path: Path) -> None:
+    tune(base, tmp_path / "out", steps=1)
+    with pytest.raises(CheckpointError, match="exists"):
+        tune(base, tmp_path / "out", steps=1)
+    tune(base, tmp_path / "out", steps=1, overwrite=True)
+
+
+def test_a_small_disk_is_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "STATE_BYTES", 2**50)
+    with pytest.raises(ResourceError, match="are free there"):
+        tune(base, tmp_path / "out")
+    assert left(tmp_path) == {"base"}
+
+
+def test_without_the_extra_it_says_what_to_install(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r'pip install "moemerge\[tune\]"'):
+        tune(base, tmp_path / "out")
+
+
+def test_a_balancing_loss_needs_a_family_that_has_one(
+    zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ArchitectureError, match="no load-balancing loss"):
+        tune(zoo_folder("deepseek_v3"), tmp_path / "out", aux_loss=0.1)
+
+
+def test_a_preset_gives_way_to_what_is_given() -> None:
+    paper = TuningSettings(preset="paper", epochs=1.0).resolved()
+    assert (paper.epochs, paper.max_length, paper.packing) == (1.0, 4096, True)
+    assert paper.learning_rate == 2e-5
+    assert TuningSettings(lora=8).resolved().learning_rate == 2e-4
+    assert TuningSettings(lora=8).resolved().lora_alpha == 16.0
+
+
+def test_the_command_line(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    words = ["tune", str(base), str(tmp_path / "out"), "--data", str(file), "--batch", "8"]
+    result = CliRunner().invoke(app, [*words, "--steps", "2", "--json", str(tmp_path / "r.json")])
+    assert result.exit_code == 0, result.output
+    assert "2 (0.5 epochs)" in result.output
+    assert json.loads((tmp_path / "r.json").read_text())["steps"] == 2
+    again = CliRunner().invoke(app, [*words, "--learnin-rate", "1"])
+    assert again.exit_code == 2
+    diverged = [*words, "--steps", "3", "--overwrite", "--learning-rate", "1e30"]
+    result = CliRunner().invoke(app, [*diverged, "--warmup", "0", "--clip", "1e30"])
+    assert result.exit_code == 4, result.output
+    assert (tmp_path / "out/config.json").exists()

@@ -1,0 +1,142 @@
+"""Whole trainings of a few steps: what changes, what stays, and what OUT holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import moemerge
+import zoo
+from moemerge.config.yaml_lines import read_yaml
+from moemerge.text.answers import load_answers
+from moemerge.text.domains import TextSettings
+from moemerge.text.tokens import load_tokenizer
+from tuning.cases import changed, make_base, rows, tune
+
+
+def test_a_tuned_model_is_the_base_with_other_weights(base: Path, tmp_path: Path) -> None:
+    report = tune(base, tmp_path / "out", steps=8)
+    assert report.last_loss < 0.8 * report.first_loss
+    assert [point.step for point in report.curve] == list(range(1, 9))
+    out = tmp_path / "out"
+    assert len(changed(base, out)) > 0.9 * len(zoo.tensors(base))
+    added = {"README.md", "moemerge_config.yml", "moemerge_report.json"}
+    assert {p.name for p in out.iterdir()} == {p.name for p in base.iterdir()} | added
+    for name in ("config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+    assert {p.name for p in tmp_path.iterdir()} == {"base", "out"}
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_what_was_done_is_told(base: Path, tmp_path: Path) -> None:
+    report = tune(base, tmp_path / "out", seed=3)
+    written = json.loads((tmp_path / "out/moemerge_report.json").read_text())["tuning"]
+    assert written["settings"]["seed"] == 3
+    assert written["rows"] == 32
+    assert written["learnt"] == report.learnt < report.tokens == written["tokens"]
+    assert written["first_loss"] == report.first_loss == written["curve"][0]["loss"]
+    assert written["versions"]["trl"]
+    config = read_yaml((tmp_path / "out/moemerge_config.yml").read_text(), "x").data["tune"]
+    assert (config["learning_rate"], config["batch"], config["aux_loss"]) == (1e-2, 8, 0.0)
+    card = (tmp_path / "out/README.md").read_text()
+    assert "on the answers of 32 rows" in card
+
+
+def test_the_first_loss_is_the_mean_over_answers(base: Path, tmp_path: Path) -> None:
+    """Prompts and padding count for nothing; worked out row by row from plain forward passes."""
+    report = tune(base, tmp_path / "out", batch=32, micro_batch=8, steps=1)
+    tokenizer = load_tokenizer(base)
+    answers = load_answers(rows(), tokenizer, TextSettings())
+    model: Any = AutoModelForCausalLM.from_pretrained(base).eval()
+    total = count = 0.0
+    for row in answers.rows:
+        ids = torch.tensor([row.tokens])
+        with torch.no_grad():
+            scores = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        learnt = torch.tensor(row.learnt[1:])
+        total -= float(scores.gather(1, ids[0, 1:, None])[:, 0][learnt].sum())
+        count += int(learnt.sum())
+    assert report.first_loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_packed_rows_do_not_see_each_other(base: Path, tmp_path: Path) -> None:
+    whole = tune(base, tmp_path / "a", batch=32, micro_batch=32, steps=1)
+    packed = tune(base, tmp_path / "b", batch=16, steps=1, packing=True, max_length=64)
+    assert packed.first_loss == pytest.approx(whole.first_loss, rel=1e-5)
+
+
+def test_only_routers_leaves_everything_else_bit_for_bit(base: Path, tmp_path: Path) -> None:
+    report = tune(base, tmp_path / "out", only="routers")
+    routers = {f"model.layers.{n}.mlp.gate.weight" for n in range(2)}
+    assert changed(base, tmp_path / "out") == routers
+    assert report.parameters == 2 * zoo.EXPERTS * zoo.HIDDEN
+
+
+def test_the_balancing_loss_is_off_unless_asked_for(base: Path, tmp_path: Path) -> None:
+    plain = tune(base, tmp_path / "a", steps=1)
+    balanced = tune(base, tmp_path / "b", steps=1, aux_loss=0.5)
+    assert balanced.first_loss > plain.first_loss + 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"), [("olmoe", True), ("qwen3_moe", False), ("gpt_oss", False)]
+)
+def test_every_layout_comes_back(
+    family: str, fused: bool, zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In bfloat16 and in shards; the trained model runs as it is told on disk."""
+    built = zoo_folder(family, fused=fused, dtype=torch.bfloat16, shard_size="60KB")
+    base = make_base(built, tmp_path / "base")
+    report = tune(base, tmp_path / "out", steps=6)
+    names = changed(base, tmp_path / "out")
+    assert any("experts" in name for name in names)
+    assert any("gate.weight" in name or "router.weight" in name for name in names)
+    files = {p.name for p in base.glob("*.safetensors*")}
+    assert len(files) > 2
+    assert {p.name for p in (tmp_path / "out").glob("*.safetensors*")} == files
+    after = tune(tmp_path / "out", tmp_path / "again", steps=1, learning_rate=1e-9)
+    assert after.first_loss == pytest.approx(report.curve[-1].loss, rel=0.3)
+    assert after.first_loss < 0.9 * report.first_loss
+
+
+def test_a_result_merges(base: Path, tmp_path: Path) -> None:
+    tune(base, tmp_path / "a", seed=1)
+    tune(base, tmp_path / "b", only="routers")
+    config = {
+        "merge_method": "ties",
+        "base_model": str(base),
+        "models": [
+            {"model": str(tmp_path / name), "parameters": {"weight": 0.5, "density": 0.5}}
+            for name in "ab"
+        ],
+    }
+    (tmp_path / "ties.yml").write_text(json.dumps(config))
+    moemerge.merge(tmp_path / "ties.yml", tmp_path / "merged")
+    assert changed(base, tmp_path / "merged")
+
+
+def test_tuning_a_merge_keeps_what_the_merge_said(base: Path, tmp_path: Path) -> None:
+    other = zoo.perturb(base, tmp_path / "other", seed=1)
+    config = {
+        "merge_method": "linear",
+        "models": [{"model": str(m), "parameters": {"weight": 0.5}} for m in (base, other)],
+    }
+    (tmp_path / "linear.yml").write_text(json.dumps(config))
+    moemerge.merge(tmp_path / "linear.yml", tmp_path / "merged")
+    tune(tmp_path / "merged", tmp_path / "out", steps=1)
+    document = json.loads((tmp_path / "out/moemerge_report.json").read_text())
+    assert document["merge"]["method"] == "linear"
+    assert document["tuning"]["model"] == str(tmp_path / "merged")
+
+
+def test_the_same_seed_gives_the_same_bytes(base: Path, tmp_path: Path) -> None:
+    for out, seed in (("a", 1), ("b", 1), ("c", 2)):
+        tune(base, tmp_path / out, seed=seed, steps=2)
+    assert changed(tmp_path / "a", tmp_path / "b") == set()
+    assert changed(tmp_path / "a", tmp_path / "c")

@@ -1,0 +1,52 @@
+"""Interrupted trainings: what is left, and that they end as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemerge.errors import UsageError
+from moemerge.runtime.journals import saved_path
+from tuning.cases import InterruptedAt, changed, tune
+
+
+@pytest.mark.parametrize("how", [{}, {"lora": 2}], ids=["whole", "lora"])
+def test_resuming_ends_with_the_same_bytes(how: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    how = {**how, "steps": 6, "save_every": 2}
+    whole = tune(base, tmp_path / "a", **how)
+    with pytest.raises(KeyboardInterrupt):
+        tune(base, tmp_path / "b", progress=InterruptedAt(5), **how)
+    assert [p.name for p in saved_path(tmp_path / "b").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert not (tmp_path / "b").exists()
+    resumed = tune(base, tmp_path / "b", resume=True, **how)
+    assert (whole.resumed, resumed.resumed) == (0, 4)
+    assert resumed.curve == whole.curve
+    assert changed(tmp_path / "a", tmp_path / "b") == set()
+    assert {p.name for p in tmp_path.iterdir()} == {"base", "a", "b"}
+
+
+def test_before_the_first_state_nothing_is_left(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tune(base, tmp_path / "new" / "out", progress=InterruptedAt(1), save_every=3)
+    assert {p.name for p in tmp_path.iterdir()} == {"base"}
+    assert tune(base, tmp_path / "out", resume=True).resumed == 0
+
+
+def test_states_of_another_training_are_not_mixed_in(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tune(base, tmp_path / "out", progress=InterruptedAt(3), save_every=1)
+    with pytest.raises(UsageError, match="another training: its settings"):
+        tune(base, tmp_path / "out", resume=True, learning_rate=1e-3)
+    assert saved_path(tmp_path / "out").exists()
+    assert tune(base, tmp_path / "out").resumed == 0  # starts anew
+    assert not saved_path(tmp_path / "out").exists()
+
+
+def test_a_state_that_was_not_saved_whole_does_not_count(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tune(base, tmp_path / "out", progress=InterruptedAt(3), save_every=1)
+    (half,) = saved_path(tmp_path / "out").glob("checkpoint-*")
+    (half / "complete").unlink()
+    assert tune(base, tmp_path / "out", resume=True).resumed == 0
