@@ -70,7 +70,7 @@ def main() -> None:
                 warmup=0.1,
                 recompute=False,
                 resume=True,
-                **settings,  # type: ignore[arg-type]
+                **settings,
             )
             print(
                 f"{name}: {report.steps} steps, {report.parameters} parameters, loss "
