@@ -14,7 +14,7 @@ from moemerge.evaluation.significance import (
     sign_test,
     student_two_sided,
 )
-from moemerge.experiments.summary import pack, unpack
+from moemerge.experiments.problems import pack, unpack
 
 
 def test_mean_and_its_standard_error():

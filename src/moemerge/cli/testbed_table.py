@@ -160,12 +160,12 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def _shown(result: TablesResult) -> Group:
-    from moemerge.experiments.report import LEGEND, main_table, title, verdicts
+    from moemerge.experiments.report import LEGEND, heading, main_table, verdicts
 
     parts: list[Text | NumberTable] = []
     for summary in result.summaries:
-        parts.append(Text(title(summary), style="bold"))
-        parts.append(_drawn(main_table(summary)))
+        parts.append(Text(heading(summary), style="bold"))
+        parts.append(drawn(main_table(summary)))
         parts += [Text(line) for line in verdicts(summary)]
         parts.append(Text(""))
     parts.append(Text(LEGEND, style="dim"))
@@ -173,7 +173,7 @@ def _shown(result: TablesResult) -> Group:
     return Group(*parts)
 
 
-def _drawn(text: TextTable) -> NumberTable:
+def drawn(text: TextTable) -> NumberTable:
     from moemerge.cli.render import NumberTable
 
     table = NumberTable(text.headings, keys=text.left, words=range(text.left))

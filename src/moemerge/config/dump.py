@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import yaml
@@ -44,6 +45,11 @@ def config_data(config: RunConfig, *, absolute: bool = False) -> dict[str, Any]:
     return {**first, **{key: value for key, value in data.items() if key not in first}}
 
 
+def plain_settings(settings: BaseModel, *, given: bool = False) -> dict[str, Any]:
+    """Settings as JSON holds them: all of them, or those that differ from their defaults."""
+    return _Writer(absolute=False).mapping(settings, full=not given)
+
+
 @dataclass(frozen=True)
 class _Writer:
     absolute: bool
@@ -67,7 +73,7 @@ class _Writer:
             return self.mapping(value, full=full)
         if isinstance(value, ModelRef):
             return _model(value.absolute() if self.absolute else value)
-        if isinstance(value, LayerSelection):
+        if isinstance(value, LayerSelection | PurePath):
             return str(value)
         if isinstance(value, (Gradient, Conditional)):
             return plain(value)

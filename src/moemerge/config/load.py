@@ -111,6 +111,18 @@ def load_config(
     """
     where, document = read_document(source)
     reporter = FaultReporter(where, document, lenient)
+    return check_document(reporter, schemas=schemas, wrappers=wrappers, coefficients=coefficients)
+
+
+def check_document(
+    reporter: FaultReporter,
+    *,
+    schemas: Mapping[str, MethodSchema],
+    wrappers: Mapping[str, WrapperSchema] | None = None,
+    coefficients: bool = True,
+) -> LoadedConfig:
+    """A config that has been read, checked."""
+    document = reporter.document
     check = _Check(document, schemas, wrappers or {}, reporter, read_files=coefficients)
     return check.run()
 

@@ -33,8 +33,8 @@ class FaultReporter:
         return tuple(f"{self._text(f)} (ignored)" for f in ordered)
 
     def _text(self, fault: Fault) -> str:
-        line = self.document.line(fault.path)
-        parts = [f"line {line}"] if line is not None else []
+        place = self.document.place(fault.path)
+        parts = [place] if place is not None else []
         parts += [path_text(fault.path)] if fault.path else []
         return ": ".join([*parts, fault.message])
 

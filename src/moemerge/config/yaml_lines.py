@@ -83,6 +83,11 @@ class Document:
                 return self.lines[path[:end]]
         return None
 
+    def place(self, path: Path) -> str | None:
+        """The same in words."""
+        line = self.line(path)
+        return None if line is None else f"line {line}"
+
 
 def read_yaml(text: str, where: str) -> Document:
     """Read one YAML document that is a mapping; syntax errors name line and column."""

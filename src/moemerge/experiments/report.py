@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moemerge.evaluation.report import PairedDifference
 from moemerge.evaluation.significance import Mean, PairedTest
 from moemerge.experiments.plots import draw
 from moemerge.experiments.summary import Comparison, RowSummary, Summary
@@ -33,6 +34,8 @@ class TextTable:
 
 def main_table(summary: Summary) -> TextTable:
     """Every row: accuracy, how it differs from the first of its group, and the routing."""
+    if summary.form.paired_by == "problems":
+        return _task_table(summary)
     domains = summary.form.domains
     untouched = list(dict.fromkeys(d for row in summary.rows for d in row.untouched))
     headings = (
@@ -62,17 +65,74 @@ def _cells(row: RowSummary, domains: Sequence[str], untouched: Sequence[str]) ->
         with_error(row.overall),
         "" if against is None else difference(against.accuracy),
         "" if against is None else p_value(against.accuracy.p),
-        "" if against is None else p_value(against.problems.p),
+        "" if against is None or against.problems is None else p_value(against.problems.p),
         "" if row.mismatch is None else with_error(row.mismatch),
         "" if row.kl is None else f"{row.kl.value:.3f}",
         *(with_error(row.untouched[d]) if d in row.untouched else "" for d in untouched),
     )
 
 
+def _task_table(summary: Summary) -> TextTable:
+    """The same where domains have tasks, and differences are over problems."""
+    form = summary.form
+    routing = any(row.mismatch is not None for row in summary.rows)
+    headings = ["merge", "variant"]
+    for domain, tasks in form.tasks.items():
+        headings += tasks.values()
+        headings += [f"{domain} average"] if len(tasks) > 1 else []
+    headings += ["overall", "Δ", "95 %", "p", "won : lost"]
+    headings += ["mismatch", "KL"] if routing else []
+    rows = [_task_cells(summary, row)[: len(headings)] for row in summary.rows]
+    return TextTable(tuple(headings), tuple(rows))
+
+
+def _task_cells(summary: Summary, row: RowSummary) -> tuple[str, ...]:
+    cells = [row.group, row.label]
+    for domain, tasks in summary.form.tasks.items():
+        own = row.tasks.get(domain)
+        cells += ["" if own is None else percent(own[task]) for task in tasks]
+        if len(tasks) > 1:
+            cells.append("" if own is None else percent(row.accuracy[domain].value))
+    cells.append(with_error(row.overall))
+    cells += _difference_cells(None if row.against_first is None else row.against_first.paired)
+    cells.append("" if row.mismatch is None else percent(row.mismatch.value))
+    cells.append("" if row.kl is None else f"{row.kl.value:.4f}")
+    return tuple(cells)
+
+
+def _difference_cells(pair: PairedDifference | None) -> list[str]:
+    if pair is None:
+        return [""] * 4
+    low, high = (f"{100 * end:+.1f}" for end in pair.interval)
+    p = pair.p if pair.mcnemar is None else pair.mcnemar.p
+    return [
+        f"{100 * pair.difference:+.1f}",
+        f"{low} to {high}",
+        p_value(p),
+        f"{pair.won} : {pair.lost}",
+    ]
+
+
+def _compared_by_problems(summary: Summary) -> TextTable:
+    headings = ("merge", "compared", "overall Δ", "95 %", "p", "won : lost", "mismatch Δ")
+    rows = tuple(
+        (
+            c.group,
+            f"{c.second} − {c.first}",
+            *_difference_cells(c.paired),
+            "" if c.mismatch is None else difference(c.mismatch),
+        )
+        for c in summary.comparisons
+    )
+    return TextTable(headings, rows)
+
+
 def comparison_table(summary: Summary) -> TextTable | None:
     """The paired comparisons that an experiment asks for."""
     if not summary.comparisons:
         return None
+    if summary.form.paired_by == "problems":
+        return _compared_by_problems(summary)
     headings = (
         "merge",
         "compared",
@@ -93,8 +153,8 @@ def _compared(c: Comparison) -> tuple[str, ...]:
         difference(c.accuracy),
         f"{c.accuracy.wins}/{c.accuracy.difference.count}",
         p_value(c.accuracy.p),
-        f"{c.problems.gained} : {c.problems.lost}",
-        p_value(c.problems.p),
+        "" if c.problems is None else f"{c.problems.gained} : {c.problems.lost}",
+        "" if c.problems is None else p_value(c.problems.p),
         "" if c.mismatch is None else difference(c.mismatch),
     )
 
@@ -191,6 +251,14 @@ LEGEND = (
     "between the routing distributions, specialist to model. untouched: percent solved of a domain "
     "that no specialist of the merge was made for, in no mean."
 )
+BY_PROBLEMS = (
+    "Scores in percent, means over problems; overall: the mean of the domains' averages, ± its "
+    "standard error over problems. Δ: overall against the first row of the same merge, problem by "
+    "problem, with the 95 % interval from drawing the problems again. p: the two models exchanged "
+    "at random on each problem. won : lost: problems on which the row is better, and worse. "
+    "mismatch: percent of each source's expert choices that the model does not make on the same "
+    "tokens. KL: between the routing distributions, source to model."
+)
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1em 0; }
@@ -201,27 +269,29 @@ th { border-bottom: 1.5px solid; } tr.first td { border-top: 1px solid #ccc; }
 """
 
 
-def write_report(folder: Path, summaries: Sequence[Summary], *, figures: bool) -> list[Path]:
+def write_report(
+    folder: Path, summaries: Sequence[Summary], *, figures: bool, title: str = "Results"
+) -> list[Path]:
     """Write everything; the files, the page first."""
     written: list[Path] = []
     drawn: dict[str, Path] = {}
     for summary in summaries:
         written.append(_write(folder / f"{summary.name}.json", _json(summary)))
-        if figures and summary.rows:
+        if figures and summary.rows and summary.form.figure != "none":
             files = draw(summary, folder / summary.name)
             drawn[summary.name] = files[0]
             written += files
         written.append(_write(folder / f"{summary.name}.md", markdown(summary)))
     pages = "\n\n".join(markdown(s, drawn.get(s.name)) for s in summaries)
-    page = _page(summaries, drawn)
-    written.insert(0, _write(folder / ALL_TABLES, f"# Results\n\n{LEGEND}\n\n{pages}"))
+    page = _page(title, summaries, drawn)
+    written.insert(0, _write(folder / ALL_TABLES, f"# {title}\n\n{legend(summaries)}\n\n{pages}"))
     written.insert(0, _write(folder / PAGE, page))
     return written
 
 
 def markdown(summary: Summary, figure: Path | None = None) -> str:
     """A table with its heading, what it says, and its comparisons."""
-    parts = [f"## {title(summary)}", summary.form.about, settings(summary)]
+    parts = [f"## {heading(summary)}", summary.form.about, settings(summary)]
     if summary.rows:
         parts.append(main_table(summary).markdown())
         parts.append("\n".join(f"* {line}" for line in verdicts(summary)))
@@ -229,17 +299,24 @@ def markdown(summary: Summary, figure: Path | None = None) -> str:
     if compared is not None:
         parts.append(compared.markdown())
     if figure is not None:
-        parts.append(f"![{title(summary)}]({figure.name})")
+        parts.append(f"![{heading(summary)}]({figure.name})")
     if summary.missing:
         parts.append(f"Not measured: {'; '.join(summary.missing)}.")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def title(summary: Summary) -> str:
+def heading(summary: Summary) -> str:
     return summary.form.heading
 
 
+def legend(summaries: Sequence[Summary]) -> str:
+    by_problems = any(s.form.paired_by == "problems" for s in summaries)
+    return BY_PROBLEMS if by_problems else LEGEND
+
+
 def settings(summary: Summary) -> str:
+    if summary.form.paired_by == "problems":
+        return ""
     seeds = ", ".join(map(str, summary.seeds))
     return (
         f"{', '.join(summary.form.shared.values())}; "
@@ -247,10 +324,11 @@ def settings(summary: Summary) -> str:
     )
 
 
-def _page(summaries: Sequence[Summary], drawn: dict[str, Path]) -> str:
-    body = [f'<h1>Results</h1><p class="legend">{html.escape(LEGEND)}</p>']
+def _page(name: str, summaries: Sequence[Summary], drawn: dict[str, Path]) -> str:
+    words = html.escape(legend(summaries))
+    body = [f'<h1>{html.escape(name)}</h1><p class="legend">{words}</p>']
     for summary in summaries:
-        body.append(f"<h2>{html.escape(title(summary))}</h2>")
+        body.append(f"<h2>{html.escape(heading(summary))}</h2>")
         body.append(f"<p>{html.escape(summary.form.about)}</p>")
         body.append(f'<p class="legend">{html.escape(settings(summary))}</p>')
         if summary.name in drawn:
@@ -264,7 +342,7 @@ def _page(summaries: Sequence[Summary], drawn: dict[str, Path]) -> str:
             body.append(f"<p>Not measured: {html.escape('; '.join(summary.missing))}.</p>")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>moemerge testbed</title><style>{_STYLE}</style></head><body>"
+        f"<title>{html.escape(name)}</title><style>{_STYLE}</style></head><body>"
         + "\n".join(body)
         + "</body></html>\n"
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moemerge.evaluation.report import PairedDifference
 from moemerge.evaluation.significance import (
     McNemar,
     Mean,
@@ -14,7 +15,9 @@ from moemerge.evaluation.significance import (
     mean,
     paired_t,
 )
+from moemerge.experiments import problems as over_problems
 from moemerge.experiments.journal import CellJournal
+from moemerge.experiments.problems import unpack
 from moemerge.experiments.tables import Measurement, Repeat, Row, TableForm
 
 Entries = Mapping[Repeat, Mapping[str, Any]]  # what was measured of one row, by set
@@ -28,8 +31,9 @@ class Comparison:
     first: str
     second: str
     accuracy: PairedTest
-    problems: McNemar
+    problems: McNemar | None  # None where scores are shares of several samples
     mismatch: PairedTest | None
+    paired: PairedDifference | None = None  # in a table that is paired by problems
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class RowSummary:
     kl_layers: Mapping[str, Sequence[float]]  # by domain, mean over seeds
     by_seed: Mapping[int, float]  # overall accuracy
     against_first: Comparison | None  # None for the first row of a group
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of each domain
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         values, form = asdict(self), self.form
         del values["form"]
+        if form.paired_by == "seeds":
+            _without_tasks(values)
         about = {"experiment": form.name, "title": form.title, "about": form.about}
         return {**about, **form.shared, **values}
 
@@ -80,6 +87,16 @@ class Summary:
         for row in self.rows:
             groups.setdefault(row.group, []).append(row)
         return groups
+
+
+def _without_tasks(values: dict[str, Any]) -> None:
+    """Take out what only tables with tasks have."""
+    for row in values["rows"]:
+        del row["tasks"]
+    compared = [row["against_first"] for row in values["rows"]] + list(values["comparisons"])
+    for comparison in compared:
+        if comparison is not None:
+            del comparison["paired"]
 
 
 def summarise(
@@ -99,7 +116,7 @@ def summarise(
         form=form,
         seeds=tuple(sorted({key.seed for row in shown for key in measured[row]})),
         problems=next((d["problems"] for e in some.values() for d in e["domains"].values()), 0),
-        rows=tuple(_row(row, measured[row], firsts[row.group], measured) for row in shown),
+        rows=tuple(_row(form, row, firsts[row.group], measured) for row in shown),
         comparisons=tuple(_comparisons(form, shown, measured)),
         missing=tuple(f"{row.group}, {row.label}" for row in rows if not measured[row]),
     )
@@ -113,15 +130,15 @@ def _entries(
 
 
 def _row(
+    form: TableForm,
     row: Row[Measurement],
-    entries: Entries,
     first: Row[Measurement],
     measured: Mapping[Row[Measurement], Entries],
 ) -> RowSummary:
-    domains = row.cell.domains
+    domains, entries = row.cell.domains, measured[row]
     against = None
     if row is not first and measured[first]:
-        against = compare((first, measured[first]), (row, entries))
+        against = compare(form, (first, measured[first]), (row, entries))
     return RowSummary(
         group=row.group,
         label=row.label,
@@ -129,7 +146,7 @@ def _row(
         accuracy={
             d: mean([e["domains"][d]["accuracy"] for e in entries.values()]) for d in domains
         },
-        overall=mean([_overall(e, "accuracy") for e in entries.values()]),
+        overall=_mean_accuracy(form, entries),
         untouched=_untouched(entries),
         mismatch=_mean_of(entries, "mismatch"),
         any_mismatch=_mean_of(entries, "any_mismatch"),
@@ -137,30 +154,57 @@ def _row(
         kl_layers={d: _layers(entries, d) for d in domains},
         by_seed={key.seed: _overall(entry, "accuracy") for key, entry in entries.items()},
         against_first=against,
+        tasks=_tasks(form, entries),
     )
 
 
+def _mean_accuracy(form: TableForm, entries: Entries) -> Mean:
+    """Over seeds; in a table that is paired by problems, of its only set over problems."""
+    if form.paired_by == "problems":
+        (entry,) = entries.values()
+        return over_problems.overall(form, entry)
+    return mean([_overall(entry, "accuracy") for entry in entries.values()])
+
+
+def _tasks(form: TableForm, entries: Entries) -> dict[str, dict[str, float]]:
+    (entry, *_) = entries.values()
+    return {
+        domain: {task: entry["domains"][domain]["tasks"][task]["accuracy"] for task in tasks}
+        for domain, tasks in form.tasks.items()
+        if domain in entry["domains"]
+    }
+
+
 def compare(
-    first: tuple[Row[Measurement], Entries], second: tuple[Row[Measurement], Entries]
+    form: TableForm,
+    first: tuple[Row[Measurement], Entries],
+    second: tuple[Row[Measurement], Entries],
 ) -> Comparison | None:
     """Second minus first on the sets that both were measured on; None without any."""
     keys = [key for key in first[1] if key in second[1]]
     if not keys:
         return None
     pairs = [(first[1][key], second[1][key]) for key in keys]
-    solved: tuple[list[bool], list[bool]] = ([], [])
-    for pair in pairs:
-        for side, entry in zip(solved, pair, strict=True):
-            for domain in first[0].cell.domains:
-                side += unpack(entry["domains"][domain]["solved"])
+    by_problems = form.paired_by == "problems"
     return Comparison(
         group=second[0].group,
         first=first[0].label,
         second=second[0].label,
         accuracy=_paired(pairs, "accuracy"),
-        problems=mcnemar(*solved),
+        problems=None if by_problems else _mcnemar(pairs, first[0].cell.domains),
         mismatch=_paired(pairs, "mismatch") if _has(pairs, "mismatch") else None,
+        paired=over_problems.paired(form, *pairs[0]) if by_problems else None,
     )
+
+
+def _mcnemar(pairs: Sequence[tuple[Any, Any]], domains: Sequence[str]) -> McNemar:
+    """Over the problems of all sets."""
+    solved: tuple[list[bool], list[bool]] = ([], [])
+    for pair in pairs:
+        for side, entry in zip(solved, pair, strict=True):
+            for domain in domains:
+                side += unpack(entry["domains"][domain]["solved"])
+    return mcnemar(*solved)
 
 
 def _comparisons(
@@ -171,18 +215,18 @@ def _comparisons(
         for labels in form.compare:
             pair = [by_name.get((group, label)) for label in labels]
             if pair[0] is not None and pair[1] is not None:
-                made = compare((pair[0], measured[pair[0]]), (pair[1], measured[pair[1]]))
+                made = compare(form, (pair[0], measured[pair[0]]), (pair[1], measured[pair[1]]))
                 if made is not None:
                     yield made
 
 
 def _overall(entry: Mapping[str, Any], what: str) -> float:
-    values = [domain[what] for domain in entry["domains"].values()]
+    values = [domain[what] for domain in entry["domains"].values() if what in domain]
     return float(sum(values) / len(values))
 
 
 def _mean_of(entries: Entries, what: str) -> Mean | None:
-    if not all(what in d for e in entries.values() for d in e["domains"].values()):
+    if not all(_measures(entry, what) for entry in entries.values()):
         return None
     return mean([_overall(entry, what) for entry in entries.values()])
 
@@ -195,7 +239,12 @@ def _untouched(entries: Entries) -> dict[str, Mean]:
 
 
 def _has(pairs: Sequence[tuple[Any, Any]], what: str) -> bool:
-    return all(what in d for pair in pairs for e in pair for d in e["domains"].values())
+    return all(_measures(entry, what) for pair in pairs for entry in pair)
+
+
+def _measures(entry: Mapping[str, Any], what: str) -> bool:
+    """Of some domain at least: one without a source has no routing to compare with."""
+    return any(what in domain for domain in entry["domains"].values())
 
 
 def _paired(pairs: Sequence[tuple[Any, Any]], what: str) -> PairedTest:
@@ -206,14 +255,3 @@ def _paired(pairs: Sequence[tuple[Any, Any]], what: str) -> PairedTest:
 def _layers(entries: Entries, domain: str) -> list[float]:
     curves = [e["domains"][domain].get("kl_layers", []) for e in entries.values()]
     return [sum(layer) / len(curves) for layer in zip(*curves, strict=True)]
-
-
-def pack(solved: list[bool]) -> str:
-    """One bit for each problem, as hexadecimal digits."""
-    bits = "".join("1" if value else "0" for value in solved)
-    return f"{int('1' + bits, 2):x}"  # the leading one keeps leading zeros
-
-
-def unpack(text: str) -> list[bool]:
-    """What `pack` was given."""
-    return [bit == "1" for bit in f"{int(text, 16):b}"[1:]]

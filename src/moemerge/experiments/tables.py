@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from moemerge.config.study import AS_MERGED as AS_MERGED
 
 # The first group of many tables, and rows that figures and sentences know.
 REFERENCE = "reference"
-AS_MERGED = "as merged"
 AVERAGED = "routers averaged"
 HARC = "HARC"
 SOURCE = "source targets"
@@ -66,6 +67,8 @@ class TableForm:
     figure: str  # bars, groups, lines, swap or layers
     axis: str = ""
     compare: tuple[tuple[str, str], ...] = ()  # pairs of labels, first against second
+    tasks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # domain -> task -> title
+    paired_by: Literal["seeds", "problems"] = "seeds"  # what differences are taken over
     variant: str = ""  # one table of several that share a name
     shared: Mapping[str, str] = field(default_factory=dict)  # what all its sets have in common
 

@@ -6,6 +6,7 @@ never by whatever a parser happens to raise.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -61,6 +62,15 @@ def write_whole(path: Path, data: bytes) -> None:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def file_digest(path: Path) -> str | None:
+    """Of a file's content; None where there is no such file."""
+    try:
+        with open(open_plain(path), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 def read_utf8(path: Path, hint: str | None = None, raises: Raises = CheckpointError) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moemerge import api
-from moemerge.experiments.summary import pack
+from moemerge.experiments.problems import pack
 from moemerge.testbed.accuracy import LONGEST_ANSWER, accuracy, compare_routing
 from moemerge.testbed.experiments.forced import generate_forced
 from moemerge.testbed.experiments.recipes import (

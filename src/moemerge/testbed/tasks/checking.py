@@ -9,7 +9,9 @@ process goes on from there.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 from moemerge.testbed.tasks.drawing import HIDDEN_INPUTS, SYNTHESIS, Problem, program_of
 from moemerge.verification.sandbox.limits import MIB, Limits
@@ -25,6 +27,12 @@ Results = list[list[str] | None]
 def check(problem: Problem, completion: str) -> bool:
     """Whether `completion` (without the end of text) solves the problem."""
     return check_all([problem], [completion])[0]
+
+
+def solves(row: Mapping[str, Any], response: str) -> bool:
+    """`check` for `verify:` of a task file whose rows are problems."""
+    names = [field.name for field in fields(Problem)]
+    return check(Problem(**{name: row[name] for name in names}), response)
 
 
 def check_all(problems: Sequence[Problem], completions: Sequence[str]) -> list[bool]:

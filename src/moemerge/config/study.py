@@ -1,0 +1,195 @@
+"""A study file as frozen data: sources, text, merges, repairs, evaluations and tables.
+
+What stands under `merges` is kept as it was written: the methods are known above this room, where
+each merge is checked like a config of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
+
+from pydantic import Field
+
+from moemerge.config.calibration import CalibrationBlock
+from moemerge.config.data import NamedTexts
+from moemerge.config.evaluation import EvaluationSettings
+from moemerge.config.faults import FaultsError, listed, shown
+from moemerge.config.fields import (
+    Files,
+    ModelField,
+    ModelForm,
+    Name,
+    NotEmpty,
+    PositiveInt,
+    Strict,
+    model_ref,
+    read_by,
+)
+from moemerge.config.generation import Texts
+from moemerge.config.models import ModelRef
+from moemerge.config.refit import RefitBlock
+from moemerge.config.settings import DEVICE, DeviceField, DiagnosisSettings, Flag
+
+BASE = "base"  # what the base is called where names of sources stand
+Keep = Literal["models", "results"]
+FigureKind = Literal["groups", "bars", "lines", "layers", "none"]
+AVERAGE = "average"  # routers: of the merged models, averaged
+AS_MERGED = "as merged"  # the row of a merge that is not repaired
+
+
+def _named(raw: object) -> object:
+    if isinstance(raw, Mapping) and BASE in raw:
+        raise FaultsError.one("the base has its own key: `base: MODEL` at the top", BASE)
+    return raw
+
+
+class RepairEntry(Strict):
+    """One of `repairs:`: what is done to every merge. Exactly one of its kinds."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("routers", "calibrate", "refit")
+    blocks: ClassVar[tuple[str, ...]] = ("calibrate", "refit")
+
+    routers: Name | None = Field(
+        None, description="other routers: average (of the merged models), or a source's name"
+    )
+    calibrate: CalibrationBlock | None = Field(None, description="settings of a calibration")
+    refit: RefitBlock | None = Field(None, description="settings of a refit")
+    after: Name | None = Field(None, description="the repair that it begins from (default: none)")
+    text: Name | None = Field(None, description="which of `texts` it uses (default: `data`)")
+    share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="share of the rows of text that it uses (default: all)"
+    )
+    x: float | None = Field(None, description="its place on the axis of a figure of lines")
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        given = [kind for kind in cls.kinds if kind in data]
+        if len(given) != 1:
+            raise FaultsError.one(f"give one of {listed(cls.kinds)}, not {listed(given) or 'none'}")
+        if given == ["routers"] and (idle := [k for k in ("text", "share") if k in data]):
+            raise FaultsError.one("swapped routers need no text: remove it", idle[0])
+        return data
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind in self.kinds if getattr(self, kind) is not None)
+
+
+class EvaluateBlock(EvaluationSettings):
+    """What is asked of every model."""
+
+    tasks: Annotated[Texts, NotEmpty] = Field(description="names of tasks, or TASK.yml files")
+    data: dict[str, Files] = Field(
+        {}, description="files of problems by task, in place of those that it names"
+    )
+
+    @property
+    def settings(self) -> EvaluationSettings:
+        """The settings alone."""
+        names = EvaluationSettings.model_fields
+        return EvaluationSettings.model_construct(**{n: getattr(self, n) for n in names})
+
+
+class DiagnoseBlock(DiagnosisSettings):
+    """How the routing of every model is compared with the sources'."""
+
+    data: Annotated[dict[str, Files], NotEmpty] | None = Field(
+        None, description="held-out text by source (default: the study's `data`)"
+    )
+
+    @property
+    def settings(self) -> DiagnosisSettings:
+        """The settings alone."""
+        names = DiagnosisSettings.model_fields
+        return DiagnosisSettings.model_construct(**{n: getattr(self, n) for n in names})
+
+
+class TableEntry(Strict):
+    """One of `tables:`. Rows are merges times repairs, after what they are measured against."""
+
+    title: str | None = Field(None, description="its heading (default: the table's name)")
+    about: str = Field("", description="a sentence below the heading")
+    merges: Texts | None = Field(None, description="which merges (default: all)")
+    repairs: Texts | None = Field(None, description="which repairs, besides none (default: all)")
+    reference: Texts | None = Field(
+        None, description="first rows: base, sources (each on its own domain), or names of sources"
+    )
+    compare: tuple[tuple[str, str], ...] | None = Field(
+        None, description="pairs of repairs to compare (default: the control with every other one)"
+    )
+    figure: FigureKind = Field("groups", description="how it is drawn")
+    axis: str = Field("", description="words below the axis of lines")
+
+
+def _mapping(raw: object) -> dict[str, Any]:
+    if not isinstance(raw, Mapping):
+        raise FaultsError.one(f"expected a merge (merge_method: ...), not {shown(raw)}")
+    return dict(raw)
+
+
+MergeField = Annotated[dict[str, Any], read_by(_mapping, dict[str, Any])]
+SourceField = Annotated[ModelRef, read_by(model_ref, ModelForm)]
+
+
+class StudyConfig(Strict):
+    """A whole study file."""
+
+    blocks: ClassVar[tuple[str, ...]] = ("diagnose",)
+
+    title: str = Field("Study", description="what the page is called")
+    about: str = Field("", description="what is studied, in a sentence")
+    base: ModelField | None = Field(None, description="the model that sources were tuned from")
+    size: str | None = Field(
+        None, description="size of one model, such as 13.8GB, for estimates before it is fetched"
+    )
+    sources: Annotated[dict[str, SourceField], NotEmpty] = Field(
+        description="models to merge, by the names of their domains"
+    )
+    data: NamedTexts | None = Field(
+        None, description="text of each source, by name: files, or how to make one"
+    )
+    texts: dict[str, NamedTexts] = Field({}, description="other kinds of text, by kind and source")
+    merges: Annotated[dict[str, MergeField], NotEmpty] = Field(
+        description="merges by name, each a config whose models are names of sources"
+    )
+    repairs: dict[str, RepairEntry] = Field({}, description="what is done to merges, by name")
+    evaluate: EvaluateBlock = Field(description="what is asked of every model")
+    diagnose: DiagnoseBlock | None = Field(
+        None, description="compare the routing, too; left empty, with defaults"
+    )
+    tables: dict[str, TableEntry] = Field({}, description="tables by name (default: one of all)")
+    keep: Keep = Field("results", description="what stays: results alone, or the models, too")
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        _named(data.get("sources"))
+        return data
+
+
+class StudySettings(Strict):
+    """How a study is run, as opposed to what it measures."""
+
+    device: DeviceField = DEVICE
+    jobs: PositiveInt | None = Field(
+        None, description="models worked on at a time (default: one for each GPU, or as many as "
+        "cores and memory allow)"
+    )  # fmt: skip
+    keep: Keep | None = Field(
+        None, description="what stays: results alone, or the models, too (default: the file's)"
+    )
+    work: Path | None = Field(
+        None, description="folder of models that are only measured (default: in OUT)"
+    )
+    figures: Flag = Field(True, description="draw figures, which needs matplotlib")
+
+
+class StudyKeywords(TypedDict, total=False):
+    """`StudySettings` one by one."""
+
+    device: str
+    jobs: int | None
+    keep: Keep | None
+    work: str | Path | None
+    figures: bool

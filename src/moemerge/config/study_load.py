@@ -1,0 +1,221 @@
+"""Read a study file and check all of it that can be checked without knowing any method.
+
+A file may extend another: mappings are laid over the other's key by key, everything else takes its
+place. Faults name the file and line that they stand on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any, Final
+
+from moemerge.config.faults import Fault, Path
+from moemerge.config.load import FaultReporter, read_document
+from moemerge.config.study import AS_MERGED, AVERAGE, BASE, StudyConfig
+from moemerge.config.translate import WorkingCopy, validate
+from moemerge.config.yaml_lines import Document, read_yaml
+from moemerge.errors import ConfigError
+from moemerge.registry import did_you_mean
+
+EXTENDS: Final = "extends"
+MOST_LAYERS: Final = 20  # files that extend each other; more would be a circle
+SET: Final = "--set"
+SOURCES: Final = "sources"  # as a row of reference: each source on its own domain
+
+
+@dataclass
+class LayeredDocument(Document):
+    """A document of several files, the leading one on top."""
+
+    layers: list[tuple[str, Document]] = field(default_factory=list)
+
+    def place(self, path: Path) -> str | None:
+        """The nearest thing around `path`, in the topmost file that has it."""
+        for end in range(len(path), -1, -1):
+            for number, (where, document) in enumerate(self.layers):
+                if path[:end] in document.lines:
+                    words = f"line {document.lines[path[:end]]}"
+                    return words if number == 0 else f"{where}, {words}"
+        return None
+
+
+@dataclass
+class PartDocument(Document):
+    """What stands under one place of a document, filled in where it says nothing."""
+
+    whole: Document = field(default_factory=Document)
+    prefix: Path = ()
+
+    def line(self, path: Path) -> int | None:
+        return self.whole.line((*self.prefix, *path))
+
+    def place(self, path: Path) -> str | None:
+        return self.whole.place((*self.prefix, *path))
+
+
+@dataclass(frozen=True)
+class LoadedStudy:
+    """A study without faults, but for its merges: those are checked by who knows the methods."""
+
+    config: StudyConfig
+    where: str
+    document: Document
+
+    def merge_document(self, name: str, data: Mapping[str, Any]) -> tuple[str, Document]:
+        """A merge with what the study fills in, as a config of its own."""
+        part = PartDocument(data=data, whole=self.document, prefix=("merges", name))
+        return f"{self.where}, merge {name!r}", part
+
+    def refuse(self, faults: Iterable[Fault]) -> None:
+        """Raise ConfigError where there are any."""
+        FaultReporter(self.where, self.document, lenient=False).judge(list(faults))
+
+
+def load_study(
+    source: str | FilePath | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> LoadedStudy:
+    """Read a study (a YAML file, or its content), with `overrides` laid over it."""
+    where, document = _read(source)
+    if overrides:
+        document = _laid_over([(SET, Document(data=dict(overrides)))], document)
+    faults = list(document.faults)
+    work = WorkingCopy(document.data)
+    config = validate(StudyConfig, work, faults.append)
+    reporter = FaultReporter(where, document, lenient=False)
+    if config is not None and not work.removed:
+        faults += _reference_faults(config)
+    reporter.judge(faults)
+    assert config is not None  # otherwise a fault was noted
+    return LoadedStudy(config, where, document)
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """`evaluate.limit=10` as `{"evaluate": {"limit": 10}}`; values are YAML."""
+    result: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        steps = key.split(".")
+        if not equals or not all(steps):
+            raise ConfigError(f"{SET} {text}: expected KEY.KEY=VALUE", hint="evaluate.limit=10")
+        parsed = read_yaml(f"value: {value}", f"{SET} {text}").data["value"]
+        for step in reversed(steps):
+            parsed = {step: parsed}
+        result = overlaid(result, parsed)
+    return result
+
+
+def overlaid(below: Any, above: Any) -> Any:
+    """Mappings key by key, anything else as it is above; a null takes what is below away."""
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    kept = {key: value for key, value in below.items() if key not in above}
+    # In the order of the file below, which is that of its tables.
+    merged = {k: overlaid(v, above[k]) for k, v in below.items() if above.get(k) is not None}
+    added = {k: v for k, v in above.items() if k not in below and v is not None}
+    ordered = {k: kept[k] if k in kept else merged[k] for k in below if k in kept or k in merged}
+    return {**ordered, **added}
+
+
+def _read(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
+    where, document = read_document(source)
+    layers = [(where, document)]
+    file = FilePath(where)
+    while EXTENDS in layers[-1][1].data:
+        parent = layers[-1][1].data[EXTENDS]
+        if not isinstance(parent, str) or len(layers) > MOST_LAYERS:
+            raise ConfigError(
+                f"{layers[-1][0]}: `{EXTENDS}` is {parent!r}",
+                hint="expected the name of a study file, beside this one, that ends somewhere",
+            )
+        file = file.parent / parent
+        layers.append(read_document(file))
+    if len(layers) == 1:
+        return where, document
+    return where, _laid_over(layers[:-1], layers[-1][1], layers[-1][0])
+
+
+def _laid_over(
+    layers: list[tuple[str, Document]], lowest: Document, name: str = ""
+) -> LayeredDocument:
+    below = lowest.layers if isinstance(lowest, LayeredDocument) else [(name, lowest)]
+    data, faults = lowest.data, list(lowest.faults)
+    for _where, document in reversed(layers):
+        own = {key: value for key, value in document.data.items() if key != EXTENDS}
+        data, faults = overlaid(data, own), [*faults, *document.faults]
+    return LayeredDocument(data, lowest.lines, faults, [*layers, *below])
+
+
+# --- names that other keys speak of ---------------------------------------------------------------
+
+
+def _reference_faults(config: StudyConfig) -> Iterator[Fault]:
+    models = [*config.sources, *([BASE] if config.base is not None else [])]
+    for name in config.data or {}:
+        yield from _unknown(name, models, ("data", name), "source")
+    for kind, texts in config.texts.items():
+        for name in texts:
+            yield from _unknown(name, models, ("texts", kind, name), "source")
+    for name in (config.diagnose.data if config.diagnose is not None else None) or {}:
+        yield from _unknown(name, config.sources, ("diagnose", "data", name), "source")
+    for name, repair in config.repairs.items():
+        place = ("repairs", name)
+        if repair.after is not None:
+            yield from _unknown(repair.after, config.repairs, (*place, "after"), "repair")
+        if repair.text is not None:
+            yield from _unknown(repair.text, config.texts, (*place, "text"), "kind of text")
+        if repair.routers is not None:
+            known = [AVERAGE, *models]
+            yield from _unknown(repair.routers, known, (*place, "routers"), "source")
+        yield from _lacks_text(config, name)
+        yield from _circle(config, name)
+    yield from _table_faults(config)
+
+
+def _lacks_text(config: StudyConfig, name: str) -> Iterator[Fault]:
+    repair = config.repairs[name]
+    block = repair.calibrate or repair.refit
+    if block is None:
+        return
+    data = block.data or (config.texts.get(repair.text, {}) if repair.text else config.data) or {}
+    missing = [source for source in config.sources if source not in data]
+    chosen = isinstance(block.sources, tuple | dict)
+    if missing and not chosen:
+        text = f"no text of {', '.join(missing)}: give `data` at the top, or here"
+        yield Fault(("repairs", name), text)
+
+
+def _circle(config: StudyConfig, name: str) -> Iterator[Fault]:
+    seen, at = {name}, config.repairs[name].after
+    while at is not None and at in config.repairs:
+        if at == name:
+            yield Fault(("repairs", name, "after"), "begins from itself")
+        if at in seen:
+            return
+        seen.add(at)
+        at = config.repairs[at].after
+
+
+def _table_faults(config: StudyConfig) -> Iterator[Fault]:
+    rows = [*config.sources, SOURCES, *([BASE] if config.base is not None else [])]
+    for name, table in config.tables.items():
+        place = ("tables", name)
+        for key, known, what in (
+            ("merges", config.merges, "merge"),
+            ("repairs", config.repairs, "repair"),
+            ("reference", rows, "row"),
+        ):
+            for number, one in enumerate(getattr(table, key) or ()):
+                yield from _unknown(one, known, (*place, key, number), what)
+        for number, pair in enumerate(table.compare or ()):
+            for side, one in enumerate(pair):
+                known = [*config.repairs, AS_MERGED]
+                yield from _unknown(one, known, (*place, "compare", number, side), "repair")
+
+
+def _unknown(name: str, known: Iterable[str], place: Path, what: str) -> Iterator[Fault]:
+    known = list(known)
+    if name not in known:
+        close = did_you_mean(name, known) or f"; known: {', '.join(known) or 'none'}"
+        yield Fault(place, f"no {what} is called {name!r}{close}")

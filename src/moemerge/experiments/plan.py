@@ -1,0 +1,361 @@
+"""From a study file to its tree: nodes, cells and tables, all checked, nothing made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moemerge.api.listing import method_schemas, wrapper_schemas
+from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.locate import hub_ids, is_local
+from moemerge.config.calibration import CalibrationBlock
+from moemerge.config.data import DataRecipe, files_of
+from moemerge.config.dump import plain_settings
+from moemerge.config.faults import Fault
+from moemerge.config.load import check_document
+from moemerge.config.models import ModelRef
+from moemerge.config.parameters import BasePolicy
+from moemerge.config.refit import RefitBlock
+from moemerge.config.study import AVERAGE, BASE, RepairEntry, StudyConfig, TableEntry
+from moemerge.config.study_load import SOURCES, LoadedStudy
+from moemerge.errors import MoeMergeError
+from moemerge.evaluation.catalogue import BenchmarkTask, find_task
+from moemerge.experiments.tables import AS_MERGED, REFERENCE, Row, TableForm
+from moemerge.experiments.tree import Kind, StudyCell, StudyNode, digest_of
+from moemerge.registry import did_you_mean
+from moemerge.runtime.files import file_digest
+
+ALL = "results"  # the table of a study that names none
+# Settings that say where work is done, and how fast: no number depends on them.
+IDLE = ("device", "offload", "workers", "batch_size", "url", "served_model", "measure", "draws")
+
+
+@dataclass(frozen=True)
+class StudyTable:
+    """A table's rows and how it is shown."""
+
+    form: TableForm
+    rows: tuple[Row[StudyCell], ...]
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """Everything that a study makes and measures."""
+
+    loaded: LoadedStudy
+    tasks: tuple[BenchmarkTask, ...]
+    tables: tuple[StudyTable, ...]
+
+    @property
+    def config(self) -> StudyConfig:
+        return self.loaded.config
+
+    @property
+    def cells(self) -> dict[str, StudyCell]:
+        """By name, in the order of the tables."""
+        return {row.cell.name: row.cell for table in self.tables for row in table.rows}
+
+    def nodes(self, cells: Sequence[StudyCell]) -> list[StudyNode]:
+        """All that these cells need, parents first."""
+        found: dict[StudyNode, None] = {}
+
+        def visit(node: StudyNode) -> None:
+            for parent in node.parents:
+                visit(parent)
+            found[node] = None
+
+        for cell in cells:
+            for node in cell.nodes:
+                visit(node)
+        return list(found)
+
+
+def plan_study(loaded: LoadedStudy) -> StudyPlan:
+    """Lay a study out; all that is wrong with its merges and tasks is said now."""
+    return _Planner(loaded).plan()
+
+
+class _Planner:
+    def __init__(self, loaded: LoadedStudy) -> None:
+        self.loaded, self.config = loaded, loaded.config
+        self.schemas = method_schemas()
+        self.tasks = tuple(find_task(name) for name in dict.fromkeys(self.config.evaluate.tasks))
+        self.domains = tuple(dict.fromkeys(task.settings.domain for task in self.tasks))
+        self.models = {
+            name: _given(name, ref)
+            for name, ref in {
+                **({} if self.config.base is None else {BASE: self.config.base}),
+                **self.config.sources,
+            }.items()
+        }
+        self.asked = digest_of(
+            [
+                _settings(self.config.evaluate.settings),
+                [_task_words(task, self.config) for task in self.tasks],
+                None if self.config.diagnose is None else _settings(self.config.diagnose),
+            ]
+        )
+        self.merges = {name: self.merge(name) for name in self.config.merges}
+
+    def plan(self) -> StudyPlan:
+        tables = self.config.tables or {
+            ALL: TableEntry.model_validate({"title": self.config.title})
+        }
+        made = tuple(self.table(name, entry) for name, entry in tables.items())
+        return StudyPlan(self.loaded, self.tasks, made)
+
+    # --- texts ---
+
+    def text(self, name: str, text: tuple[str, ...] | DataRecipe) -> StudyNode:
+        """Text of one source: files, or how they are made."""
+        if not isinstance(text, DataRecipe):
+            return _files(name, text)
+        spec = {"file": text.file, "recipe": plain_settings(text)}
+        made_of = [file for file in (*text.prompts, *text.text) if is_local(file)]
+        parents = (self.models[name], *(_files(name, (file,)) for file in made_of))
+        return StudyNode.of("text", f"text {text.file}", spec, parents)
+
+    def texts(self, data: Mapping[str, Any], names: Sequence[str]) -> dict[str, StudyNode]:
+        return {name: self.text(name, data[name]) for name in names if name in data}
+
+    # --- merges ---
+
+    def merge(self, name: str) -> StudyNode:
+        """A merge, checked as a config of its own; its models are names of sources."""
+        raw = self.config.merges[name]
+        self.loaded.refuse(self.merge_faults(name, raw))
+        data = self.filled(raw)
+        check_document(
+            *self.loaded.merge_document(name, data),
+            schemas=self.schemas,
+            wrappers=wrapper_schemas(),
+        )
+        used = _used(data)
+        parents = [self.models[model] for model in used]
+        if "data" in data:
+            texts = self.texts(self.config.data or {}, [n for n in used if n in data["data"]])
+            parents += texts.values()
+        return StudyNode.of("merge", name, data, tuple(parents))
+
+    def merge_faults(self, name: str, raw: Mapping[str, Any]) -> Iterator[Fault]:
+        for key in ("calibration", "refit"):
+            if key in raw:
+                yield Fault(("merges", name, key), "repairs of merges stand under `repairs`")
+        known = [*self.config.sources, *([BASE] if self.config.base is not None else [])]
+        for model in _used(raw):
+            if model not in known:
+                close = did_you_mean(model, known) or f"; known: {', '.join(known)}"
+                text = f"no source is called {model!r}{close}"
+                yield Fault(("merges", name), text)
+
+    def filled(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """With what every merge of a study has: its models, their names, base and text."""
+        data = dict(raw)
+        if not any(key in data for key in ("models", "slices", "modules")):
+            data["models"] = [{"model": name} for name in self.config.sources]
+        if isinstance(data.get("models"), list):
+            data["models"] = [_with_name(entry) for entry in data["models"]]
+        schema = self.schemas.get(str(data.get("merge_method")))
+        if schema is None:
+            return data  # which is then refused
+        if schema.base is BasePolicy.REQUIRED and self.config.base is not None:
+            data.setdefault("base_model", BASE)
+        if schema.statistics and self.config.data and not {"data", "statistics"} & data.keys():
+            merged = [n for n in _used(data) if n in self.config.data and n != BASE]
+            data["data"] = {n: list(files_of(self.config.data[n])) for n in merged}
+        return data
+
+    def sources_of(self, merge: str) -> tuple[str, ...]:
+        """The sources that a merge merges."""
+        return tuple(name for name in _used(self.merges[merge].values) if name != BASE)
+
+    # --- repairs ---
+
+    def repaired(self, merge: str, repair: str) -> StudyNode:
+        entry = self.config.repairs[repair]
+        start = self.merges[merge] if entry.after is None else self.repaired(merge, entry.after)
+        name = f"{merge}, {repair}"
+        if entry.routers is not None:
+            donor = self.donor(merge, entry.routers)
+            return StudyNode.of("routers", name, {}, (start, donor))
+        block = entry.calibrate or entry.refit
+        assert block is not None
+        sources = self.repair_sources(merge, entry, block)
+        data = self.repair_data(entry, block)
+        texts = self.texts(data, list(sources))
+        spec = {
+            "settings": plain_settings(block.settings, given=True),
+            "weights": block.weights or {},
+            "sources": list(texts),
+            "share": entry.share,
+        }
+        models = tuple(sources[source] for source in texts)
+        kind: Kind = "calibrate" if entry.calibrate is not None else "refit"
+        return StudyNode.of(kind, name, spec, (start, *models, *texts.values()))
+
+    def repair_sources(
+        self, merge: str, entry: RepairEntry, block: CalibrationBlock | RefitBlock
+    ) -> dict[str, StudyNode]:
+        """Those named, or the merged ones; the base where it has text."""
+        if isinstance(block.sources, dict):
+            return {name: _given(name, ref) for name, ref in block.sources.items()}
+        if isinstance(block.sources, tuple):
+            return {name: self.models[name] for name in block.sources}
+        merged = {name: self.models[name] for name in self.sources_of(merge)}
+        if BASE in self.models and BASE in self.repair_data(entry, block):
+            merged[BASE] = self.models[BASE]
+        return merged
+
+    def repair_data(
+        self, entry: RepairEntry, block: CalibrationBlock | RefitBlock
+    ) -> Mapping[str, Any]:
+        if block.data is not None:
+            return block.data
+        return self.config.texts[entry.text] if entry.text else self.config.data or {}
+
+    def donor(self, merge: str, which: str) -> StudyNode:
+        """Whose routers a repair takes: a source's, or plain averages of what was merged."""
+        if which != AVERAGE:
+            return self.models[which]
+        names = self.sources_of(merge)
+        models = [_with_name({"model": n, "parameters": {"weight": 1.0}}) for n in names]
+        config = {"merge_method": "linear", "models": models}
+        for key in ("dtype", "out_dtype", "tokenizer_source", "tokenizer"):
+            if key in self.merges[merge].values:
+                config[key] = self.merges[merge].values[key]
+        words = f"average of {', '.join(names)}"
+        return StudyNode.of("merge", words, config, tuple(self.models[n] for n in names))
+
+    # --- tables ---
+
+    def table(self, name: str, entry: TableEntry) -> StudyTable:
+        labels = list(entry.repairs if entry.repairs is not None else self.config.repairs)
+        rows = [Row(REFERENCE, one, self.reference(one)) for one in self.references(entry)]
+        for merge in entry.merges if entry.merges is not None else self.config.merges:
+            merged = self.merges[merge]
+            rows.append(Row(merge, AS_MERGED, self.cell(merge, self.everywhere(merged), merge)))
+            for label in labels:
+                repair = self.config.repairs[label]
+                if repair.routers == AVERAGE and _averages(merged.values):
+                    continue  # its routers are averages already
+                node = self.repaired(merge, label)
+                cell = self.cell(node.name, self.everywhere(node), merge)
+                rows.append(Row(merge, label, cell, repair.x))
+        form = TableForm(
+            name=name,
+            title=entry.title or name,
+            about=entry.about,
+            domains=self.domains,
+            figure=entry.figure,
+            axis=entry.axis,
+            compare=self.compared(entry, labels),
+            tasks={d: self.tasks_of(d) for d in self.domains},
+            paired_by="problems",
+        )
+        return StudyTable(form, tuple(rows))
+
+    def tasks_of(self, domain: str) -> dict[str, str]:
+        own = [task for task in self.tasks if task.settings.domain == domain]
+        return {task.name: task.settings.title for task in own}
+
+    def references(self, entry: TableEntry) -> tuple[str, ...]:
+        if entry.reference is not None:
+            return entry.reference
+        return (*([BASE] if BASE in self.models else []), SOURCES)
+
+    def reference(self, which: str) -> StudyCell:
+        if which != SOURCES:
+            return self.cell(which, self.everywhere(self.models[which]), None)
+        own = tuple((d, self.models[d]) for d in self.domains if d in self.config.sources)
+        if not own:
+            text = f"no task's domain ({', '.join(self.domains)}) is the name of a source"
+            self.loaded.refuse([Fault(("sources",), text)])
+        return self.cell(SOURCES, own, None)
+
+    def everywhere(self, node: StudyNode) -> tuple[tuple[str, StudyNode], ...]:
+        return tuple((domain, node) for domain in self.domains)
+
+    def cell(
+        self, name: str, runs: tuple[tuple[str, StudyNode], ...], merge: str | None
+    ) -> StudyCell:
+        beside = () if merge is None else self.routing_nodes(merge)
+        digests = [[domain, node.digest] for domain, node in runs]
+        made_of = digest_of([self.asked, digests, [node.digest for node in beside]])
+        return StudyCell(name, runs, made_of, beside)
+
+    def routing_nodes(self, merge: str) -> tuple[StudyNode, ...]:
+        """Sources and their text, in turn, on which a model's routing is compared."""
+        block = self.config.diagnose
+        if block is None:
+            return ()
+        data = block.data or self.config.data or {}
+        names = [name for name in self.sources_of(merge) if name in data]
+        texts = self.texts(data, names)
+        return tuple(node for name in names for node in (self.models[name], texts[name]))
+
+    def compared(self, entry: TableEntry, labels: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        if entry.compare is not None:
+            return entry.compare
+        controls = [label for label in labels if self.config.repairs[label].routers == AVERAGE]
+        return tuple((c, label) for c in controls for label in labels if label not in controls)
+
+
+def _given(name: str, ref: ModelRef) -> StudyNode:
+    """A model that is there: known by its content where it is a folder, by its id on the hub."""
+    spec = {"model": str(ref), "content": None}
+    if not hub_ids(str(ref)):
+        try:
+            with Checkpoint.open(ref) as checkpoint:
+                spec["content"] = checkpoint.fingerprint()
+        except MoeMergeError:
+            pass  # told with all that is missing
+    return StudyNode.of("given", name, spec)
+
+
+def _files(name: str, files: Sequence[str]) -> StudyNode:
+    """Files by their content; those of the hub by their names."""
+    content = [file_digest(Path(file)) if is_local(file) else None for file in files]
+    return StudyNode.of("files", f"text of {name}", {"files": list(files), "content": content})
+
+
+def _task_words(task: BenchmarkTask, config: StudyConfig) -> list[Any]:
+    data = config.evaluate.data.get(task.name) or ([task.data] if task.data else [])
+    return [task.name, plain_settings(task.settings), _files(task.name, data).values["content"]]
+
+
+def _settings(settings: Any) -> dict[str, Any]:
+    values = plain_settings(settings)
+    return {name: value for name, value in values.items() if name not in IDLE}
+
+
+def _with_name(entry: Any) -> Any:
+    """A source is called in a merge what it is called in the study."""
+    if isinstance(entry, Mapping) and isinstance(entry.get("model"), str):
+        return {"name": entry["model"], **entry}
+    return entry
+
+
+def _used(data: Mapping[str, Any]) -> list[str]:
+    """Names of all models that a merge speaks of, as far as they can be read; faults come later."""
+    names: dict[str, None] = {}
+    base = data.get("base_model")
+    entries = list(data.get("models") or ()) if isinstance(data.get("models"), list) else []
+    for one in data.get("slices") or () if isinstance(data.get("slices"), list) else ():
+        entries += one.get("sources", []) if isinstance(one, Mapping) else []
+    for entry in entries:
+        if isinstance(entry, Mapping) and isinstance(entry.get("model"), str):
+            names[entry["model"]] = None
+    if isinstance(base, str):
+        names[base] = None
+    return list(names)
+
+
+def _averages(config: Mapping[str, Any]) -> bool:
+    """Whether a merge is a plain average, whose routers are averages as they are."""
+    if config.get("merge_method") != "linear" or "router" in config or "slices" in config:
+        return False
+    shared = config.get("parameters", {}).get("weight")
+    weights = [entry.get("parameters", {}).get("weight", shared) for entry in config["models"]]
+    return len({str(weight) for weight in weights}) == 1 and not isinstance(weights[0], list | dict)

@@ -1,0 +1,151 @@
+"""A study: one file to models, measurements and tables. What is finished is kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from moemerge.config.settings import with_keywords
+from moemerge.config.study import StudyKeywords, StudySettings
+from moemerge.config.study_load import load_study
+from moemerge.config.translate import parse_settings
+from moemerge.errors import CheckpointError
+from moemerge.experiments.cells import Failure, SetCells, run_cells
+from moemerge.experiments.journal import CellJournal
+from moemerge.experiments.plan import StudyPlan, plan_study
+from moemerge.experiments.plots import require_matplotlib
+from moemerge.experiments.report import write_report
+from moemerge.experiments.study_bench import StudyBench
+from moemerge.experiments.summary import Summary, summarise
+from moemerge.experiments.tasks import Workers
+from moemerge.experiments.tree import StudyCell, StudySet
+from moemerge.runtime.devices import cpu_count, gpu_ids
+from moemerge.runtime.progress import Progress, Silent
+
+MODELS = "models"
+ANSWERS = "answers"
+SET = StudySet()
+
+
+@dataclass(frozen=True)
+class StudyReport:
+    """What a study found, and the files it wrote (the page first)."""
+
+    summaries: tuple[Summary, ...]
+    failures: tuple[Failure, ...]
+    written: tuple[Path, ...]
+    measured: int  # cells of this run
+    known: int  # cells that were there
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tables": [summary.to_json() for summary in self.summaries],
+            "failures": [asdict(failure) for failure in self.failures],
+            "files": [str(path) for path in self.written],
+            "measured": self.measured,
+            "known": self.known,
+        }
+
+
+@with_keywords(StudyKeywords, StudySettings)
+def study(
+    source: str | Path | Mapping[str, Any],
+    out: str | Path,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    settings: StudySettings | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[StudyKeywords],
+) -> StudyReport:
+    """Make and measure all that a study file asks for, and write its tables into `out`.
+
+    `overrides` are laid over the file: `{"evaluate": {"limit": 10}}`. A killed study goes on when
+    it is run again, and measures only what is missing or made of other things since.
+    """
+    if settings is None:
+        settings = parse_settings(StudySettings, keywords, "settings of study")
+    plan = plan_study(load_study(source, overrides))
+    return run_study(plan, Path(out), settings, Silent() if progress is None else progress)
+
+
+def run_study(
+    plan: StudyPlan, out: Path, settings: StudySettings, progress: Progress
+) -> StudyReport:
+    """Measure what is missing, and write the tables anew."""
+    if settings.figures:
+        require_matplotlib()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be made: {error.strerror}") from error
+    journal = CellJournal(out, {})
+    left = left_to_measure(plan, journal)
+    failures: list[Failure] = []
+    if left:
+        bench = bench_of(plan, out, settings)
+        workers = workers_for(settings, len(left))
+        failures = run_cells([SetCells(SET, bench, left)], journal, workers, progress)
+        if not bench.keep_models and not failures:
+            shutil.rmtree(bench.folder, ignore_errors=True)
+    known = Known(journal, plan.cells.values())
+    summaries = tuple(summarise(t.form, t.rows, [SET], known) for t in plan.tables)
+    written = write_report(out, summaries, figures=settings.figures, title=plan.config.title)
+    measured = len(left) - len(left_to_measure(plan, journal))
+    return StudyReport(
+        summaries, tuple(failures), tuple(written), measured, len(plan.cells) - len(left)
+    )
+
+
+class Known(CellJournal):
+    """The cells of a journal that are made of what the study says now."""
+
+    def __init__(self, journal: CellJournal, cells: Any) -> None:
+        super().__init__(journal.path.parent, {})
+        current = {cell.name: cell.made_of for cell in cells}
+        self._found = {
+            key: entry
+            for key, entry in self._found.items()
+            if entry["made_of"] == current.get(entry["cell"])
+        }
+
+
+def left_to_measure(plan: StudyPlan, journal: CellJournal) -> list[StudyCell]:
+    """The cells that the journal lacks, or has of other things."""
+    return [
+        cell for cell in plan.cells.values() if not journal.has(SET, cell, made_of=cell.made_of)
+    ]
+
+
+def bench_of(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyBench:
+    config = plan.config
+    asked = dict(zip((task.name for task in plan.tasks), _words(plan), strict=True))
+    tasks: dict[str, tuple[str, ...]] = {}
+    for task in plan.tasks:
+        domain = task.settings.domain
+        tasks[domain] = (*tasks.get(domain, ()), asked[task.name])
+    return StudyBench(
+        folder=(settings.work or out) / MODELS,
+        answers=out / ANSWERS,
+        tasks=tasks,
+        evaluate=config.evaluate,
+        diagnose=config.diagnose,
+        device=settings.device,
+        keep_models=(settings.keep or config.keep) == MODELS,
+    )
+
+
+def _words(plan: StudyPlan) -> Sequence[str]:
+    return list(dict.fromkeys(plan.config.evaluate.tasks))
+
+
+def workers_for(settings: StudySettings, cells: int) -> Workers:
+    """One for each GPU; on a CPU one for each core."""
+    gpus = gpu_ids() if settings.device in ("auto", "cuda") else ()
+    if gpus:
+        count = min(settings.jobs or len(gpus), cells)
+        return Workers(count, threads=max(1, cpu_count() // count), gpus=gpus)
+    count = min(settings.jobs or cpu_count(), cells)
+    return Workers(count, threads=max(1, cpu_count() // count))

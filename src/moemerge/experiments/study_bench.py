@@ -1,0 +1,233 @@
+"""Makes the models of a study through the product's own interface, and measures them."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moemerge import api
+from moemerge.checkpoint import Checkpoint
+from moemerge.config.calibration import CalibrationSettings
+from moemerge.config.data import DataRecipe
+from moemerge.config.refit import RefitSettings
+from moemerge.config.study import DiagnoseBlock, EvaluateBlock
+from moemerge.evaluation.folder import file_name
+from moemerge.experiments.problems import packed
+from moemerge.experiments.tree import StudyCell, StudyNode
+from moemerge.runtime.journals import journal_path
+from moemerge.text.rows import read_rows
+
+AUTO = "auto"
+# Only the order matters: what takes long goes first.
+COSTS = {"text": 10.0, "refit": 6.0, "calibrate": 5.0, "merge": 3.0, "routers": 1.0}
+
+
+@dataclass(frozen=True)
+class StudyBench:
+    """Where a study's work is done. Small enough to be sent to a worker process."""
+
+    folder: Path  # of models
+    answers: Path  # of what they wrote
+    tasks: Mapping[str, tuple[str, ...]]  # of each domain, as they are asked for
+    evaluate: EvaluateBlock
+    diagnose: DiagnoseBlock | None
+    device: str
+    keep_models: bool
+
+    # --- nodes ---
+
+    def is_given(self, node: StudyNode) -> bool:
+        return node.is_given
+
+    def cost(self, node: StudyNode) -> float:
+        return COSTS[node.kind]
+
+    def nodes(self, cell: StudyCell) -> tuple[StudyNode, ...]:
+        return cell.nodes
+
+    def prepare(self) -> None:
+        """Nothing that all would wait for."""
+
+    def path(self, node: StudyNode) -> str:
+        """The model's folder or hub id, or the text's file."""
+        if node.kind == "given":
+            return str(node.values["model"])
+        if node.kind == "text":
+            return str(node.values["file"])
+        return str(self.folder / node.slug)
+
+    def make(self, node: StudyNode) -> None:
+        """Make a node whose parents are there, unless it is there as well."""
+        out = Path(self.path(node))
+        if out.exists():
+            return
+        out.parent.mkdir(parents=True, exist_ok=True)
+        makers: dict[str, Callable[[StudyNode, Path], None]] = {
+            "text": self._write,
+            "merge": self._merge,
+            "routers": self._swap,
+            "calibrate": self._calibrate,
+            "refit": self._refit,
+        }
+        makers[node.kind](node, out)
+
+    def remove(self, node: StudyNode) -> None:
+        """Texts stay: they are what the study's file names."""
+        if node.is_model and not node.is_given and not self.keep_models:
+            shutil.rmtree(self.path(node), ignore_errors=True)
+
+    def _write(self, node: StudyNode, out: Path) -> None:
+        recipe = DataRecipe.model_validate(node.values["recipe"])
+        settings = recipe.settings.model_copy(update=self._device(recipe))
+        model = self.path(node.parents[0])
+        api.make_data(model, out, prompts=recipe.prompts, text=recipe.text, settings=settings)
+
+    def _merge(self, node: StudyNode, out: Path) -> None:
+        paths = {parent.name: self.path(parent) for parent in node.parents if parent.is_model}
+        api.merge(with_paths(node.values, paths), out, device=self.device)
+
+    def _swap(self, node: StudyNode, out: Path) -> None:
+        model, donor = map(self.path, node.parents)
+        api.swap_routers(model, donor, out, link=not self.keep_models)
+
+    def _calibrate(self, node: StudyNode, out: Path) -> None:
+        settings = CalibrationSettings.model_validate(node.values["settings"])
+        # The study measures on its own, and all of its models.
+        update = {"measure": False, **self._device(settings), **self._limit(node)}
+        api.calibrate(settings=settings.model_copy(update=update), **self._repair(node, out))
+
+    def _refit(self, node: StudyNode, out: Path) -> None:
+        settings = RefitSettings.model_validate(node.values["settings"])
+        update = {**self._device(settings), **self._limit(node)}
+        if "measure" in RefitSettings.model_fields:
+            update["measure"] = False
+        api.refit(settings=settings.model_copy(update=update), **self._repair(node, out))
+
+    def _repair(self, node: StudyNode, out: Path) -> dict[str, Any]:
+        merged, *others = node.parents
+        names = node.values["sources"]
+        models, texts = others[: len(names)], others[len(names) :]
+        return {
+            "merged": self.path(merged),
+            "out": out,
+            "sources": {n: self.path(model) for n, model in zip(names, models, strict=True)},
+            "data": {n: self._files(text) for n, text in zip(names, texts, strict=True)},
+            "weights": node.values["weights"],
+            "resume": journal_path(out).exists(),
+        }
+
+    def _limit(self, node: StudyNode) -> dict[str, int]:
+        """Rows of each domain, where a repair uses a share of them: of the smallest one."""
+        share = node.values["share"]
+        if share is None:
+            return {}
+        texts = node.parents[-len(node.values["sources"]) :]
+        fewest = min(len(read_rows(list(map(Path, self._files(text))))) for text in texts)
+        return {"limit": max(1, round(share * fewest))}
+
+    def _files(self, text: StudyNode) -> list[str]:
+        return [self.path(text)] if text.kind == "text" else list(text.values["files"])
+
+    def _device(self, settings: Any) -> dict[str, str]:
+        return {"device": self.device} if settings.device == AUTO else {}
+
+    # --- measurements ---
+
+    def measure(self, cell: StudyCell) -> dict[str, Any]:
+        """Scores and routing of a cell, by domain."""
+        begin = time.perf_counter()
+        domains: dict[str, dict[str, Any]] = {}
+        notices: list[str] = []
+        for node, own in cell.models.items():
+            scores, said = self._scores(node, own)
+            domains |= scores
+            notices += said
+        for domain, routing in self._routing(cell).items():
+            if domain in domains:
+                domains[domain] |= routing
+        return {
+            "made_of": cell.made_of,
+            "domains": {domain: domains[domain] for domain in cell.domains},
+            "notices": notices,
+            "seconds": round(time.perf_counter() - begin, 2),
+        }
+
+    def _scores(
+        self, node: StudyNode, domains: Sequence[str]
+    ) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        asked = [task for domain in domains for task in self.tasks[domain]]
+        settings = self.evaluate.settings
+        report = api.evaluate(
+            self.path(node),
+            asked,
+            data={n: files for n, files in self.evaluate.data.items() if n in _stems(asked)},
+            settings=settings.model_copy(update=self._device(settings)),
+            out=self.answers / file_name(node.slug),
+        )
+        found: dict[str, dict[str, Any]] = {}
+        for task in report.tasks:
+            scores = task.scores[0].tolist()
+            one = {"problems": len(scores), "accuracy": sum(scores) / len(scores), **packed(scores)}
+            found.setdefault(task.domain, {})[task.name] = one
+        by_domain = {}
+        for domain, tasks in found.items():
+            values = [task["accuracy"] for task in tasks.values()]
+            problems = sum(task["problems"] for task in tasks.values())
+            accuracy = sum(values) / len(values)
+            by_domain[domain] = {"problems": problems, "accuracy": accuracy, "tasks": tasks}
+        return by_domain, list(report.notices)
+
+    def _routing(self, cell: StudyCell) -> dict[str, dict[str, Any]]:
+        if self.diagnose is None or not cell.beside:
+            return {}
+        (node,) = cell.models
+        sources, texts = cell.beside[::2], cell.beside[1::2]
+        settings = self.diagnose.settings
+        update: dict[str, Any] = dict(self._device(settings))
+        if self.diagnose.data is None and "holdout" not in self.diagnose.model_fields_set:
+            update["holdout"] = AUTO  # what repairs have not seen, where there is enough
+        diagnosis = api.diagnose(
+            self.path(node),
+            sources={source.name: self.path(source) for source in sources},
+            data={s.name: self._files(text) for s, text in zip(sources, texts, strict=True)},
+            settings=settings.model_copy(update=update),
+        )
+        found = {}
+        for source in sources:
+            total, rows = diagnosis.total(source.name), diagnosis.layers_of(domain=source.name)
+            found[source.name] = {
+                "mismatch": total.mismatch,
+                "any_mismatch": total.any_mismatch,
+                "kl": total.kl,
+                "kl_layers": [row.kl for row in rows],
+                "tokens": total.tokens,
+            }
+        return found
+
+
+def with_paths(config: Any, paths: Mapping[str, str]) -> Any:
+    """A merge's config with folders in place of the sources' names."""
+    if isinstance(config, list):
+        return [with_paths(value, paths) for value in config]
+    if not isinstance(config, Mapping):
+        return config
+    result = {}
+    for key, value in config.items():
+        named = key in ("model", "base_model") and isinstance(value, str)
+        result[key] = paths.get(value, value) if named else with_paths(value, paths)
+    return result
+
+
+def model_bytes(path: str) -> int:
+    """Of the weights in a folder or the local hub cache."""
+    with Checkpoint.open(path) as checkpoint:
+        return sum(info.nbytes for info in checkpoint.tensors.values())
+
+
+def _stems(tasks: Sequence[str]) -> set[str]:
+    """Tasks by the names that data is given for."""
+    return {Path(task).stem if task.endswith((".yml", ".yaml")) else task for task in tasks}

@@ -1,0 +1,100 @@
+"""The models and texts of a study, and what is measured of them. Names only, no work.
+
+A node says how a thing comes about: what it is made of, and with which settings. Nodes that say the
+same are the same node, whatever they are called, so that what tables share is made once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+Kind = Literal["given", "files", "text", "merge", "routers", "calibrate", "refit"]
+MODELS: tuple[Kind, ...] = ("given", "merge", "routers", "calibrate", "refit")
+
+
+@dataclass(frozen=True)
+class StudyNode:
+    """A model or text. `spec` is JSON: what its maker is told."""
+
+    kind: Kind
+    spec: str
+    parents: tuple[StudyNode, ...] = ()
+    name: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, kind: Kind, name: str, spec: Any, parents: tuple[StudyNode, ...] = ()) -> StudyNode:
+        return cls(kind, json.dumps(spec, sort_keys=True, ensure_ascii=False), parents, name)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The spec as data."""
+        values: dict[str, Any] = json.loads(self.spec)
+        return values
+
+    @property
+    def is_given(self) -> bool:
+        return self.kind in ("given", "files")
+
+    @property
+    def is_model(self) -> bool:
+        return self.kind in MODELS
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells it from what is made of other things or in another way."""
+        return digest_of([self.kind, self.values, [parent.digest for parent in self.parents]])
+
+    @property
+    def slug(self) -> str:
+        """A name for its folder."""
+        words = "".join(c if c.isalnum() or c in "-=.," else "_" for c in self.name)[:80]
+        return f"{words}-{self.digest[:10]}"
+
+
+def digest_of(value: Any) -> str:
+    """Of anything that JSON can hold."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class StudyCell:
+    """Each domain's tasks, solved by the model that `runs` names for it."""
+
+    name: str
+    runs: tuple[tuple[str, StudyNode], ...]
+    made_of: str  # digest of all that its numbers depend on
+    beside: tuple[StudyNode, ...] = ()  # sources and text that the routing is compared on
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        return tuple(domain for domain, _ in self.runs)
+
+    @property
+    def models(self) -> dict[StudyNode, tuple[str, ...]]:
+        """Who solves which domains."""
+        found: dict[StudyNode, list[str]] = {}
+        for domain, node in self.runs:
+            found.setdefault(node, []).append(domain)
+        return {node: tuple(domains) for node, domains in found.items()}
+
+    @property
+    def nodes(self) -> tuple[StudyNode, ...]:
+        """All that must exist."""
+        return tuple(dict.fromkeys([*self.models, *self.beside]))
+
+
+@dataclass(frozen=True)
+class StudySet:
+    """The only set of a study: what it measures is not repeated over seeds."""
+
+    name: str = "study"
+    seed: int = 0
+
+    def to_json(self) -> Mapping[str, Any]:
+        return {"study": 0}
