@@ -44,7 +44,7 @@ _WRITTEN = re.compile(
 )
 # Verbs that train, download or take minutes; they have tests of their own.
 # A random model's answers are never right, so `data` would keep none.
-SLOW = {"demo", "testbed", "data", "evaluate"}
+SLOW = {"demo", "testbed", "data", "evaluate", "study"}
 
 
 @pytest.fixture(scope="module")

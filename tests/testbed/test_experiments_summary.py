@@ -9,7 +9,7 @@ import pytest
 
 from moemerge.errors import DataError
 from moemerge.experiments.journal import CellJournal
-from moemerge.experiments.problems import pack, summarise
+from moemerge.experiments.problems import pack
 from moemerge.experiments.report import (
     comparison_table,
     main_table,
@@ -17,6 +17,7 @@ from moemerge.experiments.report import (
     verdicts,
     write_report,
 )
+from moemerge.experiments.summary import summarise
 from moemerge.experiments.tables import AS_MERGED, AVERAGED, HARC, SOURCE
 from moemerge.testbed.experiments.bench import Scale
 from moemerge.testbed.experiments.catalogue import EXPERIMENTS, Scope

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
   moemerge study examples/paper/small/study.yml results/
-  moemerge study examples/paper/table1.yml results/ --dry-run
-  moemerge study examples/paper/small/study.yml results/ --set evaluate.limit=20 --keep models
+  moemerge study examples/paper/small/study.yml results/ --keep models \\
+      --set evaluate.limit=20
 """
 
 
