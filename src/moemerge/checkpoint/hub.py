@@ -133,3 +133,19 @@ def fetch_data(repo: str, revision: str | None, pattern: str) -> list[Path]:
     names = (path for path in folder.rglob("*") if path.is_file())
     matching = [path for path in names if fnmatch(path.relative_to(folder).as_posix(), pattern)]
     return sorted(path for path in matching if path.name.lower().endswith(DATA_FILES))
+
+
+def cached(repo: str, revision: str | None, *, data: str | None = None) -> Path | None:
+    """A model's folder in the local hub cache, or that of a data set with files like `data`;
+    None where it is not there. Nothing is asked of the network."""
+    try:
+        folder = snapshot_download(
+            repo,
+            repo_type="model" if data is None else "dataset",
+            revision=revision,
+            local_files_only=True,
+        )
+    except (HFValidationError, OSError):
+        return None
+    pattern = data or "*.safetensors"
+    return Path(folder) if any(Path(folder).rglob(pattern.rpartition("/")[2])) else None

@@ -90,3 +90,21 @@ def locate_data(source: str) -> list[Path]:
             hint="name them: org/name:PATTERN, such as openai/gsm8k:main/train*",
         )
     return files
+
+
+def is_here(source: str, *, data: bool = False) -> bool:
+    """Whether a model, or text, is on this machine, in the hub cache included."""
+    if os.path.exists(os.path.expanduser(source)):
+        return True
+    if data and (is_local(source) or _DATA_SET.fullmatch(source) is None):
+        return False
+    from moemerge.checkpoint.hub import cached  # a slow import that files do not need
+
+    if not data:
+        repo, _, revision = source.partition("@")
+        return is_hub_id(repo) and cached(repo, revision or None) is not None
+    match = _DATA_SET.fullmatch(source)
+    assert match is not None  # or it would be local
+    return (
+        cached(match["repo"], match["revision"], data=match["files"] or TRAINING_FILES) is not None
+    )

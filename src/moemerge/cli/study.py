@@ -16,10 +16,12 @@ from moemerge.errors import NumericalError
 
 if TYPE_CHECKING:
     from moemerge.cli.render import NumberTable
+    from moemerge.experiments.estimate import StudyEstimate
     from moemerge.experiments.study import StudyReport
 
 EXAMPLES = """
   moemerge study examples/paper/small/study.yml results/
+  moemerge study examples/paper/small/study.yml results/ --dry-run
   moemerge study examples/paper/small/study.yml results/ --keep models \\
       --set evaluate.limit=20
 """
@@ -40,6 +42,9 @@ def study(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file. Repeat it."),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be made and measured, and stop.")
+    ] = False,
 ) -> None:
     """Merge, repair and evaluate as a study file says, and write its tables into the folder OUT.
 
@@ -47,9 +52,13 @@ def study(
     """
     from moemerge.config.study_load import load_study, parse_overrides
     from moemerge.experiments.plan import plan_study
-    from moemerge.experiments.study import run_study
+    from moemerge.experiments.study import expect, run_study
 
     plan = plan_study(load_study(file, parse_overrides(overrides or ())))
+    if dry_run:
+        expected = expect(plan, out_folder, settings)
+        reporting.show(expected.to_json(), *_expected(expected), notices=expected.notices)
+        return
     left = "what is finished is kept, repeat it to go on"
     with interruptible(lambda: left), reporting.progress() as bar:
         report = run_study(plan, out_folder, settings, bar)
@@ -60,6 +69,35 @@ def study(
             f"{report.failures[0].what}: {report.failures[0].why}",
             hint="what was finished is kept; repeat the command to go on",
         )
+
+
+def _expected(expected: StudyEstimate) -> list[Text | NumberTable]:
+    from moemerge.cli.render import NumberTable
+    from moemerge.experiments.estimate import shown_bytes
+
+    def count(number: int | None) -> str:
+        return "" if number is None else f"{number:,}"
+
+    models = NumberTable(
+        ["model or text", "how", "bytes", "tokens", "", "made of"], words=(1, 4, 5)
+    )
+    for node in expected.nodes:
+        size = "" if node.bytes is None else shown_bytes(node.bytes)
+        there = "done" if node.there else ""
+        made_of = ", ".join(node.made_of)
+        models.add(node.name, node.kind, size, count(node.tokens), there, made_of)
+    cells = NumberTable(["cell", "completions", "tokens at most", ""], words=(0, 3))
+    for cell in expected.cells:
+        done = "measured" if cell.measured else ""
+        cells.add(cell.name, count(cell.completions), count(cell.tokens), done)
+    parts: list[Text | NumberTable] = [Text(expected.title, style="bold"), models, Text("")]
+    parts += [cells, Text("")]
+    if expected.missing:
+        missing = NumberTable(["not here", "", "needed for"], words=(0, 1, 2))
+        for one in expected.missing:
+            missing.add(one.what, one.where, one.needed_for)
+        parts += [missing, Text("")]
+    return [*parts, Text(str(expected))]
 
 
 def _shown(report: StudyReport) -> Group:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moemerge.config.calibration import CalibrationBlock
-from moemerge.config.data import NamedTexts
+from moemerge.config.data import NamedTexts, Text
 from moemerge.config.evaluation import EvaluationSettings
 from moemerge.config.faults import FaultsError, listed, shown
 from moemerge.config.fields import (
@@ -31,6 +31,7 @@ from moemerge.config.generation import Texts
 from moemerge.config.models import ModelRef
 from moemerge.config.refit import RefitBlock
 from moemerge.config.settings import DEVICE, DeviceField, DiagnosisSettings, Flag
+from moemerge.config.tuning import TuningSettings
 
 BASE = "base"  # what the base is called where names of sources stand
 Keep = Literal["models", "results"]
@@ -45,17 +46,55 @@ def _named(raw: object) -> object:
     return raw
 
 
+class TuneBlock(TuningSettings):
+    """What a model is tuned with."""
+
+    data: Text | None = Field(
+        None, description="rows to learn: files, hub data sets, or how to make them"
+    )
+
+    @property
+    def settings(self) -> TuningSettings:
+        """The settings alone; a preset asks which of them were given."""
+        names = TuningSettings.model_fields
+        given = {name for name in self.model_fields_set if name in names}
+        values = {name: getattr(self, name) for name in names}
+        return TuningSettings.model_construct(_fields_set=given, **values)
+
+
+class TunedSource(Strict):
+    """A source that the study tunes itself."""
+
+    tune: TuneBlock = Field(description="settings of the tuning, and its rows")
+    model: ModelField | None = Field(None, description="what is tuned (default: the base)")
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> TunedSource:
+        if self.tune.data is None:
+            raise FaultsError.one("is missing: the rows to learn", "tune", "data")
+        return self
+
+
+def _source(raw: object) -> ModelRef | TunedSource:
+    if isinstance(raw, TunedSource):
+        return raw
+    if isinstance(raw, Mapping) and "tune" in raw:
+        return TunedSource.model_validate(raw)
+    return model_ref(raw)
+
+
 class RepairEntry(Strict):
     """One of `repairs:`: what is done to every merge. Exactly one of its kinds."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("routers", "calibrate", "refit")
-    blocks: ClassVar[tuple[str, ...]] = ("calibrate", "refit")
+    kinds: ClassVar[tuple[str, ...]] = ("routers", "calibrate", "refit", "tune")
+    blocks: ClassVar[tuple[str, ...]] = ("calibrate", "refit", "tune")
 
     routers: Name | None = Field(
         None, description="other routers: average (of the merged models), or a source's name"
     )
     calibrate: CalibrationBlock | None = Field(None, description="settings of a calibration")
     refit: RefitBlock | None = Field(None, description="settings of a refit")
+    tune: TuneBlock | None = Field(None, description="settings of a tuning after the merge")
     after: Name | None = Field(None, description="the repair that it begins from (default: none)")
     text: Name | None = Field(None, description="which of `texts` it uses (default: `data`)")
     share: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -130,7 +169,7 @@ def _mapping(raw: object) -> dict[str, Any]:
 
 
 MergeField = Annotated[dict[str, Any], read_by(_mapping, dict[str, Any])]
-SourceField = Annotated[ModelRef, read_by(model_ref, ModelForm)]
+SourceField = Annotated[ModelRef | TunedSource, read_by(_source, ModelForm)]
 
 
 class StudyConfig(Strict):

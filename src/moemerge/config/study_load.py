@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from moemerge.config.faults import Fault, Path
 from moemerge.config.load import FaultReporter, read_document
-from moemerge.config.study import AS_MERGED, AVERAGE, BASE, StudyConfig
+from moemerge.config.study import AS_MERGED, AVERAGE, BASE, StudyConfig, TunedSource
 from moemerge.config.translate import WorkingCopy, validate
 from moemerge.config.yaml_lines import Document, read_yaml
 from moemerge.errors import ConfigError
@@ -21,7 +21,7 @@ from moemerge.registry import did_you_mean
 
 EXTENDS: Final = "extends"
 MOST_LAYERS: Final = 20  # files that extend each other; more would be a circle
-SET: Final = "--set"
+OVERRIDES: Final = "overrides"
 SOURCES: Final = "sources"  # as a row of reference: each source on its own domain
 
 
@@ -79,7 +79,7 @@ def load_study(
     """Read a study (a YAML file, or its content), with `overrides` laid over it."""
     where, document = _read(source)
     if overrides:
-        document = _laid_over([(SET, Document(data=dict(overrides)))], document)
+        document = _laid_over([(OVERRIDES, Document(data=dict(overrides)))], document)
     faults = list(document.faults)
     work = WorkingCopy(document.data)
     config = validate(StudyConfig, work, faults.append)
@@ -98,8 +98,10 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         steps = key.split(".")
         if not equals or not all(steps):
-            raise ConfigError(f"{SET} {text}: expected KEY.KEY=VALUE", hint="evaluate.limit=10")
-        parsed = read_yaml(f"value: {value}", f"{SET} {text}").data["value"]
+            raise ConfigError(
+                f"override {text!r}: expected KEY.KEY=VALUE", hint="such as evaluate.limit=10"
+            )
+        parsed = read_yaml(f"value: {value}", f"override {text!r}").data["value"]
         for step in reversed(steps):
             parsed = {step: parsed}
         result = overlaid(result, parsed)
@@ -152,36 +154,48 @@ def _laid_over(
 
 def _reference_faults(config: StudyConfig) -> Iterator[Fault]:
     models = [*config.sources, *([BASE] if config.base is not None else [])]
-    for name in config.data or {}:
-        yield from _unknown(name, models, ("data", name), "source")
-    for kind, texts in config.texts.items():
-        for name in texts:
-            yield from _unknown(name, models, ("texts", kind, name), "source")
+    for name, source in config.sources.items():
+        if isinstance(source, TunedSource) and source.model is None and config.base is None:
+            yield Fault(("sources", name), "nothing to tune: give `base` at the top, or `model`")
+    texts: dict[Path, Mapping[str, Any]] = {("data",): config.data or {}}
+    texts |= {("texts", kind): own for kind, own in config.texts.items()}
+    for place, own in texts.items():
+        for name in own:
+            yield from _unknown(name, models, (*place, name), "source")
     for name in (config.diagnose.data if config.diagnose is not None else None) or {}:
         yield from _unknown(name, config.sources, ("diagnose", "data", name), "source")
-    for name, repair in config.repairs.items():
-        place = ("repairs", name)
-        if repair.after is not None:
-            yield from _unknown(repair.after, config.repairs, (*place, "after"), "repair")
-        if repair.text is not None:
-            yield from _unknown(repair.text, config.texts, (*place, "text"), "kind of text")
-        if repair.routers is not None:
-            known = [AVERAGE, *models]
-            yield from _unknown(repair.routers, known, (*place, "routers"), "source")
-        yield from _lacks_text(config, name)
-        yield from _circle(config, name)
+    for name in config.repairs:
+        yield from _repair_faults(config, name, models)
     yield from _table_faults(config)
+
+
+def _repair_faults(config: StudyConfig, name: str, models: list[str]) -> Iterator[Fault]:
+    repair, place = config.repairs[name], ("repairs", name)
+    for key, known, what in (
+        ("after", list(config.repairs), "repair"),
+        ("text", list(config.texts), "kind of text"),
+        ("routers", [AVERAGE, *models], "source"),
+    ):
+        given = getattr(repair, key)
+        if given is not None:
+            yield from _unknown(given, known, (*place, key), what)
+    block = repair.calibrate or repair.refit
+    if block is not None and isinstance(block.sources, tuple):
+        for number, one in enumerate(block.sources):
+            where = (*place, repair.kind, "sources", number)
+            yield from _unknown(one, models, where, "source")
+    yield from _lacks_text(config, name)
+    yield from _circle(config, name)
 
 
 def _lacks_text(config: StudyConfig, name: str) -> Iterator[Fault]:
     repair = config.repairs[name]
-    block = repair.calibrate or repair.refit
-    if block is None:
+    block = repair.calibrate or repair.refit or repair.tune
+    if block is None or block.data is not None or getattr(block, "sources", None) is not None:
         return
-    data = block.data or (config.texts.get(repair.text, {}) if repair.text else config.data) or {}
+    data = (config.texts.get(repair.text, {}) if repair.text else config.data) or {}
     missing = [source for source in config.sources if source not in data]
-    chosen = isinstance(block.sources, tuple | dict)
-    if missing and not chosen:
+    if missing:
         text = f"no text of {', '.join(missing)}: give `data` at the top, or here"
         yield Fault(("repairs", name), text)
 

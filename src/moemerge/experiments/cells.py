@@ -34,8 +34,13 @@ class Workbench(Protocol[N, C]):
         """Whether it is there from the start, and never ours to remove."""
         ...
 
-    def cost(self, node: N) -> float:
-        """About how long it takes to make, in any unit: long tasks go first."""
+    @property
+    def measuring(self) -> float:
+        """How urgent a measurement is, on the scale of `urgency`."""
+        ...
+
+    def urgency(self, node: N) -> float:
+        """Of two tasks that are ready, the more urgent goes first."""
         ...
 
     def prepare(self) -> None:
@@ -72,9 +77,6 @@ class Failure:
     why: str
 
 
-MEASURING = 2.0  # what a measurement costs, in the unit of `Workbench.cost`
-
-
 def run_cells(
     batches: Sequence[SetCells], journal: CellJournal, workers: Workers, progress: Progress
 ) -> list[Failure]:
@@ -96,8 +98,7 @@ def run_cells(
 def batch_tasks(batch: SetCells, number: int) -> Iterator[Task]:
     """What everything waits for first, then nodes in the order they need each other, and cells.
 
-    Sets are worked on one after the other, so that what a killed run leaves is of use; within a
-    set long tasks go first, so that no worker ends alone.
+    Sets are worked on one after the other, so that what a killed run leaves is of use.
     """
     bench, name = batch.bench, batch.key.name
     first = f"{name}: prepare"
@@ -110,14 +111,16 @@ def batch_tasks(batch: SetCells, number: int) -> Iterator[Task]:
             return first
         if node not in made:
             after = tuple(dict.fromkeys([first, *(make(parent) for parent in node.parents)]))
-            words, rank = f"{name}: make {node.name}", (number, -bench.cost(node))
+            words, rank = f"{name}: make {node.name}", (number, -bench.urgency(node))
             made[node] = Task(words, bench.make, (node,), after, _remover(bench, node), rank)
         return made[node].key
 
     for cell in batch.cells:
         after = tuple(dict.fromkeys([first, *(make(node) for node in bench.nodes(cell))]))
         words = f"{name}: measure {cell.name}"
-        yield Task(words, _measure, (bench, batch.key, cell), after, rank=(number, -MEASURING))
+        yield Task(
+            words, _measure, (bench, batch.key, cell), after, rank=(number, -bench.measuring)
+        )
     yield from made.values()
 
 

@@ -18,7 +18,15 @@ from moemerge.config.load import check_document
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import BasePolicy
 from moemerge.config.refit import RefitBlock
-from moemerge.config.study import AVERAGE, BASE, RepairEntry, StudyConfig, TableEntry
+from moemerge.config.study import (
+    AVERAGE,
+    BASE,
+    RepairEntry,
+    StudyConfig,
+    TableEntry,
+    TuneBlock,
+    TunedSource,
+)
 from moemerge.config.study_load import SOURCES, LoadedStudy
 from moemerge.errors import MoeMergeError
 from moemerge.evaluation.catalogue import BenchmarkTask, find_task
@@ -83,13 +91,11 @@ class _Planner:
         self.schemas = method_schemas()
         self.tasks = tuple(find_task(name) for name in dict.fromkeys(self.config.evaluate.tasks))
         self.domains = tuple(dict.fromkeys(task.settings.domain for task in self.tasks))
-        self.models = {
-            name: _given(name, ref)
-            for name, ref in {
-                **({} if self.config.base is None else {BASE: self.config.base}),
-                **self.config.sources,
-            }.items()
-        }
+        self.models: dict[str, StudyNode] = {}
+        if self.config.base is not None:
+            self.models[BASE] = _given(BASE, self.config.base)
+        for name, source in self.config.sources.items():
+            self.models[name] = self.source(name, source)
         self.asked = digest_of(
             [
                 _settings(self.config.evaluate.settings),
@@ -106,15 +112,26 @@ class _Planner:
         made = tuple(self.table(name, entry) for name, entry in tables.items())
         return StudyPlan(self.loaded, self.tasks, made)
 
-    # --- texts ---
+    # --- sources and texts ---
 
-    def text(self, name: str, text: tuple[str, ...] | DataRecipe) -> StudyNode:
-        """Text of one source: files, or how they are made."""
+    def source(self, name: str, source: ModelRef | TunedSource) -> StudyNode:
+        if isinstance(source, ModelRef):
+            return _given(name, source)
+        start = self.models[BASE] if source.model is None else _given(BASE, source.model)
+        assert source.tune.data is not None  # which was checked
+        rows = self.text(name, source.tune.data, start)
+        return StudyNode.of("tune", name, _tuning(source.tune, None), (start, rows))
+
+    def text(
+        self, name: str, text: tuple[str, ...] | DataRecipe, by: StudyNode | None = None
+    ) -> StudyNode:
+        """Text of one source: files, or how they are made (by that source, or another model)."""
         if not isinstance(text, DataRecipe):
             return _files(name, text)
+        by = self.models[name] if by is None else by
         spec = {"file": text.file, "recipe": plain_settings(text)}
         made_of = [file for file in (*text.prompts, *text.text) if is_local(file)]
-        parents = (self.models[name], *(_files(name, (file,)) for file in made_of))
+        parents = (by, *(_files(name, (file,)) for file in made_of))
         return StudyNode.of("text", f"text {text.file}", spec, parents)
 
     def texts(self, data: Mapping[str, Any], names: Sequence[str]) -> dict[str, StudyNode]:
@@ -180,6 +197,8 @@ class _Planner:
         if entry.routers is not None:
             donor = self.donor(merge, entry.routers)
             return StudyNode.of("routers", name, {}, (start, donor))
+        if entry.tune is not None:
+            return self.tuned(merge, name, entry, start)
         block = entry.calibrate or entry.refit
         assert block is not None
         sources = self.repair_sources(merge, entry, block)
@@ -194,6 +213,16 @@ class _Planner:
         models = tuple(sources[source] for source in texts)
         kind: Kind = "calibrate" if entry.calibrate is not None else "refit"
         return StudyNode.of(kind, name, spec, (start, *models, *texts.values()))
+
+    def tuned(self, merge: str, name: str, entry: RepairEntry, start: StudyNode) -> StudyNode:
+        """Tuned after the merge: on rows of its own, or on the text of all that was merged."""
+        assert entry.tune is not None
+        if entry.tune.data is not None:
+            rows = [self.text(name, entry.tune.data, start)]
+        else:
+            data = self.config.texts[entry.text] if entry.text else self.config.data or {}
+            rows = list(self.texts(data, self.sources_of(merge)).values())
+        return StudyNode.of("tune", name, _tuning(entry.tune, entry.share), (start, *rows))
 
     def repair_sources(
         self, merge: str, entry: RepairEntry, block: CalibrationBlock | RefitBlock
@@ -323,6 +352,13 @@ def _files(name: str, files: Sequence[str]) -> StudyNode:
 def _task_words(task: BenchmarkTask, config: StudyConfig) -> list[Any]:
     data = config.evaluate.data.get(task.name) or ([task.data] if task.data else [])
     return [task.name, plain_settings(task.settings), _files(task.name, data).values["content"]]
+
+
+def _tuning(block: TuneBlock, share: float | None) -> dict[str, Any]:
+    """A preset fills in what was not given, so nothing else is said."""
+    values, settings = plain_settings(block.settings), block.settings
+    given = {name: values[name] for name in sorted(settings.model_fields_set) if name in values}
+    return {"settings": given, "share": share}
 
 
 def _settings(settings: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from moemerge.config.study_load import load_study
 from moemerge.config.translate import parse_settings
 from moemerge.errors import CheckpointError
 from moemerge.experiments.cells import Failure, SetCells, run_cells
+from moemerge.experiments.estimate import StudyEstimate, estimate
 from moemerge.experiments.journal import CellJournal
 from moemerge.experiments.plan import StudyPlan, plan_study
 from moemerge.experiments.plots import require_matplotlib
@@ -87,6 +88,9 @@ def run_study(
     if left:
         bench = bench_of(plan, out, settings)
         workers = workers_for(settings, len(left))
+        expected = expect(plan, out, settings)
+        expected.refuse()
+        progress.note(str(expected))
         failures = run_cells([SetCells(SET, bench, left)], journal, workers, progress)
         if not bench.keep_models and not failures:
             shutil.rmtree(bench.folder, ignore_errors=True)
@@ -97,6 +101,14 @@ def run_study(
     return StudyReport(
         summaries, tuple(failures), tuple(written), measured, len(plan.cells) - len(left)
     )
+
+
+def expect(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyEstimate:
+    """What a study takes from here on. Nothing is written, and nothing fetched."""
+    left = left_to_measure(plan, CellJournal(out, {}))
+    bench = bench_of(plan, out, settings)
+    jobs = workers_for(settings, max(1, len(left))).count
+    return estimate(plan, left, bench.folder, jobs=jobs, keep=bench.keep_models)
 
 
 class Known(CellJournal):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,19 +12,20 @@ from typing import Any
 
 from moemerge import api
 from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.locate import locate_data
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.config.data import DataRecipe
 from moemerge.config.refit import RefitSettings
 from moemerge.config.study import DiagnoseBlock, EvaluateBlock
+from moemerge.config.translate import parse_settings
+from moemerge.config.tuning import TuningSettings
 from moemerge.evaluation.folder import file_name
 from moemerge.experiments.problems import packed
 from moemerge.experiments.tree import StudyCell, StudyNode
-from moemerge.runtime.journals import journal_path
+from moemerge.runtime.journals import journal_path, saved_path
 from moemerge.text.rows import read_rows
 
 AUTO = "auto"
-# Only the order matters: what takes long goes first.
-COSTS = {"text": 10.0, "refit": 6.0, "calibrate": 5.0, "merge": 3.0, "routers": 1.0}
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,14 @@ class StudyBench:
     def is_given(self, node: StudyNode) -> bool:
         return node.is_given
 
-    def cost(self, node: StudyNode) -> float:
-        return COSTS[node.kind]
+    @property
+    def measuring(self) -> float:
+        """Before all else: a model that is measured can go, and its room is wanted."""
+        return math.inf
+
+    def urgency(self, node: StudyNode) -> float:
+        """What is made of what has just been made goes first, for the same reason."""
+        return float(node.depth)
 
     def nodes(self, cell: StudyCell) -> tuple[StudyNode, ...]:
         return cell.nodes
@@ -72,6 +80,7 @@ class StudyBench:
             "routers": self._swap,
             "calibrate": self._calibrate,
             "refit": self._refit,
+            "tune": self._tune,
         }
         makers[node.kind](node, out)
 
@@ -102,10 +111,23 @@ class StudyBench:
 
     def _refit(self, node: StudyNode, out: Path) -> None:
         settings = RefitSettings.model_validate(node.values["settings"])
-        update = {**self._device(settings), **self._limit(node)}
-        if "measure" in RefitSettings.model_fields:
-            update["measure"] = False
+        update = {"measure": False, **self._device(settings), **self._limit(node)}
         api.refit(settings=settings.model_copy(update=update), **self._repair(node, out))
+
+    def _tune(self, node: StudyNode, out: Path) -> None:
+        model, *texts = node.parents
+        settings = parse_settings(TuningSettings, node.values["settings"], f"study, {node.name}")
+        limit = _rows(node.values["share"], [self._files(text) for text in texts], len(texts))
+        update = {**self._device(settings), **limit}
+        # What was given stays given: a preset asks.
+        changed = {**{n: getattr(settings, n) for n in settings.model_fields_set}, **update}
+        api.tune(
+            self.path(model),
+            out,
+            data=[file for text in texts for file in self._files(text)],
+            settings=TuningSettings(**changed),
+            resume=saved_path(out).exists(),
+        )
 
     def _repair(self, node: StudyNode, out: Path) -> dict[str, Any]:
         merged, *others = node.parents
@@ -122,15 +144,14 @@ class StudyBench:
 
     def _limit(self, node: StudyNode) -> dict[str, int]:
         """Rows of each domain, where a repair uses a share of them: of the smallest one."""
-        share = node.values["share"]
-        if share is None:
-            return {}
         texts = node.parents[-len(node.values["sources"]) :]
-        fewest = min(len(read_rows(list(map(Path, self._files(text))))) for text in texts)
-        return {"limit": max(1, round(share * fewest))}
+        return _rows(node.values["share"], [self._files(text) for text in texts])
 
-    def _files(self, text: StudyNode) -> list[str]:
-        return [self.path(text)] if text.kind == "text" else list(text.values["files"])
+    def _files(self, text: StudyNode) -> list[Path]:
+        """Files of text on this machine; those of the hub are fetched where they are not there."""
+        if text.kind == "text":
+            return [Path(self.path(text))]
+        return [file for name in text.values["files"] for file in locate_data(name)]
 
     def _device(self, settings: Any) -> dict[str, str]:
         return {"device": self.device} if settings.device == AUTO else {}
@@ -207,6 +228,13 @@ class StudyBench:
                 "tokens": total.tokens,
             }
         return found
+
+
+def _rows(share: float | None, texts: Sequence[list[Path]], times: int = 1) -> dict[str, int]:
+    """The limit that leaves this share of the rows, `times` those of the smallest text."""
+    if share is None:
+        return {}
+    return {"limit": max(1, round(share * times * min(len(read_rows(files)) for files in texts)))}
 
 
 def with_paths(config: Any, paths: Mapping[str, str]) -> Any:

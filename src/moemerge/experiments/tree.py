@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-Kind = Literal["given", "files", "text", "merge", "routers", "calibrate", "refit"]
-MODELS: tuple[Kind, ...] = ("given", "merge", "routers", "calibrate", "refit")
+Kind = Literal["given", "files", "text", "merge", "routers", "calibrate", "refit", "tune"]
+MODELS: tuple[Kind, ...] = ("given", "merge", "routers", "calibrate", "refit", "tune")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class StudyNode:
     def digest(self) -> str:
         """Tells it from what is made of other things or in another way."""
         return digest_of([self.kind, self.values, [parent.digest for parent in self.parents]])
+
+    @cached_property
+    def depth(self) -> int:
+        """Steps from what is given."""
+        return 1 + max((parent.depth for parent in self.parents), default=-1)
 
     @property
     def slug(self) -> str:

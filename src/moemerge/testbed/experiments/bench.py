@@ -47,6 +47,7 @@ CHOICE = "testbed_choice.json"  # in a model's folder: which of several it is, a
 # Seconds of one core for the small preset; only their order matters.
 MERGING = {"fisher": 15.0, "wudi": 9.0, "regmean": 5.0}
 CALIBRATING = 5.0
+MEASURING = 2.0
 REFITTING = 20.0
 TUNING = 8.0
 
@@ -94,8 +95,12 @@ class Bench:
     def is_given(self, model: Model) -> bool:
         return isinstance(model, Trained)
 
-    def cost(self, model: Model) -> float:
-        """About how long a model takes to make."""
+    @property
+    def measuring(self) -> float:
+        return MEASURING
+
+    def urgency(self, model: Model) -> float:
+        """About how long a model takes to make: long tasks first, so that no worker ends alone."""
         if isinstance(model, Merged):
             return MERGING.get(model.method, 1.0)
         if isinstance(model, Calibrated):

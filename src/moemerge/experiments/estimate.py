@@ -1,0 +1,333 @@
+"""What a study will take, before any of it is done: bytes, tokens, and what is not there yet.
+
+Nothing is asked of the network. Bytes of a model that was never fetched are what the study's file
+says they are (`size`); tokens are bounds, or guesses from the length of a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.locate import hub_ids, is_here, is_local
+from moemerge.checkpoint.sizes import format_size, parse_size
+from moemerge.config.data import DataRecipe
+from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
+from moemerge.evaluation.catalogue import BenchmarkTask
+from moemerge.evaluation.job import generation_settings
+from moemerge.experiments.plan import StudyPlan
+from moemerge.experiments.tree import StudyCell, StudyNode
+from moemerge.runtime.devices import free_disk
+
+BYTES_PER_TOKEN = 4  # of English text, about
+KINDS = {
+    "given": "a model that is given",
+    "tune": "tuned",
+    "text": "text",
+    "merge": "merged",
+    "routers": "routers exchanged",
+    "calibrate": "calibrated",
+    "refit": "refitted",
+}
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """What a model or text takes to make."""
+
+    name: str
+    kind: str
+    made_of: tuple[str, ...]
+    bytes: int | None  # on disk; None where nobody knows
+    tokens: int | None  # read or written to make it: a bound, or a guess
+    there: bool  # made already
+
+
+@dataclass(frozen=True)
+class CellCost:
+    """What a measurement takes."""
+
+    name: str
+    models: tuple[str, ...]
+    completions: int | None
+    tokens: int | None  # at most so many to generate
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Something that must come from elsewhere."""
+
+    what: str
+    where: str  # "to fetch" from the hub, or "missing" here
+    needed_for: str
+
+
+@dataclass(frozen=True)
+class StudyEstimate:
+    """A study as it would run now."""
+
+    title: str
+    nodes: tuple[NodeCost, ...]
+    cells: tuple[CellCost, ...]
+    missing: tuple[Missing, ...]
+    peak_bytes: int | None  # of models on disk at one time
+    free_bytes: int
+    notices: tuple[str, ...] = field(default=())
+
+    @property
+    def tokens(self) -> int | None:
+        """Of all completions that are still to be made."""
+        left = [cell.tokens for cell in self.cells if not cell.measured]
+        return None if None in left else sum(t for t in left if t is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens": self.tokens}
+
+    def __str__(self) -> str:
+        left = [cell for cell in self.cells if not cell.measured]
+        models = [node for node in self.nodes if not node.there]
+        return (
+            f"{len(left)} of {len(self.cells)} cells to measure, {len(models)} models and texts to "
+            f"make; at most {shown_tokens(self.tokens)} tokens to generate; models take at most "
+            f"{shown_bytes(self.peak_bytes)} of disk at a time, {shown_bytes(self.free_bytes)} are "
+            "free"
+        )
+
+    def refuse(self) -> None:
+        """Raise where work cannot begin: files that are not there, or too small a disk."""
+        gone = [one for one in self.missing if one.where == "missing"]
+        if gone:
+            named = ", ".join(f"{one.what} ({one.needed_for})" for one in gone)
+            raise CheckpointError(f"not there: {named}", hint="give paths that exist, or hub ids")
+        if self.peak_bytes is not None and self.peak_bytes > self.free_bytes:
+            raise ResourceError(
+                f"the study needs {format_size(self.peak_bytes)} for its models, and the disk has "
+                f"{format_size(self.free_bytes)} free",
+                hint="`keep=results` drops models once they are measured; `work` puts them on "
+                "another disk",
+            )
+
+
+def shown_tokens(count: int | None) -> str:
+    return "an unknown number of" if count is None else f"{count:,}"
+
+
+def shown_bytes(count: int | None) -> str:
+    return "an unknown size" if count is None else format_size(count)
+
+
+def estimate(
+    plan: StudyPlan, left: Sequence[StudyCell], folder: Path, *, jobs: int, keep: bool
+) -> StudyEstimate:
+    """Of the cells that are `left`; models are made in `folder`, and stay where `keep` says so."""
+    sizes = _Sizes(plan)
+    nodes = plan.nodes(list(plan.cells.values()))
+    needed = set(plan.nodes(left))
+    costs = [
+        NodeCost(
+            name=node.name,
+            kind=KINDS[node.kind],
+            made_of=tuple(parent.name for parent in node.parents if parent.kind != "files"),
+            bytes=sizes.of(node),
+            tokens=_tokens(node),
+            there=node not in needed or _is_there(node, folder),
+        )
+        for node in nodes
+        if node.kind != "files"
+    ]
+    open_cells = {cell.name for cell in left}
+    cells = [_cell_cost(plan, cell, cell.name in open_cells) for cell in plan.cells.values()]
+    peak = _peak(left, sizes, folder, jobs=jobs, keep=keep)
+    return StudyEstimate(
+        title=plan.config.title,
+        nodes=tuple(costs),
+        cells=tuple(cells),
+        missing=tuple(_missing(plan, list(needed))),
+        peak_bytes=peak,
+        free_bytes=free_disk(folder),
+        notices=tuple(_notices(plan, peak)),
+    )
+
+
+def _is_there(node: StudyNode, folder: Path) -> bool:
+    if node.kind == "given":
+        return is_here(node.values["model"])
+    if node.kind == "text":
+        return os.path.exists(node.values["file"])
+    return (folder / node.slug).exists()
+
+
+class _Sizes:
+    """Bytes of models: a made one is as large as what it is made of."""
+
+    def __init__(self, plan: StudyPlan) -> None:
+        size = plan.config.size
+        self._default = None if size is None else parse_size(size)
+        self._known: dict[str, int | None] = {}
+
+    def of(self, node: StudyNode) -> int | None:
+        if not node.is_model:
+            return None
+        if node.digest not in self._known:
+            self._known[node.digest] = self._size(node)
+        return self._known[node.digest]
+
+    def _size(self, node: StudyNode) -> int | None:
+        if node.kind != "given":
+            return self.of(node.parents[0])
+        model = node.values["model"]
+        if is_here(model):
+            try:
+                with Checkpoint.open(model) as checkpoint:
+                    return sum(info.nbytes for info in checkpoint.tensors.values())
+            except MoeMergeError:
+                return self._default  # what is wrong with it is said when it is used
+        return self._default
+
+
+def _tokens(node: StudyNode) -> int | None:
+    """That are read or written to make it, about."""
+    if node.kind == "text":
+        return _written(DataRecipe.model_validate(node.values["recipe"]))
+    texts = [parent for parent in node.parents if not parent.is_model]
+    if not texts or (node.kind == "merge" and "data" not in node.values):
+        return None
+    lengths = [_length(text) for text in texts]
+    if None in lengths:
+        return None
+    total = sum(length for length in lengths if length is not None)
+    values = node.values.get("settings", {})
+    share = node.values.get("share") or 1.0
+    passes = values.get("epochs", 2.0) if node.kind == "tune" else 1.0
+    return int(total * share * passes)
+
+
+def _length(text: StudyNode) -> int | None:
+    """Tokens of text: guessed from its files, or what its recipe may write at most."""
+    if text.kind == "text" and not os.path.exists(text.values["file"]):
+        return _written(DataRecipe.model_validate(text.values["recipe"]))
+    files = [text.values["file"]] if text.kind == "text" else text.values["files"]
+    if not all(os.path.exists(file) for file in files):
+        return None
+    return sum(os.path.getsize(file) for file in files) // BYTES_PER_TOKEN
+
+
+def _written(recipe: DataRecipe) -> int | None:
+    """The most that a recipe lets its model write."""
+    if recipe.text or recipe.keep in ("prompt", "reference") or recipe.limit is None:
+        return None
+    return recipe.limit * recipe.samples * recipe.max_new_tokens
+
+
+def _cell_cost(plan: StudyPlan, cell: StudyCell, is_open: bool) -> CellCost:
+    completions = tokens = 0
+    known = True
+    for task in plan.tasks:
+        if task.settings.domain not in cell.domains:
+            continue
+        problems = _problems(plan, task)
+        if problems is None:
+            known = False
+            continue
+        settings = plan.config.evaluate.settings
+        asked = problems * settings.samples
+        completions += asked
+        tokens += asked * generation_settings(settings, task).max_new_tokens
+    return CellCost(
+        name=cell.name,
+        models=tuple(node.name for node in cell.models),
+        completions=completions if known else None,
+        tokens=tokens if known else None,
+        measured=not is_open,
+    )
+
+
+def _problems(plan: StudyPlan, task: BenchmarkTask) -> int | None:
+    limit, expected = plan.config.evaluate.limit, task.settings.problems
+    if expected is None:
+        return limit
+    return expected if limit is None else min(limit, expected)
+
+
+def _missing(plan: StudyPlan, nodes: Sequence[StudyNode]) -> Iterator[Missing]:
+    said: set[str] = set()
+    for node in nodes:
+        if node.kind == "given":
+            model = node.values["model"]
+            if model not in said and not is_here(model):
+                said.add(model)
+                yield Missing(model, _where(model, data=False), node.name)
+        elif node.kind == "files":
+            yield from _missing_files(node.values["files"], node.name, said)
+        elif node.kind == "text" and not os.path.exists(node.values["file"]):
+            recipe = node.values["recipe"]
+            inputs = [*recipe.get("prompts", ()), *recipe.get("text", ())]
+            inputs += recipe.get("against", ())
+            yield from _missing_files(inputs, node.name, said)
+    for task in plan.tasks:
+        files = plan.config.evaluate.data.get(task.name) or ([task.data] if task.data else [])
+        yield from _missing_files(files, f"task {task.name}", said)
+
+
+def _missing_files(files: Sequence[str], why: str, said: set[str]) -> Iterator[Missing]:
+    for file in files:
+        if file not in said and not is_here(file, data=True):
+            said.add(file)
+            yield Missing(file, _where(file, data=True), why)
+
+
+def _where(source: str, *, data: bool) -> str:
+    on_hub = not is_local(source) if data else bool(hub_ids(source))
+    return "to fetch" if on_hub else "missing"
+
+
+def _peak(
+    left: Sequence[StudyCell], sizes: _Sizes, folder: Path, *, jobs: int, keep: bool
+) -> int | None:
+    """The most that lies on disk at a time, cells being measured in their order, some at once."""
+    users: dict[StudyNode, set[int]] = {}
+    for number, cell in enumerate(left):
+        for node in _made(cell):
+            users.setdefault(node, set()).add(number)
+    most = present = 0
+    alive: set[StudyNode] = set()
+    for number, cell in enumerate(left):
+        for node in _made(cell):
+            if node not in alive:
+                size = sizes.of(node)
+                if size is None:
+                    return None
+                alive.add(node)
+                present += 0 if _is_there(node, folder) else size
+        most = max(most, present)
+        done = number - jobs + 1  # cells up to this one are finished
+        for node in [] if keep else [n for n in alive if max(users[n]) <= done]:
+            alive.discard(node)
+            present -= sizes.of(node) or 0
+    return most
+
+
+def _made(cell: StudyCell) -> list[StudyNode]:
+    found: dict[StudyNode, None] = {}
+
+    def visit(node: StudyNode) -> None:
+        for parent in node.parents:
+            visit(parent)
+        if node.is_model and not node.is_given:
+            found[node] = None
+
+    for node in cell.nodes:
+        visit(node)
+    return list(found)
+
+
+def _notices(plan: StudyPlan, peak: int | None) -> Iterator[str]:
+    if peak is None:
+        yield "the size of some models is not known here: `size:` in the study says it"
+    if any(_problems(plan, task) is None for task in plan.tasks):
+        yield "of some tasks the number of problems is not known before they are fetched"
