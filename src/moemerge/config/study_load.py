@@ -12,7 +12,7 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 from moemerge.config.faults import Fault, Path
-from moemerge.config.load import FaultReporter, read_document
+from moemerge.config.reading import FaultReporter, read_document
 from moemerge.config.study import AS_MERGED, AVERAGE, BASE, StudyConfig, TunedSource
 from moemerge.config.translate import WorkingCopy, validate
 from moemerge.config.yaml_lines import Document, read_yaml
@@ -63,10 +63,10 @@ class LoadedStudy:
     where: str
     document: Document
 
-    def merge_document(self, name: str, data: Mapping[str, Any]) -> tuple[str, Document]:
-        """A merge with what the study fills in, as a config of its own."""
+    def merge_reporter(self, name: str, data: Mapping[str, Any]) -> FaultReporter:
+        """Of a merge with what the study fills in, as a config of its own."""
         part = PartDocument(data=data, whole=self.document, prefix=("merges", name))
-        return f"{self.where}, merge {name!r}", part
+        return FaultReporter(f"{self.where}, merge {name!r}", part, lenient=False)
 
     def refuse(self, faults: Iterable[Fault]) -> None:
         """Raise ConfigError where there are any."""

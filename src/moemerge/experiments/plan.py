@@ -145,7 +145,7 @@ class _Planner:
         self.loaded.refuse(self.merge_faults(name, raw))
         data = self.filled(raw)
         check_document(
-            *self.loaded.merge_document(name, data),
+            self.loaded.merge_reporter(name, data),
             schemas=self.schemas,
             wrappers=wrapper_schemas(),
         )
