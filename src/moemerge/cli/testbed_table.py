@@ -16,7 +16,7 @@ from moemerge.errors import NumericalError, UsageError
 
 if TYPE_CHECKING:
     from moemerge.cli.render import NumberTable
-    from moemerge.experiments.report import TextTable
+    from moemerge.experiments.text_tables import TextTable
     from moemerge.testbed.experiments import TableRequest, TablesResult
 
 EXAMPLES = """

@@ -17,6 +17,7 @@ from moemerge.config.data import NamedTexts, Text
 from moemerge.config.evaluation import EvaluationSettings
 from moemerge.config.faults import FaultsError, listed, shown
 from moemerge.config.fields import (
+    ChatTemplateField,
     Files,
     ModelField,
     ModelForm,
@@ -180,6 +181,9 @@ class StudyConfig(Strict):
     title: str = Field("Study", description="what the page is called")
     about: str = Field("", description="what is studied, in a sentence")
     base: ModelField | None = Field(None, description="the model that sources were tuned from")
+    chat_template: ChatTemplateField | None = Field(
+        None, description="given to the base before sources are tuned from it: a name, or Jinja"
+    )
     size: str | None = Field(
         None, description="size of one model, such as 13.8GB, for estimates before it is fetched"
     )

@@ -122,20 +122,28 @@ def overlaid(below: Any, above: Any) -> Any:
 
 def _read(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
     where, document = read_document(source)
-    layers = [(where, document)]
-    file = FilePath(where)
-    while EXTENDS in layers[-1][1].data:
-        parent = layers[-1][1].data[EXTENDS]
-        if not isinstance(parent, str) or len(layers) > MOST_LAYERS:
-            raise ConfigError(
-                f"{layers[-1][0]}: `{EXTENDS}` is {parent!r}",
-                hint="expected the name of a study file, beside this one, that ends somewhere",
-            )
-        file = file.parent / parent
-        layers.append(read_document(file))
+    layers = _layers(where, document, MOST_LAYERS)
     if len(layers) == 1:
         return where, document
     return where, _laid_over(layers[:-1], layers[-1][1], layers[-1][0])
+
+
+def _layers(where: str, document: Document, most: int) -> list[tuple[str, Document]]:
+    """A file and those that it extends, the topmost first: of several the last counts most."""
+    if EXTENDS not in document.data:
+        return [(where, document)]
+    given = document.data[EXTENDS]
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or most == 0:
+        raise ConfigError(
+            f"{where}: `{EXTENDS}` is {given!r}",
+            hint="expected names of study files, from this file's folder, that end somewhere",
+        )
+    layers = [(where, document)]
+    for name in reversed(names):
+        file = FilePath(where).parent / name
+        layers += _layers(*read_document(file), most - 1)
+    return layers
 
 
 def _laid_over(
@@ -144,8 +152,8 @@ def _laid_over(
     below = lowest.layers if isinstance(lowest, LayeredDocument) else [(name, lowest)]
     data, faults = lowest.data, list(lowest.faults)
     for _where, document in reversed(layers):
-        own = {key: value for key, value in document.data.items() if key != EXTENDS}
-        data, faults = overlaid(data, own), [*faults, *document.faults]
+        data, faults = overlaid(data, document.data), [*faults, *document.faults]
+    data = {key: value for key, value in data.items() if key != EXTENDS}
     return LayeredDocument(data, lowest.lines, faults, [*layers, *below])
 
 

@@ -127,7 +127,7 @@ def estimate(
     """Of the cells that are `left`; models are made in `folder`, and stay where `keep` says so."""
     sizes = _Sizes(plan)
     nodes = plan.nodes(list(plan.cells.values()))
-    needed = set(plan.nodes(left))
+    needed = dict.fromkeys(plan.nodes(left))
     costs = [
         NodeCost(
             name=node.name,

@@ -92,8 +92,9 @@ class _Planner:
         self.tasks = tuple(find_task(name) for name in dict.fromkeys(self.config.evaluate.tasks))
         self.domains = tuple(dict.fromkeys(task.settings.domain for task in self.tasks))
         self.models: dict[str, StudyNode] = {}
+        self.written: dict[str, StudyNode] = {}  # by the file that a recipe makes
         if self.config.base is not None:
-            self.models[BASE] = _given(BASE, self.config.base)
+            self.models[BASE] = self.base(self.config.base)
         for name, source in self.config.sources.items():
             self.models[name] = self.source(name, source)
         self.asked = digest_of(
@@ -114,6 +115,16 @@ class _Planner:
 
     # --- sources and texts ---
 
+    def base(self, ref: ModelRef) -> StudyNode:
+        """As it is given, or with the chat template that its tunings learn."""
+        given = _given(BASE, ref)
+        if self.config.chat_template is None:
+            return given
+        models = [_with_name({"model": BASE})]
+        template = {"merge_method": "passthrough", "models": models}
+        template["chat_template"] = self.config.chat_template
+        return StudyNode.of("merge", BASE, template, (given,))
+
     def source(self, name: str, source: ModelRef | TunedSource) -> StudyNode:
         if isinstance(source, ModelRef):
             return _given(name, source)
@@ -132,7 +143,12 @@ class _Planner:
         spec = {"file": text.file, "recipe": plain_settings(text)}
         made_of = [file for file in (*text.prompts, *text.text) if is_local(file)]
         parents = (by, *(_files(name, (file,)) for file in made_of))
-        return StudyNode.of("text", f"text {text.file}", spec, parents)
+        node = StudyNode.of("text", f"text {text.file}", spec, parents)
+        first = self.written.setdefault(text.file, node)
+        if first.spec != node.spec or (first != node and not text.text):
+            words = f"text of {name!r} is made in another way than other text of the same file"
+            self.loaded.refuse([Fault((), f"{words}, {text.file}")])
+        return first  # plain text is the same whoever reads it
 
     def texts(self, data: Mapping[str, Any], names: Sequence[str]) -> dict[str, StudyNode]:
         return {name: self.text(name, data[name]) for name in names if name in data}

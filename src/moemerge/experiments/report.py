@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from moemerge.evaluation.report import PairedDifference
@@ -13,23 +12,10 @@ from moemerge.evaluation.significance import Mean, PairedTest
 from moemerge.experiments.plots import draw
 from moemerge.experiments.summary import Comparison, RowSummary, Summary
 from moemerge.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE
+from moemerge.experiments.text_tables import TextTable
 
 SIGNIFICANT = 0.05
 LEAST_P = 1e-20  # below this nobody cares
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """Headings and rows of plain text; the first `left` columns are words."""
-
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    left: int = 2
-
-    def markdown(self) -> str:
-        bars = ["---" if n < self.left else "---:" for n in range(len(self.headings))]
-        lines = [self.headings, tuple(bars), *self.rows]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main_table(summary: Summary) -> TextTable:
@@ -282,6 +268,10 @@ def write_report(
             drawn[summary.name] = files[0]
             written += files
         written.append(_write(folder / f"{summary.name}.md", markdown(summary)))
+        if summary.rows:
+            table = main_table(summary)
+            written.append(_write(folder / f"{summary.name}.tex", table.latex()))
+            written.append(_write(folder / f"{summary.name}.csv", table.csv()))
     pages = "\n\n".join(markdown(s, drawn.get(s.name)) for s in summaries)
     page = _page(title, summaries, drawn)
     written.insert(0, _write(folder / ALL_TABLES, f"# {title}\n\n{legend(summaries)}\n\n{pages}"))

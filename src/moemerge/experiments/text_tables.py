@@ -1,0 +1,63 @@
+"""A table as text: for pages, papers and programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+# What LaTeX reads as its own, and letters that its fonts may lack.
+_LATEX: Final = str.maketrans(
+    {
+        **{mark: f"\\{mark}" for mark in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"$<$",
+        ">": r"$>$",
+        "±": r"$\pm$",
+        "−": r"$-$",
+        "Δ": r"$\Delta$",
+        "α": r"$\alpha$",
+        "γ": r"$\gamma$",
+        "λ": r"$\lambda$",
+    }
+)
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """Headings and rows of plain text; the first `left` columns are words."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 2
+
+    def markdown(self) -> str:
+        bars = ["---" if n < self.left else "---:" for n in range(len(self.headings))]
+        lines = [self.headings, tuple(bars), *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def csv(self) -> str:
+        """Comma-separated, with quotes where they are needed."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.headings, *self.rows])
+        return text.getvalue()
+
+    def latex(self) -> str:
+        """A tabular with booktabs' rules; a rule stands where the first column changes."""
+        words = "l" * self.left + "r" * (len(self.headings) - self.left)
+        lines = [rf"\begin{{tabular}}{{{words}}}", r"\toprule", _line(self.headings), r"\midrule"]
+        for before, row in pairwise([None, *self.rows]):
+            assert row is not None  # only the first has nothing before it
+            again = before is not None and before[0] == row[0]
+            if before is not None and not again:
+                lines.append(r"\midrule")
+            lines.append(_line(("", *row[1:]) if again else row))
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return f"{' & '.join(cell.translate(_LATEX) for cell in cells)} \\\\"
