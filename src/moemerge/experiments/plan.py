@@ -35,7 +35,7 @@ from moemerge.experiments.tree import Kind, StudyCell, StudyNode, digest_of
 from moemerge.registry import did_you_mean
 from moemerge.runtime.files import file_digest
 
-ALL = "results"  # the table of a study that names none
+ALL = "table"  # the table of a study that names none
 # Settings that say where work is done, and how fast: no number depends on them.
 IDLE = ("device", "offload", "workers", "batch_size", "url", "served_model", "measure", "draws")
 
