@@ -10,7 +10,16 @@ from typer.testing import CliRunner
 from moemerge import api
 from moemerge.cli.app import app
 from moemerge.testbed.accuracy import RoutingAgreement, compare_routing
-from moemerge.testbed.demo import AS_MERGED, AVERAGED, HARC, SOURCE, SPECIALIST, DemoRow, findings
+from moemerge.testbed.demo import (
+    AS_MERGED,
+    AVERAGED,
+    HARC,
+    REFIT,
+    SOURCE,
+    SPECIALIST,
+    DemoRow,
+    findings,
+)
 from moemerge.testbed.experiments.recipes import merge_config
 from moemerge.testbed.experiments.texts import held_out_text
 from moemerge.testbed.training import bundled_set
@@ -45,9 +54,9 @@ def test_every_row_is_a_model_that_was_made_and_measured(trained, tmp_path):
     found = json.loads(result.stdout)
     rows = {(row["model"], row["routers"]): row for row in found["rows"]}
     assert list(rows)[:3] == [("base", ""), ("math", SPECIALIST), ("code", SPECIALIST)]
-    for method in ("WUDI", "TIES"):
+    for method, more in (("WUDI", [REFIT]), ("TIES", [])):
         made = [routers for name, routers in rows if name == method]
-        assert made == [AS_MERGED, AVERAGED, HARC, SOURCE]
+        assert made == [AS_MERGED, AVERAGED, HARC, SOURCE, *more]
     # What is shown is what the folder's model does.
     text = (folder / "math-held-out.jsonl").read_text().splitlines()
     held_out = [json.loads(line)["text"] for line in text]
@@ -102,7 +111,9 @@ def test_findings_say_what_the_numbers_say_whichever_way_they_went():
     for method in ("WUDI", "TIES"):
         rows += [row(method, AS_MERGED, 0.5, 0.4), row(method, AVERAGED, 0.55, 0.3)]
         rows += [row(method, HARC, 0.48, 0.2), row(method, SOURCE, 0.62, 0.15)]
-    wudi, ties = findings(rows)
+    rows.insert(-4, row("WUDI", REFIT, 0.66, 0.1))
+    wudi, refit, ties = findings(rows)
+    assert refit == "WUDI: refitting every linear map wins 16.0."
     assert wudi.startswith("WUDI: merging changed 40% of the specialists' expert choices")
     assert "cost 20.0 of the 70.0 points they score" in wudi
     assert "HARC wins -2.0 of them back, with source targets 12.0" in wudi

@@ -55,7 +55,7 @@ def demo(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Merge the specialists that come with moemerge, calibrate the routers, and compare."""
+    """Merge the specialists that come with moemerge, calibrate routers, refit maps, and compare."""
     from dataclasses import asdict
 
     from moemerge import api

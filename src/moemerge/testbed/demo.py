@@ -1,4 +1,4 @@
-"""The demo: merge specialists, see routing break, calibrate, see it heal."""
+"""The demo: merge specialists, see routing break, calibrate, see it heal; refit the rest."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from moemerge.testbed.training import TrainedSet
 
 DOMAINS = ("math", "code")
 SHOWN = ("wudi", "ties")
+REFITTED = "wudi"  # one is enough to see it, and takes as long as three calibrations
 PROBLEMS = 500  # of each domain
 HELD_OUT = 100  # of them, whose tokens show the routing
 ROWS = 256  # of calibration text of each domain
@@ -29,6 +30,7 @@ AS_MERGED = "as merged"
 AVERAGED = "averaged"
 HARC = "HARC"
 SOURCE = "HARC, source targets"
+REFIT = "refit, all maps"
 TARGETS: dict[str, Targets] = {HARC: "merged-features", SOURCE: "source-features"}
 
 
@@ -85,6 +87,10 @@ class Demo:
                 out = self.folder / f"{method}-calibrated-{targets}"
                 self._calibrate(merged, out, targets)
                 yield self._measured(METHODS[method].title, label, out, clock)
+            if method == REFITTED:
+                clock = _Clock()
+                refitted = self._refit(merged, self.folder / f"{method}-refitted")
+                yield self._measured(METHODS[method].title, REFIT, refitted, clock)
 
     def write_page(self, method: str = SHOWN[0]) -> Path:
         """Diagnose one merge beside its repaired versions, and write what was found as a page."""
@@ -97,6 +103,7 @@ class Demo:
             against=[
                 self.folder / f"{method}-averaged-routers",
                 *(self.folder / f"{method}-calibrated-{t}" for t in TARGETS.values()),
+                *([self.folder / f"{method}-refitted"] if method == REFITTED else []),
             ],
             report=page,
             device=self._device,
@@ -119,6 +126,18 @@ class Demo:
             holdout=0.0,  # the demo measures on problems of its own
             device=self._device,
         )
+
+    def _refit(self, merged: Path, out: Path) -> Path:
+        api.refit(
+            merged,
+            out,
+            sources=self._models,
+            data=self._data,
+            limit=ROWS,
+            device=self._device,
+            dtype="float32",  # many CPUs are slow at the bfloat16 that is stored
+        )
+        return out
 
     def _measured(self, model: str, routers: str, path: Path, clock: _Clock) -> DemoRow:
         solved = {
@@ -183,6 +202,9 @@ def findings(rows: list[DemoRow]) -> list[str]:
             f"targets {_points(source.mean - merged.mean)}; routers merely averaged, the control, "
             f"{_points(averaged.mean - merged.mean)}."
         )
+        if REFIT in by:
+            gained = _points(by[REFIT].mean - merged.mean)
+            sentences.append(f"{title}: refitting every linear map wins {gained}.")
     return sentences
 
 
