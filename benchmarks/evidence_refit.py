@@ -57,6 +57,7 @@ REGIMES = ("soft", "plain")
 ARCHITECTURES = ("olmoe", "qwen3_moe")
 ENDED = "ended"  # a trainer's last word, in the folder of its sets
 TEST_PROBLEMS = 60  # a set's own accuracy is not what is looked at here
+NEEDED = 8e9  # bytes: twenty sets of the small preset, what trains, and models being measured
 WRITING = 6.0  # seconds kept for the tables
 TIME_IS_UP = "the time limit"
 # Of clients of one GPU: the training that everything waits for comes before all else.
@@ -88,6 +89,7 @@ def main() -> None:
         keep_to(args.core)
         train(request_of(args), args.train)
     else:
+        args.work = roomy(args.work)
         measure(args)
 
 
@@ -109,6 +111,13 @@ def request_of(args: argparse.Namespace) -> TableRequest:
         scale=Scale(args.problems, held_out, args.rows, args.tuning_steps),
         steps_scale=args.steps_scale,
     )
+
+
+def roomy(folder: Path | None) -> Path | None:
+    """Or the usual place for temporary files, where a folder has no room for all sets."""
+    if folder is None or not folder.exists() or shutil.disk_usage(folder).free >= NEEDED:
+        return folder
+    return Path(tempfile.gettempdir())
 
 
 def models_of(request: TableRequest) -> Path:
@@ -169,6 +178,7 @@ def start_training(
         (request.sets / f"{arch}.{ENDED}").unlink(missing_ok=True)
         environment = {**os.environ, PRIORITY: "0" if number == 0 else "1"}
         command = [sys.executable, __file__, *sys.argv[1:], "--train", arch]
+        command += ["--work", str(args.work)] if args.work else []
         if spare:  # a core of its own, which no worker uses
             command += ["--core", str(spare[number])]
         log = (args.out / f"training-{arch}.log").open("wb")
