@@ -231,7 +231,7 @@ def output_files(
     earlier = earlier_report(folder)
     config = _resolved_config(request, folder / CONFIG_NAME, report)
     # What earlier repairs did stays true where this one comes later in the order.
-    before = ("merge", *REPAIRS[: REPAIRS.index(report.part)])
+    before = ("merge", TUNING, *REPAIRS[: REPAIRS.index(report.part)])
     parts = {**{name: earlier.get(name) for name in before}, report.part: report.to_json()}
     return {
         CONFIG_NAME: config.encode(),
@@ -299,6 +299,7 @@ def _card(written: Path, earlier: Mapping[str, Any], report: RepairReport, confi
 # A repair repeats it in its own report and card, and does not depend on it: what is not ours,
 # damaged or edited by hand has nothing to tell.
 REPAIRS = ("calibration", "refit")  # blocks of a config, parts of a report
+TUNING = "tuning"  # the part of a training
 
 
 def earlier_report(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from moemerge.checkpoint import hub_ids
 from moemerge.config.dump import dump_document
-from moemerge.lockstep.repairs import earlier_report
+from moemerge.lockstep.repairs import TUNING, earlier_report
 from moemerge.report.files import (
     CARD_NAME,
     CONFIG_NAME,
@@ -23,7 +23,6 @@ from moemerge.report.files import (
 )
 from moemerge.version import __version__
 
-PART: Final = "tuning"  # of moemerge_report.json
 MOST_POINTS: Final = 1000  # of the curve in a report
 
 
@@ -109,7 +108,7 @@ def output_files(report: TuningReport, folder: Path) -> dict[str, bytes]:
     config = dump_document({"tune": _command(report)})
     earlier = earlier_report(folder)
     parts = {n: part for n, part in earlier.items() if isinstance(part, dict)}
-    document = report_document(__version__, **{**parts, PART: report.to_json()})
+    document = report_document(__version__, **{**parts, TUNING: report.to_json()})
     card = model_card(
         title=Path(report.output).name,
         summary=_summary(report),
