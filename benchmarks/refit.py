@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import resource
 import subprocess
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--link", action="store_true", help="sources share the merged layers")
     parser.add_argument("--no-write", action="store_true", help="end with the last map fitted")
     parser.add_argument("--prepare", action="store_true", help="make models and text, and end")
+    parser.add_argument("--verbose", action="store_true", help="times after every layer")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of refit")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -82,6 +84,9 @@ def refit(spec: dict[str, Any]) -> None:
 
     own_process()
     keep_few_kernels()
+    if spec["verbose"]:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("moemerge.refitting").setLevel(logging.DEBUG)
     request = RefitRequest(
         merged=spec["merged"],
         out=Path(spec["out"]),
@@ -146,6 +151,7 @@ def run_once(
         "data": data,
         "settings": {**settings, "device": args.device},
         "write": not args.no_write,
+        "verbose": args.verbose,
         "report": str(args.work / "report.json"),
         "begun": time.time(),
     }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import NumericalError
-from moemerge.refitting.ridge import RIDGES, Factor, choose_ridge, fit_map
+from moemerge.refitting.ridge import RIDGES, Factor, RidgeRule, choose_ridge, fit_map
 from moemerge.refitting.sums import FitSums, add_gram
 from moemerge.refitting.writes import Write, find_writes
 
@@ -129,6 +129,18 @@ def test_the_chosen_ridge_is_the_best_of_all(tokens: int, noise: float) -> None:
 
 def test_noise_wants_more_ridge() -> None:
     assert choose_ridge([problem(30, 3.0)]).ridge > choose_ridge([problem(400, 0.1)]).ridge
+
+
+def test_a_search_begins_where_the_last_one_of_its_kind_ended() -> None:
+    one, other = [problem(30, 3.0)], [problem(400, 0.1)]
+    rule = RidgeRule()
+    assert rule.choose("q", one) == choose_ridge(one).ridge == rule.last["q"]
+    rule.choose("k", other)
+    assert rule.last == {"q": choose_ridge(one).ridge, "k": choose_ridge(other).ridge}
+    again = choose_ridge(one, start=rule.last["q"])
+    assert again.ridge == rule.choose("q", one)
+    assert len(again.errors) <= 3  # there and on both sides
+    assert RidgeRule(0.25).choose("q", []) == 0.25
 
 
 def test_a_map_that_loses_on_held_out_tokens_stays_as_merged() -> None:

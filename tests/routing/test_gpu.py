@@ -16,8 +16,9 @@ from moemerge.routing import (
 )
 from moemerge.routing.curvature import Curvature
 from moemerge.routing.exact import minimise_divergence
+from moemerge.routing.inverses import KroneckerFactors
 from moemerge.routing.products import FusedFeatures, features_of
-from moemerge.routing.solve import build_operator
+from moemerge.routing.solve import build_operator, solve_system
 from routing.problems import GATES, make_domains
 
 pytestmark = [
@@ -25,6 +26,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SOFTMAX = GATES["softmax"]
+
+
+def trace(h: torch.Tensor) -> torch.Tensor:
+    return h.sum(dim=-1)
 
 
 def on_gpu(domain: DomainFeatures) -> DomainFeatures:
@@ -81,6 +86,30 @@ def test_solution_does_not_depend_on_the_device(kind: Preconditioner, dtype: tor
     assert float((b - truth.mv(gpu.weight.cpu())).norm() / b.norm()) < 1.5e-6
     move = (cpu.weight - start).norm()
     assert float((cpu.weight - gpu.weight.cpu()).norm() / move) < 1e-4
+
+
+@pytest.mark.parametrize("tokens", [5000, 100_000])
+@pytest.mark.parametrize("width", [64, 512])
+def test_kronecker_is_as_good_as_on_a_cpu(width: int, tokens: int) -> None:
+    domains = problem(width=width, tokens=tokens)
+    settings = SolveSettings(preconditioner=Preconditioner.KRONECKER)
+    cpu, gpu = (
+        build_operator(SOFTMAX, there, settings)
+        for there in (domains, [on_gpu(d) for d in domains])
+    )
+
+    def error(got: torch.Tensor, want: torch.Tensor) -> float:
+        return float((got.cpu().double() - want.double()).norm() / want.double().norm())
+
+    for one, other in zip(cpu.statistics, gpu.statistics, strict=True):
+        assert error(other.mean_hessian(), one.mean_hessian()) < 1e-4
+        assert error(other.gram(trace), one.gram(trace)) < 1e-2
+    factors = KroneckerFactors.of(gpu)
+    turned = factors.vectors_x.T @ factors.vectors_x
+    assert error(turned, torch.eye(width)) < 1e-4 * width**0.5
+    start = torch.stack([d.router for d in domains]).mean(dim=0) * 0.5
+    steps = [solve_system(a, start.to(a.device), settings).cg.steps for a in (cpu, gpu)]
+    assert steps[1] <= steps[0] + 8  # a GPU is looked at every few steps
 
 
 def test_metrics_and_the_exact_objective() -> None:

@@ -19,7 +19,7 @@ from moemerge.features.taps import ExpertsTap, ExpertView
 from moemerge.features.tokens import sort_by_expert
 from moemerge.refitting.domains import Affine, DomainScales, joined
 from moemerge.refitting.linear import blocks
-from moemerge.refitting.ridge import Factor, Fit, choose_ridge, fit_map
+from moemerge.refitting.ridge import Factor, Fit, RidgeRule, fit_map
 from moemerge.refitting.sums import FitSums
 from moemerge.runtime import ranks
 from moemerge.runtime.gpu import Beside
@@ -131,22 +131,23 @@ class ProjectionFit:
 
     stack: ExpertStack
     which: str  # up (with gate) or down
+    kind: str  # of map; those of one kind have much the same λ
     count: int
     stored: torch.dtype
     scales: DomainScales
 
     def run(
-        self, routings: Sequence[RoutedDomain], problem: Problem, ridge: float | None
+        self, routings: Sequence[RoutedDomain], problem: Problem, rule: RidgeRule
     ) -> tuple[Fit, ...]:
         """Fit every expert and put it into place. Experts do not read each other's outputs, so
         their order does not matter, and ranks fit them in turns."""
         device = routings[0].x.device
         ready: dict[int, tuple[FitSums, FitSums]] = {}
-        if ridge is None:
+        if rule.fixed is None:
             sampled = _sample(routings, self.count)
             ready = {expert: self._sums(routings, problem, expert) for expert in sampled}
-            own = [ready[expert] for expert in sampled if _is_own(expert)]
-            ridge = choose_ridge(own, added_up=partial(ranks.sum_of, device=device)).ridge
+        own = [sums for expert, sums in ready.items() if _is_own(expert)]
+        ridge = rule.choose(self.kind, own, partial(ranks.sum_of, device=device))
         # A factorisation leaves most of a GPU idle: an expert is fitted beside the next one's sums.
         beside = Beside(device)
         fits: dict[int, Fit] = {}

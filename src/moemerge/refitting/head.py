@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moemerge.refitting.domains import Affine, DomainScales
 from moemerge.refitting.linear import Inputs, Missing, fitted_by_lead, sum_up
-from moemerge.refitting.ridge import Factor, Fit, choose_ridge, fit_map
+from moemerge.refitting.ridge import Factor, Fit, RidgeRule, fit_map
 from moemerge.runtime import ranks
 from moemerge.text.batches import Batch
 
@@ -27,7 +27,7 @@ def fit_head(
     inputs: Inputs,
     theirs: Mapping[int, Tensor],
     scales: DomainScales,
-    ridge: float | None,
+    rule: RidgeRule,
     stored: torch.dtype,
 ) -> tuple[Tensor, Fit]:
     """The head's new weight. `theirs` are the sources' final states, by id of the batch."""
@@ -42,11 +42,12 @@ def fit_head(
         return of
 
     count = merged.weight.shape[0]
-    if ridge is None:
+    sampled = []
+    if rule.fixed is None:
         some = slice(0, count, max(1, count // SAMPLED))
         rows = len(range(*some.indices(count)))
-        sampled = sum_up(inputs, rows, missing(some), scales)
-        ridge = ranks.made_by_lead(lambda: choose_ridge([sampled]).ridge)
+        sampled = [sum_up(inputs, rows, missing(some), scales)]
+    ridge = ranks.made_by_lead(lambda: rule.choose("head", sampled))
     factor: Factor | None = None
     new, fits = torch.empty_like(merged.weight, dtype=stored), []
     for begin in range(0, count, GROUP):

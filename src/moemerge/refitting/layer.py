@@ -25,7 +25,8 @@ from moemerge.refitting.experts import (
 )
 from moemerge.refitting.linear import Inputs, Missing, fit_linear, fitted_by_lead, sum_up
 from moemerge.refitting.plan import LayerPlan
-from moemerge.refitting.report import ExpertsRow, MapRow, Row
+from moemerge.refitting.report import ExpertsRow, MapRow, Row, kind_of_map
+from moemerge.refitting.ridge import RidgeRule
 from moemerge.refitting.targets import HiddenState, LayerView
 from moemerge.refitting.writes import Write
 from moemerge.text.batches import Batch
@@ -57,7 +58,7 @@ class LayerFitter:
     merged: LayerView
     sources: Mapping[str, LayerView]  # by domain
     scales: DomainScales
-    ridge: float | None  # None: held-out rows choose
+    ridge: RidgeRule
     stored: Callable[[str], torch.dtype]  # of a parameter by its name in memory
     notices: list[str] = field(default_factory=list)
     _shared: Inputs | None = None
@@ -92,7 +93,11 @@ class LayerFitter:
         sums = sum_up(inputs, tap.shape[0], missing, self.scales)
         old = parameter(self.merged.model, tap.weight)
         stored = self.stored(tap.weight)
-        weight, fit = fitted_by_lead(lambda: fit_linear(old, sums, self.ridge, stored))
+        weight, fit = fitted_by_lead(
+            lambda: fit_linear(
+                old, sums, self.ridge.choose(kind_of_map(tap.weight), [sums]), stored
+            )
+        )
         with torch.no_grad():
             old.copy_(weight)
         self._forget(tap.path)
@@ -156,8 +161,9 @@ class LayerFitter:
 
         fits: list[Row] = []
         for which in ("up", "down"):
+            name = getattr(tap, which)
             fitting = ProjectionFit(
-                stack, which, tap.count, self.stored(getattr(tap, which)), self.scales
+                stack, which, kind_of_map(name), tap.count, self.stored(name), self.scales
             )
             place = self.structure.place(tap.path)
             if which == "up":
@@ -167,7 +173,7 @@ class LayerFitter:
             else:
                 problem, target = self._last(stack, batches, place), "hidden state"
             fitted = fitting.run(routings, problem, self.ridge)
-            fits.append(ExpertsRow(getattr(tap, which), target, fitted))
+            fits.append(ExpertsRow(name, target, fitted))
         self._forget(tap.path)
         return fits
 

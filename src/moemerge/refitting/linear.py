@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moemerge.refitting.domains import DomainScales
-from moemerge.refitting.ridge import Factor, Fit, choose_ridge, fit_map
+from moemerge.refitting.ridge import Factor, Fit, fit_map
 from moemerge.refitting.sums import FitSums
 from moemerge.runtime import ranks
 from moemerge.text.batches import Batch
@@ -68,12 +68,10 @@ def blocks(tokens: int, width: int, device: torch.device) -> Iterator[slice]:
 
 
 def fit_linear(
-    merged: Tensor, sums: tuple[FitSums, FitSums], ridge: float | None, stored: torch.dtype
+    merged: Tensor, sums: tuple[FitSums, FitSums], ridge: float, stored: torch.dtype
 ) -> tuple[Tensor, Fit]:
-    """A map's new weight (out, in) at `ridge`, or at the one that held-out rows choose (None)."""
+    """A map's new weight (out, in)."""
     calibration, held = sums
-    if ridge is None:
-        ridge = choose_ridge([sums]).ridge
     return fit_map(merged, calibration, held, Factor(calibration.gram, ridge), stored)
 
 

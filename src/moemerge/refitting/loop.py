@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -20,9 +21,12 @@ from moemerge.refitting.layer import LayerFitter
 from moemerge.refitting.linear import Inputs
 from moemerge.refitting.plan import LayerPlan, RefitPlan, stored_experts, stored_linear
 from moemerge.refitting.report import LayerRow, MapRow, RouterRow, Row
+from moemerge.refitting.ridge import RidgeRule
 from moemerge.refitting.routers import RouterJob
 from moemerge.refitting.streams import RefitStreams, require_finite
 from moemerge.text.batches import Batch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class RefitLoop:
     units: UnitMap
     routers: RouterJob
     scales: DomainScales
-    ridge: float | None
+    ridge: RidgeRule
     on_done: Callable[[FinishedLayer], None]
     done_before: Collection[int] = ()  # layers that a killed run had finished
     _fitter: LayerFitter | None = None
@@ -156,6 +160,13 @@ class RefitLoop:
             notices=tuple(fitter.notices),
         )
         self.on_done(FinishedLayer(self._stored_tensors(fitter.plan), row))
+        self._log_times(fitter.plan.number)
+
+    def _log_times(self, layer: int) -> None:
+        if logger.isEnabledFor(logging.DEBUG):  # it waits for the device
+            parts = self.streams.merged.stream.stopwatch.totals().items()
+            spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts)
+            logger.debug("layer %d is done; so far %s", layer, spent)
 
     def _require_all_ran(self, fitter: LayerFitter) -> None:
         # Some matrices are read by the model's code without their module: nothing stops there.

@@ -226,11 +226,14 @@ def both_left(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float 
 
 
 def kind_of(row: Mapping[str, Any]) -> str:
-    """The last word of a map's name: q_proj, experts.down_proj, router, ..."""
-    if "router" in row:
-        return "router"
-    words = [word for word in row["map"].split(".") if word != "weight" and not word.isdigit()]
-    return ".".join(words[-2:]) if "expert" in row["map"] else words[-1]
+    """What a row of the report is of: q_proj, experts.down_proj, router, ..."""
+    return "router" if "router" in row else kind_of_map(row["map"])
+
+
+def kind_of_map(name: str) -> str:
+    """The last word of a map's name, or the last two of an expert's."""
+    words = [word for word in name.split(".") if word != "weight" and not word.isdigit()]
+    return ".".join(words[-2:]) if "expert" in name else words[-1]
 
 
 @dataclass(frozen=True, kw_only=True)

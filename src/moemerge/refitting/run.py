@@ -28,7 +28,8 @@ from moemerge.refitting.linear import BLOCK_VALUES
 from moemerge.refitting.loop import FinishedLayer, RefitLoop
 from moemerge.refitting.plan import RefitPlan, make_plan, planned_names
 from moemerge.refitting.prepare import RefitJob, RefitRequest, prepare
-from moemerge.refitting.report import RefitReport, few_tokens, map_errors
+from moemerge.refitting.report import RefitReport, few_tokens, kind_of, map_errors
+from moemerge.refitting.ridge import RidgeRule
 from moemerge.refitting.routers import RouterJob
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
 from moemerge.runtime import ranks
@@ -82,7 +83,8 @@ class _Run:
             plan, units = self._plan(streams)
             names = planned_names(plan, units)
             output.begin(job.key, names, resume=job.request.resume)
-            done = self._finished(plan, overlay)
+            ridge = RidgeRule(job.ridge)
+            done = self._finished(plan, overlay, ridge)
             loop = RefitLoop(
                 streams=streams,
                 batches=job.batches,
@@ -96,7 +98,7 @@ class _Run:
                     exact=job.request.settings.router == "exact",
                 ),
                 scales=job.scales,
-                ridge=job.ridge,
+                ridge=ridge,
                 on_done=self._done,
                 done_before=done,
             )
@@ -121,8 +123,11 @@ class _Run:
             self.progress.note(notice)
         return plan, units
 
-    def _finished(self, plan: RefitPlan, overlay: dict[str, Callable[[], Tensor]]) -> set[int]:
-        """Layers that a killed run had finished: the model is streamed with their new tensors."""
+    def _finished(
+        self, plan: RefitPlan, overlay: dict[str, Callable[[], Tensor]], ridge: RidgeRule
+    ) -> set[int]:
+        """Layers that a killed run had finished: the model is streamed with their new tensors, and
+        the next λ is sought where that run would have begun."""
         done = set()
         for layer in plan.layers:
             if not layer.pauses:
@@ -132,6 +137,7 @@ class _Run:
                 break
             overlay.update({n: partial(entry.tensors.__getitem__, n) for n in entry.tensors})
             self._require(entry.row)
+            ridge.last.update({kind_of(m): m["ridge"] for m in entry.row["maps"] if "ridge" in m})
             done.add(layer.number)
         if self.job.request.resume:
             self.progress.note(f"{len(done)} finished layers found, the rest is refitted")
