@@ -35,7 +35,7 @@ def build(cls, *, active):
     for f in fields(cls):
         if f.name in ("weight", "t"):
             chosen[f.name] = 0.3
-        elif active and f.name in ACTIVE:
+        elif f.name in ACTIVE and (active or f.name == "steps"):  # defaults take hundreds
             chosen[f.name] = ACTIVE[f.name]
     return cls(**chosen)
 
@@ -149,6 +149,40 @@ def test_opposite_and_zero_task_vectors_stay_finite(name):
         out = call(method, tensors[: count_of(method)], base)
         assert torch.isfinite(out).all()
         assert out.abs().max() < 100
+
+
+def _rank_one(base):
+    out, width = base.shape
+    return base + torch.outer(torch.linspace(0.1, 0.3, out), torch.linspace(-0.2, 0.2, width))
+
+
+EDGES = {  # what a merge of experts meets: frozen ones, copies, dead ones, adapters
+    "one model equal to the base": lambda base, t: [base.clone(), *t[1:]],
+    "two equal models": lambda base, t: [t[0], t[0].clone(), *t[2:]],
+    "a rank-1 update": lambda base, t: [_rank_one(base), *t[1:]],
+    "rank-1 updates alone": lambda base, t: [_rank_one(base) for _ in t],
+    "a model of zeros": lambda base, t: [torch.zeros_like(base), *t[1:]],
+    "rounded to bfloat16": lambda base, t: [base.bfloat16().float(), *t[1:]],
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", NAMES)
+def test_edge_cases_are_finite_and_of_a_sensible_size(name, edge):
+    """No result is larger than twice all that went into it."""
+    method = METHODS.get(name)
+    for shape in ((6, 8), (1, 8), (8, 1), (1, 1)):
+        for zero in (False, True):
+            g = torch.Generator().manual_seed(9)
+            base = torch.zeros(shape) if zero else torch.randn(shape, generator=g)
+            others = [base + 0.1 * torch.randn(shape, generator=g) for _ in range(3)]
+            tensors = EDGES[edge](base, others)[: count_of(method)]
+            out = call(method, tensors, base, active=False)
+            assert out.shape == base.shape
+            assert torch.isfinite(out).all(), (shape, zero)
+            size = float(torch.stack([*tensors, base]).norm())
+            own = 3 * 0.07 if name == "doge" else 1e-3  # the size it gives every task vector
+            assert float(out.norm()) <= 2 * size + own, (shape, zero)
 
 
 # Methods by which copies of a model are that model; others scale or cut task vectors by design.

@@ -68,6 +68,7 @@ def common_part(g: Tensor, options: AwdOptions) -> Tensor:
         return c
     g = g / scale.square()
     eye = torch.eye(n, dtype=torch.float64)
+    seen = _range_of(g)
     for _ in range(options.steps):
         rest = eye - c  # row i: the coefficients of r_i = τ_i - δ
         inner = rest @ g @ rest.T
@@ -81,6 +82,15 @@ def common_part(g: Tensor, options: AwdOptions) -> Tensor:
         size = (c @ g @ c).clamp_min(0).sqrt()
         if bool(size > 0):
             step = step + options.alpha * c / size
+        step = step @ seen
         length = (step @ g @ step).clamp_min(0).sqrt()
         c = c - options.lr * step / (length / _STEEPEST).clamp_min(1.0)
     return c
+
+
+def _range_of(g: Tensor) -> Tensor:
+    """The projector onto coefficients that make a difference: of parallel τ_i the others would
+    grow without end."""
+    values, vectors = torch.linalg.eigh(g)
+    kept = vectors[:, values > values[-1] * len(g) * torch.finfo(g.dtype).eps * 8]
+    return torch.mm(kept, kept.T)

@@ -20,9 +20,9 @@ def emr(
 ) -> Tensor:
     """The sign that the task vectors' sum has, with the largest size among those that have it.
 
-    Element by element: s = sign(Σ δ_i), θ_0 + s max{|δ_i| : sign(δ_i) = s}. Meant for
-    `tasks: {keep: emr}`, which takes each model out of it again; by itself it merges the largest
-    changes.
+    Element by element: s = sign(Σ δ_i), minus where it is zero, and
+    θ_0 + s max{|δ_i| : sign(δ_i) = s}. Meant for `tasks: {keep: emr}`, which takes each model out
+    of it again; by itself it merges the largest changes.
     """
     assert base is not None
     origin = flat(base)
@@ -30,7 +30,7 @@ def emr(
     out = torch.empty_like(origin)
     for at in chunks(origin):
         deltas = [model[at] - origin[at] for model in models]
-        sign = torch.stack(deltas).sum(0).sign()
+        sign = torch.where(torch.stack(deltas).sum(0) > 0, 1.0, -1.0).to(origin.dtype)
         largest = torch.zeros_like(sign)
         for delta in deltas:
             torch.maximum(largest, delta * sign, out=largest)
