@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from moemerge.config.settings import CollectingSettings as CollectingSettings
     from moemerge.config.settings import DiagnosisSettings as DiagnosisSettings
     from moemerge.config.settings import MergeSettings as MergeSettings
+    from moemerge.config.study import StudySettings as StudySettings
     from moemerge.config.tuning import TuningSettings as TuningSettings
     from moemerge.config.weighing import CoefficientSettings as CoefficientSettings
     from moemerge.errors import ArchitectureError as ArchitectureError
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from moemerge.errors import ResourceError as ResourceError
     from moemerge.errors import TokenizerError as TokenizerError
     from moemerge.errors import UsageError as UsageError
+    from moemerge.experiments.study import study as study
     from moemerge.merging.method import merge_method as merge_method
     from moemerge.merging.wrapper import merge_wrapper as merge_wrapper
     from moemerge.version import __version__ as __version__
@@ -64,10 +66,12 @@ _PUBLIC = {
     "moemerge.config.settings": "CollectingSettings DiagnosisSettings MergeSettings",
     "moemerge.config.tuning": "TuningSettings",
     "moemerge.config.weighing": "CoefficientSettings",
+    "moemerge.config.study": "StudySettings",
     "moemerge.errors": (
         "ArchitectureError CheckpointError ConfigError DataError MoeMergeError NumericalError "
         "ResourceError TokenizerError UsageError"
     ),
+    "moemerge.experiments.study": "study",
     "moemerge.merging.method": "merge_method",
     "moemerge.merging.wrapper": "merge_wrapper",
     "moemerge.version": "__version__",

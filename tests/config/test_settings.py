@@ -22,6 +22,7 @@ from moemerge.config.settings import (
     Setting,
     settings_of,
 )
+from moemerge.config.study import StudyKeywords, StudySettings
 from moemerge.config.tuning import (
     TuningKeywords,
     TuningOutputKeywords,
@@ -37,6 +38,7 @@ PAIRS = [
     (CollectingSettings, CollectingKeywords),
     (DataSettings, DataKeywords),
     (TuningSettings, TuningKeywords),
+    (StudySettings, StudyKeywords),
     (TuningOutputSettings, TuningOutputKeywords),
 ]
 

@@ -1,0 +1,141 @@
+"""From study files to nodes, cells and tables; and what they will take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moemerge.config.study_load import load_study
+from moemerge.errors import CheckpointError, ConfigError, ResourceError
+from moemerge.experiments.estimate import estimate
+from moemerge.experiments.plan import plan_study
+
+ROOT = Path(__file__).parents[2]
+PARTS = {"models.yml", "texts.yml", "three.yml", "math.yml", "code.yml", "chat.yml"}
+PAPER = [p for p in sorted((ROOT / "examples/paper").rglob("*.yml")) if p.name not in PARTS]
+
+STUDY = {
+    "base": "org/base",
+    "size": "2GB",
+    "sources": {"math": "org/math", "code": "org/code"},
+    "data": {"math": "org/text-math", "code": "org/text-code"},
+    "merges": {
+        "average": {"merge_method": "linear", "parameters": {"weight": 0.5}},
+        "TIES": {"merge_method": "ties", "parameters": {"weight": 0.5, "density": 0.5}},
+    },
+    "repairs": {
+        "control": {"routers": "average"},
+        "HARC": {"calibrate": {}},
+        "the same": {"calibrate": {"alpha": 0.9}},
+        "later": {"refit": {}, "after": "HARC"},
+    },
+    "evaluate": {"tasks": ["gsm8k", "humaneval+"], "samples": 2, "limit": 10},
+}
+
+
+def plan_of(**changes):
+    return plan_study(load_study({**STUDY, **changes}))
+
+
+def costs(plan, tmp_path, **how):
+    return estimate(plan, list(plan.cells.values()), tmp_path, **{"jobs": 1, "keep": False, **how})
+
+
+def test_rows_are_merges_times_repairs_after_what_they_are_measured_against():
+    (table,) = plan_of().tables
+    labels = [(row.group, row.label) for row in table.rows]
+    assert labels[:2] == [("reference", "base"), ("reference", "sources")]
+    # A plain average has averaged routers as it is: no control of its own.
+    assert labels[2:6] == [("average", x) for x in ("as merged", "HARC", "the same", "later")]
+    assert labels[6:8] == [("TIES", "as merged"), ("TIES", "control")]
+    assert table.form.compare == tuple(("control", x) for x in ("HARC", "the same", "later"))
+    sources = table.rows[1].cell
+    assert [(domain, node.name) for domain, node in sources.runs] == [
+        ("math", "math"),
+        ("code", "code"),
+    ]
+
+
+def test_what_says_the_same_is_one_node():
+    plan = plan_of()
+    cells = plan.cells
+    (harc,), (same,) = cells["TIES, HARC"].models, cells["TIES, the same"].models
+    assert harc == same  # alpha 0.9 is the default
+    assert cells["TIES, HARC"].made_of == cells["TIES, the same"].made_of
+    (later,) = cells["TIES, later"].models
+    assert later.parents[0] == harc
+    kinds = [node.kind for node in plan.nodes(list(cells.values()))]
+    assert kinds.count("calibrate") == 2
+    assert kinds.count("merge") == 3  # and the average whose routers the control takes
+
+
+def test_numbers_depend_on_what_is_asked_and_made_but_not_on_the_device():
+    def digest(**changes):
+        return plan_of(**changes).cells["TIES, HARC"].made_of
+
+    usual = digest()
+    assert digest(evaluate={**STUDY["evaluate"], "device": "cpu", "workers": 3}) == usual
+    assert digest(evaluate={**STUDY["evaluate"], "samples": 3}) != usual
+    assert digest(sources={**STUDY["sources"], "math": "org/math@v2"}) != usual
+    assert digest(repairs={**STUDY["repairs"], "HARC": {"calibrate": {"alpha": 0.8}}}) != usual
+    assert digest(diagnose={}) != usual
+
+
+def test_merges_are_checked_like_configs():
+    wrong = {"TIES": {"merge_method": "tis"}, "other": {"merge_method": "linear"}}
+    with pytest.raises(ConfigError, match=r"merge 'TIES'.*\n.*unknown method 'tis'"):
+        plan_of(merges=wrong)
+    unknown = {"TIES": {"merge_method": "linear", "models": [{"model": "meth"}]}}
+    with pytest.raises(ConfigError, match="no source is called 'meth', did you mean 'math'"):
+        plan_of(merges=unknown)
+    inside = {"TIES": {"merge_method": "linear", "calibration": {}}}
+    with pytest.raises(ConfigError, match="repairs of merges stand under `repairs`"):
+        plan_of(merges=inside)
+
+
+def test_text_of_one_file_is_made_in_one_way():
+    def texts(**math):
+        recipe = {"file": "x.jsonl", "text": "org/c4", "limit": 5}
+        return {"math": {**recipe, **math}, "code": recipe}
+
+    plan = plan_of(data=texts())
+    nodes = plan.nodes(list(plan.cells.values()))
+    assert [node.name for node in nodes if node.kind == "text"] == ["text x.jsonl"]
+    with pytest.raises(ConfigError, match=r"another way.*x\.jsonl"):
+        plan_of(data=texts(limit=6))
+
+
+def test_what_a_study_takes(tmp_path):
+    expected = costs(plan_of(), tmp_path)
+    # 10 problems, 2 samples, two tasks of at most 1024 tokens.
+    assert expected.cells[0].completions == 40
+    assert expected.cells[0].tokens == 40 * 1024
+    assert expected.tokens == len(expected.cells) * 40 * 1024
+    assert {one.what for one in expected.missing} >= {"org/base", "org/text-math"}
+    assert {one.where for one in expected.missing} == {"to fetch"}
+    by_name = {node.name: node for node in expected.nodes}
+    assert by_name["TIES, HARC"].bytes == 2 * 10**9
+    # One merge after the other: itself, its control and average, two repairs (the same is one).
+    assert expected.peak_bytes == 5 * 2 * 10**9
+    kept = costs(plan_of(), tmp_path, keep=True)
+    assert kept.peak_bytes == 8 * 2 * 10**9
+    assert costs(plan_of(size=None), tmp_path).peak_bytes is None
+
+
+def test_what_cannot_begin_is_refused(tmp_path):
+    with pytest.raises(ResourceError, match=r"10000\.0 TB"):
+        costs(plan_of(size="2000TB"), tmp_path).refuse()
+    data = {"math": "gone.jsonl", "code": "org/text-code"}
+    with pytest.raises(CheckpointError, match=r"gone\.jsonl \(text of math\)"):
+        costs(plan_of(data=data), tmp_path).refuse()
+
+
+@pytest.mark.parametrize("file", PAPER, ids=lambda p: str(p.relative_to(ROOT / "examples/paper")))
+def test_the_papers_studies_can_be_planned(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    expected = costs(plan_study(load_study(file)), tmp_path)
+    assert {one.where for one in expected.missing} <= {"to fetch"}
+    if "small" in file.parts:
+        assert not expected.missing
+    assert expected.peak_bytes is not None

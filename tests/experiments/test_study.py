@@ -1,0 +1,161 @@
+"""A study from end to end, with the bundled specialists and a handful of problems."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import moemerge
+from moemerge.cli.app import app
+from moemerge.config.study_load import load_study
+from moemerge.experiments.plan import plan_study
+from moemerge.experiments.problems import overall, packed, paired, scores_of
+from moemerge.experiments.tables import TableForm
+from moemerge.testbed.training.sets import bundled_set
+
+ROOT = Path(__file__).parents[2]
+SMALL = ROOT / "examples" / "paper" / "small"
+SETTINGS = {"device": "cpu", "jobs": 1, "figures": False}
+FIRST, LATER = "HARC", "half of the text"
+
+
+@pytest.fixture(scope="module")
+def config():
+    bundle = bundled_set()
+    domains = ("math", "chat")
+    return {
+        "title": "Two of them",
+        "base": str(bundle.base),
+        "sources": {domain: str(bundle.models[domain]) for domain in domains},
+        "data": {domain: str(bundle.data[domain]) for domain in domains},
+        "merges": {"TIES": {"merge_method": "ties", "parameters": {"weight": 0.5, "density": 0.5}}},
+        "repairs": {
+            "routers averaged": {"routers": "average"},
+            FIRST: {"calibrate": {"limit": 12}},
+        },
+        "evaluate": {
+            "tasks": [str(SMALL / f"{domain}.yml") for domain in domains],
+            "samples": 1,
+            "temperature": 0,
+            "limit": 5,
+        },
+        "diagnose": {"limit": 4, "holdout": 0.0},
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(config, tmp_path_factory):
+    out = tmp_path_factory.mktemp("study") / "out"
+    return out, moemerge.study(config, out, **SETTINGS)
+
+
+def files(out):
+    return {p.name: p.read_bytes() for p in out.iterdir() if p.suffix in (".md", ".html", ".tex")}
+
+
+def test_a_table_of_everything(finished):
+    out, report = finished
+    assert not report.failures
+    assert (report.measured, report.known) == (5, 0)
+    (summary,) = report.summaries
+    labels = [(row.group, row.label) for row in summary.rows]
+    assert labels == [
+        ("reference", "base"),
+        ("reference", "sources"),
+        *(("TIES", label) for label in ("as merged", "routers averaged", FIRST)),
+    ]
+    merged, averaged, harc = summary.rows[2:]
+    assert merged.tasks.keys() == {"math", "chat"}
+    assert 0 < harc.kl.value < merged.kl.value
+    assert merged.mismatch is not None
+    assert summary.rows[0].mismatch is None  # what is not merged has no routing to lose
+    assert harc.against_first.paired.difference == pytest.approx(
+        harc.overall.value - merged.overall.value
+    )
+    (compared,) = summary.comparisons
+    assert (compared.first, compared.second) == ("routers averaged", FIRST)
+    assert not (out / "models").exists()  # only results are kept
+    document = json.loads((out / "table.json").read_text())
+    assert document["rows"][4]["against_first"]["paired"]["won"] >= 0
+    assert averaged.kl.value != merged.kl.value
+
+
+def test_the_same_again_measures_nothing_and_a_lost_cell_comes_back(finished, config):
+    out, report = finished
+    before = files(out)
+    again = moemerge.study(config, out, **SETTINGS)
+    assert (again.measured, again.known) == (0, 5)
+    assert files(out) == before
+    # Killed while it wrote its last cell: its answers are there, and it ends the same.
+    cells = out / "cells.jsonl"
+    text = cells.read_text()
+    cells.write_text(text[: text.rindex('{"set"') + 50])
+    resumed = moemerge.study(config, out, **SETTINGS)
+    assert (resumed.measured, resumed.known) == (1, 4)
+    assert files(out) == before
+    assert resumed.summaries == report.summaries
+
+
+def test_a_study_that_grows_measures_what_is_new(finished, config, tmp_path):
+    out, _ = finished
+    repairs = {**config["repairs"], LATER: {"calibrate": {"limit": 12}, "share": 0.01}}
+    plan = plan_study(load_study({**config, "repairs": repairs}))
+    known = {json.loads(line)["made_of"] for line in (out / "cells.jsonl").read_text().splitlines()}
+    assert [cell.name for cell in plan.cells.values() if cell.made_of not in known] == [
+        f"TIES, {LATER}"
+    ]
+
+
+def test_what_fails_is_told_and_the_rest_is_kept(config, tmp_path):
+    repairs = {"too deep": {"calibrate": {"limit": 8, "layers": "90-95"}}}
+    changes = {"repairs": repairs, "diagnose": None, "tables": {"t": {"reference": []}}}
+    report = moemerge.study({**config, **changes}, tmp_path, **SETTINGS)
+    assert [failure.what for failure in report.failures] == ["study: make TIES, too deep"]
+    (summary,) = report.summaries
+    assert summary.missing == ("TIES, too deep",)
+    assert [row.label for row in summary.rows] == ["as merged"]
+
+
+def test_the_verb_shows_what_would_be_done(config, tmp_path, monkeypatch):
+    file = tmp_path / "study.yml"
+    file.write_text(json.dumps({k: v for k, v in config.items() if k != "diagnose"}))
+    out = tmp_path / "out"
+    words = ["study", str(file), str(out), "--dry-run", "--set", "evaluate.limit=3"]
+    result = CliRunner().invoke(app, [*words, "--json", str(tmp_path / "plan.json")])
+    assert result.exit_code == 0, result.output
+    assert "5 of 5 cells to measure" in " ".join(result.output.split())
+    assert not out.exists()
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["cells"][0]["completions"] == 6
+    assert document["missing"] == []
+    result = CliRunner().invoke(
+        app, ["study", str(file), str(out), "--set", "data.math=gone.jsonl"]
+    )
+    assert result.exception is not None
+    assert "gone.jsonl" in str(result.exception)
+
+
+def test_scores_over_problems_by_hand():
+    form = TableForm(
+        "t", "t", "", ("a", "b"), "none",
+        tasks={"a": {"x": "X", "y": "Y"}, "b": {"z": "Z"}}, paired_by="problems",
+    )  # fmt: skip
+
+    def entry(x, y, z):
+        tasks = {"x": packed(x), "y": packed(y)}
+        return {"domains": {"a": {"tasks": tasks}, "b": {"tasks": {"z": packed(z)}}}}
+
+    assert packed([1.0, 0.0, 1.0]) == {"solved": "d"}
+    assert scores_of(packed([0.25, 1.0])) == [0.25, 1.0]
+    first = entry([0.0, 0.0], [0.5, 0.5], [1.0, 0.0])
+    second = entry([1.0, 0.0], [0.5, 1.0], [1.0, 1.0])
+    # Domain a: (0 + 0.5) / 2, b: 0.5.
+    assert overall(form, first).value == pytest.approx(0.375)
+    # Standard errors: x 0, y 0 and z 0.5, which has half the weight.
+    assert overall(form, first).error == pytest.approx(0.25)
+    pair = paired(form, first, second)
+    assert pair.difference == pytest.approx((0.5 + 0.25) / 4 + 0.5 / 2)
+    assert (pair.won, pair.lost) == (3, 0)
