@@ -93,7 +93,7 @@ class StudyEstimate:
         models = [node for node in self.nodes if not node.there]
         return (
             f"{len(left)} of {len(self.cells)} cells to measure, {len(models)} models and texts to "
-            f"make; at most {shown_tokens(self.tokens)} tokens to generate; models take at most "
+            f"make; at most {shown_tokens(self.tokens)} tokens to generate; models take about "
             f"{shown_bytes(self.peak_bytes)} of disk at a time, {shown_bytes(self.free_bytes)} are "
             "free"
         )
@@ -160,6 +160,12 @@ def _is_there(node: StudyNode, folder: Path) -> bool:
     if node.kind == "text":
         return os.path.exists(node.values["file"])
     return (folder / node.slug).exists()
+
+
+def largest_model(plan: StudyPlan) -> int:
+    """Bytes of it on disk; 0 where nobody knows."""
+    sizes = _Sizes(plan)
+    return max((sizes.of(node) or 0 for node in plan.nodes(list(plan.cells.values()))), default=0)
 
 
 class _Sizes:

@@ -92,6 +92,7 @@ class _Planner:
         self.tasks = tuple(find_task(name) for name in dict.fromkeys(self.config.evaluate.tasks))
         self.domains = tuple(dict.fromkeys(task.settings.domain for task in self.tasks))
         self.models: dict[str, StudyNode] = {}
+        self.recipes = dict(_recipes(self.config))
         self.written: dict[str, StudyNode] = {}  # by the file that a recipe makes
         if self.config.base is not None:
             self.models[BASE] = self.base(self.config.base)
@@ -137,6 +138,8 @@ class _Planner:
         self, name: str, text: tuple[str, ...] | DataRecipe, by: StudyNode | None = None
     ) -> StudyNode:
         """Text of one source: files, or how they are made (by that source, or another model)."""
+        if not isinstance(text, DataRecipe) and len(text) == 1 and text[0] in self.recipes:
+            name, text = self.recipes[text[0]]
         if not isinstance(text, DataRecipe):
             return _files(name, text)
         by = self.models[name] if by is None else by
@@ -363,6 +366,14 @@ def _files(name: str, files: Sequence[str]) -> StudyNode:
     """Files by their content; those of the hub by their names."""
     content = [file_digest(Path(file)) if is_local(file) else None for file in files]
     return StudyNode.of("files", f"text of {name}", {"files": list(files), "content": content})
+
+
+def _recipes(config: StudyConfig) -> Iterator[tuple[str, tuple[str, DataRecipe]]]:
+    """Files that the study makes, which other keys may name as they are."""
+    for data in (config.data or {}, *config.texts.values()):
+        for name, text in data.items():
+            if isinstance(text, DataRecipe):
+                yield text.file, (name, text)
 
 
 def _task_words(task: BenchmarkTask, config: StudyConfig) -> list[Any]:

@@ -14,7 +14,7 @@ from moemerge.config.study_load import load_study
 from moemerge.config.translate import parse_settings
 from moemerge.errors import CheckpointError
 from moemerge.experiments.cells import Failure, SetCells, run_cells
-from moemerge.experiments.estimate import StudyEstimate, estimate
+from moemerge.experiments.estimate import StudyEstimate, estimate, largest_model
 from moemerge.experiments.journal import CellJournal
 from moemerge.experiments.plan import StudyPlan, plan_study
 from moemerge.experiments.plots import require_matplotlib
@@ -23,12 +23,15 @@ from moemerge.experiments.study_bench import StudyBench
 from moemerge.experiments.summary import Summary, summarise
 from moemerge.experiments.tasks import Workers
 from moemerge.experiments.tree import StudyCell, StudySet
-from moemerge.runtime.devices import cpu_count, gpu_ids
+from moemerge.runtime.devices import available_memory, cpu_count, gpu_ids, resolve_device
 from moemerge.runtime.progress import Progress, Silent
 
 MODELS = "models"
 ANSWERS = "answers"
 SET = StudySet()
+# What a worker has in memory, in sizes of a model on disk: one in float32, which takes twice what
+# bfloat16 does, and as much for what it computes.
+IN_MEMORY = 4
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ def run_study(
     """Measure what is missing, and write the tables anew."""
     if settings.figures:
         require_matplotlib()
+    expected = expect(plan, out, settings)
+    expected.refuse()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -86,11 +91,9 @@ def run_study(
     left = left_to_measure(plan, journal)
     failures: list[Failure] = []
     if left:
-        bench = bench_of(plan, out, settings)
-        workers = workers_for(settings, len(left))
-        expected = expect(plan, out, settings)
-        expected.refuse()
         progress.note(str(expected))
+        bench = bench_of(plan, out, settings)
+        workers = workers_for(settings, len(left), largest_model(plan))
         failures = run_cells([SetCells(SET, bench, left)], journal, workers, progress)
         if not bench.keep_models and not failures:
             shutil.rmtree(bench.folder, ignore_errors=True)
@@ -107,7 +110,7 @@ def expect(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyEstimate
     """What a study takes from here on. Nothing is written, and nothing fetched."""
     left = left_to_measure(plan, CellJournal(out, {}))
     bench = bench_of(plan, out, settings)
-    jobs = workers_for(settings, max(1, len(left))).count
+    jobs = workers_for(settings, max(1, len(left)), largest_model(plan)).count
     return estimate(plan, left, bench.folder, jobs=jobs, keep=bench.keep_models)
 
 
@@ -153,11 +156,12 @@ def _words(plan: StudyPlan) -> Sequence[str]:
     return list(dict.fromkeys(plan.config.evaluate.tasks))
 
 
-def workers_for(settings: StudySettings, cells: int) -> Workers:
-    """One for each GPU; on a CPU one for each core."""
+def workers_for(settings: StudySettings, cells: int, largest: int) -> Workers:
+    """One for each GPU; on a CPU one for each core, as long as their models fit into memory."""
     gpus = gpu_ids() if settings.device in ("auto", "cuda") else ()
     if gpus:
         count = min(settings.jobs or len(gpus), cells)
         return Workers(count, threads=max(1, cpu_count() // count), gpus=gpus)
-    count = min(settings.jobs or cpu_count(), cells)
+    fitting = available_memory(resolve_device("cpu")) // max(1, IN_MEMORY * largest)
+    count = min(settings.jobs or max(1, min(cpu_count(), fitting)), cells)
     return Workers(count, threads=max(1, cpu_count() // count))
