@@ -2,11 +2,11 @@
 
     python tests/faults/ranks.py [--kills 10] [--verb calibrate]
 
-For each verb runs of two and three ranks lose one of them by SIGKILL at a random moment. The others
-must end by themselves within 30 s, with exit code and message of ours (torchrun would end them, and
-is not here). OUT must be whole or absent. Then one, two and three ranks go on, from copies of what
-was left (`--resume` where there is a journal), and their result is compared with undisturbed runs
-of as many ranks. Prints the table that docs/ranks.md holds.
+For each verb runs of two and three ranks lose one of them by SIGKILL at a random moment after they
+have met. The others must end by themselves within 30 s, with exit code and message of ours
+(torchrun would end them, and is not here). OUT must be whole or absent. Then one, two and three
+ranks go on, from copies of what was left (`--resume` where there is a journal), and their result is
+compared with undisturbed runs of as many ranks. Prints the table that docs/ranks.md holds.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fuzz import cases, corpus, harness
 
 LIMIT = 30.0  # seconds in which the others must end
+MEETING = 120.0  # seconds in which ranks must have met
 RANKS = (1, 2, 3)
 VERBS = {
     "calibrate": (*corpus.CALIBRATE, "--holdout", "0"),
-    "refit": (*cases.REFIT, "--holdout", "0"),
+    "refit": (*cases.REFIT, "--holdout", "0", "--ridge", "0.01"),
     "merge": cases.LINEAR,
     "stats": ("stats", "merged", "out", "--data", "math.jsonl", "-q"),
 }
@@ -65,10 +66,21 @@ class Together:
             port = free.getsockname()[1]
         for rank in range(self.ranks):
             log = self.folder / "tmp" / f"log-{rank}"
-            first = partial(_become_rank, rank, self.ranks, port)
+            met = self.folder / "tmp" / f"met-{rank}"
+            first = partial(_become_rank, rank, self.ranks, port, met)
             work = harness.work_of(self.arguments, self.folder, first)
             self.logs.append(log)
             self.children.append(harness.start(work, self.folder, log))
+
+    def meet(self) -> None:
+        """Wait until all ranks have met."""
+        met = [self.folder / "tmp" / f"met-{rank}" for rank in range(self.ranks)]
+        end = time.monotonic() + MEETING
+        while self.ranks > 1 and not all(path.exists() for path in met):
+            if time.monotonic() > end:
+                words = "".join(log.read_text() for log in self.logs if log.exists())
+                raise SystemExit(f"{self.arguments}: {self.ranks} ranks do not meet: {words}")
+            time.sleep(0.01)
 
     def wait(self, limit: float) -> list[Ended | None]:
         """How each ended; None for one that did not within the limit, which ends it."""
@@ -88,9 +100,18 @@ class Together:
         return ends
 
 
-def _become_rank(rank: int, ranks: int, port: int) -> None:
+def _become_rank(rank: int, ranks: int, port: int, met: Path) -> None:
     if ranks == 1:
         return
+    from moemerge.runtime import ranks as several
+
+    join = several.join
+
+    def told(device: object) -> None:
+        join(device)
+        met.touch()
+
+    several.join = told
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -114,8 +135,11 @@ class Bench:
         """The weights of an undisturbed run, and its seconds."""
         if (verb, ranks) not in self._whole:
             folder = self._copy(self._corpus, "whole")
+            run = Together(VERBS[verb], folder, ranks)
+            run.start()
+            run.meet()
             begun = time.monotonic()
-            self._run(VERBS[verb], folder, ranks)
+            run.wait(300.0)
             self._whole[verb, ranks] = weights(folder / "out"), time.monotonic() - begun
         return self._whole[verb, ranks]
 
@@ -125,6 +149,7 @@ class Bench:
         folder = self._copy(self._corpus, "case")
         run = Together(VERBS[verb], folder, ranks)
         run.start()
+        run.meet()
         moment, victim = rng.uniform(0.0, 1.0), rng.randrange(ranks)
         time.sleep(moment * self.whole(verb, ranks)[1])
         with contextlib.suppress(ProcessLookupError):
@@ -142,9 +167,9 @@ class Bench:
             if not told or "Traceback" in end.output:
                 self._note(verb, f"BAD: exit code {end.code}", which, end.output)
                 return
-        self._go_on(verb, folder, which)
+        self._go_on(verb, folder, ranks, which)
 
-    def _go_on(self, verb: str, folder: Path, which: str) -> None:
+    def _go_on(self, verb: str, folder: Path, ranks: int, which: str) -> None:
         if (folder / "out").exists():
             same = weights(folder / "out") in [self.whole(verb, own)[0] for own in RANKS]
             self._note(verb, "OUT was whole" if same else "BAD: OUT is another", which, "")
@@ -159,7 +184,7 @@ class Bench:
                 continue
             mine = weights(again / "out")
             same = mine == self.whole(verb, own)[0]
-            how = "resumed" if resumes else "begun anew"
+            how = f"of {ranks}, resumed" if resumes else f"of {ranks}, begun anew"
             off = "the same bytes" if same else self._off(verb, mine, own)
             self._note(verb, f"{how} by {own}: {off}", which, "")
             left = [p.name for p in again.iterdir() if p.name.startswith(".out")]

@@ -15,6 +15,7 @@ from moemerge.cli.console import show_error
 from moemerge.cli.flags import without_types
 from moemerge.cli.wording import in_flags
 from moemerge.errors import ConfigError, MoeMergeError
+from moemerge.runtime import ranks
 
 # In --help verbs stand in the order in which people need them; others come after these.
 FIRST = (
@@ -44,7 +45,8 @@ class Verbs(TyperGroup):
         except MoeMergeError as error:
             # A config's faults name its keys, or the flags that were given.
             text = str(error) if isinstance(error, ConfigError) else in_flags(str(error))
-            show_error(text)
+            spoken_of = ranks.leads() or isinstance(error, ranks.LostRankError)
+            show_error(text if spoken_of else f"rank {ranks.rank()}: {text}")
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             show_error(NOTHING_LEFT)

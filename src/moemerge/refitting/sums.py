@@ -68,8 +68,8 @@ class FitSums:
         """Over all ranks: rank `owner` has the sums then, and all the number of tokens."""
         if gram:
             self.tokens = ranks.total(self.tokens, self.gram.device)
-            ranks.add_up_for(owner, self.gram)
-        ranks.add_up_for(owner, self.cross, self.energy)
+        if self.tokens:
+            ranks.add_up_for(owner, self.cross, self.energy, *([self.gram] if gram else []))
 
     def error(self, update: Tensor) -> float:
         """Σ s² ‖r − Δ x‖² at Δ = `update` (out, in)."""

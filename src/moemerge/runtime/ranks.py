@@ -25,6 +25,8 @@ T = TypeVar("T")
 # A rank may take long for its share of a layer, and rank 0 for writing OUT; one that has died is
 # noticed at once.
 TIME_LIMIT: Final = timedelta(hours=2)
+# In which all must have begun. torchrun ends the others if one does not come that far.
+MEETING_LIMIT: Final = timedelta(minutes=5)
 
 _apart = False
 # Where objects pass through a GPU: this rank's own. A thread's current one may be another.
@@ -112,8 +114,16 @@ def join(device: torch.device) -> None:
     global _passage
     backend = _backend(device)
     _passage = own_device(device) if backend == "nccl" else None
+    from torch.distributed.rendezvous import rendezvous  # when there are others to meet
+
+    distributed = torch.distributed
     try:
-        torch.distributed.init_process_group(backend, timeout=TIME_LIMIT)
+        store, own, size = next(iter(rendezvous("env://", timeout=MEETING_LIMIT)))
+        store.set(f"rank {own} is here", "")
+        store.wait([f"rank {n} is here" for n in range(size)], MEETING_LIMIT)
+        distributed.init_process_group(
+            backend, store=store, rank=own, world_size=size, timeout=TIME_LIMIT
+        )
     except (ValueError, RuntimeError) as error:
         raise UsageError(
             f"{asked_for()} processes were asked for, but they cannot meet: {error}",
