@@ -33,6 +33,7 @@ for ranks, port, jobs in json.loads(sys.argv[1]):
 os._exit(0)
 """
 Jobs = Sequence[Mapping[str, Any]]
+LIMIT = 800  # seconds: on a busy machine three imports of torch alone may take minutes
 
 
 def job(name: str, *words: object, report: Path, **options: Any) -> dict[str, Any]:
@@ -75,5 +76,5 @@ def _free_port() -> str:
 def together(rounds: Mapping[int, Jobs], *, before: str = "") -> list[tuple[int, str]]:
     """Exit code and words of every rank."""
     processes = start(rounds, before=before)
-    errors = [process.communicate(timeout=240)[1] for process in processes]
+    errors = [process.communicate(timeout=LIMIT)[1] for process in processes]
     return [(p.returncode, error) for p, error in zip(processes, errors, strict=True)]

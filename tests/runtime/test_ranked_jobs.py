@@ -17,7 +17,9 @@ import quantised_zoo
 import zoo
 from calibration import cases
 from moemerge.statistics import Statistics
-from together import job, together
+from together import LIMIT, job, together
+
+pytestmark = pytest.mark.timeout(LIMIT)
 
 # Tight, so that what is left is rounding and not where CG happened to stop.
 EXACT = {"rtol": 1e-11, "device": "cpu", "dtype": "float64"}
