@@ -8,7 +8,7 @@ from typing import Any
 from moemerge.architectures.describe import Description, describe
 from moemerge.architectures.families import families
 from moemerge.checkpoint import Checkpoint
-from moemerge.config.parameters import REQUIRED, MethodSchema, WrapperSchema
+from moemerge.config.parameters import REQUIRED, BasePolicy, MethodSchema, WrapperSchema
 
 
 def inspect(model: str | Path) -> Description:
@@ -53,18 +53,40 @@ def list_wrappers() -> list[dict[str, Any]]:
     ]
 
 
+# The groups of `ls methods`, in their order.
+AVERAGES = "without task vectors: models and, where one is given, the base"
+CHANGES = "changes against a base, in passes over the weights"
+MATRICES = "matrix by matrix: decompositions of each, or steps"
+INFORMED = "from statistics of each model's own text"
+
+
+def _group(schema: MethodSchema) -> str:
+    if schema.statistics is not None:
+        return INFORMED
+    if schema.time != "passes":
+        return MATRICES
+    return CHANGES if schema.base is BasePolicy.REQUIRED else AVERAGES
+
+
 def list_methods() -> list[dict[str, Any]]:
-    """Every merge method with its parameters."""
+    """Every merge method with its parameters and what it needs, group by group."""
+    from moemerge import merging
+
+    order = (AVERAGES, CHANGES, MATRICES, INFORMED)
+    schemas = sorted(method_schemas().items(), key=lambda item: order.index(_group(item[1])))
     return [
         {
             "method": name,
+            "group": _group(schema),
             "what_it_does": schema.summary,
             "base_model": schema.base.value,
             "statistics": schema.statistics,
+            "memory": "runs" if merging.METHODS.get(name).elementwise else "units",
+            "time": schema.time,
             "per_model": _parameters(schema, per_model=True),
             "options": _parameters(schema, per_model=False),
         }
-        for name, schema in method_schemas().items()
+        for name, schema in schemas
     ]
 
 

@@ -240,15 +240,25 @@ def _calibration(d: Description) -> str:
 
 
 def methods_table(methods: list[dict[str, Any]]) -> RenderableType:
-    """A paragraph for each method: what it does, then its parameters with their defaults."""
+    """A paragraph for each method: what it does, what it needs, its parameters with their defaults;
+    group by group."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
+    group = None
+    memory = {"units": "a whole matrix in memory", "runs": ""}
+    time = {"decompositions": "decomposes every matrix", "steps": "hundreds of steps a matrix"}
     for method in methods:
+        if method["group"] != group:
+            before = "" if group is None else "\n"
+            table.add_row("", f"{before}[bold]{escape(method['group'])}[/]")
+            group = method["group"]
         base = {"required": "needs base_model", "optional": "base_model optional"}
         words = [
             base.get(method["base_model"], ""),
             f"needs {method['statistics']} statistics" if method["statistics"] else "",
+            memory[method["memory"]],
+            time.get(method["time"], ""),
             _parameter_words("per model", method["per_model"]),
             _parameter_words("options", method["options"]),
         ]

@@ -19,6 +19,11 @@ Scalar = float | int | bool | str
 StatisticsKind = Literal["gram", "fisher", "activation", "sensitivity"]
 
 
+# What a method's time is made of: passes over the weights, decompositions of every matrix, or
+# hundreds of steps on it.
+MethodTime = Literal["passes", "decompositions", "steps"]
+
+
 class Required(Enum):
     """Marks a parameter without a default."""
 
@@ -92,6 +97,7 @@ class MethodSchema:
     max_models: int | None
     parameters: tuple[ParameterSpec, ...]
     statistics: StatisticsKind | None = None  # of every merged model; None: needs no data
+    time: MethodTime = "passes"
 
 
 @dataclass(frozen=True)
@@ -111,4 +117,4 @@ class WrapperSchema(MethodSchema):
         turns: bool = False,
     ) -> WrapperSchema:
         base = BasePolicy.REQUIRED
-        return cls(name, summary, base, 1, None, parameters, statistics, turns)
+        return cls(name, summary, base, 1, None, parameters, statistics, turns=turns)

@@ -27,6 +27,7 @@ from moemerge.architectures.roles import Role
 from moemerge.config.parameters import (
     REQUIRED,
     MethodSchema,
+    MethodTime,
     ParameterSpec,
     Required,
     Scalar,
@@ -175,6 +176,7 @@ def merge_method(
     elementwise: bool = False,
     statistics: StatisticsKind | None = None,
     weights: WeightsFunction | None = None,
+    time: MethodTime = "passes",
 ) -> Callable[[MergeFunction], MergeFunction]:
     """Register a merge method under `name`, as it is written in a config.
 
@@ -182,6 +184,7 @@ def merge_method(
     With `statistics`, each input carries its model's statistics of the unit, where it has any.
     `weights` says how much each model counts, and refuses weights that cannot be; where the method
     is also `elementwise`, it is this weighted sum, which can then be taken without calling it.
+    `time` is for `moemerge ls methods`: what a merge takes longest for.
     """
 
     if elementwise and statistics is not None:
@@ -205,6 +208,7 @@ def merge_method(
                 *parameter_specs(options, per_model=False),
             ),
             statistics=statistics,
+            time=time,
         )
         method = MergeMethod(schema, function, per_model, options, elementwise, weights)
         METHODS.add(name, method)

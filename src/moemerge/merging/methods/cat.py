@@ -30,7 +30,12 @@ class CatOptions:
 
 
 @merge_method(
-    "cat", base=BasePolicy.REQUIRED, per_model=NoParams, options=CatOptions, statistics="gram"
+    "cat",
+    base=BasePolicy.REQUIRED,
+    per_model=NoParams,
+    options=CatOptions,
+    statistics="gram",
+    time="decompositions",
 )
 def cat(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: CatOptions, unit: UnitInfo

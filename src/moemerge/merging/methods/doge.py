@@ -38,7 +38,9 @@ class DogeOptions(OthersOptions):
     steps: int = param(400, minimum=0, help="Adam's number of steps")
 
 
-@merge_method("doge", base=BasePolicy.REQUIRED, per_model=NoParams, options=DogeOptions)
+@merge_method(
+    "doge", base=BasePolicy.REQUIRED, per_model=NoParams, options=DogeOptions, time="steps"
+)
 def doge(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: DogeOptions, unit: UnitInfo
 ) -> Tensor:

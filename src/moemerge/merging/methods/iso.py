@@ -29,7 +29,13 @@ class IsoCtsOptions(SpectralOptions):
     )
 
 
-@merge_method("iso_c", base=BasePolicy.REQUIRED, per_model=NoParams, options=SpectralOptions)
+@merge_method(
+    "iso_c",
+    base=BasePolicy.REQUIRED,
+    per_model=NoParams,
+    options=SpectralOptions,
+    time="decompositions",
+)
 def iso_c(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: SpectralOptions, unit: UnitInfo
 ) -> Tensor:
@@ -52,7 +58,13 @@ def iso_c(
     return (base + options.lambda_ * merged).to(base.dtype).contiguous()
 
 
-@merge_method("iso_cts", base=BasePolicy.REQUIRED, per_model=NoParams, options=IsoCtsOptions)
+@merge_method(
+    "iso_cts",
+    base=BasePolicy.REQUIRED,
+    per_model=NoParams,
+    options=IsoCtsOptions,
+    time="decompositions",
+)
 def iso_cts(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: IsoCtsOptions, unit: UnitInfo
 ) -> Tensor:

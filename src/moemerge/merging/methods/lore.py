@@ -23,7 +23,9 @@ class LoreOptions:
     lambda_: float = param(1.0, key="lambda", help="factor on the sum of the low-rank changes")
 
 
-@merge_method("lore", base=BasePolicy.DONOR, per_model=NoParams, options=LoreOptions)
+@merge_method(
+    "lore", base=BasePolicy.DONOR, per_model=NoParams, options=LoreOptions, time="decompositions"
+)
 def lore(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: LoreOptions, unit: UnitInfo
 ) -> Tensor:

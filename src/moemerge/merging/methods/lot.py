@@ -31,6 +31,7 @@ class LotOptions:
     options=LotOptions,
     statistics="gram",
     weights=params_shares,
+    time="decompositions",
 )
 def lot(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: LotOptions, unit: UnitInfo

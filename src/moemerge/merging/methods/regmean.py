@@ -53,6 +53,7 @@ class RegMeanOptions:
     options=RegMeanOptions,
     statistics="gram",
     weights=params_shares,
+    time="decompositions",
 )
 def regmean(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: RegMeanOptions, unit: UnitInfo

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@merge_method("tsv", base=BasePolicy.REQUIRED, per_model=NoParams, options=SpectralOptions)
+@merge_method(
+    "tsv",
+    base=BasePolicy.REQUIRED,
+    per_model=NoParams,
+    options=SpectralOptions,
+    time="decompositions",
+)
 def tsv(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: SpectralOptions, unit: UnitInfo
 ) -> Tensor:

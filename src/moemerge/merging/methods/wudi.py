@@ -35,7 +35,9 @@ class WudiOptions(OthersOptions):
     )
 
 
-@merge_method("wudi", base=BasePolicy.REQUIRED, per_model=NoParams, options=WudiOptions)
+@merge_method(
+    "wudi", base=BasePolicy.REQUIRED, per_model=NoParams, options=WudiOptions, time="steps"
+)
 def wudi(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: WudiOptions, unit: UnitInfo
 ) -> Tensor:
