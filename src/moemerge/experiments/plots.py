@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,14 @@ def draw(summary: Summary, path: Path) -> list[Path]:
 def _groups(summary: Summary, axes: Any) -> None:
     """Bars of the variants, method by method; lines for what bounds them."""
     groups = {name: rows for name, rows in summary.groups.items() if name != REFERENCE}
-    labels = [label for label in COLOURS if any(summary.row(g, label) for g in groups)]
+    colours = _colours(summary)
+    labels = [label for label in colours if any(summary.row(g, label) for g in groups)]
     width = 0.8 / max(1, len(labels))
     for number, label in enumerate(labels):
         rows = [(at, summary.row(group, label)) for at, group in enumerate(groups)]
         known = [(at, row) for at, row in rows if row is not None]
         places = [at + (number - (len(labels) - 1) / 2) * width for at, _ in known]
-        _bars(axes, places, [row.overall for _, row in known], width, COLOURS[label], label)
+        _bars(axes, places, [row.overall for _, row in known], width, colours[label], label)
     for row in summary.groups.get(REFERENCE, []):
         axes.axhline(100 * row.overall.value, color="black", linewidth=0.8, linestyle="--")
         axes.annotate(
@@ -86,6 +88,15 @@ def _groups(summary: Summary, axes: Any) -> None:
     highest = max(100 * row.overall.value for row in summary.rows)
     axes.set_ylim(0, max(1.0, 1.3 * highest))  # room for the legend
     axes.legend(frameon=False, ncols=3, fontsize=7, loc="upper left")
+
+
+def _colours(summary: Summary) -> dict[str, str]:
+    """The variants that are drawn: those that are known, or in a study all of them."""
+    if summary.form.paired_by == "seeds":
+        return COLOURS
+    found = dict.fromkeys(row.label for row in summary.rows if row.group != REFERENCE)
+    free = itertools.cycle(c for c in OTHERS if c not in {COLOURS.get(label) for label in found})
+    return {label: COLOURS.get(label) or next(free) for label in found}
 
 
 def _plain_bars(summary: Summary, axes: Any) -> None:
@@ -146,7 +157,8 @@ def _series(group: str, rows: Sequence[RowSummary]) -> dict[str, list[RowSummary
 def _layers(summary: Summary, axes: Any) -> None:
     """KL of each layer, mean over domains."""
     for row in summary.rows:
-        layers = list(zip(*row.kl_layers.values(), strict=True))
+        # A domain without a source has no routing to compare with.
+        layers = list(zip(*filter(None, row.kl_layers.values()), strict=True))
         values = [sum(layer) / len(layer) for layer in layers]
         axes.plot(range(len(values)), values, marker="o", markersize=3, label=row.label,
                   color=COLOURS.get(row.label))  # fmt: skip
