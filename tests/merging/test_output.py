@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -244,3 +246,28 @@ def test_a_result_that_outgrows_its_dtype_is_refused(tmp_path):
     with pytest.raises(NumericalError, match=r"holds values that torch\.float16 cannot"):
         moemerge.merge(config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_merges_into_one_folder_at_once_leave_one_whole_model(models, tmp_path, overwrite):
+    """Whoever comes first has it; the others are told, or (`overwrite`) replace it."""
+    config, out = linear(models, tokenizer_source="union"), tmp_path / "here" / "out"
+    (tmp_path / "here").mkdir()
+    moemerge.merge(config, tmp_path / "alone")
+    ready = threading.Barrier(4)
+
+    def merge(_: int) -> str:
+        ready.wait()
+        try:
+            moemerge.merge(config, out, overwrite=overwrite)
+        except CheckpointError as error:
+            return str(error)
+        return "done"
+
+    with ThreadPoolExecutor(4) as pool:
+        ends = list(pool.map(merge, range(4)))
+    assert "done" in ends
+    assert all(end == "done" or "exists" in end or "another run" in end for end in ends), ends
+    assert [p.name for p in (tmp_path / "here").iterdir()] == ["out"]
+    weights = [f / "model.safetensors" for f in (out, tmp_path / "alone")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
