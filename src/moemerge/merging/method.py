@@ -176,7 +176,6 @@ def merge_method(
     elementwise: bool = False,
     statistics: StatisticsKind | None = None,
     weights: WeightsFunction | None = None,
-    time: MethodTime = "passes",
 ) -> Callable[[MergeFunction], MergeFunction]:
     """Register a merge method under `name`, as it is written in a config.
 
@@ -184,7 +183,6 @@ def merge_method(
     With `statistics`, each input carries its model's statistics of the unit, where it has any.
     `weights` says how much each model counts, and refuses weights that cannot be; where the method
     is also `elementwise`, it is this weighted sum, which can then be taken without calling it.
-    `time` is for `moemerge ls methods`: what a merge takes longest for.
     """
 
     if elementwise and statistics is not None:
@@ -208,13 +206,27 @@ def merge_method(
                 *parameter_specs(options, per_model=False),
             ),
             statistics=statistics,
-            time=time,
+            time=getattr(function, _TIME, "passes"),
         )
         method = MergeMethod(schema, function, per_model, options, elementwise, weights)
         METHODS.add(name, method)
         return function
 
     return register
+
+
+_TIME = "moemerge_time"
+
+
+def takes(time: MethodTime) -> Callable[[MergeFunction], MergeFunction]:
+    """Say, below `merge_method`, what a method takes longest for, where it is not passes over the
+    weights: `moemerge ls methods` tells."""
+
+    def mark(function: MergeFunction) -> MergeFunction:
+        setattr(function, _TIME, time)
+        return function
+
+    return mark
 
 
 def yaml_key(f: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
 from moemerge.merging.methods._changes import nearest_orthogonal
 from moemerge.merging.methods._weights import average, statistics_of
 from moemerge.runtime.lazy import torch
@@ -30,13 +30,9 @@ class CatOptions:
 
 
 @merge_method(
-    "cat",
-    base=BasePolicy.REQUIRED,
-    per_model=NoParams,
-    options=CatOptions,
-    statistics="gram",
-    time="decompositions",
+    "cat", base=BasePolicy.REQUIRED, per_model=NoParams, options=CatOptions, statistics="gram"
 )
+@takes("decompositions")
 def cat(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: CatOptions, unit: UnitInfo
 ) -> Tensor:

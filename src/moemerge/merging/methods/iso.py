@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
 from moemerge.merging.methods._changes import (
     SpectralOptions,
     Spectrum,
@@ -29,13 +29,8 @@ class IsoCtsOptions(SpectralOptions):
     )
 
 
-@merge_method(
-    "iso_c",
-    base=BasePolicy.REQUIRED,
-    per_model=NoParams,
-    options=SpectralOptions,
-    time="decompositions",
-)
+@merge_method("iso_c", base=BasePolicy.REQUIRED, per_model=NoParams, options=SpectralOptions)
+@takes("decompositions")
 def iso_c(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: SpectralOptions, unit: UnitInfo
 ) -> Tensor:
@@ -58,13 +53,8 @@ def iso_c(
     return (base + options.lambda_ * merged).to(base.dtype).contiguous()
 
 
-@merge_method(
-    "iso_cts",
-    base=BasePolicy.REQUIRED,
-    per_model=NoParams,
-    options=IsoCtsOptions,
-    time="decompositions",
-)
+@merge_method("iso_cts", base=BasePolicy.REQUIRED, per_model=NoParams, options=IsoCtsOptions)
+@takes("decompositions")
 def iso_cts(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: IsoCtsOptions, unit: UnitInfo
 ) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
 from moemerge.merging.methods._arithmetic import weighted_sum
 from moemerge.merging.methods._changes import Spectrum, is_linear
 from moemerge.runtime.lazy import torch
@@ -23,9 +23,8 @@ class LoreOptions:
     lambda_: float = param(1.0, key="lambda", help="factor on the sum of the low-rank changes")
 
 
-@merge_method(
-    "lore", base=BasePolicy.DONOR, per_model=NoParams, options=LoreOptions, time="decompositions"
-)
+@merge_method("lore", base=BasePolicy.DONOR, per_model=NoParams, options=LoreOptions)
+@takes("decompositions")
 def lore(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: LoreOptions, unit: UnitInfo
 ) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param, takes
 from moemerge.merging.methods._weights import Share, average, params_shares, statistics_of
 from moemerge.merging.methods.regmean import Solver, rows_at_once
 from moemerge.runtime.lazy import torch
@@ -31,8 +31,8 @@ class LotOptions:
     options=LotOptions,
     statistics="gram",
     weights=params_shares,
-    time="decompositions",
 )
+@takes("decompositions")
 def lot(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: LotOptions, unit: UnitInfo
 ) -> Tensor:

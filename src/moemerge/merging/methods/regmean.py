@@ -15,6 +15,7 @@ from moemerge.merging.method import (
     UnitStatistics,
     merge_method,
     param,
+    takes,
 )
 from moemerge.merging.methods._weights import Share, average, params_shares, statistics_of
 from moemerge.runtime.lazy import torch
@@ -53,8 +54,8 @@ class RegMeanOptions:
     options=RegMeanOptions,
     statistics="gram",
     weights=params_shares,
-    time="decompositions",
 )
+@takes("decompositions")
 def regmean(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: RegMeanOptions, unit: UnitInfo
 ) -> Tensor:

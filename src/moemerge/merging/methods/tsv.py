@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, takes
 from moemerge.merging.methods._changes import (
     SpectralOptions,
     Spectrum,
@@ -21,13 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@merge_method(
-    "tsv",
-    base=BasePolicy.REQUIRED,
-    per_model=NoParams,
-    options=SpectralOptions,
-    time="decompositions",
-)
+@merge_method("tsv", base=BasePolicy.REQUIRED, per_model=NoParams, options=SpectralOptions)
+@takes("decompositions")
 def tsv(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: SpectralOptions, unit: UnitInfo
 ) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
 from moemerge.merging.methods._changes import OthersOptions, changes, is_linear, merge_others
 from moemerge.runtime.lazy import torch
 
@@ -35,9 +35,8 @@ class WudiOptions(OthersOptions):
     )
 
 
-@merge_method(
-    "wudi", base=BasePolicy.REQUIRED, per_model=NoParams, options=WudiOptions, time="steps"
-)
+@merge_method("wudi", base=BasePolicy.REQUIRED, per_model=NoParams, options=WudiOptions)
+@takes("steps")
 def wudi(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: WudiOptions, unit: UnitInfo
 ) -> Tensor:
