@@ -1,12 +1,13 @@
 """Whether `moemerge tune` makes as good a specialist as the testbed's own training does.
 
-    python benchmarks/tune.py WORK [--domain math] [--set SET] [--problems 500]
+    python benchmarks/tune.py WORK [--domain math] [--set SET] [--steps N] [--problems 500]
 
 SET is what `moemerge testbed train` wrote; without it, the specialists that come with the package.
 
 The testbed trains its specialist on the answers of so many steps of so many problems. Here the same
 base learns as many rows in as many steps through `moemerge tune`, whole and with a LoRA, and every
-model solves the same unseen problems. At the end both results are merged.
+model solves the same unseen problems. At the end both results are merged. With --steps both sides
+take so many steps instead, and the testbed's specialist is trained here, from the same base.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from moemerge.testbed.accuracy import accuracy_many
 from moemerge.testbed.tasks import problems
 from moemerge.testbed.training import bundled_set, open_set
 from moemerge.testbed.training.data import PRESETS
+from moemerge.testbed.training.finetuning import finetune
 
 # The testbed has no chat template: an answer follows its prompt, and ends with the end token.
 TEMPLATE = (
@@ -37,12 +39,13 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--set", type=Path)
     parser.add_argument("--domain", default="math")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--problems", type=int, default=500)
     parser.add_argument("--lora-rate", type=float, default=LORA_RATE)
     options = parser.parse_args()
     trained = bundled_set() if options.set is None else open_set(options.set)
     preset = PRESETS[trained.manifest["preset"]]
-    steps = int(trained.manifest["steps"]["specialist"])
+    steps = options.steps or int(trained.manifest["steps"]["specialist"])
     work: Path = options.work
     work.mkdir(parents=True, exist_ok=True)
     base = work / "base"
@@ -78,9 +81,14 @@ def main() -> None:
                 f"{time.monotonic() - begun:.0f} s",
                 flush=True,
             )
+    specialist = trained.models[options.domain]
+    if options.steps is not None:
+        specialist = work / "testbed"
+        if not specialist.exists():
+            finetune(trained.base, specialist, asked, steps=steps, lr=rate, batch=preset.batch)
     models = {
         "base": trained.base,
-        "the testbed's specialist": trained.models[options.domain],
+        "the testbed's specialist": specialist,
         **{f"tune, {name}": work / name for name in ways},
     }
     config = {
