@@ -22,7 +22,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
+@pytest.mark.parametrize("family", [pytest.param("olmoe", marks=pytest.mark.slow), "qwen3_moe"])
 def test_merged_and_kept_are_the_same_model(
     family: str, zoo_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -78,6 +78,7 @@ def test_what_cannot_be_is_refused_before_training(
     assert {p.name for p in tmp_path.iterdir()} == {"base", "adapter", "granite"}
 
 
+@pytest.mark.slow
 def test_a_model_with_an_adapter_is_tuned_as_a_whole(base: Path, tmp_path: Path) -> None:
     tune(base, tmp_path / "adapter", lora=2, adapter=True)
     tune(f"{base}+{tmp_path / 'adapter'}", tmp_path / "out", only="routers")

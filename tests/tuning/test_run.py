@@ -85,7 +85,12 @@ def test_the_balancing_loss_is_off_unless_asked_for(base: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("family", "fused"), [("olmoe", True), ("qwen3_moe", False), ("gpt_oss", False)]
+    ("family", "fused"),
+    [
+        ("olmoe", True),
+        pytest.param("qwen3_moe", False, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", False, marks=pytest.mark.slow),
+    ],
 )
 def test_every_layout_comes_back(
     family: str, fused: bool, zoo_folder: Callable[..., Path], tmp_path: Path
@@ -135,6 +140,7 @@ def test_tuning_a_merge_keeps_what_the_merge_said(base: Path, tmp_path: Path) ->
     assert document["tuning"]["model"] == str(tmp_path / "merged")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(base: Path, tmp_path: Path) -> None:
     for out, seed in (("a", 1), ("b", 1), ("c", 2)):
         tune(base, tmp_path / out, seed=seed, steps=2)

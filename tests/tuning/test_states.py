@@ -12,7 +12,9 @@ from moemerge.runtime.journals import saved_path
 from tuning.cases import InterruptedAt, changed, tune
 
 
-@pytest.mark.parametrize("how", [{}, {"lora": 2}], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"lora": 2}, marks=pytest.mark.slow)], ids=["whole", "lora"]
+)
 def test_resuming_ends_with_the_same_bytes(how: dict[str, Any], base: Path, tmp_path: Path) -> None:
     how = {**how, "steps": 6, "save_every": 2}
     whole = tune(base, tmp_path / "a", **how)
@@ -44,6 +46,7 @@ def test_states_of_another_training_are_not_mixed_in(base: Path, tmp_path: Path)
     assert not saved_path(tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_state_that_was_not_saved_whole_does_not_count(base: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         tune(base, tmp_path / "out", progress=InterruptedAt(3), save_every=1)
