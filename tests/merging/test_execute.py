@@ -139,6 +139,8 @@ def test_non_finite_input_stops_a_sum_whatever_its_weight(models, tmp_path, bad)
         moemerge.merge(settings, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
     report = moemerge.merge(settings, tmp_path / "out", allow_nonfinite=True)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "which makes this model again (with `--allow-nonfinite`):" in card
     assert f"{models[1]}: 1 tensor holds NaN or infinity ({name})" in report.notices
 
 

@@ -85,9 +85,10 @@ class _Writer:
 
 
 def _absolute(text: tuple[str, ...] | DataRecipe) -> list[str] | DataRecipe:
-    """Files by their whole paths; of a recipe those that exist, the others may be hub ids."""
+    """Files by their whole paths (rows in memory have none); of a recipe those that exist, the
+    others may be hub ids."""
     if not isinstance(text, DataRecipe):
-        return list(map(os.path.abspath, text))
+        return [name if name.startswith("<") else os.path.abspath(name) for name in text]
     inputs = {
         key: tuple(os.path.abspath(p) if os.path.exists(p) else p for p in getattr(text, key))
         for key in ("prompts", "text", "against")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
 from moemerge.config.parameters import StatisticsKind
 from moemerge.config.resolve import NormalisedMerge
-from moemerge.config.settings import MergeSettings
+from moemerge.config.settings import MergeSettings, as_flags
 from moemerge.errors import UsageError
 from moemerge.merging.execute import ExecutionSettings, execute
 from moemerge.merging.output import OutputFiles, output_files
@@ -274,14 +274,20 @@ def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeRepo
     made = {
         **job.files.made,
         CONFIG_NAME: config_text.encode(),
-        CARD_NAME: merge_card(report, config_text).encode(),
+        CARD_NAME: merge_card(report, config_text, _needed_flags(job.settings)).encode(),
     }
     for name, data in made.items():
         writer.add_bytes(name, data)
 
 
-def merge_card(report: MergeReport, config: str) -> str:
-    """The README of a merged model."""
+def _needed_flags(settings: MergeSettings) -> list[str]:
+    """Settings that a config does not hold, and without which the merge would end otherwise."""
+    usual = {"requantize": "no", "allow_nonfinite": False}
+    return as_flags({n: v for n in usual if (v := getattr(settings, n)) != usual[n]})
+
+
+def merge_card(report: MergeReport, config: str, flags: Sequence[str] = ()) -> str:
+    """The README of a merged model; `flags` are needed besides the config to make it again."""
     inputs = "\n".join(f"- `{in_code(m.reference)}` ({in_markdown(m.name)})" for m in report.models)
     router = f" Routers: {report.router}." if report.router else ""
     wraps = f" within {', '.join(f'`{name}`' for name in report.wraps)}" if report.wraps else ""
@@ -292,6 +298,7 @@ def merge_card(report: MergeReport, config: str) -> str:
         sections=[("Models", inputs)],
         config=config,
         version=__version__,
+        flags=flags,
     )
 
 

@@ -39,7 +39,7 @@ CARD = """---
 {sections}
 ## Configuration
 
-The resolved configuration, which makes this model again:
+The resolved configuration, which makes this model again{flags}:
 
 ```yaml
 {config}```
@@ -71,8 +71,10 @@ def model_card(
     config: str,
     version: str,
     tags: Sequence[str] = ("merge", "moemerge"),
+    flags: Sequence[str] = (),
 ) -> str:
-    """Markdown with the hub's front matter; `hub_models` are the inputs that live on the hub."""
+    """Markdown with the hub's front matter; `hub_models` are the inputs that live on the hub,
+    `flags` what the config does not hold."""
     front = ["library_name: transformers", "tags:", *(f"- {tag}" for tag in tags)]
     if hub_models:
         front += ["base_model:", *(f"- {json.dumps(m)}" for m in hub_models)]
@@ -84,6 +86,7 @@ def model_card(
         sections=body.rstrip("\n") + "\n" if body else "",
         config=config if config.endswith("\n") else config + "\n",
         version=version,
+        flags=f" (with `{' '.join(flags)}`)" if flags else "",
     )
 
 
