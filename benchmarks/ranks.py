@@ -14,6 +14,7 @@ of the rank that used most. A calibration writes nothing.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -28,6 +29,14 @@ import torch
 
 import synthetic
 from synthetic import SHAPES, Shape
+
+# What a job would import on its way.
+IMPORTED = (
+    "moemerge.calibration.run",
+    "moemerge.collecting.run",
+    "transformers.models.olmoe.modeling_olmoe",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
 
 
 def main() -> None:
@@ -59,6 +68,8 @@ def main() -> None:
 
 
 def child(spec: dict[str, Any]) -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
     begin, used = time.perf_counter(), time.process_time()
     job = {"calibrate": _calibrate, "stats": _collect}[spec["job"]]
     found = {**job(spec), "wall": time.perf_counter() - begin}
