@@ -7,15 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+from together import LIMIT
+
+
+@pytest.mark.timeout(LIMIT)
 def test_killed_ranks_end_the_others_and_any_number_goes_on(tmp_path: Path) -> None:
     script = Path(__file__).with_name("ranks.py")
-    words = [sys.executable, str(script), "--kills", "2", "--verb", "refit"]
+    words = [sys.executable, str(script), "--kills", "1", "--verb", "refit"]
     done = subprocess.run(
         words,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=LIMIT,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
     )

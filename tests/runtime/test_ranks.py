@@ -47,6 +47,15 @@ def test_in_one_process_nothing_happens() -> None:
         True,
     )
     assert ranks.own_device(torch.device("cuda")) == torch.device("cuda")
+    ranks.add_up_for(0, values)
+    ranks.spread(0, values)
+    ranks.meet()
+    assert values.tolist() == [0.0, 1.0, 2.0]
+    assert ranks.all_say(True)
+    assert not ranks.all_say(False)
+    assert (ranks.gathered(3), ranks.made_by_lead(lambda: 4)) == ([3], 4)
+    assert (ranks.sum_of(0.5, values.device), ranks.totals([1, 2], values.device)) == (0.5, [1, 2])
+    assert (ranks.neighbours(), ranks.sharing(values.device)) == (1, 1)
 
 
 def test_jobs_for_one_process_refuse_several(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,3 +71,15 @@ def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match="cannot meet"):
         ranks.join(torch.device("cpu"))
+
+
+def test_processes_of_several_machines_are_refused_where_files_are_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    ranks.on_one_machine("merge")
+    assert ranks.neighbours() == 6
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="merge runs on one machine, and 4 of its 6 processes"):
+        ranks.on_one_machine("merge")
