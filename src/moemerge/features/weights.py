@@ -24,6 +24,7 @@ from moemerge.runtime.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
 
+SUMMED_AT_ONCE = 2**22  # values
 # Parallel reads within one layer. On a CPU more only make them wait for each other; a GPU's host
 # has cores to spare, and a file in the page cache comes as fast as they copy it.
 READERS = 4
@@ -310,7 +311,7 @@ class Weights:
         if not there:
             return
         # A finite sum has only finite terms; one wait for the device.
-        sums = torch.stack([value.sum(dtype=torch.float32) for value in there.values()])
+        sums = torch.stack([_sum(value) for value in there.values()])
         if bool(sums.isfinite().all()):
             return
         bad = [name for name, value in there.items() if not bool(value.isfinite().all())]
@@ -364,3 +365,11 @@ def _set(model: nn.Module, name: str, value: nn.Parameter) -> None:
         parent._buffers[leaf] = value.data
     else:
         parent._parameters[leaf] = value
+
+
+def _sum(value: Tensor) -> Tensor:
+    """In float32. A CPU would first copy all of a half-precision tensor to that."""
+    if value.device.type != "cpu" or value.dtype == torch.float32:
+        return value.sum(dtype=torch.float32)
+    parts = torch.split(value.reshape(-1), SUMMED_AT_ONCE)
+    return torch.stack([part.sum(dtype=torch.float32) for part in parts]).sum()

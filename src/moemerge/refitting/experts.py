@@ -25,8 +25,9 @@ from moemerge.runtime import ranks
 from moemerge.runtime.gpu import Beside
 from moemerge.text.batches import Batch
 
-# Experts whose held-out tokens choose λ for all experts of the layer.
-SAMPLED = 8
+# Experts whose held-out tokens choose λ for all experts of the layer; fewer, but two, where their
+# sums, which are held together, would take more than these bytes.
+SAMPLED, SAMPLED_BYTES = 8, 2**29
 # Routing weights that sum up to less count for nothing; their share is not to become 0 / 0.
 SMALLEST_TOTAL = 1e-12
 DomainKey = tuple[str, bool]  # a domain, and whether its rows are held out
@@ -144,7 +145,7 @@ class ProjectionFit:
         device = routings[0].x.device
         ready: dict[int, tuple[FitSums, FitSums]] = {}
         if rule.fixed is None:
-            sampled = _sample(routings, self.count)
+            sampled = _sample(routings, self.count, self.stack.weight(self.which, 0).shape)
             ready = {expert: self._sums(routings, problem, expert) for expert in sampled}
         own = [sums for expert, sums in ready.items() if _is_own(expert)]
         ridge = rule.choose(self.kind, own, partial(ranks.sum_of, device=device))
@@ -217,12 +218,19 @@ def _ends_turn(expert: int) -> bool:
     return _owner(expert) == ranks.count() - 1
 
 
-def _sample(routings: Sequence[RoutedDomain], count: int) -> list[int]:
+def sample_size(shape: Sequence[int]) -> int:
+    """How many experts choose λ, with maps of this shape (out, in)."""
+    inputs = shape[1]
+    nbytes = 2 * torch.float64.itemsize * (inputs + shape[0]) * inputs
+    return max(2, min(SAMPLED, SAMPLED_BYTES // nbytes))
+
+
+def _sample(routings: Sequence[RoutedDomain], count: int, shape: Sequence[int]) -> list[int]:
     """Experts spread evenly over the ranks of how many tokens they get, in their own order."""
     own = [sum(r.bounds[e + 1] - r.bounds[e] for r in routings) for e in range(count)]
     tokens = ranks.totals(own, routings[0].x.device)
     ranked = sorted(range(count), key=lambda expert: (tokens[expert], expert))
-    size = min(SAMPLED, count)
+    size = min(sample_size(shape), count)
     return sorted({ranked[(2 * at + 1) * count // (2 * size)] for at in range(size)})
 
 

@@ -23,7 +23,7 @@ from moemerge.refitting.plan import LayerPlan, RefitPlan, stored_experts, stored
 from moemerge.refitting.report import LayerRow, MapRow, RouterRow, Row
 from moemerge.refitting.ridge import RidgeRule
 from moemerge.refitting.routers import RouterJob
-from moemerge.refitting.streams import RefitStreams, require_finite
+from moemerge.refitting.streams import RefitStreams
 from moemerge.text.batches import Batch
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,6 @@ class RefitLoop:
         fitter = self._fitter
         assert fitter is not None
         if len(self._left) == len(fitter.plan.pauses):  # nothing of this layer has moved yet
-            require_finite(self.streams.merged.stream, fitter.plan.path)
             self._run_as_merged(fitter.plan)
         self._left.discard(stop.path)
         stopwatch = self.streams.merged.stream.stopwatch

@@ -22,7 +22,7 @@ from moemerge.lockstep.models import OverlaidCheckpoint
 from moemerge.lockstep.output import Output, RefusedResultError
 from moemerge.lockstep.repairs import RepairReport, open_output, output_files
 from moemerge.lockstep.streams import PROCESS_BYTES
-from moemerge.refitting.experts import SAMPLED
+from moemerge.refitting.experts import sample_size
 from moemerge.refitting.head import GROUP
 from moemerge.refitting.linear import BLOCK_VALUES
 from moemerge.refitting.loop import FinishedLayer, RefitLoop
@@ -265,14 +265,12 @@ def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
     for taps in stream.taps.layers:
         for tap in taps:
             if isinstance(tap, ExpertsTap):
-                # Experts go one by one; the sums of those that choose λ are held together.
-                values = max(
-                    _values(stream.model.get_parameter(name).shape[1:])
-                    for name in (tap.up, tap.down)
-                )
-                # On a GPU the next expert's come in the meantime.
-                held = 2 * SAMPLED if job.ridge is None else 2
-                largest = max(largest, (SUM_COPIES + held) * values)
+                # Experts go one by one; the sums of those that choose λ are held together, and on
+                # a GPU the next one's come while an expert is fitted.
+                for name in (tap.up, tap.down):
+                    shape = stream.model.get_parameter(name).shape[1:]
+                    held = 2 * sample_size(shape) if job.ridge is None else 2
+                    largest = max(largest, (SUM_COPIES + held) * _values(shape))
             else:
                 largest = max(largest, SUM_COPIES * _values(tap.shape))
     head = stream.taps.head

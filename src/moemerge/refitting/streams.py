@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import Checkpoint
-from moemerge.errors import ArchitectureError, NumericalError
+from moemerge.errors import ArchitectureError
 from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Offload
 from moemerge.features.stops import Stop
@@ -143,24 +143,6 @@ class Runner:
             raise ArchitectureError(f"{self.stream.checkpoint.label} has no further layer to run")
 
 
-def require_finite(stream: ModelStream, path: str) -> None:
-    """Refuse NaN and infinity in the weights of a layer that is in memory."""
-    named = dict(stream.model.get_submodule(path).named_parameters(prefix=path))
-    values = {n: p for n, p in named.items() if p.is_floating_point() and not p.is_meta}
-    if not values:
-        return
-    # A finite sum has only finite terms; one wait for the device a layer.
-    sums = torch.stack([value.sum(dtype=torch.float32) for value in values.values()])
-    if bool(sums.isfinite().all()):
-        return
-    bad = [name for name, value in values.items() if not bool(value.isfinite().all())]
-    if bad:
-        raise NumericalError(
-            f"{stream.checkpoint.label}: {', '.join(bad)} holds NaN or infinity",
-            hint="the checkpoint is damaged, or its training diverged",
-        )
-
-
 @dataclass
 class RefitStreams:
     """All models: the merged one, and the source of every domain."""
@@ -198,8 +180,6 @@ class RefitStreams:
         self.needs.structure = None
         for runner in self.sources.values():
             runner.run_layer()
-            if plan.pauses:
-                require_finite(runner.stream, plan.path)
         self.merged.recorder.begin()
         for arrival in stop.arrivals:
             entered = arrival.given[0] if arrival.given else None
