@@ -161,7 +161,7 @@ def test_examples_survive_copying_from_a_narrow_terminal(
         ("cal", {"calibrate"}),
         ("calibrate --obj", {"--objective"}),
         ("calibrate --objective ", {"quadratic", "exact"}),
-        ("ls ", {"methods", "architectures"}),
+        ("ls ", {"methods", "wrappers", "architectures"}),
     ],
 )
 def test_shells_complete_verbs_flags_and_words(typed: str, offered: set[str]) -> None:

@@ -150,7 +150,7 @@ class Interrupting(Silent):
 
 @pytest.mark.parametrize(
     ("kind", "part"),
-    [("gram", "streaming"), ("fisher", "streaming"), ("fisher", "squared gradients")],
+    [("gram", "streaming"), ("fisher", "streaming"), ("fisher", "gradients")],
 )
 def test_an_interrupted_run_leaves_nothing(
     kind: str, part: str, model_folder: Folder, text: Path, tmp_path: Path
