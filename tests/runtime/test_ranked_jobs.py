@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,13 @@ MERGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "codes": ("qwen3_moe", {"merge_method": "karcher"}, {"requantize": "same"}),
     "regmean": ("deepseek_v3", {"merge_method": "regmean", "dtype": "float32"}, {}),
 }
+# One of each by three processes as well, of three families: two cores are slow with three.
+BY_THREE = ("sources", "plain", "gram", "shares", "dare")
+
+
+def by_ranks(names: Iterable[str]) -> list[tuple[int, str]]:
+    """Numbers of processes, and the jobs that so many do."""
+    return [(ranks, name) for ranks in (2, 3) for name in names if ranks == 2 or name in BY_THREE]
 
 
 class Jobs:
@@ -135,24 +142,19 @@ class Jobs:
             )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory, zoo_folder: Callable[..., Path]) -> Jobs:
+def all_done(folder: Path, family: Callable[..., Path]) -> Jobs:
     """All of them done by one process, by two and by three, in one start."""
-    jobs = Jobs(tmp_path_factory.mktemp("ranked"), zoo_folder)
+    jobs = Jobs(folder, family)
     rounds = {}
     for ranks in (2, 3):
         out = jobs.folder / str(ranks)
         out.mkdir()
-        rounds[ranks] = list(jobs.all(out))
+        rounds[ranks] = [
+            one for one in jobs.all(out) if ranks == 2 or Path(one["report"]).stem in BY_THREE
+        ]
     for code, words in together(rounds):
         assert code == 0, words
     return jobs
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def done(request: pytest.FixtureRequest, jobs: Jobs) -> tuple[Path, Path]:
-    """Where results of one process are, and those of several."""
-    return jobs.folder / "alone", jobs.folder / str(request.param)
 
 
 def off(one: Path, other: Path, merged: Path) -> float:
@@ -195,8 +197,7 @@ def reports(done: tuple[Path, Path], name: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", CALIBRATIONS)
-def test_routers_are_those_of_one_process(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
+def same_routers(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
     family, settings, close = CALIBRATIONS[name]
     assert off(*(folder / name for folder in done), jobs.cases[family].merged) < close
     names = ("tokens", "mismatch_before", "mismatch_after", "top1_before", "top1_after")
@@ -213,8 +214,7 @@ def test_routers_are_those_of_one_process(done: tuple[Path, Path], jobs: Jobs, n
     assert all(("rows held out" in words) == ("measure" in settings) for words in card)
 
 
-@pytest.mark.parametrize("name", DIAGNOSES)
-def test_figures_are_those_of_one_process(done: tuple[Path, Path], name: str) -> None:
+def same_figures(done: tuple[Path, Path], _: Jobs, name: str) -> None:
     alone, *others = reports(done, name)
     assert alone["layers"]
     assert bool(alone["swaps"]) == (name == "swaps")
@@ -222,8 +222,7 @@ def test_figures_are_those_of_one_process(done: tuple[Path, Path], name: str) ->
         assert_alike(alone, report)
 
 
-@pytest.mark.parametrize("name", STATISTICS)
-def test_statistics_are_those_of_one_process(done: tuple[Path, Path], name: str) -> None:
+def same_statistics(done: tuple[Path, Path], _: Jobs, name: str) -> None:
     alone, *others = reports(done, name)
     for report in others:
         assert_alike(alone, report)
@@ -240,8 +239,7 @@ def test_statistics_are_those_of_one_process(done: tuple[Path, Path], name: str)
         assert torch.allclose(value, theirs[key], rtol=1e-6, atol=close), key
 
 
-@pytest.mark.parametrize("name", MERGES)
-def test_merges_have_the_bytes_of_one_process(done: tuple[Path, Path], name: str) -> None:
+def same_bytes(done: tuple[Path, Path], _: Jobs, name: str) -> None:
     alone, *others = reports(done, name)
     for report in others:
         assert_alike(alone, report)
@@ -256,8 +254,7 @@ def test_merges_have_the_bytes_of_one_process(done: tuple[Path, Path], name: str
     assert not [path for path in other.parent.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("name", REFITS)
-def test_refits_are_those_of_one_process(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
+def same_maps(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
     family, settings = REFITS[name]
     assert off(*(folder / name for folder in done), jobs.cases[family].merged) < 1e-4
     alone, *others = reports(done, name)
@@ -271,3 +268,17 @@ def test_refits_are_those_of_one_process(done: tuple[Path, Path], jobs: Jobs, na
             if settings["holdout"]:
                 assert one["drift_after"] == pytest.approx(other["drift_after"], rel=1e-4)
     assert others[0]["layers"] == others[1]["layers"]
+
+
+def test_every_job_by_several_processes(tmp_path: Path, zoo_folder: Callable[..., Path]) -> None:
+    """One test: workers that share the tests would each do all the jobs."""
+    jobs = all_done(tmp_path, zoo_folder)
+    for same, names in (
+        (same_routers, CALIBRATIONS),
+        (same_figures, DIAGNOSES),
+        (same_statistics, STATISTICS),
+        (same_bytes, MERGES),
+        (same_maps, REFITS),
+    ):
+        for ranks, name in by_ranks(names):
+            same((jobs.folder / "alone", jobs.folder / str(ranks)), jobs, name)
