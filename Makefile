@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two workers: the suite is sized for two cores, and torch runs one thread in each.
 JOBS ?= 2
 
-.PHONY: demo test lint typecheck rooms unit docs fuzz faults clean
+.PHONY: demo test lint typecheck rooms unit slow docs fuzz faults clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Creating $(VENV) and installing (first run only; torch is a large download)"
@@ -33,7 +33,11 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m "not slow"
+
+# Tests of many processes, or of whole trainings: minutes on two cores.
+slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m slow
 
 # Hostile files of every kind, thousands of them; `make test` runs a share.
 COUNT ?= 8000

@@ -12,6 +12,7 @@ import pytest
 from together import LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT)
 def test_killed_ranks_end_the_others_and_any_number_goes_on(tmp_path: Path) -> None:
     script = Path(__file__).with_name("ranks.py")

@@ -19,7 +19,7 @@ from calibration import cases
 from moemerge.statistics import Statistics
 from together import LIMIT, job, together
 
-pytestmark = pytest.mark.timeout(LIMIT)
+pytestmark = [pytest.mark.timeout(LIMIT), pytest.mark.slow]
 
 # Tight, so that what is left is rounding and not where CG happened to stop.
 EXACT = {"rtol": 1e-11, "device": "cpu", "dtype": "float64"}

@@ -239,6 +239,7 @@ def test_a_set_trained_anew_is_measured_anew_and_an_absent_one_is_not_missed(hes
     assert run_tables(request, Silent(), figures=False).summaries == first.summaries
 
 
+@pytest.mark.slow
 def test_two_workers_find_what_one_finds(hessian, tmp_path):
     request, alone = hessian
     elsewhere = replace(request, out=tmp_path / "out", work=tmp_path / "work", jobs=2)
