@@ -139,3 +139,86 @@ def test_spectral_and_adaptive_lie_between_the_start_and_the_minimum(merge):
     everything = merge("wudi", vectors, base=base, solver="spectral", time=1e9, keep=1.0)
     exact = merge("wudi", vectors, base=base, solver="exact")
     torch.testing.assert_close(everything, exact)
+
+
+def top(matrix, count):
+    """The leading singular directions: their part of the matrix, and diag(s) Vᵀ."""
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    inputs = s[:count, None] * vh[:count]
+    return u[:, :count] @ inputs, inputs
+
+
+def optmerge(vectors, targets):
+    """OptMerge's start and objective, written out."""
+    share = min(vectors[0].shape) // len(vectors)
+    mean = sum(vectors) / len(vectors)
+    aims = [
+        mean + top(t - mean, share)[0] if targets == "centred" else top(t, share)[0]
+        for t in vectors
+    ]
+    inputs = [top(t, share)[1] for t in vectors]
+
+    def loss(merged):
+        return sum(
+            ((merged - aim) @ x.T).square().sum() / t.square().sum()
+            for aim, x, t in zip(aims, inputs, vectors, strict=True)
+        )
+
+    return (mean if targets == "leading" else sum(vectors)), loss
+
+
+@pytest.mark.parametrize("targets", ["centred", "leading"])
+@pytest.mark.parametrize(("n", "out", "columns"), [(2, 6, 5), (2, 4, 20), (3, 8, 8), (3, 20, 7)])
+def test_optmerges_targets_against_the_objective_written_out(merge, targets, n, out, columns):
+    vectors = task_vectors(n, out, columns)
+    base = torch.randn(out, columns, dtype=torch.float64)
+    models = [base + t for t in vectors]
+    start, loss = optmerge(vectors, targets)
+    parameter = start.clone().requires_grad_(True)
+    optimizer = torch.optim.Adam([parameter], lr=1e-4)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss(parameter).backward()
+        optimizer.step()
+    stepped = merge("wudi", models, base=base, targets=targets, lr=1e-4, steps=60)
+    torch.testing.assert_close(stepped - base, parameter.detach(), rtol=1e-6, atol=1e-8)
+    exact = (merge("wudi", models, base=base, targets=targets, solver="exact") - base).clone()
+    exact.requires_grad_(True)
+    least = loss(exact)
+    least.backward()
+    assert exact.grad.norm() < 1e-9
+    assert least <= loss(parameter) + 1e-15
+
+
+@pytest.mark.parametrize("targets", ["centred", "leading"])
+@pytest.mark.parametrize("solver", ["adam", "exact", "spectral", "adaptive"])
+def test_optmerges_targets_of_hard_units(merge, targets, solver):
+    options = {"targets": targets, "solver": solver}
+    base = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    a, b = (base + t.float() for t in task_vectors(2, 6, 8))
+    alone = merge("wudi", [a, base], base=base, **options)
+    torch.testing.assert_close(alone, a)
+    assert torch.equal(merge("wudi", [base, base], base=base, **options), base)
+    column, row = torch.ones(6, 1), torch.arange(8.0)[None]
+    low = merge("wudi", [base + 0.01 * column @ row, b], base=base, **options)
+    assert low.isfinite().all()
+    for shape in ((1, 7), (7, 1), (1, 1)):
+        start = torch.ones(shape)
+        thin = merge("wudi", [start + 0.01, start - 0.02], base=start, **options)
+        assert thin.isfinite().all()
+
+
+def test_two_equal_models_stay_what_they_are_from_their_mean_on(merge):
+    base = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    model = base + task_vectors(1, 6, 8)[0].float()
+    for solver in ("adam", "exact", "spectral", "adaptive"):
+        out = merge("wudi", [model, model], base=base, targets="leading", solver=solver)
+        torch.testing.assert_close(out, model)
+
+
+def test_optmerges_targets_by_hand(merge):
+    # Each model's one leading direction: e1 → 4 and e2 → 2 for a, e1 → 3 and e2 → 6 for b. The mean
+    # keeps what no leading direction sees, and gets 4 on e1 (from a), 6 on e2 (from b).
+    a, b = torch.diag(torch.tensor([4.0, 2.0])), torch.diag(torch.tensor([3.0, 6.0]))
+    out = merge("wudi", [a, b], base=torch.zeros(2, 2), targets="leading", solver="exact")
+    torch.testing.assert_close(out, torch.diag(torch.tensor([4.0, 6.0])))

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
-from moemerge.merging.methods._changes import OthersOptions, changes, is_linear, merge_others
+from moemerge.merging.methods._changes import (
+    OthersOptions,
+    Spectrum,
+    changes,
+    is_linear,
+    merge_others,
+)
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -27,6 +33,13 @@ class WudiOptions(OthersOptions):
         help="Adam's steps from the sum of task vectors as in the paper, the minimum itself, or "
         "the minimum in its leading directions (SWUDI's gradient flow, ASWUDI's effective rank)",
     )
+    targets: str = param(
+        "task",
+        choices=("task", "centred", "leading"),
+        help="what the result shall be to each model's inputs: its task vector; or, as OptMerge "
+        "has it, the mean and the leading directions in which it differs from the mean (fine-tuned "
+        "wholly), or its leading directions, from the mean on (LoRA)",
+    )
     lr: float = param(1e-5, minimum=0, exclusive_minimum=True, help="Adam's step size")
     steps: int = param(300, minimum=0, help="Adam's number of steps")
     time: float = param(300.0, minimum=0, help="how long the gradient flow of `spectral` runs")
@@ -43,11 +56,11 @@ def wudi(
     """Choose the task vector that interferes least with each model's own inputs.
 
     Minimises Σ_i ‖(τ - τ_i) τ_iᵀ‖² / ‖τ_i‖² over τ for each linear weight, starting at Σ τ_i;
-    the result is θ_0 + τ. Models that did not change the weight are left out. `solver: exact`
-    takes the minimum nearest to the start; `spectral` and `adaptive` correct its leading directions
-    alone, as Adam's early end does. All other tensors are averaged, as fine-tuned norms and
-    embeddings carry what the models learnt; `others: base` drops their changes, which is what the
-    HARC paper's authors did.
+    the result is θ_0 + τ. Models that did not change the weight are left out. `targets` puts
+    OptMerge's in place of the τ_i. `solver: exact` takes the minimum nearest to the start;
+    `spectral` and `adaptive` correct its leading directions alone, as Adam's early end does. All
+    other tensors are averaged, as fine-tuned norms and embeddings carry what the models learnt;
+    `others: base` drops their changes, which is what the HARC paper's authors did.
     """
     assert base is not None
     if not is_linear(base, unit):
@@ -55,8 +68,7 @@ def wudi(
     deltas = changes(inputs, base)
     if not deltas:
         return base.clone(memory_format=torch.contiguous_format)
-    start = torch.stack(deltas).sum(0)
-    problem = Interference.of(deltas)
+    start, problem = _problem(deltas, options.targets)
     if options.solver == "exact":
         correction = problem.exact()
     elif options.solver == "spectral":
@@ -68,8 +80,17 @@ def wudi(
     return (base + start + correction).contiguous()
 
 
+def _problem(deltas: Sequence[Tensor], targets: str) -> tuple[Tensor, Interference]:
+    """Where the search starts, and what is minimised around it."""
+    if targets == "task" or len(deltas) == 1:  # a model alone is its own merge
+        return torch.stack(deltas).sum(0), Interference.of(deltas)
+    mean = torch.stack(deltas).mean(0)
+    start = mean if targets == "leading" else torch.stack(deltas).sum(0)
+    return start, Interference.reduced(deltas, mean, start, centred=targets == "centred")
+
+
 class Interference:
-    """The objective around its start: x is what is added to Σ τ_i.
+    """The objective around its start: x is what is added to it, to Σ τ_i of WUDI.
 
     With S the τ_i / ‖τ_i‖ on top of each other and C_i = Σ_{j≠i} τ_j, the objective is
     Σ_i ‖(x + C_i) S_iᵀ‖². Its gradient 2 (x SᵀS + G), G = Σ_i C_i S_iᵀ S_i, is a sum without
@@ -92,8 +113,33 @@ class Interference:
             K.append(others @ unit.T)
         return cls(torch.cat(S), torch.cat(K, dim=1))
 
+    @classmethod
+    def reduced(
+        cls, deltas: Sequence[Tensor], mean: Tensor, start: Tensor, *, centred: bool
+    ) -> Interference:
+        """OptMerge's: S_i is diag(s) Vᵀ / ‖τ_i‖ of the ⌊rank / models⌋ leading directions of τ_i,
+        and C_i the start less their target: these directions, or the mean and those of τ_i - mean.
+        """
+        share = max(1, min(mean.shape) // len(deltas))
+        S, K = [], []
+        for delta in deltas:
+            size = torch.linalg.vector_norm(delta.double())
+            own = Spectrum.of(delta).top(share)
+            target = own
+            rest = start.double()
+            if centred:
+                target = Spectrum.of(delta - mean, float(size)).top(share)
+                rest = rest - mean
+            # In float64: what cancels must be small beside Adam's ε, or Adam would blow it up.
+            rest = rest - (target.left * target.values) @ target.right.T
+            unit = (own.values[:, None] * own.right.T) / size  # (directions, in)
+            S.append(unit)
+            K.append(rest @ unit.T)
+        dtype = mean.dtype
+        return cls(torch.cat(S).to(dtype), torch.cat(K, dim=1).to(dtype))
+
     def value(self, x: Tensor) -> float:
-        """The objective at Σ τ_i + x."""
+        """The objective at the start + x."""
         return float(torch.linalg.vector_norm(x @ self.S.T + self.K) ** 2)
 
     def gradient(self, x: Tensor) -> Tensor:
