@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import zoo
+from moemerge.architectures import families
+from moemerge.merging import METHODS, WRAPPERS
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -21,6 +23,22 @@ def _interruptible() -> Iterator[None]:
     yield
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _registries() -> Iterator[None]:
+    """What a test registers, others do not see, in whatever order they run."""
+    tables: tuple[dict[str, Any], ...] = (
+        METHODS._entries,
+        WRAPPERS._entries,
+        families.BY_MODEL_TYPE,
+        families._BY_CLASS,
+    )
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 import zoo
-from moemerge.architectures import families
 from moemerge.checkpoint import Checkpoint
 from moemerge.cli.app import app
-from moemerge.merging import METHODS
 
 PLUGIN = '''
 from dataclasses import dataclass
@@ -50,9 +48,6 @@ def plugin(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "test_own_methods.py"
     path.write_text(PLUGIN, encoding="utf-8")
     yield path
-    METHODS._entries.pop("test_shares", None)
-    families.BY_MODEL_TYPE.pop("test_family", None)
-    families._BY_CLASS.pop("testfamily", None)
     sys.modules.pop(path.stem, None)
 
 

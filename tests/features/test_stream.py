@@ -35,6 +35,7 @@ from moemerge.text.domains import Domain
 NOT_SERVED = ("zaya", "doge")
 SERVED = tuple(name for name in zoo.FAMILIES if name not in NOT_SERVED)
 Folder = Callable[..., Path]
+Threads = Callable[[], list[str]]
 
 
 def stream_all(folder: Path, batches: tuple[Batch, ...], **options: Any) -> reference.Features:
@@ -66,8 +67,16 @@ def assert_same(found: reference.Features, expected: reference.Features) -> None
             assert torch.equal(got, want), path
 
 
-def batch_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("moemerge-")]
+@pytest.fixture
+def batch_threads() -> Threads:
+    """The threads that streams of this test have started. Another test's may still be ending."""
+    before = set(threading.enumerate())
+
+    def names() -> list[str]:
+        since = set(threading.enumerate()) - before
+        return [thread.name for thread in since if thread.name.startswith("moemerge-")]
+
+    return names
 
 
 @pytest.mark.parametrize("family", SERVED)
@@ -268,7 +277,9 @@ def test_one_layer_at_a_time(zoo_folder: Folder) -> None:
     assert all(value.device.type == "meta" for value in stream.model.parameters())
 
 
-def test_leaving_early_ends_every_thread_and_frees_the_inputs(zoo_folder: Folder) -> None:
+def test_leaving_early_ends_every_thread_and_frees_the_inputs(
+    zoo_folder: Folder, batch_threads: Threads
+) -> None:
     folder = zoo_folder("olmoe")
     with RouterStream(Checkpoint.open(folder), reference.batches()) as stream:
         stop = next(iter(stream))
@@ -281,7 +292,9 @@ def test_leaving_early_ends_every_thread_and_frees_the_inputs(zoo_folder: Folder
     assert watched() is None
 
 
-def test_an_interrupt_in_the_loop_ends_every_thread(zoo_folder: Folder) -> None:
+def test_an_interrupt_in_the_loop_ends_every_thread(
+    zoo_folder: Folder, batch_threads: Threads
+) -> None:
     def interrupted() -> None:
         with RouterStream(Checkpoint.open(zoo_folder("olmoe")), reference.batches()) as stream:
             for _ in stream:
@@ -310,7 +323,9 @@ def test_runs_once(zoo_folder: Folder) -> None:
             list(stream)
 
 
-def test_failure_in_a_batch_names_layer_and_domain(zoo_folder: Folder) -> None:
+def test_failure_in_a_batch_names_layer_and_domain(
+    zoo_folder: Folder, batch_threads: Threads
+) -> None:
     with RouterStream(Checkpoint.open(zoo_folder("olmoe")), reference.batches()) as stream:
 
         def fail(module: Any, args: Any) -> None:
@@ -348,7 +363,9 @@ def _enlarge(prefix: str) -> Callable[[dict[str, Tensor]], None]:
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.1.self_attn.v_proj"])
-def test_nan_names_the_tensor(name: str, zoo_folder: Folder, tmp_path: Path) -> None:
+def test_nan_names_the_tensor(
+    name: str, zoo_folder: Folder, batch_threads: Threads, tmp_path: Path
+) -> None:
     poison = _poison(f"{name}.weight")
     checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", poison)
     with (
@@ -367,7 +384,7 @@ def test_nan_names_the_tensor(name: str, zoo_folder: Folder, tmp_path: Path) -> 
     ],
 )
 def test_an_overflow_names_layer_and_domain(
-    name: str, where: str, zoo_folder: Folder, tmp_path: Path
+    name: str, where: str, zoo_folder: Folder, batch_threads: Threads, tmp_path: Path
 ) -> None:
     checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "large", _enlarge(name))
     with (
@@ -418,7 +435,9 @@ def test_only_real_tokens_must_be_finite(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.norm.weight"])
-def test_missing_tensor_is_named(name: str, zoo_folder: Folder, tmp_path: Path) -> None:
+def test_missing_tensor_is_named(
+    name: str, zoo_folder: Folder, batch_threads: Threads, tmp_path: Path
+) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         del tensors[name]
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +79,14 @@ class Weights:
         self._stopwatch = stopwatch or Stopwatch(device)
         readers = READERS if device.type == "cpu" else UPLOAD_READERS
         self._uploads = uploads_to(device, UPLOAD_BUFFERS)
-        self._pool = thread_pool(readers, "moemerge-read")
         self._ahead: tuple[str, Future[dict[str, Tensor]]] | None = None
-        self._background = thread_pool(1, "moemerge-prefetch")
-        self._buffers_to_device()
+        with ExitStack() as undo:  # threads that were started end if what follows fails
+            self._pool = thread_pool(readers, "moemerge-read")
+            undo.callback(self._pool.shutdown)
+            self._background = thread_pool(1, "moemerge-prefetch")
+            undo.callback(self._background.shutdown)
+            self._buffers_to_device()
+            undo.pop_all()
 
     def close(self) -> None:
         """Stop reading ahead; what was placed stays."""
