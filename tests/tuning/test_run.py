@@ -59,7 +59,7 @@ def test_the_first_loss_is_the_mean_over_answers(base: Path, tmp_path: Path) -> 
         ids = torch.tensor([row.tokens])
         with torch.no_grad():
             scores = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
-        learnt = torch.tensor(row.learnt[1:])
+        learnt = torch.tensor(list(row.learnt[1:]), dtype=torch.bool)
         total -= float(scores.gather(1, ids[0, 1:, None])[:, 0][learnt].sum())
         count += int(learnt.sum())
     assert report.first_loss == pytest.approx(total / count, rel=1e-5)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from moemerge.config.data import DataSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.translate import parse_settings
 from moemerge.data.contamination import Benchmark
-from moemerge.data.selection import balanced, distinct, normal
-from moemerge.data.texts import read_texts
+from moemerge.data.selection import balanced, normal
+from moemerge.data.texts import read_text
 from moemerge.errors import DataError, UsageError
-from moemerge.generation.prompts import PromptRow, located, read_prompts
+from moemerge.generation.prompts import PromptRow, located, read_prompt, read_prompts
 from moemerge.statistics.writer import check_output_file
+from moemerge.text.reading import Rows
 from moemerge.text.rows import TextSource, read_rows
 from moemerge.verification.judgement import Verifier
 from moemerge.verification.verifiers import make_verifier
 
 NO_CHECK = "none"
+MARK_BYTES = 12  # that tell one text from another: a chance of 1e-15 among ten million
 SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
@@ -83,50 +86,61 @@ def check_request(request: DataRequest) -> None:
 def select_prompts(request: DataRequest) -> Selected:
     """Read prompts; leave out repetitions and what benchmarks hold; take each group's share."""
     settings = request.settings
-    rows = read_prompts(read_rows(located(request.prompts)), settings, settings.balance)
-    once = distinct(rows, key=lambda row: normal(row.asked))
-    clean, contaminated = _decontaminated(once, settings)
-    rng = random.Random(settings.seed)
-    taken = balanced(clean, lambda row: row.group, settings.limit, rng)
-    if not taken:
+    rows = Rows(located(request.prompts))
+    prompts = (read_prompt(row, settings, settings.balance) for row in rows)
+    chosen = _choose(((prompt.group, prompt.asked) for prompt in prompts), settings)
+    if not chosen.places:
         raise DataError(
-            f"no prompt is left of {len(rows)}: {len(rows) - len(once)} repeat others, "
-            f"{sum(contaminated.values())} overlap with benchmarks"
+            f"no prompt is left of {chosen.read}: {chosen.repeated} repeat others, "
+            f"{sum(chosen.contaminated.values())} overlap with benchmarks"
         )
-    return Selected(tuple(taken), len(rows), len(rows) - len(once), contaminated)
+    taken = read_prompts(rows.take(chosen.places), settings, settings.balance)
+    return Selected(tuple(taken), chosen.read, chosen.repeated, chosen.contaminated)
 
 
 def select_texts(request: DataRequest) -> tuple[list[tuple[str, str]], Selected]:
     """(group, text) pairs taken of plain text, and what was left out."""
     settings = request.settings
-    texts = read_texts(read_rows(located(request.text)), settings)
-    once = distinct(texts, key=lambda pair: normal(pair[1]))
-    clean: list[tuple[str, str]] = []
-    hits: Counter[str] = Counter()
-    benchmarks = _benchmarks(settings)
-    for pair in once:
-        name = next((b.name for b in benchmarks if b.overlaps(pair[1])), None)
-        if name is None:
-            clean.append(pair)
-        else:
-            hits[name] += 1
-    taken = balanced(clean, lambda pair: pair[0], settings.limit, random.Random(settings.seed))
-    return taken, Selected((), len(texts), len(texts) - len(once), dict(hits))
+    rows = Rows(located(request.text))
+    chosen = _choose((read_text(row, settings) for row in rows), settings)
+    taken = [read_text(row, settings) for row in rows.take(chosen.places)]
+    return taken, Selected((), chosen.read, chosen.repeated, chosen.contaminated)
 
 
-def _decontaminated(
-    rows: Sequence[PromptRow], settings: DataSettings
-) -> tuple[list[PromptRow], dict[str, int]]:
+@dataclass(frozen=True)
+class _Chosen:
+    """Places of the rows that are taken, in order, and what was left out."""
+
+    places: list[int]
+    read: int
+    repeated: int
+    contaminated: Mapping[str, int]
+
+
+def _choose(items: Iterable[tuple[str, str]], settings: DataSettings) -> _Chosen:
+    """Of (group, text) pairs: none twice, none that a benchmark holds, each group its share.
+
+    Texts themselves are not kept: there may be more of them than memory.
+    """
     benchmarks = _benchmarks(settings)
     hits: Counter[str] = Counter({benchmark.name: 0 for benchmark in benchmarks})
-    clean = []
-    for row in rows:
-        name = next((b.name for b in benchmarks if b.overlaps(row.asked)), None)
+    seen: set[bytes] = set()
+    clean: list[tuple[int, str]] = []
+    read = 0
+    for place, (group, text) in enumerate(items):
+        read = place + 1
+        mark = blake2b(normal(text).encode(errors="surrogatepass"), digest_size=MARK_BYTES).digest()
+        if mark in seen:
+            continue
+        seen.add(mark)
+        name = next((b.name for b in benchmarks if b.overlaps(text)), None)
         if name is None:
-            clean.append(row)
+            clean.append((place, group))
         else:
             hits[name] += 1
-    return clean, dict(hits)
+    rng = random.Random(settings.seed)
+    taken = balanced(clean, lambda pair: pair[1], settings.limit, rng)
+    return _Chosen([place for place, _ in taken], read, read - len(seen), dict(hits))
 
 
 def _benchmarks(settings: DataSettings) -> list[Benchmark]:

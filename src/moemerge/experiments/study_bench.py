@@ -23,7 +23,7 @@ from moemerge.evaluation.folder import file_name
 from moemerge.experiments.problems import packed
 from moemerge.experiments.tree import StudyCell, StudyNode
 from moemerge.runtime.journals import journal_path, saved_path
-from moemerge.text.rows import read_rows
+from moemerge.text.rows import stream_rows
 
 AUTO = "auto"
 
@@ -234,7 +234,8 @@ def _rows(share: float | None, texts: Sequence[list[Path]], times: int = 1) -> d
     """The limit that leaves this share of the rows, `times` those of the smallest text."""
     if share is None:
         return {}
-    return {"limit": max(1, round(share * times * min(len(read_rows(files)) for files in texts)))}
+    fewest = min(sum(1 for _ in stream_rows(files)) for files in texts)
+    return {"limit": max(1, round(share * times * fewest))}
 
 
 def with_paths(config: Any, paths: Mapping[str, str]) -> Any:

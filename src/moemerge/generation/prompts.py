@@ -72,13 +72,13 @@ def tokenized(prompts: Sequence[PromptRow], tokenizer: Tokenizer, prefill: str) 
 
 
 def read_prompts(
-    rows: Sequence[TextRow], settings: PromptSettings, group_by: str | None = None
+    rows: Iterable[TextRow], settings: PromptSettings, group_by: str | None = None
 ) -> list[PromptRow]:
     """All rows as prompts; a row without one is an error."""
-    return [_prompt(row, settings, group_by) for row in rows]
+    return [read_prompt(row, settings, group_by) for row in rows]
 
 
-def _prompt(row: TextRow, settings: PromptSettings, group_by: str | None) -> PromptRow:
+def read_prompt(row: TextRow, settings: PromptSettings, group_by: str | None = None) -> PromptRow:
     fields = row_fields(row)
     for name, column in settings.map.items():
         if column not in fields:

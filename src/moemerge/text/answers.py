@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, TokenizerError, library_errors
 from moemerge.text.domains import TextSettings
-from moemerge.text.rows import TextSource, UnreadKeys, read_rows, source_names
+from moemerge.text.reading import Rows
+from moemerge.text.rows import TextSource, UnreadKeys, source_names
 from moemerge.text.templates import render
 from moemerge.text.tokens import (
     CHARACTERS_PER_TOKEN,
@@ -33,10 +35,10 @@ Span = tuple[int, int]  # characters of a text, the end not included
 
 @dataclass(frozen=True)
 class AnsweredRow:
-    """Tokens, and whether each is learnt."""
+    """Tokens, and whether each is learnt: packed, since there may be hundreds of millions."""
 
-    tokens: tuple[int, ...]
-    learnt: tuple[bool, ...]
+    tokens: array[int]
+    learnt: bytes  # a 1 for each token that is learnt
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,19 @@ def load_answers(
     sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase, settings: TextSettings
 ) -> Answers:
     """Rows with answers; where `limit` applies, the seed chooses the rows."""
-    rows = read_rows(sources)
-    order = list(range(len(rows)))
+    rows = Rows(sources)
+    order: Sequence[int] = range(len(rows))
+    ordered = iter(rows)
     if settings.limit is not None:
-        random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(b"tune")).shuffle(order)
+        rng = random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(b"tune"))
+        order = rows.shuffled(rng)
+        ordered = rows.take(order)
     reader = _Reader(tokenizer, settings.max_length)
     taken: dict[int, AnsweredRow] = {}
     for at in order:
         if len(taken) == settings.limit:
             break
-        row = reader.read(row_text(rows[at], tokenizer, reader.unread))
+        row = reader.read(row_text(next(ordered), tokenizer, reader.unread))
         if row is not None:
             taken[at] = row
     if not taken:
@@ -100,7 +105,7 @@ class _Reader:
         tokens, learnt = self._tokens(text, spans)
         if text.turns and not text.templated:
             self._end(tokens, learnt)
-        row = AnsweredRow(tuple(tokens[: self._most]), tuple(learnt[: self._most]))
+        row = AnsweredRow(array("i", tokens[: self._most]), bytes(learnt[: self._most]))
         self._cut += len(row.tokens) < len(tokens)
         # The first token is nobody's prediction.
         if not any(row.learnt[1:]):

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, UsageError
-from moemerge.text.rows import TextRow, TextSource, UnreadKeys, read_rows, source_names
+from moemerge.text.reading import Rows
+from moemerge.text.rows import MOST_BYTES, TextSource, UnreadKeys, source_names, too_large
 from moemerge.text.tokens import tokenize
 
 Holdout = float | Literal["auto"]
@@ -100,14 +101,15 @@ def load_domain(
     """Rows as tokens; where a bound applies, the seed chooses the rows."""
     settings = settings or TextSettings()
     sources = [sources] if isinstance(sources, str | Path) else sources
-    rows = read_rows(sources)
+    rows = Rows(sources)
     # The name is part of the seed, so that two domains of one file do not take the same rows.
     rng = random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(name.encode()))
     unread = UnreadKeys()
-    taken, cut = _take(rows, tokenizer, settings, rng, unread)
+    where = ", ".join(source_names(sources))
+    taken, cut = _take(rows, tokenizer, settings, rng, unread, where)
     if not taken:
         raise DataError(
-            f"{', '.join(source_names(sources))}: no token for domain {name!r} in {len(rows)} rows",
+            f"{where}: no token for domain {name!r} in {len(rows)} rows",
             hint="every row was empty after tokenizing; give a file with text",
         )
     notices = [*unread.notices()]
@@ -126,20 +128,24 @@ def load_domain(
 
 
 def _take(
-    rows: Sequence[TextRow],
+    rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     settings: TextSettings,
     rng: random.Random,
     unread: UnreadKeys,
+    where: str,
 ) -> tuple[list[Tensor], int]:
     """Rows in a seeded order until a bound is met, then put back into the order of the file; and
     how many of them were longer than a row may be."""
-    order = list(range(len(rows)))
+    order: Sequence[int] = range(len(rows))
+    ordered = iter(rows)
     if settings.limit is not None or settings.max_tokens is not None:
-        rng.shuffle(order)
+        order = rows.shuffled(rng)
+        ordered = rows.take(order)
+    elif rows.size > MOST_BYTES:
+        raise too_large(where)
     taken: dict[int, Tensor] = {}
     left, cut = settings.max_tokens, 0
-    ordered = [rows[at] for at in order]
     tokenized = tokenize(ordered, tokenizer, unread, lambda: _lesser(settings.max_length, left))
     for at in order:
         if len(taken) == settings.limit or left == 0:

@@ -32,9 +32,12 @@ FORM_KEYS = {
     "conversations": ("conversations",),
     "instruction": ("instruction", "input", "output"),
 }
-# Text is held in memory whole, and a small packed file may hold any amount of it.
+# What is held in memory whole may have this much, and what unpacks to more must do so honestly: a
+# small packed file may hold any amount.
 MOST_BYTES = 2**29
 MOST_ROW_BYTES = 2**26
+MOST_TIMES = 200  # what a packed file holds, in sizes of the file
+PARQUET_ROWS = 64  # decoded at once
 PIPE_SECONDS = 20
 # Rows of a file whose form is looked at before any work is done.
 CHECKED_ROWS = 100
@@ -61,6 +64,7 @@ class TextRow:
 
     where: str  # as a person counts
     content: bytes | Mapping[str, Any]
+    size: int = 0  # in bytes, where it comes from a file
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def check_file(path: Path, where: str = "") -> None:
     hint = f"use {', '.join(SUFFIXES)}, or /dev/stdin"
     if path.is_dir():
         raise DataError(f"{where}{path} is a folder, expected a file of text", hint=hint)
-    if _is_pipe(path):
+    if is_pipe(path):
         return
     if not path.name.lower().endswith(SUFFIXES):
         raise DataError(f"{where}{path} is of an unknown kind {path.suffix!r}", hint=hint)
@@ -103,7 +107,7 @@ def check_text(data: Mapping[str, Sequence[TextSource]]) -> None:
     for sources in data.values():
         for source in sources:
             # A pipe can be read only once.
-            if isinstance(source, Mapping) or not _is_pipe(Path(source)):
+            if isinstance(source, Mapping) or not is_pipe(Path(source)):
                 for row in read_rows([source], CHECKED_ROWS):
                     parse_row(row)
 
@@ -119,19 +123,29 @@ def read_rows(sources: Sequence[TextSource], most: int | None = None) -> list[Te
     """The rows of all files (the first `most` of each), and those in memory, in the order given."""
     rows: list[TextRow] = []
     size = 0
+    for row in stream_rows(sources, most):
+        rows.append(row)
+        size += row.size
+        if size > MOST_BYTES:
+            raise too_large(row.where)
+    return rows
+
+
+def too_large(where: str) -> DataError:
+    """What is to be held in memory does not fit."""
+    return DataError(
+        f"{where}: the text of one domain has more than {MOST_BYTES >> 20} MiB",
+        hint="a few thousand rows are enough: `limit=5000`, or a part of the file",
+    )
+
+
+def stream_rows(sources: Sequence[TextSource], most: int | None = None) -> Iterator[TextRow]:
+    """The same rows one by one: no more than a few are in memory."""
     for number, source in enumerate(sources, 1):
         if isinstance(source, Mapping):
-            rows.append(TextRow(f"row {number} in memory", source))
-            continue
-        for row in _rows_of(Path(source), most):
-            rows.append(row)
-            size += len(row.content)
-            if size > MOST_BYTES:
-                raise DataError(
-                    f"{row.where}: the text of one domain has more than {MOST_BYTES >> 20} MiB",
-                    hint="a few thousand rows are enough: give a part of the file",
-                )
-    return rows
+            yield TextRow(f"row {number} in memory", source)
+        else:
+            yield from _rows_of(Path(source), most)
 
 
 def _rows_of(path: Path, most: int | None) -> Iterator[TextRow]:
@@ -147,7 +161,7 @@ def _rows_of(path: Path, most: int | None) -> Iterator[TextRow]:
         raise DataError(f"{path}: the file is empty, expected rows of text", hint=FORMS)
 
 
-def _is_pipe(path: Path) -> bool:
+def is_pipe(path: Path) -> bool:
     """Standard input, or a pipe that a shell made: JSON lines under any name."""
     try:
         mode = path.stat().st_mode
@@ -159,7 +173,10 @@ def _is_pipe(path: Path) -> bool:
 def _json_lines(path: Path) -> Iterator[TextRow]:
     try:
         with open(_open_for_reading(path), "rb") as file:
-            lines: Any = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
+            lines: Any = file
+            packed = 0
+            if path.suffix.lower() == ".gz":
+                lines, packed = gzip.GzipFile(fileobj=file), path.stat().st_size
             for number in itertools.count(1):
                 line = lines.readline(MOST_ROW_BYTES + 1)
                 if len(line) > MOST_ROW_BYTES:
@@ -169,8 +186,14 @@ def _json_lines(path: Path) -> Iterator[TextRow]:
                     )
                 if not line:
                     return
+                if packed and lines.tell() > max(MOST_BYTES, MOST_TIMES * packed):
+                    raise DataError(
+                        f"{path}, row {number}: the file unpacks to more than {MOST_TIMES} times "
+                        "its size, which text does not",
+                        hint="unpack it, and see what it holds",
+                    )
                 if line.strip():
-                    yield TextRow(f"{path}, row {number}", line)
+                    yield TextRow(f"{path}, row {number}", line, len(line))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip file ({error})") from error
 
@@ -198,10 +221,18 @@ def _parquet_rows(path: Path) -> Iterator[TextRow]:
         ) from None
     arrow = importlib.import_module("pyarrow")
     try:
-        batches = parquet.ParquetFile(path).iter_batches()
-        rows = (row for batch in batches for row in batch.to_pylist())
-        for number, row in enumerate(rows, 1):
-            yield TextRow(f"{path}, row {number}", row)
+        number = 0
+        for batch in parquet.ParquetFile(path).iter_batches(PARQUET_ROWS):
+            size = batch.nbytes // max(1, len(batch))
+            if size > MOST_ROW_BYTES:
+                raise DataError(
+                    f"{path}: rows from {number + 1} on have more than "
+                    f"{MOST_ROW_BYTES >> 20} MiB each",
+                    hint="a row is a conversation or a page",
+                )
+            for row in batch.to_pylist():
+                number += 1
+                yield TextRow(f"{path}, row {number}", row, size)
     except (arrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable parquet file ({error})") from error
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -50,7 +49,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def tokenize(
-    rows: Sequence[TextRow],
+    rows: Iterable[TextRow],
     tokenizer: PreTrainedTokenizerBase,
     unread: UnreadKeys,
     most: Callable[[], int | None],
@@ -60,14 +59,19 @@ def tokenize(
     `most` says how many tokens of a row are of use at that time: of a longer row, at least one more
     is given, so that it can be seen to be longer.
     """
-    queue = deque(rows)
-    while queue:
+    left = iter(rows)
+    more = True
+    while more:
         texts: list[RowText] = []
         error: DataError | None = None
         size = 0
-        while queue and len(texts) < ROWS_AT_ONCE and size < CHARACTERS_AT_ONCE and error is None:
+        while len(texts) < ROWS_AT_ONCE and size < CHARACTERS_AT_ONCE and error is None:
             try:
-                texts.append(row_text(queue.popleft(), tokenizer, unread))
+                row = next(left, None)
+                if row is None:
+                    more = False
+                    break
+                texts.append(row_text(row, tokenizer, unread))
                 size += len(texts[-1].text)
             except DataError as bad:
                 error = bad

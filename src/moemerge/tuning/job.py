@@ -168,5 +168,5 @@ def _digest(answers: Answers) -> str:
     for row in answers.rows:
         digest.update(len(row.tokens).to_bytes(8, "little"))
         digest.update(torch.tensor(row.tokens, dtype=torch.int64).numpy().tobytes())
-        digest.update(bytes(row.learnt))
+        digest.update(row.learnt)
     return digest.hexdigest()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import datasets
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -142,13 +143,10 @@ def make_trainer(job: TuningJob, model: PreTrainedModel, folder: Path, progress:
 
 def _dataset(job: TuningJob) -> Any:
     rows = job.answers.rows
-    labels = [
-        [token if learnt else IGNORED for token, learnt in zip(r.tokens, r.learnt, strict=True)]
-        for r in rows
-    ]
-    return datasets.Dataset.from_dict(
-        {"input_ids": [list(row.tokens) for row in rows], "labels": labels}
-    )
+    tokens = [np.array(row.tokens, dtype=np.int64) for row in rows]
+    learnt = [np.frombuffer(row.learnt, dtype=np.bool_) for row in rows]
+    labels = [np.where(on, ids, IGNORED) for ids, on in zip(tokens, learnt, strict=True)]
+    return datasets.Dataset.from_dict({"input_ids": tokens, "labels": labels})
 
 
 def _arguments(job: TuningJob, folder: Path) -> Any:

@@ -1,0 +1,90 @@
+"""Rows of files of any size: many are not held in memory, but read again when they are wanted."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from moemerge.errors import DataError
+from moemerge.text.rows import (
+    TextRow,
+    TextSource,
+    is_pipe,
+    read_rows,
+    source_names,
+    stream_rows,
+)
+
+HELD_BYTES: Final = 2**26  # of text in memory at a time
+
+
+class Rows:
+    """All rows of some sources, in the order given.
+
+    Up to `HELD_BYTES` of them are in memory. Of more only the number is, and every use goes through
+    the files once. A pipe can be read only once, so what comes from one is always held.
+    """
+
+    def __init__(self, sources: Sequence[TextSource]) -> None:
+        self._sources = tuple(sources)
+        self._held: list[TextRow] | None = []
+        self._count = self.size = 0
+        if any(_is_stream(source) for source in sources):
+            self._held = read_rows(sources)
+            self._count, self.size = len(self._held), sum(row.size for row in self._held)
+            return
+        for row in stream_rows(sources):
+            self._count += 1
+            self.size += row.size
+            if self.size > HELD_BYTES:
+                self._held = None
+            if self._held is not None:
+                self._held.append(row)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[TextRow]:
+        if self._held is not None:
+            yield from self._held
+            return
+        count = 0
+        for row in stream_rows(self._sources):
+            count += 1
+            yield row
+        if count != self._count:
+            raise DataError(
+                f"{', '.join(source_names(self._sources))}: {self._count} rows when read first, "
+                f"now {count}",
+                hint="do not write to files of text while they are read",
+            )
+
+    def take(self, places: Sequence[int]) -> Iterator[TextRow]:
+        """The rows at these places (none twice), in the order of the places."""
+        if self._held is not None:
+            for place in places:
+                yield self._held[place]
+            return
+        mean = max(1, self.size // max(1, self._count))
+        at_once = max(1, HELD_BYTES // mean)
+        for start in range(0, len(places), at_once):
+            wanted = places[start : start + at_once]
+            found = self._found(frozenset(wanted))
+            for place in wanted:
+                yield found.pop(place)
+
+    def shuffled(self, rng: random.Random) -> array[int]:
+        """All places in a random order."""
+        order = array("q", range(self._count))
+        rng.shuffle(order)
+        return order
+
+    def _found(self, wanted: frozenset[int]) -> dict[int, TextRow]:
+        return {place: row for place, row in enumerate(self) if place in wanted}
+
+
+def _is_stream(source: TextSource) -> bool:
+    return isinstance(source, str | Path) and is_pipe(Path(source))

@@ -1,0 +1,164 @@
+"""Files that are larger than what is held in memory give the rows that a small one would."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zoo
+from moemerge.config.data import DataSettings
+from moemerge.data.job import DataRequest, select_prompts, select_texts
+from moemerge.errors import DataError
+from moemerge.text import reading, rows
+from moemerge.text.answers import load_answers
+from moemerge.text.domains import TextSettings, load_domain
+from moemerge.text.reading import Rows
+from moemerge.text.tokens import load_tokenizer
+
+WORDS = ["one", "two", "three", "four", "five"]
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+def write(path: Path, count: int = 60) -> Path:
+    """Rows of a prompt (every seventh a repetition), its answer and plain text."""
+    made = [
+        {
+            "prompt": f"what is {number - number % 7 // 6}",
+            "response": WORDS[(number + 1) % 5],
+            "text": f"{WORDS[number % 5]} {number}",
+        }
+        for number in range(count)
+    ]
+    if path.suffix == ".parquet":
+        arrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(made), path, row_group_size=16)
+        return path
+    lines = "".join(json.dumps(row) + "\n" for row in made).encode()
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    return load_tokenizer(zoo.tiny_tokenizer(tmp_path / "tokenizer"))
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for some ten rows."""
+    monkeypatch.setattr(reading, "HELD_BYTES", 1000)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_rows_are_taken_in_the_order_asked_for(tmp_path: Path, suffix: str, little: None) -> None:
+    found = Rows([write(tmp_path / f"a{suffix}"), {"text": "in memory"}])
+    assert len(found) == 61
+    order = found.shuffled(random.Random(3))
+    everything = list(found)
+    assert sorted(order) == list(range(61))
+    assert [row.where for row in found.take(order)] == [everything[n].where for n in order]
+    assert everything[60].content == {"text": "in memory"}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_jobs_choose_the_same_rows_of_a_large_file(
+    tmp_path: Path, suffix: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / f"a{suffix}")
+
+    def chosen() -> list[Any]:
+        bounded, whole = TextSettings(limit=20, max_tokens=50, seed=1), TextSettings()
+        data = DataSettings.model_validate({"limit": 15, "keep": "all"})
+        asked = DataRequest("m", tmp_path / "out.jsonl", data, prompts=[file])
+        read = DataRequest("m", tmp_path / "out.jsonl", data, text=[file])
+        texts, left_out = select_texts(read)
+        return [
+            *(
+                [r.tolist() for r in load_domain("d", file, tokenizer, s).rows]
+                for s in (bounded, whole)
+            ),
+            load_answers([file], tokenizer, TextSettings(limit=9)).rows,
+            load_answers([file], tokenizer, whole).rows,
+            select_prompts(asked),
+            (texts, left_out),
+        ]
+
+    held = chosen()
+    assert held[4].repeated == 8
+    assert len(held[4].prompts) == len(held[5][0]) == 15
+    monkeypatch.setattr(reading, "HELD_BYTES", 1000)
+    assert chosen() == held
+
+
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, little: None) -> None:
+    found = Rows([write(tmp_path / "a.jsonl")])
+    write(tmp_path / "a.jsonl", 59)
+    with pytest.raises(DataError, match="60 rows when read first, now 59"):
+        list(found.take([3]))
+
+
+def test_a_pipe_is_held(tmp_path: Path, little: None) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    lines = write(tmp_path / "a.jsonl").read_bytes()
+    writer = threading.Thread(target=pipe.write_bytes, args=(lines,))
+    writer.start()
+    found = Rows([pipe])
+    writer.join()
+    assert len(found) == len(list(found)) == len(list(found)) == 60
+
+
+def test_all_of_a_large_file_is_too_much_for_one_domain(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, little: None
+) -> None:
+    file = write(tmp_path / "a.jsonl")
+    monkeypatch.setattr("moemerge.text.domains.MOST_BYTES", 2000)
+    with pytest.raises(DataError, match="the text of one domain has more than") as caught:
+        load_domain("d", file, tokenizer)
+    assert "limit=" in str(caught.value.hint)
+    assert len(load_domain("d", file, tokenizer, TextSettings(limit=5)).rows) == 5
+
+
+def test_what_unpacks_to_far_more_than_text_does_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little: None
+) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"text": "one"}\n' * 10**5 + b"\n" * 10**5))
+    monkeypatch.setattr(rows, "MOST_BYTES", 10**5)
+    with pytest.raises(DataError, match="unpacks to more than 200 times its size"):
+        Rows([file])
+    monkeypatch.setattr(rows, "MOST_TIMES", 2000)
+    assert len(Rows([file])) == 10**5
+
+
+def test_a_large_file_is_read_in_less_memory(tmp_path: Path) -> None:
+    file = tmp_path / "large.jsonl"
+    count = 160
+    with open(file, "wb") as out:
+        for number in range(count):
+            out.write(json.dumps({"text": f"row {number}"}).encode().ljust(2**20 - 1) + b"\n")
+    code = (
+        "import resource, sys\n"
+        "from moemerge.text.reading import Rows\n"
+        "from moemerge.text.rows import row_fields\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "rows = Rows([sys.argv[1]])\n"
+        "print(len(rows), [row_fields(row)['text'] for row in rows.take([150, 3, 8])])\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
+    )
+    told, grown = done.stdout.splitlines()
+    assert told == f"{count} ['row 150', 'row 3', 'row 8']"
+    assert int(grown) < 2 * (reading.HELD_BYTES >> 20) < count
