@@ -36,8 +36,9 @@ def find_coefficients(
 ) -> CoefficientsReport:
     """Find how much of each model of `config` a merge should take, layer by layer, into `out`.
 
-    `method` is `acm`, `sens` or `adamerging`; `data` is text of each merged model under its name,
-    where the config's own `data` is not to be used. A config with `coefficients: OUT` applies them.
+    `method` is `acm`, `sens`, `neuron` or `adamerging`; `data` is text of each merged model under
+    its name, where the config's own `data` is not to be used. A config with `coefficients: OUT`
+    applies them.
     """
     from moemerge.coefficients import CoefficientsRequest, run_coefficients
     from moemerge.coefficients.run import MAKERS

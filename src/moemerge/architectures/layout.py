@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moemerge.architectures.roles import Part, Slot
+from moemerge.architectures.roles import Part, Role, Slot, Unit
 from moemerge.architectures.rules import Experts, Family
 
 _PROJECTIONS = ("gate", "up", "down")
@@ -24,6 +24,13 @@ _DEFAULT_STACKS = (
     ("up_proj", "up"),
     ("down_proj", "down"),
 )
+
+
+def projection_of(unit: Unit) -> str | None:
+    """gate, up or down of an expert or any other MLP; None of what is no such projection."""
+    if unit.projection is not None or unit.role not in (Role.MLP, Role.SHARED_EXPERT):
+        return unit.projection
+    return _KNOWN.get(unit.key.split(".")[-2]) if unit.key.count(".") else None
 
 
 @dataclass(frozen=True)

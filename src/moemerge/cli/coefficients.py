@@ -26,6 +26,7 @@ EXAMPLES = """
 class Way(StrEnum):
     acm = "acm"
     sens = "sens"
+    neuron = "neuron"
     adamerging = "adamerging"
 
 
@@ -34,7 +35,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def coefficients(
-    method: Annotated[Way, typer.Argument(metavar="METHOD", help="acm, sens or adamerging.")],
+    method: Annotated[
+        Way, typer.Argument(metavar="METHOD", help="acm, sens, neuron or adamerging.")
+    ],
     config: Config,
     out_file: Annotated[
         Path, typer.Argument(metavar="OUT.yml", help="File to write; appears whole or not.")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from moemerge.coefficients.job import CoefficientsJob
+from moemerge.coefficients.job import CoefficientsJob, Found
 from moemerge.coefficients.maths import Information, falling
 from moemerge.features.stream import ModelStream
 from moemerge.runtime.progress import Progress
 from moemerge.text.batches import Batch
 
-Found = dict[str, dict[str, float]]
 
-
-def acm(job: CoefficientsJob, progress: Progress) -> tuple[Found, dict[str, Any]]:
+def acm(job: CoefficientsJob, progress: Progress) -> Found:
     """Coefficients by model and place, and the information that they come from."""
     measured = {name: _information(job, name, progress) for name in job.models}
     sharpness = job.request.settings.sharpness
@@ -27,7 +23,7 @@ def acm(job: CoefficientsJob, progress: Progress) -> tuple[Found, dict[str, Any]
         name: {"*": sum(layers) / len(layers), **dict(zip(job.places, layers, strict=True))}
         for name, layers in values.items()
     }
-    return found, {"mutual_information": measured}
+    return Found(found, {"mutual_information": measured})
 
 
 def _information(job: CoefficientsJob, name: str, progress: Progress) -> list[float]:

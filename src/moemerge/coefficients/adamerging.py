@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import format_size
-from moemerge.coefficients.job import CoefficientsJob
+from moemerge.coefficients.job import CoefficientsJob, Found
 from moemerge.coefficients.maths import entropy
 from moemerge.errors import NumericalError, ResourceError
 from moemerge.features.loading import build_skeleton
@@ -27,12 +27,11 @@ from moemerge.runtime.progress import Progress
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 
-Found = dict[str, dict[str, float]]
 EVERYWHERE = "*"  # the group of all that lies outside the layers
 SHOWN = 10  # losses that the file records
 
 
-def adamerging(job: CoefficientsJob, progress: Progress) -> tuple[Found, dict[str, Any]]:
+def adamerging(job: CoefficientsJob, progress: Progress) -> Found:
     """Coefficients by model and place, and how the entropy went."""
     merged = BlendedModel(job)
     settings = job.request.settings
@@ -66,7 +65,7 @@ def adamerging(job: CoefficientsJob, progress: Progress) -> tuple[Found, dict[st
         for name, row in zip(job.models, lambdas.detach().double().tolist(), strict=True)
     }
     shown = losses[:: max(1, len(losses) // SHOWN)]
-    return found, {"entropy": [round(loss, 6) for loss in (*shown, losses[-1])]}
+    return Found(found, {"entropy": [round(loss, 6) for loss in (*shown, losses[-1])]})
 
 
 class BlendedModel:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moemerge.architectures.names import split_layer
 from moemerge.architectures.opened import OpenModel, open_model
+from moemerge.config.coefficients import NeuronGroups
 from moemerge.config.models import ModelRef
 from moemerge.config.weighing import CoefficientMethod, CoefficientSettings
 from moemerge.errors import UsageError
@@ -19,6 +21,15 @@ from moemerge.statistics.writer import check_output_file
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a maker found: by model and place, what it comes from, and neurons by groups."""
+
+    coefficients: dict[str, dict[str, float]]
+    measured: dict[str, Any]
+    neurons: NeuronGroups | None = None
 
 
 @dataclass(frozen=True)

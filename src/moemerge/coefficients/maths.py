@@ -82,6 +82,21 @@ def balanced(
     return result
 
 
+def served_domain(activity: Tensor, specific: float) -> Tensor:
+    """Which domain each neuron serves: (domains, neurons) of mean squares -> (neurons,).
+
+    The one where it is most active, where that is at least `specific` times the mean of the others;
+    else the number of domains, which stands for none of them.
+    """
+    count = activity.shape[0]
+    most, served = activity.max(dim=0)
+    if count < 2:
+        return torch.full_like(served, count)
+    others = (activity.sum(dim=0) - most) / (count - 1)
+    own = (most > 0) & (most >= specific * others) & (most > others)
+    return torch.where(own, served, count)
+
+
 def entropy(logits: Tensor, mask: Tensor) -> Tensor:
     """Mean entropy of the next token over real tokens: logits (rows, tokens, vocab)."""
     logs = logits[mask].float().log_softmax(-1)  # (real, vocab)

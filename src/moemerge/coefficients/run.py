@@ -10,7 +10,8 @@ from typing import Any
 from moemerge.checkpoint.output import writing
 from moemerge.coefficients.acm import acm
 from moemerge.coefficients.adamerging import adamerging
-from moemerge.coefficients.job import CoefficientsJob, CoefficientsRequest, prepare
+from moemerge.coefficients.job import CoefficientsJob, CoefficientsRequest, Found, prepare
+from moemerge.coefficients.neuron import neuron
 from moemerge.coefficients.sens import sens
 from moemerge.config.coefficients import dump_coefficients
 from moemerge.lockstep.inputs import settings_data
@@ -18,8 +19,13 @@ from moemerge.runtime.files import write_whole
 from moemerge.runtime.progress import Progress
 from moemerge.version import __version__
 
-Maker = Callable[[CoefficientsJob, Progress], tuple[dict[str, dict[str, float]], dict[str, Any]]]
-MAKERS: Mapping[str, Maker] = {"acm": acm, "sens": sens, "adamerging": adamerging}
+Maker = Callable[[CoefficientsJob, Progress], Found]
+MAKERS: Mapping[str, Maker] = {
+    "acm": acm,
+    "sens": sens,
+    "neuron": neuron,
+    "adamerging": adamerging,
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ def run_coefficients(request: CoefficientsRequest, progress: Progress) -> Coeffi
     """Find the coefficients; the file appears whole or not at all."""
     begin = time.perf_counter()
     job = prepare(request)
-    found, measured = MAKERS[request.method](job, progress)
+    found = MAKERS[request.method](job, progress)
     tokens = {name: domain.tokens for name, domain in job.domains.items()}
     made_by = {
         "version": __version__,
@@ -59,11 +65,17 @@ def run_coefficients(request: CoefficientsRequest, progress: Progress) -> Coeffi
         "models": {name: str(ref) for name, ref in request.models.items()},
         "tokens": tokens,
         "settings": settings_data(request.settings),
-        **measured,
+        **found.measured,
     }
     with writing(request.out):
-        write_whole(request.out, dump_coefficients(found, made_by))
+        write_whole(request.out, dump_coefficients(found.coefficients, made_by, found.neurons))
     seconds = time.perf_counter() - begin
     return CoefficientsReport(
-        request.method, str(request.out), found, measured, tokens, seconds, job.notices
+        request.method,
+        str(request.out),
+        found.coefficients,
+        found.measured,
+        tokens,
+        seconds,
+        job.notices,
     )

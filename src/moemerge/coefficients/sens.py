@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moemerge.checkpoint.output import temporary_sibling
-from moemerge.coefficients.job import CoefficientsJob
+from moemerge.coefficients.job import CoefficientsJob, Found
 from moemerge.coefficients.maths import balanced, transfer
 from moemerge.collecting.forward import StateStore
 from moemerge.collecting.job import CollectRequest
@@ -23,10 +23,8 @@ from moemerge.runtime.progress import Progress
 from moemerge.statistics import Statistics
 from moemerge.text.batches import Batch
 
-Found = dict[str, dict[str, float]]
 
-
-def sens(job: CoefficientsJob, progress: Progress) -> tuple[Found, dict[str, Any]]:
+def sens(job: CoefficientsJob, progress: Progress) -> Found:
     """Coefficients by model and place, and what they come from."""
     names = list(job.models)
     distances: dict[str, dict[str, float]] = {name: {} for name in names}
@@ -41,7 +39,9 @@ def sens(job: CoefficientsJob, progress: Progress) -> tuple[Found, dict[str, Any
         name: {"*": 1.0, **dict(zip(job.places, layers, strict=True))}
         for name, layers in values.items()
     }
-    return found, {"sensitivity": sensitivities, "logit_distance": distances, "transfer": shares}
+    return Found(
+        found, {"sensitivity": sensitivities, "logit_distance": distances, "transfer": shares}
+    )
 
 
 def _sensitivities(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.roles import Unit
-from moemerge.collecting.maths import Magnitude, Moment, Routed, TokenSum
+from moemerge.collecting.maths import Magnitude, Moment, Power, Routed, TokenSum
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import ArchitectureError
 from moemerge.features.stops import Call
@@ -60,6 +60,7 @@ class Form:
 FORMS = {
     "gram": Form(Moment, pack, packed_size),
     "activation": Form(Magnitude, Tensor.contiguous, int),
+    "power": Form(Power, Tensor.contiguous, int),
 }
 
 

@@ -98,6 +98,13 @@ class Magnitude(TokenSum):
         return x.abs().sum(dim=0, dtype=torch.float64)
 
 
+class Power(TokenSum):
+    """Σ x², (d,)."""
+
+    def of(self, x: Tensor) -> Tensor:
+        return x.double().square_().sum(dim=0)
+
+
 class Routed:
     """Inputs and choices of all batches, handed out expert by expert."""
 

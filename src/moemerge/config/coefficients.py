@@ -5,7 +5,14 @@
       code: {"*": 0.5}
 
 A place is the key of a unit, the dotted beginning of one (a layer, an expert), or `*` for all; of
-those that fit a unit the longest counts.
+those that fit a unit the longest counts. Neurons of an MLP (row j of gate and up, column j of down)
+may have coefficients of their own, by groups:
+
+    neurons:
+      groups:
+        math: {math: 1.0, code: 0.0}
+        code: {math: 0.0, code: 1.0}
+      labels: {model.layers.1.mlp.experts.3: "0110"}  # each neuron's group, by its place above
 """
 
 from __future__ import annotations
@@ -31,15 +38,25 @@ from moemerge.runtime.files import read_utf8
 
 EVERYWHERE: Final = "*"
 KEY: Final = "coefficients"
+NEURONS: Final = "neurons"
+LETTERS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"  # of groups, in their order
 WEIGHT: Final = "weight"  # the parameter that a coefficient multiplies
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Places = Annotated[dict[Name, Number], NotEmpty]
+
+
+class NeuronGroups(Strict):
+    """Neurons by groups, and how much of each model a group takes."""
+
+    groups: Annotated[dict[Name, dict[Name, Number]], NotEmpty]
+    labels: Annotated[dict[Name, Name], NotEmpty]  # by an MLP's place: a letter for every neuron
 
 
 class CoefficientsFile(Strict):
     """What such a file holds; `made_by` is for people."""
 
     coefficients: Annotated[dict[Name, Places], NotEmpty]
+    neurons: NeuronGroups | None = None
     made_by: dict[str, Any] | None = None
 
 
@@ -50,6 +67,7 @@ class Coefficients:
     file: str
     values: Mapping[str, Mapping[str, float]]
     made_by: Mapping[str, Any] = field(default_factory=dict)
+    neurons: NeuronGroups | None = None
     document: Document = field(default_factory=Document, compare=False)
 
     def place(self, model: str, key: str) -> str | None:
@@ -59,12 +77,21 @@ class Coefficients:
         found = next((name for name in candidates if name in places), None)
         return found or (EVERYWHERE if EVERYWHERE in places else None)
 
+    def neuron_shares(self, model: str) -> tuple[float, ...]:
+        """What a model's change counts for in every group of neurons."""
+        assert self.neurons is not None
+        return tuple(shares[model] for shares in self.neurons.groups.values())
+
     def judge(self, faults: Collection[Fault]) -> None:
         """One error for all faults of the file, with their lines."""
         FaultReporter(self.file, self.document, lenient=False).judge(list(faults))
 
     def idle(self, used: Collection[tuple[str, str]]) -> Iterator[Fault]:
         """Places that fit no unit."""
+        for place in {} if self.neurons is None else self.neurons.labels:
+            if not any((model, place) in used for model in self.values):
+                text = "fits no MLP: a place is the name that its projections have in common"
+                yield Fault((NEURONS, "labels", place), text)
         for model, places in self.values.items():
             for place in places:
                 if place != EVERYWHERE and (model, place) not in used:
@@ -81,17 +108,21 @@ def read_coefficients(file: str | FilePath) -> Coefficients:
     held = validate(CoefficientsFile, WorkingCopy(document.data), faults.append)
     FaultReporter(where, document, lenient=False).judge(faults)
     assert held is not None  # otherwise a fault was noted
-    return Coefficients(where, held.coefficients, held.made_by or {}, document)
+    return Coefficients(where, held.coefficients, held.made_by or {}, held.neurons, document)
 
 
 def dump_coefficients(
-    values: Mapping[str, Mapping[str, float]], made_by: Mapping[str, Any]
+    values: Mapping[str, Mapping[str, float]],
+    made_by: Mapping[str, Any],
+    neurons: NeuronGroups | None = None,
 ) -> bytes:
     """The bytes of a file; reading it gives the same numbers."""
-    data = {
+    data: dict[str, Any] = {
         "made_by": dict(made_by),
         KEY: {model: dict(places) for model, places in values.items()},
     }
+    if neurons is not None:
+        data[NEURONS] = neurons.model_dump()
     text: str = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return text.encode()
 
@@ -106,6 +137,34 @@ def coefficient_faults(coefficients: Coefficients, merge: NormalisedMerge) -> It
     lacking = [name for name in merged if name not in coefficients.values]
     if lacking:
         yield Fault((KEY,), f"no coefficients for {listed(lacking)}")
+    if coefficients.neurons is not None:
+        yield from _neuron_faults(coefficients.neurons, merge, tuple(merged))
+
+
+def _neuron_faults(
+    neurons: NeuronGroups, merge: NormalisedMerge, merged: tuple[str, ...]
+) -> Iterator[Fault]:
+    """Every group has a coefficient for every merged model, every letter a group."""
+    for group, shares in neurons.groups.items():
+        unlike = sorted(set(shares) ^ set(merged))
+        if unlike:
+            text = f"needs one coefficient for each of {listed(merged)}; differs in {unlike[0]!r}"
+            yield Fault((NEURONS, "groups", group), text)
+    if len(neurons.groups) > len(LETTERS):
+        text = f"{len(neurons.groups)} groups, and letters for {len(LETTERS)}"
+        yield Fault((NEURONS, "groups"), text)
+    known = set(LETTERS[: len(neurons.groups)])
+    for place, labels in neurons.labels.items():
+        strange = sorted(set(labels) - known)
+        if strange:
+            text = (
+                f"{strange[0]!r} names no group: the first is {LETTERS[0]}, the next {LETTERS[1]}"
+            )
+            yield Fault((NEURONS, "labels", place), text)
+    for schema in (merge.schema, merge.router_schema):
+        if schema is not None and not _has_base(schema, merge):
+            text = f"{schema.name!r} keeps no base apart to scale changes by"
+            yield Fault((NEURONS,), text)
 
 
 def unweighed_faults(merge: NormalisedMerge, place: Path) -> Iterator[Fault]:

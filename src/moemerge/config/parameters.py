@@ -16,7 +16,7 @@ Scalar = float | int | bool | str
 # What is known of a model from text: the second moments of every linear layer's input, the squared
 # gradients of every weight, the mean size of every channel of a linear layer's input, or how much
 # the loss depends on a unit.
-StatisticsKind = Literal["gram", "fisher", "activation", "sensitivity"]
+StatisticsKind = Literal["gram", "fisher", "activation", "power", "sensitivity"]
 
 
 # What a method's time is made of: passes over the weights, decompositions of every matrix, or

@@ -153,6 +153,7 @@ _WORDS: Mapping[StatisticsKind, str] = {
     "gram": "the second moments of each model's inputs",
     "fisher": "each model's squared gradients",
     "activation": "mean activations of the base",
+    "power": "mean squares of the base's activations",
     "sensitivity": "what each model's loss depends on",
 }
 

@@ -183,7 +183,8 @@ class CollectingSettings(ForwardSettings):
     kind: StatisticsKind = Field(
         "gram",
         description="gram: second moments of inputs (regmean); fisher: squared gradients; "
-        "activation: mean sizes of inputs (aim); sensitivity: what the loss depends on (sens)",
+        "activation: mean sizes of inputs (aim); power: mean squares of inputs (neuron); "
+        "sensitivity: what the loss depends on (sens)",
     )
 
 

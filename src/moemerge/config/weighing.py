@@ -9,7 +9,8 @@ from pydantic import Field
 from moemerge.config.fields import Fraction, PositiveInt
 from moemerge.config.settings import ForwardKeywords, ForwardSettings
 
-CoefficientMethod = Literal["acm", "sens", "adamerging"]
+CoefficientMethod = Literal["acm", "sens", "neuron", "adamerging"]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -22,6 +23,14 @@ class CoefficientSettings(ForwardSettings):
     temperature: PositiveNumber = Field(
         0.1, description="sens: of the softmax over models; the higher, the more alike"
     )
+    own: Number = Field(
+        1.0, description="neuron: how much of a model its own domain's neurons take"
+    )
+    other: Number = Field(0.0, description="neuron: how much they take of every other model")
+    specific: PositiveNumber = Field(
+        2.0,
+        description="neuron: times more active in its domain than in the others a neuron must be",
+    )
     steps: PositiveInt = Field(500, description="adamerging: steps of Adam")
     lr: PositiveNumber = Field(1e-3, description="adamerging: step size")
     start: Fraction = Field(0.3, description="adamerging: every coefficient at the start")
@@ -33,6 +42,9 @@ class CoefficientKeywords(ForwardKeywords, total=False):
 
     sharpness: float
     temperature: float
+    own: float
+    other: float
+    specific: float
     steps: int
     lr: float
     start: float

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Protocol
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, ResourceError
 from moemerge.merging.chunked import ChunkMerger, FiniteCheck
+from moemerge.merging.coefficients import neuron_shares
 from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo, UnitStatistics
-from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
+from moemerge.merging.plan import Block, MergePlan, NeuronScale, UnitInput, UnitMerge
 from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
 from moemerge.merging.tasks.keeping import TaskKeeper
@@ -289,8 +290,10 @@ class _Runner:
         return tensor
 
 
-def _scaled(tensor: Tensor, base: Tensor, scale: float) -> Tensor:
+def _scaled(tensor: Tensor, base: Tensor, scale: float | NeuronScale) -> Tensor:
     """A model with so much of its change; as it is where all of it counts."""
+    if isinstance(scale, NeuronScale):
+        return torch.lerp(base, tensor, neuron_shares(scale, tensor))
     return tensor if scale == 1.0 else torch.lerp(base, tensor, scale)
 
 

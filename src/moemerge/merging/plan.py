@@ -40,6 +40,15 @@ Prepare = Callable[[Sequence["Tensor"]], list["Tensor"]]
 
 
 @dataclass(frozen=True)
+class NeuronScale:
+    """How much of a change counts in each neuron of an MLP."""
+
+    labels: str  # each neuron's group, one of LETTERS
+    shares: tuple[float, ...]  # of the groups
+    axis: int  # of the unit, along which its neurons lie: rows of gate and up, columns of down
+
+
+@dataclass(frozen=True)
 class UnitInput:
     """Where one model keeps a unit, and the method's parameters for it there."""
 
@@ -48,7 +57,8 @@ class UnitInput:
     slot: Slot
     params: Any = None
     statistics: str | None = None  # the unit's key in this model's statistics, where they count
-    scale: float = 1.0  # of its change against the base, where the method has no weights
+    # Of its change against the base: where the method has no weights, or neurons have their own.
+    scale: float | NeuronScale = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,8 @@ class UnitMerge:
     @property
     def elementwise(self) -> bool:
         """Whether every element is computed alone: wrappers look at whole units."""
-        return self.method.elementwise and not self.wraps and not self.whole
+        scaled = any(isinstance(source.scale, NeuronScale) for source in self.inputs)
+        return self.method.elementwise and not (self.wraps or self.whole or scaled)
 
     @property
     def reads(self) -> tuple[UnitInput, ...]:

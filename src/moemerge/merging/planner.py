@@ -27,6 +27,7 @@ from moemerge.merging.plan import (
     Block,
     Fate,
     Ledger,
+    NeuronScale,
     UnitInput,
     UnitMerge,
     split_into_blocks,
@@ -229,7 +230,9 @@ class Planner:
         informed = method.schema.statistics is not None
         wrapped = self.merge.wraps if method is self.method else ()
 
-        def source(s: SliceModel, params: Any = None, scale: float = 1.0) -> UnitInput:
+        def source(
+            s: SliceModel, params: Any = None, scale: float | NeuronScale = 1.0
+        ) -> UnitInput:
             mine = matches[s.name][i]
             key = mine.key if informed or wrapped else None
             return UnitInput(self.position[s.name], mine.tensor, mine.slot, params, key, scale)
@@ -243,8 +246,7 @@ class Planner:
         for s in models:
             tensor = TensorContext(to.slice_index, matches[s.name][i].names, role, to.t)
             self.names[role].update(tensor.names)
-            key = matches[s.name][i].key
-            values, scale = self.weighing.values(reader, tensor, s.name, key)
+            values, scale = self.weighing.values(reader, tensor, s.name, matches[s.name][i])
             inputs.append(source(s, self._build(method.per_model, values), scale))
         placed = self._placed(unit, info, to)
         tensor = TensorContext(to.slice_index, placed.names, role, to.t)

@@ -134,8 +134,9 @@ def read_statistics(
             return None
         values, tokens = gram.matrix, gram.tokens
         expected = (tensor.shape[-1], tensor.shape[-1])
-    elif kind == "activation":
-        activation = statistics.activation(source.statistics)
+    elif kind in ("activation", "power"):
+        of = statistics.activation if kind == "activation" else statistics.power
+        activation = of(source.statistics)
         if activation is None:
             return None
         values, tokens = activation.values, activation.tokens

@@ -97,7 +97,7 @@ class Fisher:
 
 @dataclass(frozen=True)
 class Activation:
-    """The mean of |x| over the tokens that a unit has read."""
+    """The mean of |x|, or of x², over the tokens that a unit has read."""
 
     values: Tensor  # (in,), float32, CPU; zeros where tokens is 0
     tokens: int
@@ -107,8 +107,8 @@ def stored_shape(kind: Kind, unit: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that a unit's statistics have in the file."""
     if kind == "fisher" or not unit:
         return unit
-    sizes = {"gram": packed_size(unit[-1]), "activation": unit[-1], "sensitivity": 1}
-    return (sizes[kind],)
+    sizes = {"gram": packed_size(unit[-1]), "sensitivity": 1}
+    return (sizes.get(kind, unit[-1]),)
 
 
 @dataclass(frozen=True)
@@ -192,13 +192,20 @@ class Statistics:
 
     def activation(self, unit_key: str) -> Activation | None:
         """Mean sizes of a unit's inputs; None for a unit that is no linear map of one."""
-        self._require("activation")
+        return self._mean("activation", unit_key)
+
+    def power(self, unit_key: str) -> Activation | None:
+        """Mean squares of a unit's inputs; None for a unit that is no linear map of one."""
+        return self._mean("power", unit_key)
+
+    def _mean(self, kind: Kind, unit_key: str) -> Activation | None:
+        self._require(kind)
         unit = self.units.get(unit_key)
         if unit is None:
             return None
         values = self._file.read(unit.tensor)
         if bool((values < 0).any()):
-            raise self._damaged(unit, "a mean of sizes is negative")
+            raise self._damaged(unit, "a mean of sizes or squares is negative")
         return Activation(values, self.counts[unit.tensor])
 
     def sensitivity(self, unit_key: str) -> float | None:

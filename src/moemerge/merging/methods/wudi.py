@@ -80,7 +80,7 @@ def wudi(
     return (base + start + correction).contiguous()
 
 
-def _problem(deltas: Sequence[Tensor], targets: str) -> tuple[Tensor, Interference]:
+def _problem(deltas: list[Tensor], targets: str) -> tuple[Tensor, Interference]:
     """Where the search starts, and what is minimised around it."""
     if targets == "task" or len(deltas) == 1:  # a model alone is its own merge
         return torch.stack(deltas).sum(0), Interference.of(deltas)

@@ -1,0 +1,87 @@
+"""NeuronMerge: neurons by the domain that they serve, each group with its own share of the models
+(ACL Findings 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.layout import projection_of
+from moemerge.checkpoint.output import temporary_sibling
+from moemerge.coefficients.job import CoefficientsJob, Found
+from moemerge.coefficients.maths import served_domain
+from moemerge.collecting.job import CollectRequest
+from moemerge.collecting.run import run_collect
+from moemerge.config.coefficients import EVERYWHERE, LETTERS, NeuronGroups
+from moemerge.config.settings import CollectingSettings, ForwardSettings
+from moemerge.errors import UsageError
+from moemerge.runtime.progress import Progress
+from moemerge.statistics import Statistics
+from moemerge.statistics.provenance import all_units
+
+GENERAL = "general"  # the group of neurons that serve no domain more than the others
+
+
+def neuron(job: CoefficientsJob, progress: Progress) -> Found:
+    """Every neuron's group, from how active it is in the base on each model's text."""
+    names, settings = list(job.models), job.request.settings
+    groups = [*names, GENERAL if GENERAL not in names else f"{GENERAL} (none of them)"]
+    if len(groups) > len(LETTERS):
+        raise UsageError(
+            f"neurons are sorted into at most {len(LETTERS) - 1} models' groups, got {len(names)}",
+            hint="merge fewer models at once",
+        )
+    with temporary_sibling(job.request.out) as folder:
+        powers = {name: _powers(job, name, folder, progress) for name in names}
+    labels = {}
+    for place in powers[names[0]]:
+        activity = torch.stack([powers[name][place] for name in names])  # (models, neurons)
+        served = served_domain(activity, settings.specific)
+        labels[place] = "".join(LETTERS[group] for group in served.tolist())
+    if not labels:
+        raise UsageError(
+            f"no MLP of {job.base.label} has neurons whose activity can be told",
+            hint="use `acm` or `sens`",
+        )
+    shared = (settings.own + (len(names) - 1) * settings.other) / len(names)
+    shares = {
+        group: {name: settings.own if name == group else settings.other for name in names}
+        for group in names
+    }
+    shares[groups[-1]] = dict.fromkeys(names, shared)
+    counts = {
+        group: sum(text.count(LETTERS[i]) for text in labels.values())
+        for i, group in enumerate(groups)
+    }
+    everywhere = {name: {EVERYWHERE: shared} for name in names}
+    return Found(everywhere, {"neurons": counts}, NeuronGroups(groups=shares, labels=labels))
+
+
+def _powers(
+    job: CoefficientsJob, name: str, folder: Path, progress: Progress
+) -> Mapping[str, Tensor]:
+    """act² of every neuron of the base on one model's text, a mean over all its tokens: by the
+    MLP's place. What is not routed to an expert leaves its neurons at 0."""
+    file = folder / f"{name}.stats"
+    common: dict[str, Any] = {
+        field: getattr(job.request.settings, field) for field in ForwardSettings.model_fields
+    }
+    settings = CollectingSettings(kind="power", **common)
+    data = job.request.data[name]
+    run_collect(CollectRequest(job.request.base, file, data, settings), progress)
+    units = all_units(job.base.checkpoint, job.base.architecture)
+    powers = {}
+    with Statistics.open(file) as statistics:
+        tokens = statistics.provenance.tokens
+        for key in statistics.units:
+            unit = units.get(key)
+            mean = statistics.power(key)
+            if unit is None or mean is None or projection_of(unit) != "down":
+                continue
+            place = key.rpartition(".")[0].rpartition(".")[0]
+            powers[place] = mean.values.double() * (mean.tokens / max(1, tokens))
+    return powers
