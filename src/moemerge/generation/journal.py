@@ -11,7 +11,6 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from moemerge.errors import DataError
@@ -47,12 +46,7 @@ class CompletionJournal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def find(self, tokens: Sequence[int], prompt: int, sample: int) -> Completion | None:

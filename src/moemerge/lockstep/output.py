@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from moemerge.checkpoint import Checkpoint, CheckpointPatch, require_space
@@ -86,12 +85,7 @@ class Output:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class FollowingOutput(Output):
@@ -206,12 +200,7 @@ class PatchedOutput(Output):
         self._patch.commit()
         self._journal.remove()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._later is not None:
             self._later.shutdown(wait=True)
         # The journal first: OUT's parents can be removed only once nothing is in them.

@@ -11,7 +11,6 @@ import json
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from moemerge.errors import DataError
@@ -68,12 +67,7 @@ class CachedVerifier:
     def __enter__(self) -> CachedVerifier:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _key(self, row: Row, response: str) -> str:
