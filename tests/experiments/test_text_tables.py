@@ -24,3 +24,8 @@ def test_latex_escapes_and_groups():
 
 def test_csv_quotes_what_needs_it():
     assert TABLE.csv() == 'merge,variant,Δ\nA_1,"x, y",1 ± 2\nA_1,z,\nB,α,<4\n'
+
+
+def test_a_name_that_looks_like_a_formula_is_text_to_a_spreadsheet() -> None:
+    table = TextTable(("merge", "score"), (("=1+1", "-3.5"), ("@x", "+2.0"), ("-x", "-.5")), left=1)
+    assert table.csv().splitlines() == ["merge,score", "'=1+1,-3.5", "'@x,+2.0", "'-x,-.5"]

@@ -150,7 +150,7 @@ def test_files_are_complete_and_the_same_again(journal, tmp_path):
     assert {p.name for p in first} >= {"index.html", "results.md", "hessian-soft.json"}
     found = json.loads((tmp_path / "two-model-soft.json").read_text())
     assert found["rows"][2]["overall"]["value"] == pytest.approx(0.45)
-    assert "<table>" in (tmp_path / "index.html").read_text()
+    assert '<table class="results">' in (tmp_path / "index.html").read_text()
     write_report(tmp_path, summaries, figures=False)
     assert first == {path: path.read_bytes() for path in written}
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
 
 from moemerge.evaluation.report import PairedDifference
 from moemerge.evaluation.significance import Mean, PairedTest
@@ -13,6 +15,8 @@ from moemerge.experiments.plots import draw
 from moemerge.experiments.summary import Comparison, RowSummary, Summary
 from moemerge.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE
 from moemerge.experiments.text_tables import TextTable
+from moemerge.report.frame import render_in_frame
+from moemerge.version import __version__
 
 SIGNIFICANT = 0.05
 LEAST_P = 1e-20  # below this nobody cares
@@ -245,14 +249,6 @@ BY_PROBLEMS = (
     "mismatch: percent of each source's expert choices that the model does not make on the same "
     "tokens. KL: between the routing distributions, source to model."
 )
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1em 0; }
-th, td { padding: .15em .7em; text-align: right; white-space: nowrap; }
-th.word, td.word { text-align: left; }
-th { border-bottom: 1.5px solid; } tr.first td { border-top: 1px solid #ccc; }
-.scroll { overflow-x: auto; } .legend { color: #555; } img { max-width: 100%; }
-"""
 
 
 def write_report(
@@ -315,43 +311,34 @@ def settings(summary: Summary) -> str:
 
 
 def _page(name: str, summaries: Sequence[Summary], drawn: dict[str, Path]) -> str:
-    words = html.escape(legend(summaries))
-    body = [f'<h1>{html.escape(name)}</h1><p class="legend">{words}</p>']
-    for summary in summaries:
-        body.append(f"<h2>{html.escape(heading(summary))}</h2>")
-        body.append(f"<p>{html.escape(summary.form.about)}</p>")
-        body.append(f'<p class="legend">{html.escape(settings(summary))}</p>')
-        if summary.name in drawn:
-            # Inside the page, so that it can be passed on as one file.
-            body.append(drawn[summary.name].with_suffix(".svg").read_text(encoding="utf-8"))
-        body.append(_html(main_table(summary)))
-        body.append("".join(f"<p>{html.escape(line)}</p>" for line in verdicts(summary)))
-        compared = comparison_table(summary)
-        body.append("" if compared is None else _html(compared))
-        if summary.missing:
-            body.append(f"<p>Not measured: {html.escape('; '.join(summary.missing))}.</p>")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(name)}</title><style>{_STYLE}</style></head><body>"
-        + "\n".join(body)
-        + "</body></html>\n"
+    return render_in_frame(
+        __package__,
+        "tables",
+        title=f"{name} · study",
+        top="beginning",
+        version=__version__,
+        filters={},
+        heading=name,
+        legend=legend(summaries),
+        parts=[_part(summary, drawn.get(summary.name)) for summary in summaries],
     )
 
 
-def _html(table: TextTable) -> str:
-    def cell(tag: str, number: int, text: str) -> str:
-        kind = ' class="word"' if number < table.left else ""
-        return f"<{tag}{kind}>{html.escape(text)}</{tag}>"
-
-    head = "".join(cell("th", n, text) for n, text in enumerate(table.headings))
-    lines, group = [], None
-    for row in table.rows:
-        first = ' class="first"' if row[0] != group else ""
-        group = row[0]
-        lines.append(
-            f"<tr{first}>{''.join(cell('td', n, text) for n, text in enumerate(row))}</tr>"
-        )
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+def _part(summary: Summary, drawn: Path | None) -> dict[str, Any]:
+    """A table's section of the page."""
+    # The figure inside the page, so that it can be passed on as one file. It is our own drawing.
+    figure = drawn and Markup(drawn.with_suffix(".svg").read_text(encoding="utf-8"))
+    return {
+        "name": summary.name,
+        "heading": heading(summary),
+        "about": summary.form.about,
+        "settings": settings(summary),
+        "figure": figure,
+        "table": main_table(summary),
+        "verdicts": verdicts(summary),
+        "compared": comparison_table(summary),
+        "missing": summary.missing,
+    }
 
 
 def _json(summary: Summary) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -26,6 +27,8 @@ _LATEX: Final = str.maketrans(
     }
 )
 
+_FORMULA: Final = re.compile(r"[=@\t\r]|[+-](?![\d.])")
+
 
 @dataclass(frozen=True)
 class TextTable:
@@ -43,7 +46,8 @@ class TextTable:
     def csv(self) -> str:
         """Comma-separated, with quotes where they are needed."""
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.headings, *self.rows])
+        lines = [[_plain(cell) for cell in line] for line in (self.headings, *self.rows)]
+        csv.writer(text, lineterminator="\n").writerows(lines)
         return text.getvalue()
 
     def latex(self) -> str:
@@ -57,6 +61,11 @@ class TextTable:
                 lines.append(r"\midrule")
             lines.append(_line(("", *row[1:]) if again else row))
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _plain(cell: str) -> str:
+    """A name that begins like a formula would be run by a spreadsheet: it is marked as text."""
+    return f"'{cell}" if _FORMULA.match(cell) else cell
 
 
 def _line(cells: tuple[str, ...]) -> str:

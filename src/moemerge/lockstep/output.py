@@ -85,7 +85,7 @@ class Output:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
 
 
 class FollowingOutput(Output):
@@ -200,7 +200,7 @@ class PatchedOutput(Output):
         self._patch.commit()
         self._journal.remove()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._later is not None:
             self._later.shutdown(wait=True)
         # The journal first: OUT's parents can be removed only once nothing is in them.

@@ -5,7 +5,7 @@
     layers      mismatch, divergence and drift over the layers; routers exchanged
     experts     loads, and which experts lost tokens to which
     checks      whether the quadratic model holds; how a calibration converged
-    assemble    page.html, style.css and page.js filled in and packed into one text
+    assemble    page.html and page.js filled in and packed into one text, in the frame of all pages
 
 plotly is an extra: nothing here imports it before `require_page` has found it.
 """

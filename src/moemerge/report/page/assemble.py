@@ -6,15 +6,14 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from moemerge.errors import DataError
 from moemerge.report.files import packed
+from moemerge.report.frame import render_in_frame
 from moemerge.report.page.checks import checks, solver
 from moemerge.report.page.experts import flows, loads
 from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, swaps
@@ -35,20 +34,16 @@ def render(document: Mapping[str, Any]) -> str:
         raise DataError("the diagnosis has no layers, so there is nothing to show on a page")
     groups = _groups(reading)
     charts = [chart.payload() for own in groups.values() for g in own for chart in g.charts]
-    here = files(__package__)
-    # Autoescape on, whatever the template's name: every label comes from somebody's file.
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.trim_blocks = environment.lstrip_blocks = True
-    environment.filters |= {"flags": _flags, "capital": _capital, "count": _count, "short": short}
-    template = environment.from_string(here.joinpath("page.html").read_text("utf-8"))
     present = {key for row in reading.layers for key in row}
     first = reading.rows(reading.models[0], reading.domains[0])
     settings = document.get("settings") or {}
-    return template.render(
-        title=short(reading.names[reading.models[0]], TITLE),
-        # Our own files; nothing of the document is in them.
-        style=Markup(here.joinpath("style.css").read_text("utf-8")),
-        script=Markup(here.joinpath("page.js").read_text("utf-8")),
+    return render_in_frame(
+        __package__,
+        "page",
+        title=f"{short(reading.names[reading.models[0]], TITLE)} · routing diagnosis",
+        top="summary",
+        version=document.get("version") or "",
+        filters={"flags": _flags, "capital": _capital, "count": _count, "short": short},
         library=_library(),
         charts=packed(_json(charts)),
         groups=groups,

@@ -171,28 +171,7 @@
     waiting = setTimeout(() => root.classList.contains("printing") || drawAll(), 120);
   });
 
-  function setTheme(theme) {
-    root.dataset.theme = theme;
-    drawAll();
-  }
-  byId("theme").addEventListener("click", () => {
-    const theme = root.dataset.theme === "dark" ? "light" : "dark";
-    try {
-      localStorage.setItem("moemerge-theme", theme);
-    } catch (refused) {
-      // Without storage the choice lasts as long as the page.
-    }
-    setTheme(theme);
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => {
-    let kept = null;
-    try {
-      kept = localStorage.getItem("moemerge-theme");
-    } catch (refused) {
-      // Without storage nothing was kept.
-    }
-    if (!kept) setTheme(event.matches ? "dark" : "light");
-  });
+  root.addEventListener("theme", drawAll);
 
   let screenTheme = "light";
   let folded = [];

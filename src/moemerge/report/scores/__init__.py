@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
 from moemerge.report.files import packed
+from moemerge.report.frame import render_in_frame
 from moemerge.report.page import save_page
 
 COLOURS: Final = 6  # of models, in the style sheet
@@ -24,23 +21,19 @@ def write_scores_page(document: Mapping[str, Any], path: Path) -> Path:
 
 def render_scores(document: Mapping[str, Any]) -> str:
     """The page of an evaluation's report, with the texts of `answers` in it."""
-    here = files(__package__)
-    style = files("moemerge.report.page").joinpath("style.css").read_text("utf-8")
-    # Autoescape on, whatever the template's name: every text comes from a model or a file.
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.trim_blocks = environment.lstrip_blocks = True
-    environment.filters |= {"points": _points, "signed": _signed, "p": _p, "place": _place}
-    template = environment.from_string(here.joinpath("scores.html").read_text("utf-8"))
     models = list(document["models"])
-    return template.render(
+    return render_in_frame(
+        __package__,
+        "scores",
+        title=f"{', '.join(models)} · evaluation",
+        top="scores",
+        version=document["version"],
+        filters={"points": _points, "signed": _signed, "p": _p, "place": _place},
         document=document,
         models=models,
         colours={model: place % COLOURS for place, model in enumerate(models)},
         pairs=_pairs(document),
         reach=_reach(document),
-        # Our own files; nothing of the document is in them.
-        style=Markup(style + here.joinpath("scores.css").read_text("utf-8")),
-        script=Markup(here.joinpath("scores.js").read_text("utf-8")),
         answers=packed(json.dumps(document["answers"], separators=(",", ":"))),
     )
 

@@ -120,15 +120,6 @@
   });
   for (const id of ["task", "left", "right", "show"]) byId(id).addEventListener("change", list);
   byId("search").addEventListener("input", list);
-  byId("theme").addEventListener("click", () => {
-    const theme = root.dataset.theme === "dark" ? "light" : "dark";
-    try {
-      localStorage.setItem("moemerge-theme", theme);
-    } catch (refused) {
-      // Without storage the choice lasts as long as the page.
-    }
-    root.dataset.theme = theme;
-  });
 
   unpack("answers").then((content) => {
     data = content;
