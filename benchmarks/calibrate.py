@@ -15,47 +15,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import synthetic
-from synthetic import SHAPES, Shape
-
-Row = tuple[str, float, float | None, str]  # a part, its seconds, their floor, what the floor is
+import job
+from job import Row, Subject
+from synthetic import Shape
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--work", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="olmoe-1b-7b")
-    parser.add_argument("--layers", type=int, help="fewer than the real model has")
+    parser = job.command_line(__doc__)
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[1_000_000], help="of both domains"
     )
-    parser.add_argument("--row-tokens", type=int, default=512)
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--no-write", action="store_true", help="end with the last router solved")
     parser.add_argument(
         "--cold", action="store_true", help="drop the model from the page cache first"
     )
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of calibrate")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child is not None:
-        calibrate(json.loads(args.child.read_text()))
-        return
-    if args.work is None:
-        parser.error("--work is needed")
-    run_all(args)
+    job.run(parser, calibrate, run_all)
 
 
 # --- one calibration, in its own process --------------------------------------------------------
@@ -85,83 +66,44 @@ def calibrate(spec: dict[str, Any]) -> None:
     Path(spec["report"]).write_text(json.dumps(content))
 
 
-def run_once(args: argparse.Namespace, shape: Shape, merged: Path, tokens: int) -> dict[str, Any]:
-    sources, data = {}, {}
-    for seed, (name, words) in enumerate(synthetic.domains(shape).items()):
-        sources[name] = str(merged.with_name(f"{merged.name}-{name}"))
-        synthetic.make_source(Path(sources[name]), merged, seed + 1)
-        text = args.work / f"{args.shape}-{name}-{tokens}-{args.row_tokens}.jsonl"
-        synthetic.make_text(text, tokens // 2, args.row_tokens, words, seed)
-        data[name] = str(text)
+def run_once(args: argparse.Namespace, subject: Subject, tokens: int) -> dict[str, Any]:
     settings = dict(item.split("=", 1) for item in args.set)
     spec: dict[str, Any] = {
-        "merged": str(merged),
+        "merged": str(subject.model),
         "out": str(args.work / "calibrated"),
-        "sources": sources,
-        "data": data,
+        "sources": subject.sources(),
+        "data": subject.texts(args, tokens),
         "settings": {**settings, "device": args.device},
         "write": not args.no_write,
-        "report": str(args.work / "report.json"),
-        "begun": time.time(),
     }
-    path = args.work / "spec.json"
-    path.write_text(json.dumps(spec))
-    Path(spec["report"]).unlink(missing_ok=True)
-    status = subprocess.run([sys.executable, __file__, "--child", str(path)], check=False)
-    if status.returncode != 0:
+    report = job.in_own_process(__file__, args.work, spec)
+    if report is None:
         sys.exit(f"the calibration of {tokens} tokens failed")
-    found: dict[str, Any] = json.loads(Path(spec["report"]).read_text())
-    return found
+    return report
 
 
 # --- the table ----------------------------------------------------------------------------------
 
 
 def run_all(args: argparse.Namespace) -> None:
-    device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    )
-    shape = SHAPES[args.shape]
-    shape = replace(shape, layers=args.layers or shape.layers)
-    args.work.mkdir(parents=True, exist_ok=True)
-    merged = args.work / f"{args.shape}-{shape.layers}"
-    begin = time.perf_counter()
-    nbytes = synthetic.make_model(merged, shape, device)
-    print(f"model: {nbytes / 1e9:.1f} GB, made in {time.perf_counter() - begin:.1f} s", flush=True)
+    subject = Subject.of(args)
     if args.cold:
-        drop_from_cache(merged)
-    rates = {
-        "disk_read": synthetic.read_rate(merged),
-        "matrix": synthetic.matrix_rate(device),
-        "memory_read": synthetic.read_bandwidth(device),
-    }
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        drop_from_cache(subject.model)
+    rates = subject.rates()
     runs: list[dict[str, Any]] = []
-    results = {
-        "shape": args.shape,
-        "layers": shape.layers,
-        "bytes": nbytes,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "rates": rates,
-        "runs": runs,
-    }
+    results = {**subject.to_json(), "rates": rates, "runs": runs}
     for tokens in args.tokens:
         if args.cold:
-            drop_from_cache(merged)
-        report = run_once(args, shape, merged, tokens)
-        rows = floors(shape, tokens, args.row_tokens, report, rates, nbytes)
-        show(args, shape, tokens, report, rows, rates)
+            drop_from_cache(subject.model)
+        report = run_once(args, subject, tokens)
+        rows = floors(subject.shape, tokens, args.row_tokens, report, rates, subject.nbytes)
+        show(args, subject.shape, tokens, report, rows, rates)
         runs.append({"tokens": tokens, "report": report, "floors": {r[0]: r[2] for r in rows}})
         if args.json is not None:  # after each, so that a run that is cut short has told something
             args.json.write_text(json.dumps(results, indent=1))
 
 
 def drop_from_cache(folder: Path) -> None:
-    import os
-
     for file in folder.glob("*.safetensors"):
         fd = os.open(file, os.O_RDONLY)
         os.fsync(fd)
@@ -222,10 +164,7 @@ def show(
         f"{solved:.1f} s from the process's start to the last router solved, "
         f"{report['ended']:.1f} s to its end"
     )
-    print(f"{'part':<18}{'seconds':>9}{'floor':>9}   the floor is")
-    for name, seconds, floor, why in rows:
-        shown = "" if floor is None else f"{floor:.2f}"
-        print(f"{name:<18}{seconds:>9.2f}{shown:>9}   {why}")
+    job.show_rows(rows)
     peak = timings["peak_gpu_memory"]
     steps = [row["iterations"] for row in report["layers"]]
     bad = [row["layer"] for row in report["layers"] if row["status"] != "converged"]
@@ -233,8 +172,7 @@ def show(
         f"steps {min(steps)} to {max(steps)}"
         + (f", not converged: layers {bad}" if bad else ", all converged")
         + (f"; peak {peak / 1e9:.1f} GB on the GPU" if peak else "")
-        + f"; disk {rates['disk_read'] / 1e9:.1f} GB/s, products {rates['matrix'] / 1e12:.0f} "
-        f"TFLOP/s, memory {rates['memory_read'] / 1e12:.2f} TB/s",
+        + f"; {job.in_words(rates)}",
         flush=True,
     )
 

@@ -21,14 +21,11 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import synthetic
-from synthetic import SHAPES, Shape
+import job
+from job import Subject
 
 # What a job would import on its way.
 IMPORTED = (
@@ -40,28 +37,13 @@ IMPORTED = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--work", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="olmoe-1b-7b")
-    parser.add_argument("--layers", type=int, help="fewer than the real model has")
+    parser = job.command_line(__doc__, row_tokens=200)
     parser.add_argument("--tokens", type=int, default=8000, help="of both domains")
-    parser.add_argument("--row-tokens", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--job", choices=("calibrate", "stats"), default="calibrate")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child is not None:
-        child(json.loads(args.child.read_text()))
-        return
-    if args.work is None:
-        parser.error("--work is needed")
-    run_all(args)
+    job.run(parser, child, run_all)
 
 
 # --- one job, in every rank ---------------------------------------------------------------------
@@ -71,8 +53,8 @@ def child(spec: dict[str, Any]) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     begin, used = time.perf_counter(), time.process_time()
-    job = {"calibrate": _calibrate, "stats": _collect}[spec["job"]]
-    found = {**job(spec), "wall": time.perf_counter() - begin}
+    work = {"calibrate": _calibrate, "stats": _collect}[spec["job"]]
+    found = {**work(spec), "wall": time.perf_counter() - begin}
     found["processor"] = time.process_time() - used
     Path(f"{spec['report']}.{os.environ.get('RANK', '0')}").write_text(json.dumps(found))
 
@@ -122,33 +104,22 @@ def run_once(args: argparse.Namespace, spec: dict[str, Any], ranks: int) -> dict
     return {**found[0], "processor": max(one["processor"] for one in found)}
 
 
-def make_spec(args: argparse.Namespace, shape: Shape, merged: Path) -> dict[str, Any]:
-    sources, data = {}, {}
-    for seed, (name, words) in enumerate(synthetic.domains(shape).items()):
-        sources[name] = str(merged.with_name(f"{merged.name}-{name}"))
-        synthetic.make_source(Path(sources[name]), merged, seed + 1)
-        text = args.work / f"{args.shape}-{name}-{args.tokens}-{args.row_tokens}.jsonl"
-        synthetic.make_text(text, args.tokens // 2, args.row_tokens, words, seed)
-        data[name] = str(text)
+def make_spec(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
     return {
         "job": args.job,
-        "merged": str(merged),
+        "merged": str(subject.model),
         "out": str(args.work / "by-ranks"),
-        "sources": sources,
-        "data": data,
-        "settings": {"device": args.device},
+        "sources": subject.sources(),
+        "data": subject.texts(args, args.tokens),
+        "settings": {"device": str(subject.device)},
         "report": str(args.work / "ranks-report.json"),
     }
 
 
 def run_all(args: argparse.Namespace) -> None:
-    shape = SHAPES[args.shape]
-    shape = replace(shape, layers=args.layers or shape.layers)
-    args.work.mkdir(parents=True, exist_ok=True)
-    merged = args.work / f"{args.shape}-{shape.layers}"
-    nbytes = synthetic.make_model(merged, shape, torch.device(args.device))
-    spec = make_spec(args, shape, merged)
-    print(f"{args.job}: {nbytes / 1e9:.1f} GB, {args.tokens} tokens, {args.device}", flush=True)
+    subject = Subject.of(args)
+    spec = make_spec(args, subject)
+    print(f"{args.job}: {args.tokens} tokens, {subject.device}", flush=True)
     run_once(args, spec, args.ranks)
     runs: dict[int, list[dict[str, Any]]] = {1: [], args.ranks: []}
     for turn in range(args.repeats):
@@ -162,7 +133,7 @@ def run_all(args: argparse.Namespace) -> None:
         spread = f"{min(values):.2f} to {max(values):.2f}, {args.repeats} pairs of runs in turns"
         print(f"{args.ranks} ranks, {name}: {statistics.median(values):.2f} x ({spread})")
     if args.json is not None:
-        content = {"bytes": nbytes, "tokens": args.tokens, "runs": runs, "speed_up": gains}
+        content = {**subject.to_json(), "tokens": args.tokens, "runs": runs, "speed_up": gains}
         args.json.write_text(json.dumps(content, indent=2))
 
 

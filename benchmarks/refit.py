@@ -19,48 +19,32 @@ import json
 import logging
 import os
 import resource
-import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import job
 import synthetic
+from job import Row, Subject
 from moemerge.runtime.progress import Silent
-from synthetic import SHAPES, Shape
+from synthetic import Shape
 
-Row = tuple[str, float, float | None, str]  # a part, its seconds, their floor, what the floor is
 NOISE = 0.1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--work", type=Path)
-    parser.add_argument("--out", type=Path, help="default: in --work")
-    parser.add_argument("--shape", choices=SHAPES, default="olmoe-1b-7b")
-    parser.add_argument("--layers", type=int, help="fewer than the real model has")
+    parser = job.command_line(__doc__)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="of both domains")
-    parser.add_argument("--row-tokens", type=int, default=512)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, help="default: in --work")
     parser.add_argument("--link", action="store_true", help="sources share the merged layers")
     parser.add_argument("--no-write", action="store_true", help="end with the last map fitted")
     parser.add_argument("--prepare", action="store_true", help="make models and text, and end")
     parser.add_argument("--verbose", action="store_true", help="times after every layer")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of refit")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child is not None:
-        refit(json.loads(args.child.read_text()))
-        return
-    if args.work is None:
-        parser.error("--work is needed")
-    run_all(args)
+    job.run(parser, refit, run_all)
 
 
 # --- one refit, in its own process --------------------------------------------------------------
@@ -128,80 +112,53 @@ def make_source(folder: Path, merged: Path, seed: int, device: torch.device, lin
         (folder / file.name).write_bytes(data.numpy().tobytes())
 
 
-def run_once(
-    args: argparse.Namespace, shape: Shape, merged: Path, device: torch.device
-) -> dict[str, Any]:
-    sources, data = {}, {}
-    for seed, (name, words) in enumerate(synthetic.domains(shape).items()):
+def noisy_sources(args: argparse.Namespace, subject: Subject) -> dict[str, str]:
+    made = {}
+    for seed, name in enumerate(synthetic.domains(subject.shape)):
         kind = "link" if args.link else "noise"
-        sources[name] = str(merged.with_name(f"{merged.name}-{kind}-{name}"))
-        make_source(Path(sources[name]), merged, seed + 1, device, args.link)
-        text = args.work / f"{args.shape}-{name}-{args.tokens}-{args.row_tokens}.jsonl"
-        synthetic.make_text(text, args.tokens // 2, args.row_tokens, words, seed)
-        data[name] = str(text)
-    if args.prepare:
-        sys.exit(0)
+        path = subject.model.with_name(f"{subject.model.name}-{kind}-{name}")
+        make_source(path, subject.model, seed + 1, subject.device, args.link)
+        made[name] = str(path)
+    return made
+
+
+def run_once(args: argparse.Namespace, spec: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = dict(item.split("=", 1) for item in args.set)
     if "ridge" in settings and settings["ridge"] != "auto":
         settings["ridge"] = float(settings["ridge"])
-    spec: dict[str, Any] = {
-        "merged": str(merged),
+    spec |= {
         "out": str(args.out or args.work / "refitted"),
-        "sources": sources,
-        "data": data,
         "settings": {**settings, "device": args.device},
         "write": not args.no_write,
         "verbose": args.verbose,
-        "report": str(args.work / "report.json"),
-        "begun": time.time(),
     }
-    path = args.work / "spec.json"
-    path.write_text(json.dumps(spec))
-    Path(spec["report"]).unlink(missing_ok=True)
-    status = subprocess.run([sys.executable, __file__, "--child", str(path)], check=False)
-    if status.returncode != 0:
+    report = job.in_own_process(__file__, args.work, spec)
+    if report is None:
         sys.exit(f"the refit of {args.tokens} tokens failed")
-    found: dict[str, Any] = json.loads(Path(spec["report"]).read_text())
-    return found
+    return report
 
 
 # --- the table ----------------------------------------------------------------------------------
 
 
 def run_all(args: argparse.Namespace) -> None:
-    device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    )
-    shape = SHAPES[args.shape]
-    shape = replace(shape, layers=args.layers or shape.layers)
-    args.work.mkdir(parents=True, exist_ok=True)
-    merged = args.work / f"{args.shape}-{shape.layers}"
-    begin = time.perf_counter()
-    nbytes = synthetic.make_model(merged, shape, device)
-    print(f"model: {nbytes / 1e9:.1f} GB, made in {time.perf_counter() - begin:.1f} s", flush=True)
-    rates = (
-        {}
-        if args.prepare
-        else {
-            "disk_read": synthetic.read_rate(merged),
-            "matrix": synthetic.matrix_rate(device),
-            "memory_read": synthetic.read_bandwidth(device),
-        }
-    )
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    report = run_once(args, shape, merged, device)
-    rows = floors(shape, args, report, rates)
-    show(args, shape, report, rows, rates)
+    subject = Subject.of(args)
+    spec = {
+        "merged": str(subject.model),
+        "sources": noisy_sources(args, subject),
+        "data": subject.texts(args, args.tokens),
+    }
+    subject.leave_device()
+    if args.prepare:
+        return
+    rates = subject.rates()
+    report = run_once(args, spec)
+    rows = floors(subject.shape, args, report, rates)
+    show(args, subject.shape, report, rows, rates)
     if args.json is not None:
         results = {
-            "shape": args.shape,
-            "layers": shape.layers,
+            **subject.to_json(),
             "tokens": args.tokens,
-            "bytes": nbytes,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d"),
             "rates": rates,
             "report": {**report, "layers": len(report["layers"])},
             "floors": {row[0]: row[2] for row in rows},
@@ -273,10 +230,7 @@ def show(
         f"{fitted:.1f} s from the process's start to the last map fitted, "
         f"{report['ended']:.1f} s to its end"
     )
-    print(f"{'part':<18}{'seconds':>9}{'floor':>9}   the floor is")
-    for name, seconds, floor, why in rows:
-        shown = "" if floor is None else f"{floor:.2f}"
-        print(f"{name:<18}{seconds:>9.2f}{shown:>9}   {why}")
+    job.show_rows(rows)
     peak = timings["peak_gpu_memory"]
     totals = report["totals"]
     shares = totals["error_left"]["held_out"] or totals["error_left"]["calibration"]
@@ -285,9 +239,7 @@ def show(
         f"{totals['maps']} maps, {totals['kept']} kept; error left {left}; expected "
         f"{report['memory_estimate'] / 1e9:.1f} GB"
         + (f", peak {peak / 1e9:.1f} GB on the GPU" if peak else "")
-        + f", {report['peak_rss'] / 1e9:.1f} GB of host memory; disk "
-        f"{rates['disk_read'] / 1e9:.1f} GB/s, products {rates['matrix'] / 1e12:.1f} TFLOP/s, "
-        f"memory {rates['memory_read'] / 1e12:.2f} TB/s",
+        + f", {report['peak_rss'] / 1e9:.1f} GB of host memory; {job.in_words(rates)}",
         flush=True,
     )
 

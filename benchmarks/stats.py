@@ -15,43 +15,24 @@ import io
 import json
 import pstats
 import resource
-import subprocess
-import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import job
 import synthetic
-from synthetic import SHAPES
+from job import Subject
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--work", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="olmoe-1b-7b")
-    parser.add_argument("--layers", type=int, help="fewer than the real model has")
+    parser = job.command_line(__doc__)
     parser.add_argument("--tokens", type=int, default=200_000)
-    parser.add_argument("--row-tokens", type=int, default=512)
     parser.add_argument("--kinds", nargs="+", default=["gram", "fisher"])
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--profile", action="store_true", help="print where Python's time goes")
     parser.add_argument("--show", action="store_true", help="tell of every layer at once")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child is not None:
-        collect(json.loads(args.child.read_text()))
-        return
-    if args.work is None:
-        parser.error("--work is needed")
-    results = run_all(args)
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=1))
+    job.run(parser, collect, run_all)
 
 
 # --- one run, in its own process ----------------------------------------------------------------
@@ -132,56 +113,33 @@ def collect(spec: dict[str, Any]) -> None:
 # --- all of them --------------------------------------------------------------------------------
 
 
-def run_all(args: argparse.Namespace) -> dict[str, Any]:
-    cuda = torch.cuda.is_available()
-    device = ("cuda" if cuda else "cpu") if args.device == "auto" else args.device
-    shape = SHAPES[args.shape]
-    shape = replace(shape, layers=args.layers or shape.layers)
-    args.work.mkdir(parents=True, exist_ok=True)
-    model = args.work / f"{args.shape}-{shape.layers}"
-    begin = time.perf_counter()
-    nbytes = synthetic.make_model(model, shape, torch.device(device))
-    print(f"model: {nbytes / 1e9:.1f} GB, made in {time.perf_counter() - begin:.1f} s", flush=True)
-    if cuda:
-        torch.cuda.empty_cache()
+def run_all(args: argparse.Namespace) -> None:
+    subject = Subject.of(args)
+    subject.leave_device()
     text = args.work / f"{args.shape}-{args.tokens}-{args.row_tokens}.jsonl"
-    synthetic.make_text(text, args.tokens, args.row_tokens, synthetic.domains(shape)["math"], 0)
-    runs = [run_once(args, model, text, device, kind) for kind in args.kinds]
-    return {
-        "shape": args.shape,
-        "layers": shape.layers,
-        "model_bytes": nbytes,
-        "tokens": args.tokens,
-        "row_tokens": args.row_tokens,
-        "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
-        "torch": torch.__version__,
-        "runs": runs,
-    }
+    words = synthetic.domains(subject.shape)["math"]
+    synthetic.make_text(text, args.tokens, args.row_tokens, words, 0)
+    runs = [run_once(args, subject, text, kind) for kind in args.kinds]
+    if args.json is not None:
+        sizes = {"tokens": args.tokens, "row_tokens": args.row_tokens}
+        args.json.write_text(json.dumps({**subject.to_json(), **sizes, "runs": runs}, indent=1))
 
 
-def run_once(
-    args: argparse.Namespace, model: Path, text: Path, device: str, kind: str
-) -> dict[str, Any]:
+def run_once(args: argparse.Namespace, subject: Subject, text: Path, kind: str) -> dict[str, Any]:
     out = args.work / f"out.{kind}"
     spec = {
-        "model": str(model),
+        "model": str(subject.model),
         "text": str(text),
         "kind": kind,
-        "device": device,
+        "device": str(subject.device),
         "out": str(out),
-        "report": str(args.work / "report.json"),
         "profile": args.profile,
         "show": args.show,
-        "begun": time.time(),
     }
-    path = args.work / "spec.json"
-    path.write_text(json.dumps(spec))
-    Path(spec["report"]).unlink(missing_ok=True)
-    status = subprocess.run([sys.executable, __file__, "--child", str(path)], check=False)
-    if status.returncode != 0:
+    found = job.in_own_process(__file__, args.work, spec)
+    if found is None:
         print(f"{kind} failed", flush=True)
-        return {"kind": kind, "failed": status.returncode}
-    found: dict[str, Any] = json.loads(Path(spec["report"]).read_text())
+        return {"kind": kind, "failed": True}
     out.unlink(missing_ok=True)
     print(
         f"{kind}: {found['seconds']:.1f} s ({found['with_imports']:.1f} s with start-up), "

@@ -56,6 +56,8 @@ class Shape:
             "num_experts": self.experts,
             "num_experts_per_tok": self.top_k,
             "vocab_size": self.vocabulary,
+            "pad_token_id": SPECIAL.index("<pad>"),
+            "eos_token_id": SPECIAL.index("<eos>"),
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
         }
