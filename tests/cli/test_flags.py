@@ -21,6 +21,7 @@ from moemerge.config.settings import (
     CollectingSettings,
     DiagnosisSettings,
     MergeSettings,
+    PlanSettings,
     settings_of,
 )
 from moemerge.errors import ConfigError, UsageError
@@ -117,7 +118,7 @@ VERBS = commands(typer.main.get_command(app))
     ("verb", "settings"),
     [
         ("merge", MergeSettings),
-        ("validate", MergeSettings),
+        ("validate", PlanSettings),
         ("run", MergeSettings),
         ("run", CalibrationSettings),
         ("calibrate", CalibrationSettings),
@@ -131,6 +132,19 @@ def test_every_setting_is_a_flag_with_its_own_words(verb: str, settings: type[St
         option = by_name[setting.name]
         assert option.opts == [f"--{setting.name.replace('_', '-')}"]
         assert option.help[1:].startswith(setting.help[1:]) or verb == "run"
+
+
+def test_what_is_only_checked_replaces_nothing() -> None:
+    """A flag that would do nothing is not offered."""
+    offered = {option.name for option in VERBS["validate",].params}
+    assert set(MergeSettings.model_fields) - offered == {"overwrite", "allow_nonfinite"}
+
+
+@pytest.mark.parametrize("group", [[], ["testbed"]], ids=["moemerge", "testbed"])
+def test_groups_of_verbs_show_no_type_of_switches(group: list[str]) -> None:
+    result = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [*group, "-h"])
+    assert "bool" not in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("path", VERBS, ids=" ".join)

@@ -65,7 +65,7 @@ def test_answers_are_judged_anew_without_the_models(specialists, sums, tmp_path)
     assert again.rows[0].scores["math"].mean >= first.rows[0].scores["math"].mean
     with pytest.raises(DataError, match="holds no answers that were drawn with these settings"):
         run([], [task], out, rescore=True, temperature=0.5)
-    with pytest.raises(DataError, match="40 answers to sums are not in"):
+    with pytest.raises(DataError, match="40 answers to sums missing in"):
         run([specialists["code"]], [task], out, rescore=True)
 
 
@@ -100,7 +100,7 @@ def test_cut_completions_are_counted_and_told(specialists, sums, tmp_path):
     report = run([specialists["math"]], [task], tmp_path / "out")
     counts = report.tasks[0].counts[0]
     assert counts.cut > 0
-    assert f"{counts.cut} of 40 completions were cut (most tokens: 1)" in report.notices[0]
+    assert f"{counts.cut} of 40 completions cut (most tokens: 1)" in report.notices[0]
     assert run([specialists["math"]], [task], tmp_path / "out", max_new_tokens=24).notices == ()
 
 

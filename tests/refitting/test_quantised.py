@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import moemerge
 import quantised_zoo as qz
 import zoo
+from calibration.cases import changed_tensors
+from moemerge.cli.app import app
 from moemerge.errors import UsageError
 from refitting.cases import Case, make_case
 
@@ -69,3 +72,45 @@ def test_a_plain_model_cannot_be_written_back(plain: Case, tmp_path: Path) -> No
     with pytest.raises(UsageError, match="is not quantised"):
         plain.refit(tmp_path / "out", requantize="same", **SETTINGS)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def rounded_merge(plain: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Merged from FP8 models by moemerge, and rounded to FP8 again."""
+    folder = tmp_path_factory.mktemp("rounded")
+    publish = qz.KINDS["qwen fp8"].publish
+    fp8 = {name: publish(path, folder / name) for name, path in plain.sources.items()}
+    for path in fp8.values():
+        zoo.tiny_tokenizer(path)
+    models = [{"model": str(path), "parameters": {"weight": 1}} for path in fp8.values()]
+    config = {"merge_method": "linear", "models": models}
+    moemerge.merge(config, folder / "merged", requantize="same")
+    return Case(folder / "merged", fp8, plain.data)
+
+
+@pytest.mark.parametrize(
+    ("job", "settings", "needed"),
+    [
+        ("calibrate", {}, " (with `--requantize same`)"),
+        ("refit", {**SETTINGS, "requantize": "same"}, " (with `--requantize same`)"),
+        ("refit", SETTINGS, ""),  # floats: the merge is taken as it is
+    ],
+)
+def test_the_card_names_what_makes_it_again(
+    rounded_merge: Case, tmp_path: Path, job: str, settings: dict[str, Any], needed: str
+) -> None:
+    made = tmp_path / "made"
+    sources, data = rounded_merge.sources, rounded_merge.data
+    repair = getattr(moemerge, job)
+    repair(rounded_merge.merged, made, sources=sources, data=data, measure=False, **settings)
+    assert f"which makes this model again{needed}:" in (made / "README.md").read_text()
+    flags = ["--requantize", "same"] if needed else []
+    again = [str(made / "moemerge_config.yml"), str(tmp_path / "again"), "--no-measure"]
+    result = CliRunner().invoke(app, ["run", *again, *flags])
+    assert result.exit_code == 0, result.output
+    assert changed_tensors(made, tmp_path / "again") == set()
+    if job == "calibrate":  # calibrated again, it is no merge of ours: taken as it is
+        repair(made, tmp_path / "twice", sources=sources, data=data, measure=False)
+        card = (tmp_path / "twice" / "README.md").read_text()
+        assert "again (with `--requantize same`):" in card
+        assert "passthrough" in card

@@ -96,7 +96,7 @@ def test_rows_without_an_answer_are_left_out_and_counted(chat: Any) -> None:
     assert len(answers.rows) == 1
     assert answers.read == 3
     assert "2 rows hold no answer" in answers.notices[0]
-    with pytest.raises(DataError, match="no answer to learn in 1 rows"):
+    with pytest.raises(DataError, match="no answer to learn in 1 row"):
         read(chat, {"prompt": "one"})
 
 
@@ -106,7 +106,7 @@ def test_an_answer_after_the_cut_is_no_answer(chat: Any) -> None:
         read(chat, row, max_length=8)
     answers = read(chat, row, {"prompt": "one", "response": "two " * 9}, max_length=8)
     assert [len(r.tokens) for r in answers.rows] == [8]
-    assert [note.partition(":")[0] for note in answers.notices[:1]] == ["1 rows are left out"]
+    assert [note.partition(":")[0] for note in answers.notices[:1]] == ["1 row left out"]
 
 
 def test_a_limit_takes_the_same_rows_again(chat: Any) -> None:

@@ -91,7 +91,7 @@ def test_rows_that_are_cut_are_counted(tmp_path: Path, chat: Any) -> None:
     rows = [{"text": "one " * count} for count in (1, 5, 9)]
     file = write(tmp_path / "a.jsonl", *rows)
     (notice,) = load_domain("math", file, chat, TextSettings(max_length=4)).notices
-    assert notice.startswith("math: 2 of 3 rows are longer than `max_length`, 4")
+    assert notice.startswith("math: 2 of 3 rows longer than `max_length`, 4")
     assert load_domain("math", file, chat, TextSettings(max_length=10)).notices == ()
     # A row that the bound of the whole domain ends is not one of them.
     assert load_domain("math", file, chat, TextSettings(max_length=10, max_tokens=3)).notices == ()

@@ -10,6 +10,7 @@ from moemerge.checkpoint.locate import is_local
 from moemerge.config.data import DataKeywords, DataSettings
 from moemerge.config.settings import with_keywords
 from moemerge.runtime.progress import Progress, Silent
+from moemerge.runtime.words import counted
 from moemerge.text.rows import check_files
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def make_texts(loaded: LoadedConfig, progress: Progress) -> None:
         from moemerge.data import run_data
 
         report = run_data(_request(wanted), progress)
-        progress.note(f"{file}: {report.kept} rows of text, made by {wanted.model}")
+        progress.note(f"{file}: {counted(report.kept, 'row')} of text, made by {wanted.model}")
 
 
 def _request(wanted: TextRequest) -> DataRequest:

@@ -25,6 +25,7 @@ from moemerge.routing import (
 )
 from moemerge.routing.solve import build_operator, solve_system
 from moemerge.runtime.timing import Stopwatch
+from moemerge.runtime.words import counted
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class LayerResult:
         """What `status` is about, in words."""
         if self.exact is not None and not self.exact.converged:
             return (
-                f"{self.exact.status}: Newton's method ended after {self.exact.steps} steps, "
+                f"{self.exact.status}: Newton's method ended after "
+                f"{counted(self.exact.steps, 'step')}, "
                 f"divergence {self.exact.kl[0]:.3g} → {self.exact.kl[-1]:.3g}"
             )
         return self.solution.cg.message

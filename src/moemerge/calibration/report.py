@@ -13,6 +13,7 @@ from moemerge.lockstep.models import SkippedRouter
 from moemerge.lockstep.repairs import RepairReport
 from moemerge.report.files import in_markdown
 from moemerge.routing import Preconditioner
+from moemerge.runtime.words import counted
 
 PER_DOMAIN = ("kl_before", "kl_after", "mismatch_before", "mismatch_after")
 
@@ -158,10 +159,10 @@ class CalibrationReport(RepairReport):
         if settings["targets"] == "source-features":
             on, mismatch = "each model on its own features", "mismatch"
         lines = [
-            f"{total['routers']} routers were solved for ({damping}, {settings['curvature']} "
+            f"{counted(total['routers'], 'router')} solved for ({damping}, {settings['curvature']} "
             f"curvature, {settings['objective']} objective, targets: {settings['targets']}); "
-            f"{total['converged']} solves converged. All other tensors are as merged. Routing "
-            f"agreement with each source, as means over the routers, {on}:",
+            f"{counted(total['converged'], 'solve')} converged. All other tensors are as merged. "
+            f"Routing agreement with each source, as means over the routers, {on}:",
             *_agreement_table(total, mismatch),
         ]
         if "holdout" in total:

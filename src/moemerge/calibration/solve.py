@@ -29,6 +29,7 @@ from moemerge.routing.curvature import logits_of, rows_at_once, working_dtype
 from moemerge.routing.preconditioners import matrix_bytes
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Stopwatch
+from moemerge.runtime.words import counted
 
 # Vectors of the solver, preconditioner's scales, measured routers: all (K, d) in float64.
 ROUTER_COPIES = 16
@@ -112,7 +113,7 @@ class RouterSolver(Visitor):
         before, after = (_mean(row[key]) for key in ("kl_before", "kl_after"))
         residual = "?" if row["residual"] is None else f"{row['residual']:.1e}"
         self._progress.note(
-            f"layer {row['layer']}: {row['iterations']} steps, residual {residual}, "
+            f"layer {row['layer']}: {counted(row['iterations'], 'step')}, residual {residual}, "
             f"KL {before:.3g} → {after:.3g}, {seconds:.0f} s left"
         )
 

@@ -7,12 +7,11 @@ import pkgutil
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from moemerge import cli
 from moemerge.cli import INTERRUPTED, NOTHING_LEFT
 from moemerge.cli.console import show_error
-from moemerge.cli.flags import without_types
+from moemerge.cli.flags import CommandGroup
 from moemerge.cli.wording import in_flags
 from moemerge.errors import ConfigError, MoeMergeError
 from moemerge.runtime import ranks
@@ -33,11 +32,8 @@ FIRST = (
 HELPERS = ("app", "console", "flags", "interrupts", "render", "wording")
 
 
-class Verbs(TyperGroup):
+class Verbs(CommandGroup):
     """Turns every error of ours into one message and its exit code."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         try:

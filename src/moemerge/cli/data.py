@@ -12,6 +12,7 @@ from moemerge.cli.flags import Model, Overwrite, Reporting, add_verb
 from moemerge.cli.interrupts import interruptible
 from moemerge.config.data import DataSettings
 from moemerge.runtime.journals import completions_path
+from moemerge.runtime.words import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -92,21 +93,24 @@ def _summary(report: DataReport) -> RenderableType:
         rows += [("", f"{number} {grade}") for grade, number in report.answers.grades.items()]
         if report.tokens:
             speed = report.tokens / max(report.generating_seconds, 1e-9)
-            rows.append(("speed", f"{report.tokens} tokens, {speed:.0f} a second"))
+            rows.append(("speed", f"{counted(report.tokens, 'token')}, {speed:.0f} a second"))
     shares = [f"{number} of {group}" for group, number in report.kept_by_group.items()]
     several = f" ({', '.join(shares)})" if len(shares) > 1 else ""
-    rows.append(("kept", f"{report.kept} rows{several}"))
+    rows.append(("kept", f"{counted(report.kept, 'row')}{several}"))
     rows.append(("file", report.output))
     return Group(facts(rows))
 
 
 def _read(report: DataReport) -> str:
-    parts = [f"{report.read} rows"]
+    parts = [f"{counted(report.read, 'row')}"]
     if report.repeated:
-        parts.append(f"{report.repeated} repeat others")
-    parts += [f"{number} overlap with {name}" for name, number in report.contaminated.items()]
+        parts.append(f"{counted(report.repeated, 'repeats others', 'repeat others')}")
+    parts += [
+        f"{counted(number, 'overlaps', 'overlap')} with {name}"
+        for name, number in report.contaminated.items()
+    ]
     if report.prompts:
-        parts.append(f"{report.prompts} prompts taken")
+        parts.append(f"{counted(report.prompts, 'prompt')} taken")
     return ", ".join(parts)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moemerge.cli.flags import Out, Overwrite, Reporting, add_verb
+from moemerge.runtime.words import counted
 
 EXAMPLES = """
   moemerge extract shared/ math math-again/
@@ -39,7 +40,7 @@ def extract(
     with reporting.progress() as bar:
         report = api.extract(shared, task, out_folder, base=base, overwrite=overwrite, progress=bar)
     rows = [
-        ("task", f"{report.task} ({report.keep}, {report.units} units)"),
+        ("task", f"{report.task} ({report.keep}, {counted(report.units, 'unit')})"),
         ("kept", f"{format_size(report.task_bytes)} beside the shared model"),
         ("output", format_size(report.output_bytes)),
         ("folder", report.output),

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from moemerge.cli.calibrate import what_is_left
-from moemerge.cli.flags import Config, Out, Reporting, add_verb
+from moemerge.cli.flags import Config, Out, Reporting, add_verb, given
 from moemerge.cli.interrupts import interruptible
-from moemerge.config.settings import MergeSettings
+from moemerge.config.settings import MergeSettings, PlanSettings
 from moemerge.runtime.process import without_garbage_collection
 
 DryRun = Annotated[
@@ -52,12 +52,12 @@ def merge(
     reporting.show(report.to_json(), table, notices=report.notices)
 
 
-def validate(config: Config, settings: MergeSettings, reporting: Reporting) -> None:
+def validate(config: Config, settings: PlanSettings, reporting: Reporting) -> None:
     """Check all that can be refused without reading a tensor, and estimate memory and disk."""
     with without_garbage_collection():
         from moemerge import api
         from moemerge.cli.render import merge_report
 
-    report = api.validate(config, settings=settings)
+    report = api.validate(config, **given(settings))
     table = merge_report(report, verbose=reporting.verbose)
     reporting.show(report.to_json(), table, notices=report.notices)

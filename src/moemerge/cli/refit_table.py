@@ -11,6 +11,7 @@ from moemerge.cli.render import NumberTable, facts, requantised
 from moemerge.cli.routing_table import held_out, timing, unequal
 from moemerge.cli.wording import in_flags
 from moemerge.report.words import Quantity
+from moemerge.runtime.words import counted
 
 if TYPE_CHECKING:
     from moemerge.refitting import RefitReport
@@ -28,7 +29,7 @@ def refit_report(report: RefitReport, *, verbose: bool) -> RenderableType:
     ]
     left = total["error_left"]["held_out"] or total["error_left"]["calibration"]
     rows = [
-        ("maps", f"{total['maps']} refitted, {total['routers']} routers{kept}"),
+        ("maps", f"{total['maps']} refitted, {counted(total['routers'], 'router')}{kept}"),
         ("error left", ", ".join(f"{k} {v:.0%}" for k, v in left.items())),
         ("tokens", ", ".join(tokens)),
         *held_out(report),

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from moemerge.checkpoint.sizes import format_size
 from moemerge.cli.console import UNLIMITED
+from moemerge.runtime.words import counted
 
 if TYPE_CHECKING:
     from moemerge.architectures.describe import Description
@@ -123,7 +124,7 @@ def requantised(errors: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "requantised",
-            f"{one['tensors']} tensors as {words}, relative error of rounding "
+            f"{counted(one['tensors'], 'tensor')} as {words}, relative error of rounding "
             f"{one['relative_error']:.2%}",
         )
         for words, one in errors.items()
@@ -145,8 +146,8 @@ def merge_report(report: MergeReport, *, verbose: bool) -> RenderableType:
     rows += [
         (
             "output",
-            f"{report.output_tensors} tensors, {count(report.output_parameters)} parameters, "
-            f"{format_size(report.output_bytes)}, {' and '.join(report.dtypes)}",
+            f"{counted(report.output_tensors, 'tensor')}, {count(report.output_parameters)} "
+            f"parameters, {format_size(report.output_bytes)}, {' and '.join(report.dtypes)}",
         ),
         ("reads", format_size(report.bytes_read)),
         ("largest step", f"{format_size(report.peak_block_bytes)} of memory"),

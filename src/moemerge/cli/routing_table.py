@@ -15,6 +15,7 @@ from moemerge.cli.wording import in_flags
 from moemerge.diagnosis.advice import DAMAGED, INTACT, SLIGHT
 from moemerge.report.words import Quantity, display_names, percent
 from moemerge.routing.figures import FIGURES, Figure
+from moemerge.runtime.words import counted
 
 if TYPE_CHECKING:
     from moemerge.calibration import CalibrationReport
@@ -176,8 +177,12 @@ def _advice(advice: Sequence[str]) -> RenderableType:
 def _background(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     model = diagnosis.model
     return [
-        ("model", f"{model.label}: {model.architecture}, {model.layers} layers"),
-        ("gate", f"{model.gate}, {model.experts} experts, {model.routers} routers compared"),
+        ("model", f"{model.label}: {model.architecture}, {counted(model.layers, 'layer')}"),
+        (
+            "gate",
+            f"{model.gate}, {counted(model.experts, 'expert')}, {counted(model.routers, 'router')} "
+            "compared",
+        ),
         *(
             (f"{diagnosis.domains[name].reference} {name}", source.label)
             for name, source in diagnosis.sources.items()
@@ -204,7 +209,7 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
     rows = [
         (
             "routers",
-            f"{total['routers']} solved for in {total['iterations']} steps, "
+            f"{total['routers']} solved for in {counted(total['iterations'], 'step')}, "
             f"{total['converged']} converged",
         ),
         ("tokens", ", ".join(f"{name} {count}" for name, count in total["tokens"].items())),

@@ -9,6 +9,7 @@ import typer
 
 from moemerge.cli.flags import Model, Overwrite, Reporting, add_verb
 from moemerge.config.settings import CollectingSettings
+from moemerge.runtime.words import counted
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -63,13 +64,14 @@ def _summary(report: CollectReport, *, verbose: bool) -> Text:
 
     source = report.provenance
     lines = [
-        f"{report.kind} statistics of {source.model}: {report.units} units, "
-        f"{source.tokens} tokens in {source.sequences} sequences, {report.seconds:.1f} s",
+        f"{report.kind} statistics of {source.model}: {counted(report.units, 'unit')}, "
+        f"{counted(source.tokens, 'token')} in {counted(source.sequences, 'sequence')}, "
+        f"{report.seconds:.1f} s",
         f"written to {report.output} ({format_size(report.nbytes)})",
     ]
     missed = report.unvisited_experts
     if missed:
-        lines.append(f"no token came to {len(missed)} units of experts:")
+        lines.append(f"no token came to {counted(len(missed), 'unit')} of experts:")
         lines += [f"  {key}" for key in (missed if verbose else missed[:SHOWN])]
         if not verbose and len(missed) > SHOWN:
             lines.append(f"  and {len(missed) - SHOWN} more (-v names them)")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moemerge.cli.flags import Model, Out, Overwrite, Reporting, add_verb
+from moemerge.runtime.words import counted
 
 EXAMPLES = """
   moemerge swap-routers merged/ --from org/math swapped/
@@ -56,7 +57,7 @@ def swap_routers(
         )
     rows = [
         ("weights", report.model),
-        ("routers", f"{report.routers_of} ({len(report.tensors)} tensors)"),
+        ("routers", f"{report.routers_of} ({counted(len(report.tensors), 'tensor')})"),
         ("layers", ", ".join(map(str, report.layers))),
         ("folder", report.output),
     ]

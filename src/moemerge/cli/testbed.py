@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemerge.cli import testbed_table
-from moemerge.cli.flags import Device, Out, Reporting, Resume, add_verb
+from moemerge.cli.flags import CommandGroup, Device, Out, Reporting, Resume, add_verb
 from moemerge.cli.interrupts import interruptible
 from moemerge.runtime.journals import saved_path
 
@@ -24,7 +24,9 @@ EXAMPLES = """
 """
 
 testbed = typer.Typer(
-    no_args_is_help=True, help="Train small specialists, and repeat the experiments with them."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Train small specialists, and repeat the experiments with them.",
 )
 
 

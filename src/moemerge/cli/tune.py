@@ -12,6 +12,7 @@ from moemerge.cli.flags import Model, Out, Reporting, add_verb, given
 from moemerge.cli.interrupts import interruptible
 from moemerge.config.tuning import TuningOutputSettings, TuningSettings
 from moemerge.runtime.journals import saved_path
+from moemerge.runtime.words import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -81,10 +82,10 @@ def _summary(report: TuningReport) -> RenderableType:
     speed = report.steps - report.resumed
     rows = [
         ("trained", f"{what}: {report.parameters:,} parameters"),
-        ("rows", f"{report.rows:,}; {report.learnt:,} of {report.tokens:,} tokens are learnt"),
+        ("rows", f"{report.rows:,}; {report.learnt:,} of {counted(report.tokens, 'token')} learnt"),
         ("steps", f"{report.steps:,} ({report.epochs:.3g} epochs)"),
         ("loss", f"{report.first_loss:.4g} at first, {report.last_loss:.4g} at last"),
-        ("time", f"{report.training_seconds:.1f} s for {speed:,} steps"),
+        ("time", f"{report.training_seconds:.1f} s for {counted(speed, 'step')}"),
         (report.kind, report.output),
     ]
     return facts(rows)

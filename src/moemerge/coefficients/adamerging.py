@@ -24,6 +24,7 @@ from moemerge.features.loading import build_skeleton
 from moemerge.features.weights import Weights
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.words import counted
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 
@@ -51,7 +52,8 @@ def adamerging(job: CoefficientsJob, progress: Progress) -> Found:
             total += float(loss.detach())
         if lambdas.grad is None or not bool(lambdas.grad.isfinite().all()):
             raise NumericalError(
-                f"after {len(losses)} steps the entropy of the merged model has no finite gradient",
+                f"after {counted(len(losses), 'step')} the entropy of the merged model has no "
+                "finite gradient",
                 hint='try `dtype="float32"`, or a smaller `lr`',
             )
         losses.append(total / len(draws))

@@ -117,11 +117,19 @@ class MergedModel(FileSchema):
     model: str
 
 
+class NeededSettings(FileSchema):
+    """What a merge's config does not hold, and without which it would end otherwise."""
+
+    requantize: Literal["no", "same"] = "no"
+    allow_nonfinite: bool = False
+
+
 class MergeDocument(FileSchema):
     """The part of a merge's report that a later card repeats."""
 
     method: str
     inputs: dict[str, MergedModel]
+    settings: NeededSettings = NeededSettings()
 
 
 class CalibratedLayer(FileSchema):

@@ -102,21 +102,26 @@ class ForwardSettings(Strict):
     dtype: Dtype = DTYPE
 
 
-class MergeSettings(Strict):
-    """How a merge is run, as opposed to what it makes."""
+class PlanSettings(Strict):
+    """How a merge is planned: what can be checked of it before it is run."""
 
     device: DeviceField = DEVICE
     out_shard_size: str = Field("5GB", description="largest shard, such as 5GB or 500MB")
     seed: Seed | None = Field(
         None, description="seed of the methods that draw at random (default: the config's, or 0)"
     )
-    overwrite: Flag = Field(False, description="replace OUT if it exists")
     lenient: Flag = Field(
         False, description="warn about keys that mergekit would ignore, do not refuse"
     )
-    allow_nonfinite: Flag = Field(False, description="merge models that hold NaN or infinity")
     requantize: Requantize = REQUANTIZE
     push_to_hub: Name | None = PUSH_TO_HUB
+
+
+class MergeSettings(PlanSettings):
+    """How a merge is run, as opposed to what it makes."""
+
+    overwrite: Flag = Field(False, description="replace OUT if it exists")
+    allow_nonfinite: Flag = Field(False, description="merge models that hold NaN or infinity")
 
 
 class MergeKeywords(TypedDict, total=False):

@@ -31,6 +31,7 @@ from moemerge.generation.engine import Finish
 from moemerge.generation.prompts import PromptRow, open_tokenizer
 from moemerge.generation.run import Generated
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.words import counted
 from moemerge.text.tokens import Tokenizer
 from moemerge.text.writing import write_rows
 
@@ -157,6 +158,6 @@ def _finish(
 def _told(counts: Counts) -> str:
     grades = ", ".join(f"{number} {grade}" for grade, number in counts.grades.items())
     return (
-        f"of {counts.asked} answers {counts.answered} ended, {counts.cut} were cut and "
+        f"of {counted(counts.asked, 'answer')} {counts.answered} ended, {counts.cut} cut and "
         f"{counts.failed} failed" + (f" ({grades})" if grades else "")
     )

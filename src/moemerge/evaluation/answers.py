@@ -16,6 +16,7 @@ from moemerge.generation.prompts import open_tokenizer
 from moemerge.generation.run import complete
 from moemerge.report.words import display_names
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.words import counted
 from moemerge.text.prompts import prompt_text, prompt_tokens
 from moemerge.text.templates import has_template
 from moemerge.text.tokens import Tokenizer
@@ -60,8 +61,9 @@ class Effort:
             return f"{self.model}: all {self.reused} completions are there already"
         there = f" ({self.reused} are there already)" if self.reused else ""
         return (
-            f"{self.model}: {self.completions:,} completions to make{there}, prompts of "
-            f"{self.prompt_tokens:,} tokens, at most {self.most_tokens:,} tokens to generate"
+            f"{self.model}: {counted(self.completions, 'completion')} to make{there}, prompts of "
+            f"{counted(self.prompt_tokens, 'token')}, at most {counted(self.most_tokens, 'token')} "
+            "to generate"
         )
 
 
@@ -199,7 +201,7 @@ def _recalled(
 
 def _missing(job: EvaluationJob, label: str, task: PosedTask, count: int) -> DataError:
     return DataError(
-        f"{label}: {count} answers to {task.name} are not in {job.out}",
+        f"{label}: {counted(count, 'answer')} to {task.name} missing in {job.out}",
         hint="the same command without `rescore` makes them",
     )
 
@@ -212,7 +214,7 @@ def failures(answers: Answers) -> list[str]:
             failed = [one for c in answered.completions for one in c if one.finish is Finish.FAILED]
             if failed:
                 lines.append(
-                    f"{model}, {task}: {len(failed)} completions could not be made and count as "
-                    f"wrong ({failed[0].detail}); the same command tries them again"
+                    f"{model}, {task}: {counted(len(failed), 'completion')} could not be made, "
+                    f"counted as wrong ({failed[0].detail}); the same command tries them again"
                 )
     return lines

@@ -8,6 +8,7 @@ from typing import Any
 from moemerge.evaluation.report import EvaluationReport
 from moemerge.evaluation.scoring import JudgedAnswer, ScoredTask
 from moemerge.generation.engine import Finish
+from moemerge.runtime.words import counted
 
 
 def page_document(
@@ -15,7 +16,8 @@ def page_document(
 ) -> dict[str, Any]:
     settings = report.settings
     greedy = settings["samples"] == 1 and not settings["temperature"]
-    drawn = f"{settings['samples']} samples a problem at temperature {settings['temperature']:g}"
+    samples = counted(settings["samples"], "sample")
+    drawn = f"{samples} a problem at temperature {settings['temperature']:g}"
     return {
         **report.to_json(),
         "version": header["moemerge"],

@@ -28,6 +28,7 @@ from moemerge.report.files import report_bytes, report_document
 from moemerge.report.page import check_page_path
 from moemerge.report.scores import write_scores_page
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.words import counted
 from moemerge.text.writing import write_rows
 from moemerge.version import __version__
 
@@ -102,16 +103,18 @@ def _scores(task: ScoredTask, models: Sequence[str], settings: EvaluationSetting
 def _notices(tasks: Sequence[TaskScores], models: Sequence[str]) -> Iterator[str]:
     for task in tasks:
         if task.expected is not None and len(task.problems) != task.expected:
-            yield f"{task.name}: {len(task.problems)} problems; the whole set has {task.expected}"
+            posed = counted(len(task.problems), "problem")
+            yield f"{task.name}: {posed}; the whole set has {task.expected}"
         for model, counts in zip(models, task.counts, strict=False):
             if counts.cut:
                 yield (
-                    f"{model}, {task.name}: {counts.cut} of {counts.asked} completions were cut "
-                    f"(most tokens: {task.most_tokens}) and judged as they are"
+                    f"{model}, {task.name}: {counts.cut} of {counted(counts.asked, 'completion')} "
+                    f"cut (most tokens: {task.most_tokens}), judged as they are"
                 )
             for grade in ("undecided", "timeout"):
                 if number := counts.grades.get(grade):
-                    yield f"{model}, {task.name}: {number} answers {grade}, counted as wrong"
+                    answers = counted(number, "answer")
+                    yield f"{model}, {task.name}: {answers} {grade}, counted as wrong"
 
 
 def _keep(job: EvaluationJob, scored: Sequence[ScoredTask], report: EvaluationReport) -> None:

@@ -22,6 +22,7 @@ from moemerge.evaluation.job import generation_settings
 from moemerge.experiments.plan import StudyPlan
 from moemerge.experiments.tree import StudyCell, StudyNode
 from moemerge.runtime.devices import free_disk
+from moemerge.runtime.words import counted
 
 BYTES_PER_TOKEN = 4  # of English text, about
 KINDS = {
@@ -92,8 +93,9 @@ class StudyEstimate:
         left = [cell for cell in self.cells if not cell.measured]
         models = [node for node in self.nodes if not node.there]
         return (
-            f"{len(left)} of {len(self.cells)} cells to measure, {len(models)} models and texts to "
-            f"make; at most {shown_tokens(self.tokens)} tokens to generate; models take about "
+            f"{len(left)} of {counted(len(self.cells), 'cell')} to measure, "
+            f"{counted(len(models), 'model or text', 'models and texts')} to make; at most "
+            f"{shown_tokens(self.tokens)} tokens to generate; models take about "
             f"{shown_bytes(self.peak_bytes)} of disk at a time, {shown_bytes(self.free_bytes)} are "
             "free"
         )

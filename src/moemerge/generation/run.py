@@ -11,6 +11,7 @@ from moemerge.errors import MoeMergeError, ResourceError
 from moemerge.generation.engine import Completion, Engine, Finish, Wanted
 from moemerge.generation.journal import CompletionJournal
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.words import counted
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ def complete(
                 missing.append(Wanted(place, sample, tuple(tokens)))
     reused, tokens_made, begun = len(found), 0, time.monotonic()
     if reused:
-        progress.note(f"{reused} of {reused + len(missing)} completions are there already")
+        progress.note(
+            f"{reused} of {counted(reused + len(missing), 'completion')} are there already"
+        )
     if missing:
         engine = make_engine()
         begun = time.monotonic()

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moemerge.errors import NumericalError
 from moemerge.linalg.operator import Deflation, Identity, LinearOperator
+from moemerge.runtime.words import counted
 
 # The recurrence stops a little below the tolerance: one more step is cheaper than a restart.
 RECURRENCE_MARGIN = 0.8
@@ -123,7 +124,7 @@ class CGResult:
     def message(self) -> str:
         return (
             f"{self.status}: {_MESSAGES[self.status]} "
-            f"({self.steps} steps, true residual {self.true_residual:.2e})"
+            f"({counted(self.steps, 'step')}, true residual {self.true_residual:.2e})"
         )
 
     def followed_by(self, later: CGResult) -> CGResult:

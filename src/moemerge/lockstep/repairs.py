@@ -19,6 +19,7 @@ from moemerge.config.documents import MergeDocument, parse_document
 from moemerge.config.dump import dump_config
 from moemerge.config.models import ModelRef
 from moemerge.config.schema import RunConfig
+from moemerge.config.settings import as_flags
 from moemerge.config.translate import parse_settings
 from moemerge.config.yaml_lines import read_yaml
 from moemerge.errors import MoeMergeError
@@ -40,6 +41,7 @@ from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.files import read_file, read_object, read_utf8
 from moemerge.runtime.timing import Timings
+from moemerge.runtime.words import counted
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files, source_names
 from moemerge.version import __version__
@@ -229,25 +231,29 @@ def output_files(
     """Resolved config, report and model card."""
     folder = merged.checkpoint.path
     earlier = earlier_report(folder)
-    config = _resolved_config(request, folder / CONFIG_NAME, report)
+    config, flags = _resolved_config(request, merged, earlier, report)
     # What earlier repairs did stays true where this one comes later in the order.
     before = ("merge", TUNING, *REPAIRS[: REPAIRS.index(report.part)])
     parts = {**{name: earlier.get(name) for name in before}, report.part: report.to_json()}
     return {
         CONFIG_NAME: config.encode(),
         REPORT_NAME: report_bytes(report_document(__version__, **parts)),
-        CARD_NAME: _card(folder / CARD_NAME, earlier, report, config).encode(),
+        CARD_NAME: _card(folder / CARD_NAME, earlier, report, config, flags).encode(),
     }
 
 
-def _resolved_config(request: RepairRequest, written: Path, report: RepairReport) -> str:
-    """The config with which `moemerge run` makes this model again.
+def _resolved_config(
+    request: RepairRequest, merged: OpenModel, earlier: Mapping[str, Any], report: RepairReport
+) -> tuple[str, list[str]]:
+    """The config with which `moemerge run` makes this model again, and the flags it needs besides.
 
     The merge's own config with the job's block; for a model that another tool merged, or that was
     repaired before, a config that takes it as it is.
     """
+    written = merged.checkpoint.path / CONFIG_NAME
+    needed = dict(earlier.get("merge", {}).get("settings", {}))
     if request.temporary and written.is_file():
-        return read_utf8(written)
+        return read_utf8(written), as_flags(needed)
     block = {
         **settings_data(request.settings),
         "sources": dict(report.sources),
@@ -255,18 +261,30 @@ def _resolved_config(request: RepairRequest, written: Path, report: RepairReport
         "data": {name: list(files) for name, files in report.data.items()},
     }
     block = {key: value for key, value in block.items() if value is not None}
-    config = merge_config(written, {report.part: block})
+    # A refit writes floats, or rounds as the merge before it was: `run` has one flag for both.
+    rounded = block.get("requantize", "same") == "same"
+    alike = rounded or "requantize" not in needed
+    config = merge_config(written, {report.part: block}) if alike else None
     if config is None:
+        needed.pop("requantize", None)
+        if rounded and merged.checkpoint.quantisation is not None:
+            needed["requantize"] = "same"
         plain = {
             "merge_method": "passthrough",
             "models": [{"model": report.merged}],
             report.part: block,
         }
         config = parse_settings(RunConfig, plain, "the resolved config")
-    return dump_config(config, absolute=True)
+    return dump_config(config, absolute=True), as_flags(needed)
 
 
-def _card(written: Path, earlier: Mapping[str, Any], report: RepairReport, config: str) -> str:
+def _card(
+    written: Path,
+    earlier: Mapping[str, Any],
+    report: RepairReport,
+    config: str,
+    flags: Sequence[str],
+) -> str:
     """A card of our own; a card that somebody else wrote is kept and gets a section."""
     if not earlier and written.is_file():
         old = read_file(written).decode("utf-8", "replace").rstrip("\n")
@@ -281,7 +299,9 @@ def _card(written: Path, earlier: Mapping[str, Any], report: RepairReport, confi
         *(f"- `{in_code(model)}` ({in_markdown(name)})" for name, model in report.sources.items()),
     ]
     how = (
-        f"{len(inputs)} models merged with `{merge.get('method')}`" if inputs else "A merged model"
+        f"{counted(len(inputs), 'model')} merged with `{merge.get('method')}`"
+        if inputs
+        else "A merged model"
     )
     named = [m.get("model") for m in inputs.values()] or [*report.sources.values()]
     return model_card(
@@ -291,6 +311,7 @@ def _card(written: Path, earlier: Mapping[str, Any], report: RepairReport, confi
         sections=[("Models", "\n".join(models)), (report.section, report.words)],
         config=config,
         version=__version__,
+        flags=flags,
     )
 
 

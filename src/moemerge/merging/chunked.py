@@ -20,6 +20,7 @@ from moemerge.merging.method import UnitInfo
 from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch
+from moemerge.runtime.words import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +94,7 @@ class FiniteCheck:
         for whose, tensors in sorted(self._noted.items()):
             shown = ", ".join(sorted(tensors)[:SHOWN])
             more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
-            count = "1 tensor holds" if len(tensors) == 1 else f"{len(tensors)} tensors hold"
+            count = counted(len(tensors), "tensor holds", "tensors hold")
             yield f"{whose}: {count} NaN or infinity ({shown}{more})"
 
 

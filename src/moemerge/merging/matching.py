@@ -19,6 +19,7 @@ from moemerge.checkpoint import TensorInfo
 from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError, ConfigError
 from moemerge.runtime.dtypes import Dtype
+from moemerge.runtime.words import counted
 
 SHOWN = 5  # names listed in one message
 
@@ -132,7 +133,8 @@ def missing_error(model: OpenModel, reference: OpenModel, names: Sequence[str]) 
     shown = ", ".join(names[:SHOWN])
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return CheckpointError(
-        f"{model.label} lacks {len(names)} tensors that {reference.label} has: {shown}{more}",
+        f"{model.label} lacks {counted(len(names), 'tensor')} that {reference.label} has: "
+        f"{shown}{more}",
         hint="the download may be incomplete, or the models are not fine-tunes of one base",
     )
 

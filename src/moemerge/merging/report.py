@@ -10,6 +10,7 @@ from typing import Any
 
 from moemerge.merging.method import Facts, Remark
 from moemerge.merging.plan import Fate, MergePlan
+from moemerge.runtime.words import counted
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class MergeReport:
     peak_block_bytes: int
     seed: int
     notices: tuple[str, ...]
+    # What a config does not hold, and without which the merge would end otherwise.
+    settings: dict[str, Any] = field(default_factory=dict)
     wraps: tuple[str, ...] = ()  # around the method, the first nearest to it
     coefficients: dict[str, Any] = field(default_factory=dict)  # the file, and who made it
     statistics: dict[str, Any] = field(default_factory=dict)  # of each model, where they came from
@@ -57,6 +60,7 @@ class MergeReport:
             **({"wrap": list(self.wraps)} if self.wraps else {}),
             **({"coefficients": self.coefficients} if self.coefficients else {}),
             "seed": self.seed,
+            **({"settings": self.settings} if self.settings else {}),
             "device": self.device,
             "seconds": None if self.seconds is None else round(self.seconds, 3),
             **(
@@ -131,10 +135,10 @@ def _accounts(plan: MergePlan) -> tuple[ModelAccount, ...]:
 
 SHOWN = 3  # units named in one notice; the report names all
 _SENTENCES = {
-    Remark.FEW_TOKENS: "were drawn towards the average, as a model sent them few tokens or none",
-    Remark.UNVISITED: "were taken from the other models, as no gradient of a model reached them",
-    Remark.AVERAGED: "were averaged, though the rest is not",
-    Remark.JITTER: "were solved with jitter",
+    Remark.FEW_TOKENS: "drawn towards the average, as a model sent few tokens or none",
+    Remark.UNVISITED: "taken from the other models, as no gradient of a model came there",
+    Remark.AVERAGED: "averaged, though the rest is not",
+    Remark.JITTER: "solved with jitter",
 }
 
 
@@ -165,7 +169,7 @@ class Remarks:
         for remark, units in sorted(self._units.items()):
             shown = ", ".join(f"{name} ({_words(units[name])})" for name in sorted(units)[:SHOWN])
             more = f", and {len(units) - SHOWN} more" if len(units) > SHOWN else ""
-            yield f"{len(units)} units {_SENTENCES[remark]}: {shown}{more}"
+            yield f"{counted(len(units), 'unit')} {_SENTENCES[remark]}: {shown}{more}"
 
 
 def _words(facts: Facts) -> str:

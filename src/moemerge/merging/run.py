@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,6 +55,7 @@ from moemerge.report.files import (
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import check_device, resolve_device
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.words import counted
 from moemerge.text.rows import check_text
 from moemerge.version import __version__
 
@@ -121,6 +122,7 @@ class MergeJob:
             coefficients=_coefficients_words(self.loaded.coefficients),
             statistics={} if request is None else describe_statistics(request, self.statistics),
             statistics_seconds=self.statistics_seconds,
+            settings=_needed_settings(self.settings),
             notices=(*report.notices, *notices),
         )
 
@@ -274,31 +276,33 @@ def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeRepo
     made = {
         **job.files.made,
         CONFIG_NAME: config_text.encode(),
-        CARD_NAME: merge_card(report, config_text, _needed_flags(job.settings)).encode(),
+        CARD_NAME: merge_card(report, config_text).encode(),
     }
     for name, data in made.items():
         writer.add_bytes(name, data)
 
 
-def _needed_flags(settings: MergeSettings) -> list[str]:
+def _needed_settings(settings: MergeSettings) -> dict[str, Any]:
     """Settings that a config does not hold, and without which the merge would end otherwise."""
-    usual = {"requantize": "no", "allow_nonfinite": False}
-    return as_flags({n: v for n in usual if (v := getattr(settings, n)) != usual[n]})
+    fields = MergeSettings.model_fields
+    names = ("requantize", "allow_nonfinite")
+    return {n: v for n in names if (v := getattr(settings, n)) != fields[n].default}
 
 
-def merge_card(report: MergeReport, config: str, flags: Sequence[str] = ()) -> str:
-    """The README of a merged model; `flags` are needed besides the config to make it again."""
+def merge_card(report: MergeReport, config: str) -> str:
+    """The README of a merged model."""
     inputs = "\n".join(f"- `{in_code(m.reference)}` ({in_markdown(m.name)})" for m in report.models)
     router = f" Routers: {report.router}." if report.router else ""
+    models = counted(len(report.models), "model")
     wraps = f" within {', '.join(f'`{name}`' for name in report.wraps)}" if report.wraps else ""
     return model_card(
         title=Path(report.output or "merged model").name,
-        summary=f"{len(report.models)} models merged with `{report.method}`{wraps}.{router}",
+        summary=f"{models} merged with `{report.method}`{wraps}.{router}",
         hub_models=[part for m in report.models for part in hub_ids(m.reference)],
         sections=[("Models", inputs)],
         config=config,
         version=__version__,
-        flags=flags,
+        flags=as_flags(report.settings),
     )
 
 

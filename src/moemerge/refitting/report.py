@@ -12,6 +12,7 @@ from moemerge.lockstep.repairs import RepairReport
 from moemerge.refitting.ridge import Fit
 from moemerge.refitting.routers import RouterFit
 from moemerge.report.files import in_markdown
+from moemerge.runtime.words import counted
 
 SHOWN = 5  # experts that a notice names
 
@@ -172,8 +173,8 @@ def few_tokens(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     named = ", ".join(f"{name} ({tokens})" for tokens, name in scarce[:SHOWN])
     more = f" and {len(scarce) - SHOWN} more" if len(scarce) > SHOWN else ""
     return [
-        f"{len(scarce)} experts were reached by fewer tokens than they have inputs, so they stay "
-        f"near their merged weights: {named}{more}; more text helps"
+        f"{counted(len(scarce), 'expert')} reached by fewer tokens than inputs, which leaves the "
+        f"merged weights almost as they are: {named}{more}; more text helps"
     ]
 
 
@@ -279,12 +280,15 @@ class RefitReport(RepairReport):
     def words(self) -> str:
         """What was done, and a table of what is left of each kind of map's error."""
         total, settings = self.totals, self.settings
-        texts = ", ".join(f"{name} ({tokens} tokens)" for name, tokens in self.tokens.items())
+        texts = ", ".join(
+            f"{name} ({counted(tokens, 'token')})" for name, tokens in self.tokens.items()
+        )
         lines = [
-            f"{total['maps']} linear maps and {total['routers']} routers were fitted to what each "
-            f"source gives on its own text: {texts}. Ridge {settings['ridge']}, parts "
-            f"{', '.join(settings['parts'])}; {total['kept']} maps stay as merged, since rows held "
-            "out would have lost. What is left of each kind of map's error, as means over maps:",
+            f"{counted(total['maps'], 'linear map')} and {counted(total['routers'], 'router')} "
+            f"fitted to what each source gives on its own text: {texts}. Ridge "
+            f"{settings['ridge']}, parts {', '.join(settings['parts'])}; "
+            f"{counted(total['kept'], 'map')} left as merged, since rows held out would have lost. "
+            "What is left of each kind of map's error, as means over maps:",
             "",
             "| map | error left, calibration rows | rows held out |",
             "|---|---|---|",

@@ -16,6 +16,7 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, TokenizerError, library_errors
+from moemerge.runtime.words import counted
 from moemerge.text.domains import TextSettings
 from moemerge.text.reading import Rows
 from moemerge.text.rows import TextSource, UnreadKeys, source_names
@@ -79,7 +80,7 @@ def load_answers(
             taken[at] = row
     if not taken:
         raise DataError(
-            f"{', '.join(source_names(sources))}: no answer to learn in {len(rows)} rows"
+            f"{', '.join(source_names(sources))}: no answer to learn in {counted(len(rows), 'row')}"
             f"{reader.why_none()}",
             hint="a row needs an assistant's turn, a response, an output, or plain text",
         )
@@ -205,7 +206,7 @@ class _Reader:
     def why_none(self) -> str:
         parts = []
         if self._unanswered:
-            parts.append(f"{self._unanswered} hold no answer")
+            parts.append(f"{counted(self._unanswered, 'holds', 'hold')} no answer")
         if self._lost:
             parts.append(f"of {self._lost} it begins after `max_length`, {self._most} tokens")
         return f" ({'; '.join(parts)})" if parts else ""
@@ -213,21 +214,21 @@ class _Reader:
     def notices(self, rows: Sequence[AnsweredRow]) -> Iterator[str]:
         yield from self.unread.notices()
         if self._unanswered:
-            yield f"{self._unanswered} rows hold no answer and are left out"
+            yield f"{counted(self._unanswered, 'row holds', 'rows hold')} no answer, left out"
         if self._lost:
             yield (
-                f"{self._lost} rows are left out: their answers begin after `max_length`, "
+                f"{counted(self._lost, 'row')} left out: the answer begins after `max_length`, "
                 f"{self._most} tokens"
             )
         if self._cut > self._lost:
             yield (
-                f"{self._cut - self._lost} of {len(rows)} rows are longer than `max_length`, "
-                f"{self._most} tokens, and were cut there"
+                f"{self._cut - self._lost} of {counted(len(rows), 'row')} longer than "
+                f"`max_length`, {self._most} tokens: cut there"
             )
         if self._rewritten:
             yield (
-                f"in {self._rewritten} rows the chat template writes earlier turns otherwise once "
-                "later ones are there: those answers are not learnt"
+                f"in {counted(self._rewritten, 'row')} the chat template writes earlier turns "
+                "otherwise once later ones are there: those answers are not learnt"
             )
         ends = set(self._tokenizer.all_special_ids)
         if not any(ends.intersection(row.tokens[-LAST_TOKENS:]) for row in rows):

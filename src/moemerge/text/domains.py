@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, UsageError
+from moemerge.runtime.words import counted
 from moemerge.text.reading import Rows
 from moemerge.text.rows import MOST_BYTES, TextSource, UnreadKeys, source_names, too_large
 from moemerge.text.tokens import tokenize
@@ -109,14 +110,14 @@ def load_domain(
     taken, cut = _take(rows, tokenizer, settings, rng, unread, where)
     if not taken:
         raise DataError(
-            f"{where}: no token for domain {name!r} in {len(rows)} rows",
+            f"{where}: no token for domain {name!r} in {counted(len(rows), 'row')}",
             hint="every row was empty after tokenizing; give a file with text",
         )
     notices = [*unread.notices()]
     if cut:
         notices.append(
-            f"{name}: {cut} of {len(taken)} rows are longer than `max_length`, "
-            f"{settings.max_length} tokens, and were cut there"
+            f"{name}: {cut} of {counted(len(taken), 'row')} longer than `max_length`, "
+            f"{settings.max_length} tokens: cut there"
         )
     held = _held_out(len(taken), name, settings, rng)
     return Domain(

@@ -17,6 +17,7 @@ from typing import Any
 
 from moemerge.errors import DataError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.words import counted
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 FORMS = (
@@ -116,7 +117,7 @@ def source_names(sources: Sequence[TextSource]) -> tuple[str, ...]:
     """What a report calls the text: its files, and how many rows came from memory."""
     files = tuple(str(source) for source in sources if not isinstance(source, Mapping))
     count = len(sources) - len(files)
-    return files if not count else (*files, f"<{count} rows in memory>")
+    return files if not count else (*files, f"<{counted(count, 'row')} in memory>")
 
 
 def read_rows(sources: Sequence[TextSource], most: int | None = None) -> list[TextRow]:

@@ -21,6 +21,7 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
+from moemerge.runtime.words import counted
 from moemerge.version import __version__
 
 MOST_POINTS: Final = 1000  # of the curve in a report
@@ -142,8 +143,9 @@ def _words(report: TuningReport) -> str:
         how = f"a LoRA of rank {settings['lora']} on {how}"
     return (
         f"Supervised fine-tuning of {how} ({report.parameters:,} parameters) on the answers of "
-        f"{report.rows:,} rows ({report.learnt:,} of {report.tokens:,} tokens are learnt), "
-        f"{report.steps:,} steps of {settings['batch']} rows ({report.epochs:.3g} epochs), "
+        f"{counted(report.rows, 'row')} ({report.learnt:,} of {counted(report.tokens, 'token')} "
+        f"learnt), {counted(report.steps, 'step')} of {counted(settings['batch'], 'row')} "
+        f"({report.epochs:.3g} epochs), "
         f"learning rate {settings['learning_rate']:g} ({settings['schedule']}, warm-up "
         f"{settings['warmup']:g}), load-balancing loss {settings['aux_loss']:g}. The loss went "
         f"from {report.first_loss:.4g} to {report.last_loss:.4g} (mean of the last tenth)."

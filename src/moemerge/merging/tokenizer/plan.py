@@ -12,6 +12,7 @@ from moemerge.errors import TokenizerError
 from moemerge.merging.tokenizer.vocab import AddedToken, Vocabulary, next_id
 from moemerge.registry import did_you_mean
 from moemerge.runtime.lazy import torch
+from moemerge.runtime.words import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,8 +131,8 @@ def _trim(donor: Vocabulary, rows: int | None) -> tuple[Vocabulary, frozenset[st
     beyond = [t for t, i in donor.model_ids.items() if i >= rows]
     if beyond:
         raise TokenizerError(
-            f"{donor.label}: {len(beyond)} tokens of its tokenizer, such as {beyond[0]!r} "
-            f"(id {donor.model_ids[beyond[0]]}), lie beyond its embedding of {rows} rows",
+            f"{donor.label}: {counted(len(beyond), 'token')} of its tokenizer, such as "
+            f"{beyond[0]!r} (id {donor.model_ids[beyond[0]]}), beyond its embedding of {rows} rows",
             hint="the tokenizer and the weights do not belong together; choose another "
             "`tokenizer_source`",
         )
@@ -265,8 +266,8 @@ def _dropped_warning(donor: ModelRef, dropped: frozenset[str]) -> list[str]:
         return []
     names = ", ".join(sorted(dropped)[:5])
     return [
-        f"{donor}: left out {len(dropped)} tokens that its embedding has no row for ({names}); "
-        "if one of them is its pad or eos token, set another after the merge"
+        f"{donor}: left out {counted(len(dropped), 'token')} that its embedding has no row for "
+        f"({names}); if one of them is its pad or eos token, set another after the merge"
     ]
 
 
@@ -279,8 +280,8 @@ def _ordinary_warning(
     if not ordinary:
         return []
     return [
-        f"{len(ordinary)} ordinary tokens, such as {ordinary[0]!r}, are appended to the "
-        "tokenizer as whole words to be found in text; their merge rules are not taken over"
+        f"{counted(len(ordinary), 'ordinary token')}, such as {ordinary[0]!r}, appended to the "
+        "tokenizer as whole words to be found in text; merge rules are not taken over"
     ]
 
 
@@ -288,4 +289,6 @@ def _empty_warning(tokens: Sequence[str], overrides: Mapping[str, Rows]) -> list
     empty = [t for t in tokens if t not in overrides]
     if not empty:
         return []
-    return [f"{len(empty)} tokens, such as {empty[0]!r}, are in no model; their rows are zero"]
+    return [
+        f"{counted(len(empty), 'token')}, such as {empty[0]!r}, in no model; given rows of zeros"
+    ]
