@@ -38,8 +38,9 @@ from moemerge.experiments.tables import EXACT_BASE, REFIT_FIXED  # noqa: E402
 from moemerge.experiments.tasks import Outcome, Task, Workers, run_tasks  # noqa: E402
 from moemerge.runtime.devices import resolve_device  # noqa: E402
 from moemerge.runtime.progress import Silent  # noqa: E402
+from moemerge.testbed.experiments.ablations import Scope  # noqa: E402
 from moemerge.testbed.experiments.bench import Bench, Scale  # noqa: E402
-from moemerge.testbed.experiments.catalogue import EXPERIMENTS, Scope  # noqa: E402
+from moemerge.testbed.experiments.catalogue import EXPERIMENTS  # noqa: E402
 from moemerge.testbed.experiments.recipes import Cell, SetKey  # noqa: E402
 from moemerge.testbed.experiments.run import (  # noqa: E402
     Plan,

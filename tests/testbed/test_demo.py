@@ -20,7 +20,7 @@ from moemerge.testbed.demo import (
     DemoRow,
     findings,
 )
-from moemerge.testbed.experiments.recipes import merge_config
+from moemerge.testbed.experiments.merges import MergeFiles, merge_config
 from moemerge.testbed.experiments.texts import held_out_text
 from moemerge.testbed.training import bundled_set
 from moemerge.testbed.training import run as running
@@ -80,7 +80,7 @@ def test_calibration_heals_what_merging_broke(tmp_path):
     models = {domain: trained.models[domain] for domain in ("math", "code")}
     data = {domain: trained.data[domain] for domain in models}
     merged, harc = tmp_path / "merged", tmp_path / "harc"
-    api.merge(merge_config("ties", trained.base, models, data), merged)
+    api.merge(merge_config("ties", MergeFiles(trained.base, models, data)), merged)
     api.calibrate(merged, harc, sources=models, data=data, limit=64, device="cpu")
     texts = {domain: held_out_text(domain, 20) for domain in models}
     broken, healed = (compare_routing(m, models, texts, device="cpu") for m in (merged, harc))

@@ -9,18 +9,18 @@ import pytest
 from moemerge import api
 from moemerge.cli.testbed_table import parse_seeds
 from moemerge.errors import UsageError
+from moemerge.testbed.experiments.ablations import Scope
 from moemerge.testbed.experiments.bench import Scale
-from moemerge.testbed.experiments.catalogue import EXPERIMENTS, Scope, experiment
-from moemerge.testbed.experiments.recipes import (
+from moemerge.testbed.experiments.catalogue import EXPERIMENTS, experiment
+from moemerge.testbed.experiments.merges import (
+    EVERY,
     METHODS,
-    Merged,
-    Trained,
-    calibrated,
+    MergeFiles,
     chosen,
     graft_config,
-    measured,
     merge_config,
 )
+from moemerge.testbed.experiments.recipes import Merged, Trained, calibrated, measured
 from moemerge.testbed.experiments.run import TableRequest, make_plan
 
 SCOPE = Scope(tuple(METHODS), layers=6)
@@ -63,20 +63,21 @@ def test_a_recipes_name_tells_its_settings():
 
 def test_weights_are_the_papers_for_two_and_equal_for_three():
     two = {"math": Path("m"), "code": Path("c")}
-    ties = merge_config("ties", Path("b"), two, {})
+    ties = merge_config("ties", MergeFiles(Path("b"), two, {}))
     assert [m["parameters"] for m in ties["models"]] == [
         {"density": 0.6, "weight": 0.4},
         {"density": 0.6, "weight": 0.6},
     ]
-    three = merge_config("ties", Path("b"), {**two, "chat": Path("x")}, {})
+    three = merge_config("ties", MergeFiles(Path("b"), {**two, "chat": Path("x")}, {}))
     assert {m["parameters"]["weight"] for m in three["models"]} == {1 / 3}
 
 
 def test_every_config_is_accepted():
     models = {"math": Path("m"), "code": Path("c")}
     text = {name: Path(f"{name}.jsonl") for name in models}
-    for method in chosen(()):
-        api.load_config(merge_config(method, Path("b"), models, text))
+    given = MergeFiles(Path("b"), models, text, general=Path("general.jsonl"))
+    for method in chosen((), EVERY):
+        api.load_config(merge_config(method, given))
     api.load_config(graft_config(Path("m"), Path("c")))
 
 

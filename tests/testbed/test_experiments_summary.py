@@ -19,8 +19,9 @@ from moemerge.experiments.report import (
 )
 from moemerge.experiments.summary import summarise
 from moemerge.experiments.tables import AS_MERGED, AVERAGED, HARC, SOURCE
+from moemerge.testbed.experiments.ablations import Scope
 from moemerge.testbed.experiments.bench import Scale
-from moemerge.testbed.experiments.catalogue import EXPERIMENTS, Scope
+from moemerge.testbed.experiments.catalogue import EXPERIMENTS
 from moemerge.testbed.experiments.recipes import SetKey
 
 SCALE = asdict(Scale(problems=10, held_out=4, rows=4, tuning_steps=1))

@@ -11,7 +11,8 @@ import pytest
 from moemerge.experiments.journal import CellJournal
 from moemerge.experiments.report import markdown
 from moemerge.experiments.summary import summarise
-from moemerge.testbed.experiments.catalogue import EXPERIMENTS, Scope
+from moemerge.testbed.experiments.ablations import Scope
+from moemerge.testbed.experiments.catalogue import EXPERIMENTS
 from moemerge.testbed.experiments.recipes import SetKey
 
 RECORDED = Path(__file__).parent / "recorded"

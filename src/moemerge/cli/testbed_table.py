@@ -25,9 +25,9 @@ EXAMPLES = """
   moemerge testbed table all results/ --preset tiny --steps-scale 0.2 --jobs 2
 """
 EXPERIMENT_HELP = (
-    "two-model, three-model, qwen3, hessian, alpha-gamma, data, fraction, last-layers, "
-    "router-swap, layers, fine-tuning, refit, refit-qwen3, refit-three, refit-ridge, refit-text, "
-    "refit-parts, or all."
+    "two-model, three-model, qwen3, methods, methods-three, hessian, alpha-gamma, data, fraction, "
+    "last-layers, router-swap, layers, fine-tuning, refit, refit-qwen3, refit-three, refit-ridge, "
+    "refit-text, refit-parts, or all."
 )
 
 
@@ -64,7 +64,11 @@ class Tables:
     ] = None
     methods: Annotated[
         str,
-        typer.Option(metavar="WORDS", help="Merge methods, comma-separated (default: all)."),
+        typer.Option(
+            metavar="WORDS",
+            help="Merge methods, comma-separated (default: the paper's, or "
+            "all where a table is about methods).",
+        ),
     ] = ""
     device: Device = "auto"
     jobs: Annotated[

@@ -14,7 +14,13 @@ import torch
 from moemerge import api
 from moemerge.config.calibration import Targets
 from moemerge.testbed.accuracy import RoutingAgreement, accuracy, compare_routing
-from moemerge.testbed.experiments.recipes import AVERAGE, METHODS, graft_config, merge_config
+from moemerge.testbed.experiments.merges import (
+    AVERAGE,
+    METHODS,
+    MergeFiles,
+    graft_config,
+    merge_config,
+)
 from moemerge.testbed.experiments.texts import asked_problems, held_out_text
 from moemerge.testbed.training import TrainedSet
 
@@ -112,7 +118,8 @@ class Demo:
 
     def _merge(self, method: str, name: str) -> Path:
         out = self.folder / name
-        api.merge(merge_config(method, self._base, self._models, self._data), out, device="cpu")
+        given = MergeFiles(self._base, self._models, self._data)
+        api.merge(merge_config(method, given), out, device="cpu")
         return out
 
     def _calibrate(self, merged: Path, out: Path, targets: Targets) -> None:

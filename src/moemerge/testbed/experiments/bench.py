@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from moemerge import api
 from moemerge.experiments.problems import pack
 from moemerge.testbed.accuracy import LONGEST_ANSWER, accuracy, compare_routing
 from moemerge.testbed.experiments.forced import generate_forced
+from moemerge.testbed.experiments.merges import EVERY, MergeFiles, graft_config, merge_config
 from moemerge.testbed.experiments.recipes import (
     BASE,
     Calibrated,
@@ -26,11 +27,10 @@ from moemerge.testbed.experiments.recipes import (
     Trained,
     Tuned,
     Tuning,
-    graft_config,
-    merge_config,
 )
 from moemerge.testbed.experiments.texts import (
     asked_problems,
+    general_file,
     general_text,
     held_out_text,
     read_texts,
@@ -45,7 +45,7 @@ from moemerge.testbed.training.sets import MANIFEST
 VALIDATION = 500  # problems of each domain, by which one of several fine-tunings is taken
 CHOICE = "testbed_choice.json"  # in a model's folder: which of several it is, and why
 # Seconds of one core for the small preset; only their order matters.
-MERGING = {"fisher": 15.0, "wudi": 9.0, "regmean": 5.0}
+MERGING = {"adamerging": 60.0, "fisher": 15.0, "wudi": 9.0, "doge": 9.0, "regmean": 5.0}
 CALIBRATING = 5.0
 MEASURING = 2.0
 REFITTING = 20.0
@@ -121,9 +121,7 @@ class Bench:
         for parent in model.parents:
             self.make(parent)
         if isinstance(model, Merged):
-            models = {domain: self.path(Trained(domain)) for domain in model.domains}
-            texts = {domain: self.text("correct", domain) for domain in model.domains}
-            self._merge(merge_config(model.method, self.path(Trained(BASE)), models, texts), out)
+            self._merge(self._merge_config(model), out)
         elif isinstance(model, Grafted):
             self._merge(graft_config(self.path(model.weights), self.path(model.routers)), out)
         elif isinstance(model, Calibrated):
@@ -133,6 +131,26 @@ class Bench:
         elif isinstance(model, Tuned):
             self._tune(model, out)
         return out
+
+    def _merge_config(self, model: Merged) -> dict[str, Any]:
+        """With the files that it names: general text, and coefficients found from text."""
+        recipe = EVERY[model.method]
+        given = MergeFiles(
+            self.path(Trained(BASE)),
+            {domain: self.path(Trained(domain)) for domain in model.domains},
+            {domain: self.text("correct", domain) for domain in model.domains},
+        )
+        if recipe.needs_general:
+            given = replace(given, general=general_file(self.folder / "texts"))
+        if recipe.coefficients is not None:
+            out = self.folder / f"{_slug(model.name)}.yml"
+            config = merge_config(model.method, given)
+            text: dict[str, Any] = dict(given.text)
+            api.find_coefficients(
+                recipe.coefficients, config, out, data=text, device=self.device, overwrite=True
+            )
+            given = replace(given, coefficients=out)
+        return merge_config(model.method, given)
 
     def _merge(self, config: Mapping[str, Any], out: Path) -> None:
         # On a CPU in any case: models this small keep no GPU busy, and WUDI's steps the least.

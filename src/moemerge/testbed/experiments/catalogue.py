@@ -18,51 +18,31 @@ from moemerge.experiments.tables import (
     TableForm,
 )
 from moemerge.registry import did_you_mean
-from moemerge.testbed.experiments import refits
+from moemerge.testbed.experiments import ablations, refits
+from moemerge.testbed.experiments.ablations import (
+    FORCED,
+    SOURCE_ROUTERS,
+    TWO,
+    Scope,
+    Variant,
+)
+from moemerge.testbed.experiments.merges import AVERAGE, EVERY
 from moemerge.testbed.experiments.recipes import (
-    AVERAGE,
     BASE,
-    METHODS,
     Cell,
     Grafted,
     Merged,
-    Model,
     SetKey,
     Trained,
-    Tuned,
     calibrated,
     forced_routing,
     individual,
     measured,
     refitted,
-    sources_with_merged_routers,
     with_source_routers,
 )
 
-TWO = ("math", "code")
 THREE = ("chat", "math", "code")
-
-SOURCE_ROUTERS = "source routers"
-FORCED = "source routing forced"
-
-ALPHAS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
-GAMMAS = (0.01, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0)
-SHARES = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
-TEXTS = {
-    "correct": "the source's correct answers",
-    "answers": "the source's answers, unfiltered",
-    "truth": "ground truth",
-    "prompts": "prompts only",
-    "unrelated": "unrelated text",
-}
-
-
-@dataclass(frozen=True)
-class Scope:
-    """What the rows of an experiment depend on."""
-
-    methods: tuple[str, ...]
-    layers: int
 
 
 @dataclass(frozen=True)
@@ -122,6 +102,21 @@ def _main(domains: tuple[str, ...], *, extended: bool) -> Callable[[Scope], list
     return rows
 
 
+def _all_methods(domains: tuple[str, ...]) -> Callable[[Scope], list[Row[Cell]]]:
+    """Every method that is one for so many models: as merged, calibrated, refitted."""
+
+    def rows(scope: Scope) -> list[Row[Cell]]:
+        own = []
+        for method in scope.every or scope.methods:
+            recipe, merged = EVERY[method], Merged(method, domains)
+            if recipe.fewest <= len(domains) <= (recipe.most or len(domains)):
+                models = {AS_MERGED: merged, HARC: calibrated(merged), REFIT: refitted(merged)}
+                own += _rows_of(merged, models)
+        return [*_references(domains), *own]
+
+    return rows
+
+
 def _references(domains: tuple[str, ...]) -> list[Row[Cell]]:
     return [
         Row(REFERENCE, "base", measured(Trained(BASE), domains)),
@@ -151,10 +146,6 @@ def _refit_ablation(of: Callable[[Merged], refits.Swept]) -> Callable[[Scope], l
     return rows
 
 
-# What an ablation compares: a model, or a measurement of its own; with its place on a sweep's axis.
-Variant = Model | Cell | tuple[Model, float]
-
-
 def _ablation(
     of: Callable[[Merged, Scope], Mapping[str, Variant]], methods: int = 1
 ) -> Callable[[Scope], list[Row[Cell]]]:
@@ -172,7 +163,7 @@ def _rows_of(merged: Merged, variants: Mapping[str, Variant]) -> list[Row[Cell]]
     for label, variant in variants.items():
         what, x = variant if isinstance(variant, tuple) else (variant, None)
         cell = what if isinstance(what, Cell) else measured(what, merged.domains)
-        rows.append(Row(METHODS[merged.method].title, label, cell, x))
+        rows.append(Row(EVERY[merged.method].title, label, cell, x))
     return rows
 
 
@@ -182,71 +173,12 @@ def _leading(scope: Scope, count: int) -> Sequence[str]:
     return (order + [m for m in scope.methods if m not in order])[:count]
 
 
-def _hessian(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
-    return {
-        "none": merged,
-        "identity": calibrated(merged, curvature="identity"),
-        "diagonal": calibrated(merged, curvature="diagonal"),
-        "full": calibrated(merged),
-    }
-
-
-def _regularisation(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
-    usual = {"α = 0.9": (calibrated(merged), 0.9)}  # the default: no setting, and a shared model
-    return {
-        AS_MERGED: merged,
-        **{f"α = {alpha:g}": (calibrated(merged, alpha=alpha), alpha) for alpha in ALPHAS},
-        **usual,
-        **{f"γ = {g:g}": (calibrated(merged, gamma=g), 1 / (1 + g)) for g in GAMMAS},
-    }
-
-
-def _composition(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
-    texts = {words: calibrated(merged, text=text) for text, words in TEXTS.items()}
-    return {AS_MERGED: merged, **texts}
-
-
-def _fraction(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
-    shares = {f"{share:.0%}": (calibrated(merged, share=share), share) for share in SHARES}
-    return {AS_MERGED: (merged, 0.0), **shares}
-
-
-def _last_layers(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
-    counts = range(1, scope.layers)
-    return {
-        "0 (as merged)": (merged, 0.0),
-        **{f"last {n}": (calibrated(merged, layers=f"last:{n}"), n) for n in counts},
-        f"all {scope.layers}": (calibrated(merged), scope.layers),
-    }
-
-
-def _router_swap(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
-    return {
-        "specialists": individual(TWO),
-        "specialists, merged routers": sources_with_merged_routers(merged),
-        AS_MERGED: merged,
-        "merged, source routers": with_source_routers(merged),
-        "merged, source routing forced": forced_routing(merged),
-    }
-
-
 def _layers(scope: Scope) -> list[Row[Cell]]:
     return [row for m in _leading(scope, 1) for row in variants(m, TWO, extended=False)]
 
 
-def _fine_tuning(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
-    harc, source = calibrated(merged), calibrated(merged, targets="source-features")
-    return {
-        AS_MERGED: merged,
-        HARC: harc,
-        SOURCE: source,
-        "fine-tuned": Tuned(merged, TWO),
-        "HARC, fine-tuned": Tuned(harc, TWO),
-        "source targets, fine-tuned": Tuned(source, TWO),
-    }
-
-
 _MAIN = ((AS_MERGED, HARC), (AS_MERGED, AVERAGED), (AVERAGED, HARC), (HARC, SOURCE))
+_REPAIRED = ((AS_MERGED, HARC), (AS_MERGED, REFIT), (HARC, REFIT))
 _EXTENDED = (*_MAIN, (HARC, EXACT), (EXACT, REFIT))
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -282,11 +214,30 @@ EXPERIMENTS: dict[str, Experiment] = {
             arch="qwen3_moe",
         ),
         Experiment(
+            "methods",
+            "Every merge method, two models",
+            "Every method as it is merged, with routers calibrated, and wholly refitted. Settings "
+            "are the defaults of each; those of the first six are the paper's.",
+            TWO,
+            _all_methods(TWO),
+            figure="groups",
+            compare=_REPAIRED,
+        ),
+        Experiment(
+            "methods-three",
+            "Every merge method, three models",
+            "The same with chat, math and code specialists.",
+            THREE,
+            _all_methods(THREE),
+            figure="groups",
+            compare=_REPAIRED,
+        ),
+        Experiment(
             "hessian",
             "How much curvature is needed (Figure 2a)",
             "The whole Hessian of the gate, its diagonal, the identity, or no calibration.",
             TWO,
-            _ablation(_hessian),
+            _ablation(ablations.hessian),
             figure="bars",
         ),
         Experiment(
@@ -295,7 +246,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "α Σ + (1 − α) diag Σ against Σ + γ diag Σ. The two are the same problem up to a "
             "factor when γ = (1 − α)/α; γ is drawn at its α.",
             TWO,
-            _ablation(_regularisation),
+            _ablation(ablations.regularisation),
             figure="lines",
             axis="α, or 1/(1 + γ)",
         ),
@@ -305,7 +256,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "The same prompts with the source's correct answers, all its answers, the ground "
             "truth, or nothing; and text of another domain.",
             TWO,
-            _ablation(_composition),
+            _ablation(ablations.composition),
             figure="bars",
         ),
         Experiment(
@@ -313,7 +264,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "How much calibration text is needed (Figure 3b)",
             "A tenth of the rows to all of them.",
             TWO,
-            _ablation(_fraction, methods=2),
+            _ablation(ablations.fraction, methods=2),
             figure="lines",
             axis="share of the calibration text",
         ),
@@ -322,7 +273,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Calibrating the last layers only",
             "The last L layers of all.",
             TWO,
-            _ablation(_last_layers),
+            _ablation(ablations.last_layers),
             figure="lines",
             axis="calibrated layers, from the last",
         ),
@@ -331,7 +282,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Swapped routers (Figure 1)",
             "Specialists with the merged routers, and the merged model with the specialists'.",
             TWO,
-            _ablation(_router_swap),
+            _ablation(ablations.router_swap),
             figure="swap",
         ),
         Experiment(
@@ -347,7 +298,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Fine-tuning after the merge",
             "The merge, calibrated or not, fine-tuned on the calibration text of both domains.",
             TWO,
-            _ablation(_fine_tuning, methods=2),
+            _ablation(ablations.fine_tuning, methods=2),
             figure="bars",
             compare=(
                 ("fine-tuned", "HARC, fine-tuned"),

@@ -17,8 +17,8 @@ from moemerge.experiments.tables import (
     REFIT_FIXED,
     TUNED,
 )
+from moemerge.testbed.experiments.merges import AVERAGE
 from moemerge.testbed.experiments.recipes import (
-    AVERAGE,
     SWEEP,
     Grafted,
     Merged,

@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,22 @@ from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import cpu_count, resolve_device
 from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import Progress
+from moemerge.testbed.experiments.ablations import Scope
 from moemerge.testbed.experiments.bench import Bench, Scale, set_digest
 from moemerge.testbed.experiments.catalogue import (
     EXPERIMENTS,
     Experiment,
-    Scope,
     experiment,
 )
-from moemerge.testbed.experiments.recipes import Cell, SetKey, chosen
+from moemerge.testbed.experiments.merges import EVERY, chosen
+from moemerge.testbed.experiments.recipes import Cell, SetKey
 from moemerge.testbed.tasks import DOMAINS
 from moemerge.testbed.training import (
     ARCHITECTURES,
     PRESETS,
     REGIMES,
     Job,
+    bundled_set,
     check_steps_scale,
     open_set,
     train_many,
@@ -97,7 +100,11 @@ class Plan:
 def make_plan(request: TableRequest) -> Plan:
     """Check the request, and lay out its tables."""
     _check(request)
-    scope = Scope(chosen(request.methods), PRESETS[request.preset].layers)
+    scope = Scope(
+        chosen(request.methods),
+        PRESETS[request.preset].layers,
+        chosen(request.methods, EVERY),
+    )
     names = EXPERIMENTS if ALL in request.experiments else dict.fromkeys(request.experiments)
     tables = []
     for regime in request.regimes:
@@ -168,7 +175,17 @@ def run_tables(request: TableRequest, progress: Progress, *, figures: bool = Tru
 
 
 def set_folder(request: TableRequest, key: SetKey) -> Path:
-    return (request.sets or request.out / SETS) / key.name
+    """Where a set is, or will be; the one that comes with the package need not be trained."""
+    folder = (request.sets or request.out / SETS) / key.name
+    if folder.exists() or saved_path(folder).exists() or request.steps_scale != 1:
+        return folder
+    return bundled_set().folder if _is_bundled(key) else folder
+
+
+@cache
+def _is_bundled(key: SetKey) -> bool:
+    manifest = bundled_set().manifest
+    return all(manifest[word] == value for word, value in key.to_json().items())
 
 
 def train_missing(plan: Plan, journal: CellJournal, progress: Progress) -> None:

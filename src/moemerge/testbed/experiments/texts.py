@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -47,6 +48,17 @@ def general_text(rows: int) -> list[dict[str, str]]:
             drawn += problems(domain, split="train", count=count, seed=GENERAL_SEED, hard=is_hard)
     random.Random(GENERAL_SEED).shuffle(drawn)
     return [{"text": p.prompt + p.answer} for p in drawn[:rows]]
+
+
+def general_file(folder: Path, rows: int = 64) -> Path:
+    """General text as a file, written where it is not there."""
+    file = folder / f"general-{rows}.jsonl"
+    if not file.exists():
+        lines = "".join(json.dumps(row) + "\n" for row in general_text(rows))
+        part = file.with_name(f"{file.name}.{os.getpid()}.part")  # several merges may want it
+        part.write_text(lines)
+        part.replace(file)
+    return file
 
 
 def held_out_text(domain: str, count: int) -> list[str]:
