@@ -25,7 +25,7 @@ import moemerge.merging.wrappers  # noqa: F401  (registers methods and wrappers)
 from moemerge.architectures.roles import Role
 from moemerge.config.tasks_kept import KeptTasks
 from moemerge.merging.method import METHODS, ModelTensor, UnitInfo
-from moemerge.merging.methods._changes import Spectrum
+from moemerge.merging.methods._spectra import Spectrum
 from moemerge.merging.tasks.kinds import keep_unit, sizes, unpack_bits
 from moemerge.merging.wrapper import WRAPPERS, Wrap, around
 

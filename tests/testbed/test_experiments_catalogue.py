@@ -113,3 +113,15 @@ def test_seeds(text, seeds):
 def test_seeds_that_are_none(text):
     with pytest.raises(UsageError):
         parse_seeds(text)
+
+
+def test_tables_about_methods_have_all_that_fit_so_many_models():
+    request = TableRequest(("methods", "methods-three", "two-model"), Path("x"), seeds=(0,))
+    two, three, main = (table.rows for table in make_plan(request).tables)
+    titles = {row.group for row in two}
+    assert {EVERY[m].title for m in EVERY if EVERY[m].fewest == 2} <= titles
+    assert EVERY["lore"].title not in titles
+    others = {row.group for row in three}
+    assert EVERY["lore"].title in others
+    assert EVERY["nuslerp"].title not in others
+    assert len({row.group for row in main}) == len(METHODS) + 1

@@ -28,7 +28,7 @@ from moemerge.testbed.experiments.recipes import (
     measured,
     refitted,
 )
-from moemerge.testbed.experiments.run import left_to_measure, make_plan
+from moemerge.testbed.experiments.run import left_to_measure, make_plan, set_folder
 from moemerge.testbed.experiments.texts import (
     GENERAL_SEED,
     asked_problems,
@@ -40,7 +40,7 @@ from moemerge.testbed.experiments.texts import (
 from moemerge.testbed.network.layout import ARCHITECTURES
 from moemerge.testbed.tasks import DOMAINS as ALL_DOMAINS
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import PRESETS
+from moemerge.testbed.training import PRESETS, bundled_set
 from moemerge.testbed.training import run as running
 from moemerge.testbed.training.sets import write_model
 from testbed import whole_models
@@ -289,3 +289,20 @@ def test_wrong_requests_leave_nothing(wrong, words, sets, tmp_path):
     with pytest.raises(UsageError, match=words):
         run_tables(request, Silent(), figures=False)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("method", ["aim", "neuron", "sens"])
+def test_methods_that_need_files_of_their_own_are_given_them(bench, method):
+    model = Merged(method, DOMAINS)
+    own, plain = zoo.tensors(bench.make(model)), zoo.tensors(bench.make(Merged("sum", DOMAINS)))
+    assert own.keys() == plain.keys()
+    assert any(not torch.equal(own[name], plain[name]) for name in own)
+
+
+def test_the_bundled_set_is_taken_where_it_is_the_one_that_is_asked_for(tmp_path):
+    request = TableRequest(("methods",), tmp_path, preset="demo", seeds=(0, 1))
+    keys = make_plan(request).tables[0].sets
+    assert set_folder(request, keys[0]) == bundled_set().folder
+    assert set_folder(request, keys[1]) == tmp_path / "sets" / "olmoe-demo-soft-1"
+    shorter = replace(request, steps_scale=0.5)
+    assert set_folder(shorter, keys[0]) == tmp_path / "sets" / "olmoe-demo-soft-0"

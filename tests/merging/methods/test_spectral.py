@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moemerge.architectures.roles import Role
-from moemerge.merging.methods._changes import Spectrum, nearest_orthogonal
+from moemerge.merging.methods._spectra import Spectrum, nearest_orthogonal, orthogonal_sides
 
 SPECTRAL = ["tsv", "iso_c", "iso_cts"]
 SHAPES = [(12, 20), (20, 12), (16, 16)]
@@ -42,6 +42,55 @@ def test_the_polar_factor_has_orthonormal_columns_and_takes_doubled_ones_once():
     torch.testing.assert_close(nearest_orthogonal(columns), polar(columns))
     twice = nearest_orthogonal(torch.cat([columns, columns], dim=1))
     torch.testing.assert_close(twice @ twice.T, polar(columns) @ polar(columns).T)
+
+
+def spectrum_of(rows, *counts, seed=0):
+    """Spectra with orthonormal sides, so many directions each."""
+    for number, count in enumerate(counts):
+        left, right = (
+            torch.linalg.qr(normal(rows, count, seed=seed + 7 * number + i)).Q for i in (0, 1)
+        )
+        yield Spectrum(left, torch.ones(count, dtype=torch.float64), right)
+
+
+@pytest.mark.parametrize(
+    "counts", [(5, 5), (6, 3), (3, 6), (8, 1, 2), (3, 3, 3), (4,), (9, 0), (1, 1)]
+)
+def test_every_way_to_make_sides_orthogonal_is_the_polar_factor(counts):
+    spectra = list(spectrum_of(12, *counts))
+    for side, found in zip(("left", "right"), orthogonal_sides(spectra), strict=True):
+        expected = polar(torch.cat([getattr(s, side) for s in spectra], dim=1))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("counts", [(4, 4), (6, 4), (7, 2, 1)])
+def test_sides_that_share_directions_span_them_once(counts):
+    spectra = list(spectrum_of(12, *counts))
+    first, second = spectra[0].left, spectra[1].left
+    second[:, 0] = first[:, 0]  # one direction of both, exactly
+    second[:, 1:] -= second[:, :1] @ (second[:, :1].T @ second[:, 1:])
+    spectra[1] = Spectrum(torch.linalg.qr(second).Q, *(spectra[1].values, spectra[1].right))
+    left, _ = orthogonal_sides(spectra)
+    columns = torch.cat([s.left for s in spectra], dim=1)
+    u, s, vh = torch.linalg.svd(columns, full_matrices=False)
+    torch.testing.assert_close(left, u[:, s > 1e-7] @ vh[s > 1e-7], rtol=1e-7, atol=1e-7)
+
+
+def test_directions_of_very_unlike_strength_are_made_orthogonal_by_their_own_gram(merge):
+    # Found by dividing by 1e-5 of the largest value, one side is orthonormal to 1e-6 alone.
+    u, v = torch.linalg.qr(normal(8, 8)).Q, torch.linalg.qr(normal(8, 8, seed=1)).Q
+    steep = (u * torch.logspace(0, -5, 8, dtype=torch.float64)) @ v.T
+    spectrum = Spectrum.of(steep)
+    assert not spectrum.well_found
+    _, right = orthogonal_sides([spectrum])
+    torch.testing.assert_close(right.T @ right, torch.eye(8, dtype=torch.float64))
+
+
+def test_directions_that_are_not_wanted_are_the_rest_of_a_basis():
+    spectrum = Spectrum.of(normal(5, 9), most=2)
+    basis = torch.cat([spectrum.left, spectrum.rest], dim=1)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(5, dtype=torch.float64))
+    assert Spectrum.of(normal(9, 5), most=2).rest is None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -165,6 +214,8 @@ def test_lore_minimises_its_objective(merge):
     for seed in range(20):
         other = best + 1e-3 * normal(6, 5, seed=100 + seed)
         assert value <= ((other - target) ** 2).sum() + mu * torch.linalg.svdvals(other).sum() ** 2
+    two = merge("lore", tensors[:2], mu=mu)
+    torch.testing.assert_close(two, (tensors[0] + tensors[1]) / 2)  # changes are opposite
     same = merge("lore", [target, target], mu=mu)
     torch.testing.assert_close(same, target)  # equal models: nothing is a change
     free = merge("lore", tensors, mu=0.0, iterations=1)

@@ -1,4 +1,4 @@
-"""What methods for linear layers share: who changed a weight, spectra, and all other tensors."""
+"""What methods for linear layers share: who changed a weight, and all other tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 # Matrices that are no linear layers: rows are looked up or scaled, not multiplied with inputs.
 NOT_LINEAR = frozenset({Role.NORM, Role.EMBEDDING, Role.HEAD})
-# Singular values below this share of the largest are rounding of float32 inputs, not directions.
-_RANK_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -68,48 +66,3 @@ def _is_unchanged(tensor: Tensor, base: Tensor) -> bool:
         if torch.equal(a.to(tensor.dtype), tensor) or torch.equal(b.to(base.dtype), base):
             return True
     return False
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """A matrix as U diag(s) Vᵀ, cut at its numerical rank; float64, s descending."""
-
-    left: Tensor  # (out, rank)
-    values: Tensor  # (rank,)
-    right: Tensor  # (in, rank)
-
-    @classmethod
-    def of(cls, matrix: Tensor, size: float = 0.0) -> Spectrum:
-        """By eigenvectors of the smaller Gram matrix in float64, which resolves all that float32
-        inputs hold and is several times faster than a singular value decomposition.
-
-        `size` is that of the numbers which the matrix is a small rest of, where it is one.
-        """
-        wide = matrix.double()
-        turned = wide.shape[0] > wide.shape[1]
-        wide = wide.T if turned else wide  # (short, long)
-        squares, vectors = torch.linalg.eigh(wide @ wide.T)
-        squares, vectors = squares.flip(0), vectors.flip(1)
-        largest = max(float(squares[0]), size**2)
-        rank = int((squares > largest * _RANK_TOLERANCE**2).sum())
-        values, short = squares[:rank].sqrt(), vectors[:, :rank]
-        long = (wide.T @ short) / values
-        return cls(long, values, short) if turned else cls(short, values, long)
-
-    def top(self, count: int) -> Spectrum:
-        """The leading directions alone."""
-        return Spectrum(self.left[:, :count], self.values[:count], self.right[:, :count])
-
-
-def nearest_orthogonal(columns: Tensor) -> Tensor:
-    """The polar factor: the matrix with orthonormal columns nearest to this one.
-
-    U (UᵀU)^(-1/2); directions that the columns span twice are taken once.
-    """
-    if columns.shape[1] == 0:
-        return columns
-    squares, vectors = torch.linalg.eigh(columns.T @ columns)
-    # Unit columns: their Gram matrix is known to float64's precision times its size.
-    tolerance = squares[-1] * columns.shape[1] * torch.finfo(squares.dtype).eps * 8
-    inverse = torch.where(squares > tolerance, squares.clamp_min(tolerance).rsqrt(), 0.0)
-    return torch.mm(columns, torch.mm(vectors * inverse, vectors.T))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
-from moemerge.merging.methods._changes import nearest_orthogonal
+from moemerge.merging.methods._spectra import nearest_orthogonal
 from moemerge.merging.methods._weights import average, statistics_of
 from moemerge.runtime.lazy import torch
 

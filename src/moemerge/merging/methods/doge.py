@@ -12,11 +12,11 @@ from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_metho
 from moemerge.merging.methods._arithmetic import flat
 from moemerge.merging.methods._changes import (
     OthersOptions,
-    Spectrum,
     changes,
     is_linear,
     merge_others,
 )
+from moemerge.merging.methods._spectra import Spectrum
 from moemerge.merging.methods._selection import keep_largest_, kept_count
 from moemerge.runtime.lazy import torch
 
@@ -94,5 +94,5 @@ def _correction(
 def _shared_subspace(vectors: Sequence[Tensor]) -> Tensor:
     rank = min(vectors[0].shape)
     share = max(1, rank // len(vectors))
-    leading = torch.cat([Spectrum.of(v).top(share).left for v in vectors], dim=1)
-    return Spectrum.of(leading).top(rank // _SUBSPACE).left
+    leading = torch.cat([Spectrum.of(v, most=share).left for v in vectors], dim=1)
+    return Spectrum.of(leading, most=rank // _SUBSPACE).left

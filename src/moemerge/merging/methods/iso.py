@@ -10,12 +10,11 @@ from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
 from moemerge.merging.methods._changes import (
     SpectralOptions,
-    Spectrum,
     changes,
     is_linear,
     merge_others,
-    nearest_orthogonal,
 )
+from moemerge.merging.methods._spectra import Spectrum, orthogonal_sides
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -72,21 +71,29 @@ def iso_cts(
         return _plain(base, vectors, options.lambda_)
     rank = min(base.shape)
     own = round((1 - options.common) * rank / len(vectors))
-    shared = Spectrum.of(torch.stack(vectors).sum(0)).top(rank - own * len(vectors))
+    shared = Spectrum.of(torch.stack(vectors).sum(0), most=rank - own * len(vectors))
     spectra = [shared]
     for vector in vectors:
         unit.check_stopped()
-        tau = vector.double()
-        rest = tau - shared.left @ (shared.left.T @ tau)
-        size = float(torch.linalg.vector_norm(tau))
-        spectra.append(Spectrum.of(rest, size).top(own))
+        spectra.append(_beside(shared, vector.double(), own))
     values = torch.cat([s.values for s in spectra])
     if not len(values):
         return _plain(base, [], options.lambda_)
-    left = nearest_orthogonal(torch.cat([s.left for s in spectra], dim=1))
-    right = nearest_orthogonal(torch.cat([s.right for s in spectra], dim=1))
+    left, right = orthogonal_sides(spectra)
     merged = values.mean() * (left @ right.T)
     return (base + options.lambda_ * merged).to(base.dtype).contiguous()
+
+
+def _beside(shared: Spectrum, tau: Tensor, most: int) -> Spectrum:
+    """The leading directions of (I - U_c U_cᵀ) τ, in the small basis of that space where it is
+    known."""
+    if not most:
+        return Spectrum(tau[:, :0], tau[0, :0], tau.T[:, :0])
+    size = float(torch.linalg.vector_norm(tau))
+    if shared.rest is None:
+        return Spectrum.of(tau - shared.left @ (shared.left.T @ tau), size, most)
+    inside = Spectrum.of(shared.rest.T @ tau, size, most)
+    return Spectrum(shared.rest @ inside.left, inside.values, inside.right)
 
 
 def _plain(base: Tensor, vectors: Sequence[Tensor], factor: float) -> Tensor:

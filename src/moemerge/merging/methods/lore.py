@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
 from moemerge.merging.methods._arithmetic import weighted_sum
-from moemerge.merging.methods._changes import Spectrum, is_linear
+from moemerge.merging.methods._changes import is_linear
+from moemerge.merging.methods._spectra import Spectrum
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ def lore(
     """Split the models into a common base and low-rank changes; add the changes to that base.
 
     Minimises Σ ‖β + δ_i - θ_i‖² + mu ‖δ_i‖_*² over β and the δ_i in turn, from β = mean θ_i; the
-    result is β + λ Σ δ_i. Needs no base model. All that is no linear layer is averaged.
+    result is β + λ Σ δ_i; of two models that is their average. Needs no base model. All that is no
+    linear layer is averaged.
     """
     tensors = [i.tensor for i in inputs]
     mean = weighted_sum(tensors, [1 / len(tensors)] * len(tensors))
-    if not is_linear(mean, unit):
+    # Of two models the changes are each other's negatives from the start on: they add up to nought.
+    if not is_linear(mean, unit) or len(tensors) < 3:
         return mean
     common, low_rank = mean.double(), [torch.zeros_like(mean, dtype=torch.float64)] * len(tensors)
     for _ in range(options.iterations):

@@ -9,12 +9,11 @@ from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, takes
 from moemerge.merging.methods._changes import (
     SpectralOptions,
-    Spectrum,
     changes,
     is_linear,
     merge_others,
-    nearest_orthogonal,
 )
+from moemerge.merging.methods._spectra import Spectrum, orthogonal_sides
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -39,9 +38,8 @@ def tsv(
     if not vectors:
         return base.clone(memory_format=torch.contiguous_format)
     share = max(1, min(base.shape) // len(vectors))
-    spectra = [Spectrum.of(vector).top(share) for vector in vectors]
+    spectra = [Spectrum.of(vector, most=share) for vector in vectors]
     unit.check_stopped()
-    left = nearest_orthogonal(torch.cat([s.left for s in spectra], dim=1))
-    right = nearest_orthogonal(torch.cat([s.right for s in spectra], dim=1))
+    left, right = orthogonal_sides(spectra)
     merged = (left * torch.cat([s.values for s in spectra])) @ right.T
     return (base + options.lambda_ * merged).to(base.dtype).contiguous()

@@ -11,11 +11,11 @@ from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
 from moemerge.merging.methods._changes import (
     OthersOptions,
-    Spectrum,
     changes,
     is_linear,
     merge_others,
 )
+from moemerge.merging.methods._spectra import Spectrum
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -124,11 +124,11 @@ class Interference:
         S, K = [], []
         for delta in deltas:
             size = torch.linalg.vector_norm(delta.double())
-            own = Spectrum.of(delta).top(share)
+            own = Spectrum.of(delta, most=share)
             target = own
             rest = start.double()
             if centred:
-                target = Spectrum.of(delta - mean, float(size)).top(share)
+                target = Spectrum.of(delta - mean, float(size), share)
                 rest = rest - mean
             # In float64: what cancels must be small beside Adam's ε, or Adam would blow it up.
             rest = rest - (target.left * target.values) @ target.right.T

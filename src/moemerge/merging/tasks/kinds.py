@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.config.tasks_kept import Keep, KeptTasks
-from moemerge.merging.methods._changes import Spectrum
+from moemerge.merging.methods._spectra import Spectrum
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch
 
@@ -86,7 +86,7 @@ def keep_unit(settings: KeptTasks, own: Tensor, base: Tensor, merged: Tensor) ->
     rest = own - merged
     if rank is None:
         return {REST: rest}
-    spectrum = Spectrum.of(rest).top(rank)
+    spectrum = Spectrum.of(rest, most=rank)
     root = spectrum.values.sqrt()
     left, right = own.new_zeros(own.shape[0], rank), own.new_zeros(own.shape[1], rank)
     left[:, : len(root)] = (spectrum.left * root).to(own.dtype)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo
-from moemerge.merging.methods._changes import Spectrum, is_linear
+from moemerge.merging.methods._changes import is_linear
+from moemerge.merging.methods._spectra import Spectrum
 from moemerge.merging.wrapper import Inner, merge_wrapper
 from moemerge.runtime.lazy import torch
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moemerge.merging.method import ModelTensor, UnitInfo, param
-from moemerge.merging.methods._changes import Spectrum, changes, is_linear
+from moemerge.merging.methods._changes import changes, is_linear
+from moemerge.merging.methods._spectra import Spectrum
 from moemerge.merging.wrapper import Inner, merge_wrapper
 from moemerge.runtime.lazy import torch
 
