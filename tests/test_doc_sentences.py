@@ -1,0 +1,230 @@
+"""Sentences of README and docs, held against what they speak of: flags, defaults, rooms, lists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from pydantic import BaseModel
+
+from moemerge.api import list_methods, list_wrappers
+from moemerge.cli.app import app
+from moemerge.config.data import DataSettings
+from moemerge.config.evaluation import EvaluationSettings
+from moemerge.config.settings import CollectingSettings
+from moemerge.config.study import StudyConfig
+from moemerge.config.study_load import load_study
+from moemerge.config.tasks import load_task
+from moemerge.config.tuning import TuningSettings
+from moemerge.config.weighing import CoefficientSettings
+from moemerge.text import rows, templates
+from moemerge.verification.code_checks import TIMES_THE_REFERENCE
+from moemerge.verification.judgement import Grade
+from moemerge.verification.sandbox.limits import GIB, Limits
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Programs that pages also name, with flags of their own.
+OTHERS = re.compile(
+    r"(torchrun|accelerate|pip|make|python|git|srun|pytest|\.venv/bin/|mkdocs|vllm|#SBATCH|scontrol|ruff|benchmarks/)"
+)
+
+# Pages that speak of flags of scripts outside of the package.
+SCRIPTS = {"reliability", "benchmarks"}
+
+
+def words_of(page: str) -> str:
+    """A page on one line."""
+    folder = ROOT if page == "README" else ROOT / "docs"
+    return " ".join((folder / f"{page}.md").read_text(encoding="utf-8").split())
+
+
+# --- verbs and flags ------------------------------------------------------------------------------
+
+
+def flags_of(group: Any, *path: str) -> dict[tuple[str, ...], set[str]]:
+    """The flags of every verb, by its words."""
+    found: dict[tuple[str, ...], set[str]] = {}
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            found |= flags_of(command, *path, name)
+            continue
+        options = (option for parameter in command.params for option in parameter.opts)
+        more = (option for parameter in command.params for option in parameter.secondary_opts)
+        found[(*path, name)] = {"--help", "-h", *options, *more}
+    return found
+
+
+GROUP = typer.main.get_command(app)
+FLAGS = flags_of(GROUP)
+COMMON = {option for p in GROUP.params for option in p.opts} | {"--version", "--install-completion"}
+KNOWN = COMMON.union(*FLAGS.values())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_commands_and_flags_of_a_page_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+    lines = [line for block in blocks for line in block.splitlines()] + spans
+    if page.stem in SCRIPTS:
+        lines = [line for line in lines if line.startswith("moemerge ")]
+    added = re.findall(r"^# src/moemerge/cli/(\w+)\.py", text, re.M)
+    wrong = []
+    for line in lines:
+        if any(line.startswith(f"moemerge {verb} ") for verb in added):
+            continue  # a verb that the page itself adds
+        ours = line.split("-m moemerge ")[-1] if "-m moemerge " in line else line
+        if ours is line and OTHERS.search(line):
+            continue
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours.partition(" #")[0]))
+        verb = verb_of(ours)
+        allowed = KNOWN if verb is None else FLAGS[verb] | COMMON
+        wrong += [f"{flag} in {line!r}" for flag in named - allowed]
+    assert wrong == []
+
+
+def verb_of(line: str) -> tuple[str, ...] | None:
+    """The verb that a command or an inline phrase begins with, if any."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        words = line.split()
+    words = words[1:] if words[:1] == ["moemerge"] else words
+    found = [path for path in FLAGS if tuple(words[: len(path)]) == path]
+    return found[0] if found else None
+
+
+# --- defaults -------------------------------------------------------------------------------------
+
+
+def default(settings: type[BaseModel], name: str) -> Any:
+    return settings.model_fields[name].default
+
+
+def parameters() -> dict[str, Any]:
+    """Defaults of all methods and wrappers: `regmean.factor`."""
+    entries = [(row["method"], row) for row in list_methods()]
+    entries += [(row["wrapper"], row) for row in list_wrappers()]
+    return {
+        f"{name}.{one['name']}": one.get("default")
+        for name, row in entries
+        for one in [*row.get("per_model", []), *row["options"]]
+    }
+
+
+def sentences() -> list[tuple[str, str]]:
+    """Phrases of pages, with the defaults that are in force."""
+    tune, asked, p = TuningSettings.model_fields, EvaluationSettings.model_fields, parameters()
+    adam = default(CoefficientSettings, "steps")
+    return [
+        (
+            "evaluate",
+            f"{asked['samples'].default} samples a problem at temperature "
+            f"{asked['temperature'].default} are the default",
+        ),
+        ("tune", f"{tune['epochs'].default:g} epochs, {tune['batch'].default} rows a step"),
+        ("tune", f"rises over {tune['warmup'].default:.0%} of".replace("%", " %")),
+        ("tune", f"gradients bounded at {tune['clip'].default:g}"),
+        ("tune", f"(`--aux-loss {tune['aux_loss'].default:g}`)"),
+        ("data", f"`--ngram` words in a row ({default(DataSettings, 'ngram')})"),
+        ("methods", f"`factor` ({p['regmean.factor']})"),
+        ("methods", f"`min_tokens` ({p['regmean.min_tokens']})"),
+        ("methods", f"`floor` ({p['fisher.floor']:.0e}".replace("e-0", "e-") + ")"),
+        ("methods", f"learning rate {p['wudi.lr']:.0e}".replace("e-0", "e-")),
+        ("methods", f"{p['wudi.steps']} steps"),
+        ("methods", f"for `time` ({p['wudi.time']:g})"),
+        ("methods", f"the `keep` ({p['wudi.keep']}) leading directions"),
+        ("methods", f"{p['cat.directions']} and {p['cat.penalty']} were chosen here"),
+        ("methods", f"`omega` {p['aim.omega']} is the authors'"),
+        ("coefficients", f"`steps` {adam}"),
+        ("coefficients", f"`temperature` is {default(CoefficientSettings, 'temperature')}"),
+        ("coefficients", f"from {default(CoefficientSettings, 'start')}, kept within 0 and 1"),
+        ("data", f"({Limits().cpu_seconds:g} s, or four times what the row's own"),
+        ("data", f"memory ({Limits().memory // GIB} GiB)"),
+        ("reliability", f"{rows.MOST_BYTES >> 20} MiB of a domain that is used whole"),
+        ("reliability", f"{templates.MOST_SECONDS:g} seconds and"),
+    ]
+
+
+@pytest.mark.parametrize(("page", "phrase"), sentences())
+def test_defaults_are_those_that_pages_state(page: str, phrase: str) -> None:
+    assert phrase in words_of(page)
+
+
+def test_words_for_numbers_are_right() -> None:
+    assert TIMES_THE_REFERENCE == 4
+
+
+def test_a_tuning_by_default_is_the_pages() -> None:
+    settings = TuningSettings().resolved()  # type: ignore[call-arg]  # all have defaults
+    assert (settings.learning_rate, settings.schedule, settings.weight_decay) == (2e-5, "linear", 0)
+    assert "2e-5 that rises over 3 % of the steps and falls linearly, no weight decay" in words_of(
+        "tune"
+    )
+
+
+# --- lists ----------------------------------------------------------------------------------------
+
+
+def test_every_room_is_in_the_table() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("| room | what it does |")[2].partition("\n\n")[0]
+    named = {
+        w for line in table.splitlines()[2:] for w in re.findall(r"`(\w+)`", line.split(" | ")[0])
+    }
+    source = ROOT / "src" / "moemerge"
+    rooms = {p.name for p in source.iterdir() if (p / "__init__.py").is_file()}
+    modules = {p.stem for p in source.glob("*.py") if not p.stem.startswith("__")}
+    assert named == rooms | modules
+
+
+def test_every_method_is_measured_or_said_not_to_be() -> None:
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    ours = {row["method"] for row in list_methods()} | {row["wrapper"] for row in list_wrappers()}
+    missing = {name for name in ours if f"`{name}`" not in page} - MERGEKIT
+    assert missing == set()
+
+
+# "Of mergekit's methods all but `linear`, `ties` and `dare_ties`" speaks of these.
+MERGEKIT = {
+    "karcher", "multislerp", "nuslerp", "passthrough", "breadcrumbs", "breadcrumbs_ties",
+    "dare_linear", "della", "della_linear", "model_stock", "nearswap", "sce", "slerp",
+    "task_arithmetic",
+}  # fmt: skip
+
+
+def test_every_key_of_a_study_is_explained() -> None:
+    table = set(
+        re.findall(
+            r"`(\w+)`",
+            " ".join(
+                line.split("|")[1]
+                for line in (ROOT / "docs" / "study.md").read_text(encoding="utf-8").splitlines()
+                if line.startswith("| `")
+            ),
+        )
+    )
+    assert table == set(StudyConfig.model_fields) | {"extends"}
+
+
+def test_kinds_of_statistics_judgements_and_columns_are_named() -> None:
+    kinds = CollectingSettings.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
+    assert f"--kind {'|'.join(kinds)}" in words_of("statistics")
+    listed = words_of("data").partition("Every judgement is one of ")[2].partition(";")[0]
+    assert sorted(re.split(", | and ", listed)) == sorted(grade.value for grade in Grade)
+
+
+def test_the_study_and_the_task_of_the_pages_are_read(tmp_path: Path) -> None:
+    for page, key, read in (("study", "merges:", load_study), ("evaluate", "verify:", load_task)):
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        (block,) = [b for b in re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) if key in b]
+        path = tmp_path / f"{page}.yml"
+        path.write_text(block, encoding="utf-8")
+        (tmp_path / "mine.jsonl").touch()
+        read(path)
