@@ -54,35 +54,12 @@ def texts(folder):
 
 
 def activity(folder, name):
-    """act² of every neuron of the base, a mean over all tokens: by layer and expert."""
-    model = direct.whole_model(folder / "base")
-    sums, tokens = {}, 0
-    for row in token_rows(folder / "base", folder / f"{name}.jsonl"):
-        tokens += len(row)
-        inputs = {}
-
-        def hear(module, args, layer=None, inputs=inputs):
-            inputs[layer] = args
-
-        hooks = [
-            layer.mlp.experts.register_forward_pre_hook(
-                lambda module, args, n=n: hear(module, args, layer=n)
-            )
-            for n, layer in enumerate(model.model.layers)
-        ]
-        with torch.no_grad():
-            model(input_ids=row[None], use_cache=False)
-            for n, (x, chosen, *_) in inputs.items():
-                module = model.model.layers[n].mlp.experts
-                for expert in range(module.gate_up_proj.shape[0]):
-                    mine = x.reshape(-1, x.shape[-1])[(chosen == expert).any(-1)]
-                    gate, up = (mine @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
-                    act = module.act_fn(gate) * up
-                    power = act.double().square().sum(0)
-                    sums[n, expert] = sums.get((n, expert), 0) + power
-        for hook in hooks:
-            hook.remove()
-    return {key: total / tokens for key, total in sums.items()}
+    """act² of every neuron of the base, a mean over all tokens: by the expert's place."""
+    rows = token_rows(folder / "base", folder / f"{name}.jsonl")
+    tokens = sum(map(len, rows))
+    heard = direct.inputs(folder / "base", rows)  # of down projections: what each neuron says
+    downs = {key: x for key, x in heard.items() if key.endswith("down_proj.weight")}
+    return {k.rsplit(".", 2)[0]: x.square().sum(0) / tokens for k, x in downs.items()}
 
 
 def test_neurons_are_sorted_as_plain_transformers_does(folder, tmp_path):
@@ -94,12 +71,12 @@ def test_neurons_are_sorted_as_plain_transformers_does(folder, tmp_path):
     found = read_coefficients(out)
     heard = {name: activity(folder, name) for name in NAMES}
     counts = {"math": 0, "code": 0, "general": 0}
-    for (layer, expert), own in heard["math"].items():
+    assert found.neurons.labels.keys() == heard["math"].keys()
+    for place, own in heard["math"].items():
         expected = ""
-        for a, b in zip(own.tolist(), heard["code"][layer, expert].tolist(), strict=True):
+        for a, b in zip(own.tolist(), heard["code"][place].tolist(), strict=True):
             first, second = a >= 1.5 * b and a > 0, b >= 1.5 * a and b > 0
             expected += "0" if first else "1" if second else "2"
-        place = f"model.layers.{layer}.mlp.experts.{expert}"
         assert found.neurons.labels[place] == expected
         for letter, group in zip("012", counts, strict=True):
             counts[group] += expected.count(letter)

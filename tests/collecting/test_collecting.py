@@ -62,6 +62,21 @@ def test_mean_sizes_are_those_of_the_whole_model(
             assert difference(activation.values, sizes) < TOLERANCE, key
 
 
+def test_mean_squares_are_the_diagonals_of_grams(
+    model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
+) -> None:
+    folder = model_folder("olmoe")
+    collect(folder, tmp_path / "a.stats", kind="power")
+    wanted = direct.grams(folder, token_rows(folder, text))
+    with Statistics.open(tmp_path / "a.stats") as found:
+        assert set(found.units) == set(wanted)
+        for key, (matrix, tokens) in wanted.items():
+            power = found.power(key)
+            assert power is not None
+            assert power.tokens == tokens
+            assert difference(power.values, matrix.diagonal()) < TOLERANCE, key
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fisher_values_are_those_of_the_whole_model(
     family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path

@@ -16,8 +16,8 @@ from moemerge.merging.methods._changes import (
     is_linear,
     merge_others,
 )
-from moemerge.merging.methods._spectra import Spectrum
 from moemerge.merging.methods._selection import keep_largest_, kept_count
+from moemerge.merging.methods._spectra import Spectrum
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
