@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,14 @@ def test_errors_of_libraries_become_ours() -> None:
         raise Panic("first\nsecond")
     with pytest.raises(KeyboardInterrupt), library_errors(DataError, "a file is odd"):
         raise KeyboardInterrupt
+
+
+def test_reading_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "small.json"
+    path.write_text("{}")
+    tracemalloc.start()
+    try:
+        assert read_file(path) == b"{}"
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()

@@ -40,13 +40,19 @@ def read_file(
     """The bytes of a plain file of at most `most` bytes."""
     try:
         with open(open_plain(path), "rb") as file:
-            data = file.read(most + 1)
+            size = os.fstat(file.fileno()).st_size
+            # Of what is asked for, room is made at once.
+            data = file.read(min(size, most) + 1)
     except FileNotFoundError as error:
         raise raises(f"{path} is missing", hint=hint) from error
     except OSError as error:
         raise raises(f"{path} cannot be read: {error.strerror}", hint=hint) from error
     if len(data) > most:
         raise raises(f"{path} has more than {most} bytes, too many for its kind", hint=hint)
+    if len(data) != size:
+        raise raises(
+            f"{path} changed while it was read", hint="wait until it is written, and retry"
+        )
     return data
 
 
