@@ -320,6 +320,16 @@ def test_the_resolved_config_makes_the_model_again(case_of: CaseOf, tmp_path: Pa
     assert not cases.changed_tensors(tmp_path / "again", tmp_path / "out")
 
 
+def test_a_card_does_not_promise_what_rows_in_memory_take_away(
+    case_of: CaseOf, tmp_path: Path
+) -> None:
+    case = case_of("olmoe")
+    data = {name: [{"text": text} for text in cases.texts(p)] for name, p in case.data.items()}
+    case.calibrate(tmp_path / "out", data=data, layers="1")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "The resolved configuration, which lacks rows that were in memory:" in card
+
+
 # --- merge and calibrate ------------------------------------------------------------------------
 
 

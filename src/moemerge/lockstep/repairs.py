@@ -232,13 +232,15 @@ def output_files(
     folder = merged.checkpoint.path
     earlier = earlier_report(folder)
     config, flags = _resolved_config(request, merged, earlier, report)
+    whole = not any(isinstance(text, Mapping) for rows in request.data.values() for text in rows)
     # What earlier repairs did stays true where this one comes later in the order.
     before = ("merge", TUNING, *REPAIRS[: REPAIRS.index(report.part)])
     parts = {**{name: earlier.get(name) for name in before}, report.part: report.to_json()}
+    card = _card(folder / CARD_NAME, earlier, report, config, flags if whole else None)
     return {
         CONFIG_NAME: config.encode(),
         REPORT_NAME: report_bytes(report_document(__version__, **parts)),
-        CARD_NAME: _card(folder / CARD_NAME, earlier, report, config, flags).encode(),
+        CARD_NAME: card.encode(),
     }
 
 
@@ -283,9 +285,12 @@ def _card(
     earlier: Mapping[str, Any],
     report: RepairReport,
     config: str,
-    flags: Sequence[str],
+    flags: Sequence[str] | None,
 ) -> str:
-    """A card of our own; a card that somebody else wrote is kept and gets a section."""
+    """A card of our own; a card that somebody else wrote is kept and gets a section.
+
+    `flags` are None where no config makes the model again: rows came from memory.
+    """
     if not earlier and written.is_file():
         old = read_file(written).decode("utf-8", "replace").rstrip("\n")
         made = f"{report.done} with [moemerge](https://pypi.org/project/moemerge/) {__version__}."
@@ -311,7 +316,8 @@ def _card(
         sections=[("Models", "\n".join(models)), (report.section, report.words)],
         config=config,
         version=__version__,
-        flags=flags,
+        flags=flags or (),
+        whole=flags is not None,
     )
 
 

@@ -39,7 +39,7 @@ CARD = """---
 {sections}
 ## Configuration
 
-The resolved configuration, which makes this model again{flags}:
+The resolved configuration, which {again}:
 
 ```yaml
 {config}```
@@ -72,9 +72,11 @@ def model_card(
     version: str,
     tags: Sequence[str] = ("merge", "moemerge"),
     flags: Sequence[str] = (),
+    whole: bool = True,
 ) -> str:
     """Markdown with the hub's front matter; `hub_models` are the inputs that live on the hub,
-    `flags` what the config does not hold."""
+    `flags` what the config does not hold; it is not `whole` where text was given in memory."""
+    needed = f" (with `{' '.join(flags)}`)" if flags else ""
     front = ["library_name: transformers", "tags:", *(f"- {tag}" for tag in tags)]
     if hub_models:
         front += ["base_model:", *(f"- {json.dumps(m)}" for m in hub_models)]
@@ -86,7 +88,7 @@ def model_card(
         sections=body.rstrip("\n") + "\n" if body else "",
         config=config if config.endswith("\n") else config + "\n",
         version=version,
-        flags=f" (with `{' '.join(flags)}`)" if flags else "",
+        again=f"makes this model again{needed}" if whole else "lacks rows that were in memory",
     )
 
 
