@@ -316,8 +316,7 @@ def _card(
         sections=[("Models", "\n".join(models)), (report.section, report.words)],
         config=config,
         version=__version__,
-        flags=flags or (),
-        whole=flags is not None,
+        flags=flags,
     )
 
 

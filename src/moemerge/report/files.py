@@ -71,11 +71,10 @@ def model_card(
     config: str,
     version: str,
     tags: Sequence[str] = ("merge", "moemerge"),
-    flags: Sequence[str] = (),
-    whole: bool = True,
+    flags: Sequence[str] | None = (),
 ) -> str:
     """Markdown with the hub's front matter; `hub_models` are the inputs that live on the hub,
-    `flags` what the config does not hold; it is not `whole` where text was given in memory."""
+    `flags` what the config does not hold: None where that is more, rows that were in memory."""
     needed = f" (with `{' '.join(flags)}`)" if flags else ""
     front = ["library_name: transformers", "tags:", *(f"- {tag}" for tag in tags)]
     if hub_models:
@@ -88,7 +87,9 @@ def model_card(
         sections=body.rstrip("\n") + "\n" if body else "",
         config=config if config.endswith("\n") else config + "\n",
         version=version,
-        again=f"makes this model again{needed}" if whole else "lacks rows that were in memory",
+        again=f"makes this model again{needed}"
+        if flags is not None
+        else "lacks rows that were in memory",
     )
 
 
