@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from moemerge.api.hub import uploaded
+from moemerge.architectures.opened import open_model
 from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
 from moemerge.config.fields import Strict
 from moemerge.config.layers import LayerSelection
@@ -24,6 +25,7 @@ from moemerge.config.settings import (
 )
 from moemerge.config.translate import parse_settings
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
+from moemerge.features.known_configs import require_loadable
 from moemerge.runtime import ranks
 from moemerge.runtime.progress import Progress, Silent
 
@@ -282,6 +284,7 @@ def swap_routers(
     """
     from moemerge.diagnosis import swap_routers as swap
 
+    require_loadable(open_model(str(model), model))
     return swap(
         model,
         donor,
@@ -309,6 +312,7 @@ def extract(
     from moemerge.merging.tasks.extract import extract_task
 
     progress = Silent() if progress is None else progress
+    require_loadable(open_model(str(shared), shared))
     return extract_task(shared, task, Path(out), base=base, overwrite=overwrite, progress=progress)
 
 

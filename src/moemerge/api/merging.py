@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from moemerge.config.settings import (
 )
 from moemerge.config.translate import parse_settings
 from moemerge.errors import UsageError
+from moemerge.features.known_configs import ConfigCheck
 from moemerge.lockstep.models import check_sources
 from moemerge.merging.report import MergeReport
 from moemerge.runtime import ranks
@@ -103,13 +105,28 @@ def _merge(
         ranks.join(resolve_device(settings.device))
     wanted = loaded.statistics
     if wanted is None or wanted.complete:
-        return merging.run_merge(job, out, progress, temporary=temporary)
+        return _run_checked(job, out, progress, temporary=temporary)
     from moemerge.collecting.run import computed_statistics
 
     models, device = loaded.merge.models, settings.device
     with computed_statistics(wanted, models, out, device, progress) as files:
         job = job.with_statistics(files)
+        return _run_checked(job, out, progress, temporary=temporary)
+
+
+def _run_checked(
+    job: merging.MergeJob, out: Path, progress: Progress, *, temporary: bool
+) -> MergeReport:
+    """Run a merge while another process tries its config.json with transformers."""
+    if not ranks.leads():
         return merging.run_merge(job, out, progress, temporary=temporary)
+    with ConfigCheck(
+        json.loads(job.files.made["config.json"]),
+        {info.name: info for info in job.plan.tensors},
+        {model.label: model.checkpoint.config for model in job.models.values()},
+        str(job.donor.checkpoint.path / "config.json"),
+    ) as check:
+        return merging.run_merge(job, out, progress, temporary=temporary, check=check.result)
 
 
 @with_keywords(MergeKeywords, MergeSettings)

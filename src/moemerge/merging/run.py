@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Config, tokenizer, report and card beside the weights.
 COMPANION_BYTES = 64 * 2**20
+# From here on a merge takes so long that what may refuse it is waited for at the start.
+LONG_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,11 @@ class MergeJob:
             return 0
         inputs = {s.model for block in self.plan.blocks for m in block.merges for s in m.inputs}
         return len(inputs) * sum(info.nbytes for info in kept_tensors(self.plan, kept))
+
+    @property
+    def donor(self) -> OpenModel:
+        """Whose config the result takes."""
+        return self.models[self.loaded.merge.name_of(self.loaded.merge.donor)]
 
     @property
     def input_folders(self) -> list[Path]:
@@ -208,13 +215,21 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
 
 
 def run_merge(
-    job: MergeJob, out: Path, progress: Progress, *, temporary: bool = False
+    job: MergeJob,
+    out: Path,
+    progress: Progress,
+    *,
+    temporary: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> MergeReport:
     """Merge into `out`, which appears whole or not at all.
 
-    A `temporary` merge is read again at once, and so best left in the page cache. Under torchrun
-    every process merges a part of the tensors.
+    A `temporary` merge is read again at once, and so best left in the page cache. `check` may work
+    meanwhile, and raises where `out` must not appear. Under torchrun every process merges a part of
+    the tensors.
     """
+    if job.plan.bytes_written >= LONG_BYTES:
+        check()
     device = ranks.own_device(resolve_device(job.settings.device))
     with open_writer(job.plan, out, job.settings, temporary=temporary) as writer:
         report = replace(job.report, device=str(device), output=str(out))
@@ -236,6 +251,7 @@ def run_merge(
             seconds=time.perf_counter() - job.started,
         )
         if ranks.leads():
+            check()
             _commit(writer, job, report)
     report = replace(report, seconds=time.perf_counter() - job.started)
     return ranks.from_lead(report)
