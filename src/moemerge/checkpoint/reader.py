@@ -155,6 +155,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
             )
         return self._file_of[name]
 
+    def place_of(self, name: str) -> str:
+        """The file's name, for messages about a tensor's values."""
+        info = self._info(name)
+        return self.file_of(info.codes.name if isinstance(info, QuantisedInfo) else name).path.name
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.tensors:
             raise KeyError(name)
@@ -264,6 +269,10 @@ class AdaptedCheckpoint(Checkpoint):
             return read(name, rows, out)
         block = self._changes.read(name, rows, lambda: read(name, rows))
         return block if out is None else out.copy_(block)
+
+    def place_of(self, name: str) -> str:
+        place = super().place_of(name)
+        return f"{place} or {self.adapter.file.path}" if self._changes.touches(name) else place
 
     @property
     def folders(self) -> tuple[Path, ...]:

@@ -239,7 +239,8 @@ class ModelStream:
                 value = self.checkpoint.read(stored)
                 if value.is_floating_point() and not bool(value.isfinite().all()):
                     raise NumericalError(
-                        f"{self.checkpoint.label}: {stored} holds NaN or infinity",
+                        f"{self.checkpoint.label}: {stored} holds NaN or infinity, in "
+                        f"{self.checkpoint.place_of(stored)}",
                         hint="repair that model: the checkpoint is damaged",
                     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -320,11 +320,24 @@ class Weights:
             return
         bad = [name for name, value in there.items() if not bool(value.isfinite().all())]
         if bad:
-            raise NumericalError(
-                f"{self.checkpoint.label}: {', '.join(bad)} holds NaN or infinity",
-                hint="repair that model; if it is sound on disk, it overflows: "
-                'try `dtype="float32"`',
+            raise self._not_finite(bad)
+
+    def _not_finite(self, names: Sequence[str]) -> NumericalError:
+        """Names the tensors on disk that these parameters are not finite by, and their file."""
+        recipes = [recipe for recipe in map(self._recipe, names) if recipe is not None]
+        stored = [name for recipe in recipes for _, name in recipe.sources]
+        damaged = [n for n in stored if not bool(self.checkpoint.read(n).isfinite().all())]
+        if not damaged:
+            return NumericalError(
+                f"{self.checkpoint.label}: {', '.join(names)} overflows in this dtype",
+                hint='what is stored is finite: try `dtype="float32"`',
             )
+        place = self.checkpoint.place_of(damaged[0])
+        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        return NumericalError(
+            f"{self.checkpoint.label}: {damaged[0]} holds NaN or infinity, in {place}{more}",
+            hint="repair that model: the checkpoint is damaged",
+        )
 
     def _stored(self, name: str) -> str:
         recipe = self._recipe(name)
