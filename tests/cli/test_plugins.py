@@ -124,3 +124,47 @@ def test_plugins_that_cannot_be_used(
     result = CliRunner().invoke(app, ["ls", "methods", "--plugin", str(tmp_path / name)])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise ValueError('no such thing')", "ValueError: no such thing"),
+        ("return inputs[0].tensor[:1]", "the result is [1"),
+        ("return None", "AttributeError"),
+    ],
+)
+def test_a_method_that_fails_is_named_and_nothing_is_written(
+    body: str, said: str, zoo_folder, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "test_failing_methods.py"
+    plugin.write_text(
+        "from moemerge.merging.method import BasePolicy, merge_method\n"
+        "@merge_method('test_fails', base=BasePolicy.MEMBER)\n"
+        f"def fails(inputs, base, options, unit):\n    'Fails.'\n    {body}\n"
+    )
+    config = tmp_path / "own.yml"
+    config.write_text(
+        yaml.safe_dump(
+            {"merge_method": "test_fails", "models": [{"model": str(zoo_folder("olmoe"))}]}
+        )
+    )
+    words = ["merge", str(config), str(tmp_path / "out"), "--plugin", str(plugin)]
+    before = sorted(tmp_path.iterdir())
+    try:
+        result = CliRunner().invoke(app, words)
+    finally:
+        sys.modules.pop(plugin.stem, None)
+    assert result.exit_code == 2, result.output
+    assert "merge method 'test_fails', " in result.output
+    assert said in result.output
+    assert "repair the plugin 'test_failing_methods'" in result.output
+    assert sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__") == before
+
+
+def test_a_plugin_that_ends_the_program_when_it_is_imported(tmp_path: Path) -> None:
+    plugin = tmp_path / "test_leaving.py"
+    plugin.write_text("import sys\nsys.exit(7)\n")
+    result = CliRunner().invoke(app, ["ls", "methods", "--plugin", str(plugin)])
+    assert result.exit_code == 2, result.output
+    assert "cannot be imported: line 2: SystemExit: 7" in result.output

@@ -36,7 +36,7 @@ def load_plugin(path: str | Path) -> None:
     sys.modules[name] = module  # before it runs: dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's file does when it is imported
         del sys.modules[name]
         raise UsageError(
             f"the plugin {path} cannot be imported: {_line(error, file)}"
@@ -53,7 +53,7 @@ def _origin(name: str) -> str | None:
     return None if spec is None else spec.origin or "built-in"
 
 
-def _line(error: Exception, file: Path) -> str:
+def _line(error: BaseException, file: Path) -> str:
     """Where in the file it went wrong, if it did there."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == file]

@@ -237,7 +237,7 @@ class _Runner:
         unit: UnitInfo,
     ) -> Tensor:
         if not merge.wraps or merge.base is None or base is None:
-            return merge.method.function(inputs, base, merge.options, unit)
+            return merge.method.apply(inputs, base, merge.options, unit)
         return self._wrapped(merge, merge.base, inputs, base, unit)
 
     def _statistics(
@@ -257,7 +257,7 @@ class _Runner:
         """The method's result with the wrappers around it."""
 
         def method(inputs: Sequence[ModelTensor], base: Tensor) -> Tensor:
-            return merge.method.function(inputs, base, merge.options, unit)
+            return merge.method.apply(inputs, base, merge.options, unit)
 
         def base_as(kind: StatisticsKind | None) -> ModelTensor:
             statistics = read_statistics(self.plan, merge, source, base, unit, kind)

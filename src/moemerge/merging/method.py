@@ -34,7 +34,7 @@ from moemerge.config.parameters import (
     StatisticsKind,
 )
 from moemerge.config.parameters import BasePolicy as BasePolicy  # methods take it from here
-from moemerge.errors import UsageError
+from moemerge.errors import MoeMergeError, UsageError, in_one_line
 from moemerge.registry import Registry
 
 if TYPE_CHECKING:
@@ -134,6 +134,28 @@ class MergeMethod:
     @property
     def name(self) -> str:
         return self.schema.name
+
+    def apply(
+        self, inputs: Sequence[ModelTensor], base: Tensor | None, options: Any, unit: UnitInfo
+    ) -> Tensor:
+        """The function's result. What somebody else's function does wrong is told as its fault."""
+        if self.function.__module__.startswith("moemerge."):
+            return self.function(inputs, base, options, unit)
+        try:
+            result = self.function(inputs, base, options, unit)
+            shape = inputs[0].tensor.shape
+            if result.shape != shape:
+                raise ValueError(f"the result is {[*result.shape]}, the models' {[*shape]}")
+        except (MoeMergeError, StoppedError, MemoryError):
+            raise
+        except Exception as error:
+            if type(error).__name__ == "OutOfMemoryError":  # torch's: told by who chose the device
+                raise
+            raise UsageError(
+                f"merge method {self.name!r}, {unit.key}: {in_one_line(error)}",
+                hint=f"repair the plugin {self.function.__module__!r}, which brings it",
+            ) from error
+        return result
 
 
 METHODS: Registry[MergeMethod] = Registry("merge method")
@@ -264,9 +286,10 @@ def load_plugins() -> tuple[str, ...]:
     for entry in plugins:
         try:
             entry.load()
-        except (ImportError, AttributeError) as error:
+        except (Exception, SystemExit) as error:  # whatever somebody's package does
             raise UsageError(
-                f"the plugin {entry.name!r} ({entry.value}) cannot be imported: {error}",
+                f"the plugin {entry.name!r} ({entry.value}) cannot be imported: "
+                f"{in_one_line(error)}",
                 hint="repair or uninstall the package that brings it",
             ) from error
     return tuple(entry.name for entry in plugins)

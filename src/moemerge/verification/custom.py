@@ -49,7 +49,7 @@ def _load(name: str) -> Callable[[dict[str, Any], str], object]:
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
         raise UsageError(
             f"{name}: {module_name} cannot be imported ({type(error).__name__}: {error})",
             hint="give MODULE:FUNCTION; MODULE lies in this folder or is installed",
