@@ -12,6 +12,7 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.routing import DomainFeatures, SolveSettings
 from moemerge.runtime.devices import gpu_memory, prepare_for_threads
+from moemerge.runtime.process import start_thread
 
 DOMAINS = ("one", "two")
 # Long enough that the same kernels serve as later, short enough to be no work.
@@ -33,7 +34,7 @@ class WarmUp:
             self._thread = threading.Thread(
                 target=self._run, args=(model, device, dtype), name="moemerge-warm-up", daemon=True
             )
-            self._thread.start()
+            start_thread(self._thread)
 
     def __enter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moemerge.features.spill import Emptied, Spill, Tracker
+from moemerge.runtime.process import start_thread
 from moemerge.text.batches import Batch
 
 
@@ -74,7 +75,7 @@ class Worker(threading.Thread):
             self.emptied = None
         self.value, self.others = None, ()
         if self.ident is None:
-            self.start()
+            start_thread(self)
         self._go.release()
         self._parked.acquire()
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from moemerge.config.generation import GenerationSettings
 from moemerge.errors import ResourceError, UsageError
 from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
+from moemerge.runtime.process import start_thread
 from moemerge.runtime.progress import Progress
 
 AT_A_TIME: Final = 32  # requests that wait at one server; it batches them as it likes
@@ -75,9 +76,9 @@ class ServerEngine:
             for server in self._servers
             for _ in range(each)
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                start_thread(thread)
             for _ in wanted:
                 yield self._next(done, threads)
         finally:

@@ -222,7 +222,7 @@ def sample_size(shape: Sequence[int]) -> int:
     """How many experts choose λ, with maps of this shape (out, in)."""
     inputs = shape[1]
     nbytes = 2 * torch.float64.itemsize * (inputs + shape[0]) * inputs
-    return max(2, min(SAMPLED, SAMPLED_BYTES // nbytes))
+    return max(2, min(SAMPLED, SAMPLED_BYTES // max(1, nbytes)))  # a config may say 0
 
 
 def _sample(routings: Sequence[RoutedDomain], count: int, shape: Sequence[int]) -> list[int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from moemerge.errors import DataError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import cpu_count
+from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.custom import CustomVerifier
@@ -77,7 +77,7 @@ def check_all(
         return judgement
 
     progress.start("judging", len(items), unit="answers")
-    pool = ThreadPoolExecutor(workers or cpu_count())
+    pool = thread_pool(workers or cpu_count(), "moemerge-judge")
     try:
         return list(pool.map(check, items))
     finally:
