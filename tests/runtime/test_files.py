@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from moemerge.errors import CheckpointError, DataError, library_errors
-from moemerge.runtime.files import parse_object, read_file, read_object
+from moemerge.runtime.files import parse_object, read_file, read_object, write_whole
 
 
 @pytest.mark.parametrize(
@@ -69,3 +71,28 @@ def test_reading_a_small_file_takes_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
+
+
+def test_a_file_is_written_whole_and_what_dead_runs_left_beside_it_goes(tmp_path: Path) -> None:
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    left = tmp_path / f".a.json.partial-{int(gone.stdout)}-0123abcd"
+    others = [
+        tmp_path / f".a.json.partial-{os.getpid()}-0123abcd",  # of a run that goes on
+        tmp_path / f".b.json.partial-{int(gone.stdout)}-0123abcd",
+        tmp_path / ".a.json.partial-mine",
+    ]
+    for path in (left, *others):
+        path.write_text("half")
+    write_whole(tmp_path / "a.json", b"{}")
+    assert (tmp_path / "a.json").read_bytes() == b"{}"
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "a.json", *others])
+
+
+def test_a_file_that_cannot_be_written_is_our_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"a.json cannot be written: No such file"):
+        write_whole(tmp_path / "missing" / "a.json", b"{}")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match="folder cannot be written: Is a directory"):
+        write_whole(tmp_path / "folder", b"{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

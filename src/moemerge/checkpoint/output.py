@@ -23,6 +23,7 @@ from moemerge.checkpoint.companions import CARRIED_FOLDERS, is_companion, is_wei
 from moemerge.checkpoint.sizes import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.runtime.devices import free_disk
+from moemerge.runtime.process import is_alive
 
 # Folders that other tools leave in a model folder; nothing of the user's own is in them.
 TASKS_FOLDER: Final = "moemerge_tasks"  # what a merge keeps of its models
@@ -291,17 +292,6 @@ class OutputFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process of this number runs."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _lock(folder: Path) -> int | None:

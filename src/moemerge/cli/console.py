@@ -35,6 +35,7 @@ from rich.text import Text
 
 from moemerge.cli.wording import in_flags
 from moemerge.errors import CheckpointError
+from moemerge.runtime.files import write_whole
 
 # Those that move a terminal's cursor, change its colours or turn its text around.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -140,7 +141,11 @@ def deliver_json(value: Any, target: str) -> None:
         return
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        path = Path(target)
+        if path.exists() and not path.is_file():  # a pipe, or /dev/stderr
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_whole(path, text.encode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"--json {target}: cannot be written: {error.strerror}") from error
 

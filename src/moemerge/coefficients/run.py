@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moemerge.checkpoint.output import writing
 from moemerge.coefficients.acm import acm
 from moemerge.coefficients.adamerging import adamerging
 from moemerge.coefficients.job import CoefficientsJob, CoefficientsRequest, Found, prepare
@@ -67,8 +66,7 @@ def run_coefficients(request: CoefficientsRequest, progress: Progress) -> Coeffi
         "settings": settings_data(request.settings),
         **found.measured,
     }
-    with writing(request.out):
-        write_whole(request.out, dump_coefficients(found.coefficients, made_by, found.neurons))
+    write_whole(request.out, dump_coefficients(found.coefficients, made_by, found.neurons))
     seconds = time.perf_counter() - begin
     return CoefficientsReport(
         request.method,

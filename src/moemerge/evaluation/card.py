@@ -11,9 +11,9 @@ from typing import Final
 
 from moemerge.checkpoint.locate import is_hub_id
 from moemerge.errors import DataError
-from moemerge.evaluation.folder import write_whole
 from moemerge.evaluation.report import EvaluationReport
 from moemerge.report.files import CARD_NAME
+from moemerge.runtime.files import write_whole
 
 _FRONT: Final = re.compile(r"\A---\n(.*?)^---\n", re.S | re.M)
 # A key at the left margin and all that is indented, listed or empty below it.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 from moemerge.errors import DataError
 from moemerge.report.words import display_names
+from moemerge.runtime.files import write_whole
 
 _UNSAFE: Final = re.compile(r"[^\w.+-]+")
 KIND: Final = "moemerge evaluation"
@@ -28,17 +28,6 @@ KIND: Final = "moemerge evaluation"
 def file_name(text: str) -> str:
     """A name of anything as that of a file."""
     return _UNSAFE.sub("_", text).strip("._") or "_"
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file at once: whoever reads it sees the old or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -110,4 +99,5 @@ class CompletionIndex:
                 for task, problems in self.tasks.items()
             },
         }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, json.dumps(content).encode())

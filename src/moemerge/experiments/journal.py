@@ -9,6 +9,7 @@ from typing import Any
 
 from moemerge.errors import DataError
 from moemerge.experiments.tables import Measurement, Repeat
+from moemerge.runtime.files import write_whole
 
 CELLS = "cells.jsonl"
 TASKS = "tasks.jsonl"
@@ -43,7 +44,7 @@ class CellJournal:
                 ) from None
 
     def _cut(self, whole: list[str]) -> None:
-        self.path.write_text("".join(whole), encoding="utf-8")
+        write_whole(self.path, "".join(whole).encode())
 
     def add(self, key: Repeat, cell: Measurement, result: Mapping[str, Any]) -> None:
         """Note a finished cell; it is on disk when this returns."""

@@ -16,6 +16,7 @@ from moemerge.experiments.summary import Comparison, RowSummary, Summary
 from moemerge.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE
 from moemerge.experiments.text_tables import TextTable
 from moemerge.report.frame import render_in_frame
+from moemerge.runtime.files import write_whole
 from moemerge.version import __version__
 
 SIGNIFICANT = 0.05
@@ -346,7 +347,5 @@ def _json(summary: Summary) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    write_whole(path, text.encode())
     return path

@@ -39,7 +39,7 @@ from moemerge.report.files import (
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
-from moemerge.runtime.files import read_file, read_object, read_utf8
+from moemerge.runtime.files import read_file, read_object, read_utf8, write_whole
 from moemerge.runtime.timing import Timings
 from moemerge.runtime.words import counted
 from moemerge.text.domains import Domain
@@ -361,13 +361,13 @@ def add_diagnosis(report: R, figures: Mapping[str, Any]) -> R:
     path = folder / REPORT_NAME
     document = read_object(path)
     document[report.part]["diagnosis"] = dict(figures)
-    _replace(path, report_bytes(document))
+    write_whole(path, report_bytes(document))
     path = folder / CARD_NAME
     card = path.read_text(encoding="utf-8", errors="replace")
     at = card.find("\n## ", card.rfind(f"## {report.section}\n") + 1)
     at = len(card) if at < 0 else at + 1
     words = "\n".join(diagnosis_words(figures, report.held_out))
-    _replace(path, f"{card[:at].rstrip(chr(10))}\n\n{words}\n\n{card[at:]}".encode())
+    write_whole(path, f"{card[:at].rstrip(chr(10))}\n\n{words}\n\n{card[at:]}".encode())
     return replace(report, diagnosis=figures)
 
 
@@ -385,10 +385,3 @@ def diagnosis_words(figures: Mapping[str, Any], rows: str) -> list[str]:
         cells = [*shares, *("" if loss is None else f"{loss:.4g}" for loss in losses)]
         lines.append(f"| {in_markdown(name)} | {tokens} | {' | '.join(cells)} |")
     return lines
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """The file is the old one or the new one, whenever somebody looks."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_bytes(content)
-    beside.replace(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moemerge.errors import CheckpointError, MoeMergeError
+from moemerge.runtime.process import is_alive
 
 # The largest tokenizer.json known have some 40 MB.
 MOST_BYTES: Final = 2**30
@@ -56,18 +58,34 @@ def read_file(
     return data
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, raises: Raises = CheckpointError) -> None:
     """A file that appears whole or not at all: written beside, made durable, and renamed."""
     target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+        remove_stale(target)
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise raises(
+            f"{path} cannot be written: {error.strerror or error}",
+            hint="check the disk and your permissions there, or choose another place",
+        ) from error
+
+
+def remove_stale(target: Path) -> None:
+    """Remove what killed runs left beside a file that they were writing, if they are gone."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.partial-(\d+)-[0-9a-f]{{8}}")
+    for path in target.parent.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match is not None and not is_alive(int(match[1])):
+            path.unlink(missing_ok=True)
 
 
 def file_digest(path: Path) -> str | None:

@@ -34,6 +34,17 @@ def own_process() -> None:
     _process_is_ours = True
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process of this number runs."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def reuse_freed_memory() -> None:
     """Tell glibc to keep freed buffers; does nothing elsewhere. Lasts as long as the process."""
     if not sys.platform.startswith("linux"):
@@ -86,13 +97,25 @@ def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
             pool.submit(go_on.wait)
     except RuntimeError as error:
         pool.shutdown(wait=False, cancel_futures=True)
-        raise ResourceError(
-            f"the system starts no thread for {name} ({error})",
-            hint="raise the limits on memory and processes (ulimit -v, ulimit -u)",
-        ) from error
+        raise _no_thread(name, error) from error
     finally:
         go_on.set()
     return pool
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start it; an error of ours where the system refuses."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise _no_thread(thread.name, error) from error
+
+
+def _no_thread(name: str, error: RuntimeError) -> ResourceError:
+    return ResourceError(
+        f"the system starts no thread for {name} ({error})",
+        hint="raise the limits on memory and processes (ulimit -v, ulimit -u)",
+    )
 
 
 @contextmanager

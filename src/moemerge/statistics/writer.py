@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import struct
 import threading
@@ -18,10 +17,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from moemerge.checkpoint.output import is_alive, output_error, sync_folder, writing
+from moemerge.checkpoint.output import output_error, sync_folder, writing
 from moemerge.checkpoint.safetensors_file import HEADER_ALIGNMENT, LENGTH_BYTES, METADATA
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
+from moemerge.runtime.files import remove_stale
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import thread_pool
 from moemerge.statistics.file import FORMAT, FORMAT_NUMBER, Kind
@@ -97,7 +97,7 @@ class StatisticsWriter:
         self._pool = thread_pool(THREADS, "moemerge-stats")
         self._syncer = thread_pool(1, "moemerge-sync")
         with writing(out):
-            _remove_stale(self._target)
+            remove_stale(self._target)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd: int | None = os.open(self._path, flags, 0o666)
         self._syncing: Future[None] | None = None
@@ -266,12 +266,3 @@ def _within(notices: Sequence[str], limit: int) -> list[str]:
             break
         kept.append(notice)
     return kept
-
-
-def _remove_stale(target: Path) -> None:
-    """What a killed run left behind, if its process is gone."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.partial-(\d+)-[0-9a-f]{{8}}")
-    for path in target.parent.iterdir():
-        match = pattern.fullmatch(path.name)
-        if match is not None and not is_alive(int(match[1])):
-            path.unlink(missing_ok=True)

@@ -12,13 +12,13 @@ plotly is an extra: nothing here imports it before `require_page` has found it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moemerge.errors import CheckpointError, UsageError
+from moemerge.errors import UsageError
+from moemerge.runtime.files import write_whole
 
 # By the names they are imported by; all of them are in the extra.
 NEEDED = ("plotly", "jinja2")
@@ -58,14 +58,6 @@ def check_page_path(path: Path) -> None:
 
 
 def save_page(text: str, path: Path) -> Path:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        try:
-            # A label may hold what no text encoding can (a file name's odd bytes).
-            partial.write_text(text, encoding="utf-8", errors="replace")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{path}: the page cannot be written: {error.strerror}") from error
+    # A label may hold what no text encoding can (a file name's odd bytes).
+    write_whole(path, text.encode("utf-8", "replace"))
     return path
