@@ -1,11 +1,10 @@
-"""Every call that writes OUT, a journal or statistics fails in turn; runs are killed anywhere.
+"""`make faults`, its first part: every call that writes OUT, a journal or statistics fails in turn.
 
-    python tests/faults/run.py [--kills 100]
+    python tests/faults/run.py [--verb merge] [--most 2]
 
-For a merge, a calibration and a collection of statistics: a first run counts the calls of each
-kind, then each of them fails once with each error. OUT must be whole or absent, the message ours,
-nothing may be left but a journal; after a kill, a second run must end with the bytes of an
-undisturbed one. Prints the table that docs/reliability.md holds.
+A first run counts the calls of each kind, then each of them fails once with each error. OUT must be
+whole or absent, the message ours, and nothing may be left but a journal. Prints the table that
+docs/reliability.md holds. The second part is kills.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import random
 import shutil
 import signal
 import sys
@@ -31,18 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fuzz import cases, corpus, harness
 
 STATS = ("stats", "merged", "out", "--data", "math.jsonl", "-q")
-VERBS = {"merge": cases.LINEAR, "calibrate": cases.CALIBRATE, "stats": STATS}
-KILLED = {
-    **VERBS,
+VERBS = {
+    "merge": cases.LINEAR,
+    "calibrate": cases.CALIBRATE,
+    "stats": STATS,
     "refit": cases.REFIT,
-    "swap-routers": cases.SWAP,
-    "run": ("run", "run.yml", "out", "-q"),
 }
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EINTR)
 CALLS = (
     *("open", "write", "pwrite", "pwritev", "ftruncate", "fsync", "fdatasync", "rename"),
     *("replace", "mkdir", "copy_file_range", "posix_fallocate"),
 )
+ERROR, DONE = "our error, no OUT", "done, OUT whole"
 SHORT = -1  # stands for a write that writes less than it was given
 
 
@@ -135,6 +133,7 @@ class Bench:
         self._corpus, self._scratch = corpus_folder, scratch
         self.whole: dict[str, dict[str, bytes]] = {}
         self.table: dict[tuple[str, str], Counter[str]] = {}
+        self.places: Counter[tuple[str, str]] = Counter()  # that failed, by verb and call
         self.bad: list[str] = []
 
     def fresh(self) -> Path:
@@ -174,14 +173,10 @@ class Bench:
         shim = Shim(fails, ours=folder)
         ended = harness.command(arguments, folder, self._scratch / "log", first=shim.install)
         outcome = self.judge(verb, ended, before, folder)
-        error = "short" if fails[2] == SHORT else errno.errorcode.get(fails[2], "")
-        self.note(
-            verb,
-            f"{fails[0]} {'' if fails[0] == 'thread' else error}".strip(),
-            outcome,
-            fails,
-            ended,
-        )
+        self.table.setdefault((verb, fails[0]), Counter())[outcome] += 1
+        if outcome.startswith("BAD"):
+            self.bad.append(f"{verb} {fails}: {outcome}: {ended.output.strip()[-200:]}")
+            print(self.bad[-1], flush=True)
 
     def judge(self, verb: str, ended: harness.Ended, before: set[str], folder: Path) -> str:
         if ended.hung:
@@ -195,53 +190,31 @@ class Bench:
             return f"BAD: left {sorted(left)[0]}"
         if out.exists():
             same = content(out) == self.whole[verb]
-            return (
-                "done, OUT whole"
-                if same and ended.code == 0
-                else "BAD: OUT is other than it should be"
-            )
-        return "our error, no OUT" if ended.code in harness.OURS else f"BAD: exit {ended.code}"
-
-    def kill(self, verb: str, arguments: Sequence[str], rng: random.Random) -> None:
-        folder = self.fresh()
-        before = harness.tree(folder)
-        limit = rng.uniform(0.02, 1.0)
-        killed = harness.command(arguments, folder, self._scratch / "log", limit=limit)
-        out = folder / "out"
-        if out.exists() and content(out) != self.whole[verb]:
-            self.note(verb, "kill", "BAD: OUT is other than it should be", limit, killed)
-            return
-        again = [
-            *arguments,
-            *(["--resume"] if verb in ("calibrate", "refit") and not out.exists() else []),
-        ]
-        if out.exists():
-            self.note(verb, "kill", "done, OUT whole", limit, killed)
-            return
-        ended = harness.command(again, folder, self._scratch / "log")
-        left = {path for path in harness.tree(folder) - before if path.split(os.sep)[0] != "out"}
-        same = ended.code == 0 and content(out) == self.whole[verb] and not left
-        outcome = (
-            "no OUT; a second run gives the same bytes" if same else f"BAD: {sorted(left)[:1]}"
-        )
-        self.note(verb, "kill", outcome, limit, ended)
-
-    def note(self, verb: str, what: str, outcome: str, which: object, ended: harness.Ended) -> None:
-        self.table.setdefault((verb, what), Counter())[outcome] += 1
-        if outcome.startswith("BAD"):
-            self.bad.append(f"{verb} {which}: {outcome}: {ended.output.strip()[-200:]}")
+            return DONE if same and ended.code == 0 else "BAD: OUT is other than it should be"
+        return ERROR if ended.code in harness.OURS else f"BAD: exit {ended.code}"
 
     def print(self) -> None:
-        print("| verb | fault | outcome | times |\n|---|---|---|---|")
-        for (verb, what), outcomes in self.table.items():
-            for outcome, times in outcomes.items():
-                print(f"| {verb} | {what} | {outcome} | {times} |")
+        """A row for every call of every verb: its faults, by what became of them."""
+        print(f"| verb | call | places | faults | {ERROR} | {DONE} | otherwise |")
+        print("|---" * 7 + "|")
+        for verb in dict.fromkeys(verb for verb, _ in self.table):
+            total = Counter[str]()
+            for (of, call), outcomes in self.table.items():
+                if of == verb:
+                    total += outcomes
+                    print(f"| {verb} | {call} | {self.places[verb, call]} | {_cells(outcomes)} |")
+            places = sum(n for (of, _), n in self.places.items() if of == verb)
+            print(f"| **{verb}** | all | {places} | {_cells(total)} |")
         print("\n".join(self.bad[:40]))
+
+
+def _cells(outcomes: Counter[str]) -> str:
+    others = outcomes.total() - outcomes[ERROR] - outcomes[DONE]
+    return f"{outcomes.total()} | {outcomes[ERROR]} | {outcomes[DONE]} | {others}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--verb", choices=list(VERBS), action="append")
     parser.add_argument("--most", type=int, default=10**6, help="places of each call, evenly taken")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault after these")
@@ -256,7 +229,6 @@ def main() -> int:
         begun = time.monotonic()
         for verb in arguments.verb or VERBS:
             every_fault(bench, verb, arguments.most, begun + arguments.seconds)
-        random_kills(bench, arguments.kills, begun + 2 * arguments.seconds)
         bench.print()
         print(f"{time.monotonic() - begun:.0f} s")
     return int(bool(bench.bad))
@@ -267,21 +239,11 @@ def every_fault(bench: Bench, verb: str, most: int, end: float) -> None:
         errors = (0,) if call == "thread" else ERRORS
         errors += (SHORT,) if call in ("write", "pwrite") else ()
         for at in range(0, number, max(1, -(-number // most))):
+            if time.monotonic() >= end:
+                return
+            bench.places[verb, call] += 1
             for error in errors:
-                if time.monotonic() < end:
-                    bench.fault(verb, VERBS[verb], (call, at, error))
-
-
-def random_kills(bench: Bench, count: int, end: float) -> None:
-    rng = random.Random(1)
-    for number in range(count):
-        verb = list(KILLED)[number % len(KILLED)]
-        if verb not in bench.whole:
-            folder = bench.fresh()
-            harness.command(KILLED[verb], folder, folder.with_suffix(".log"))
-            bench.whole[verb] = content(folder / "out")
-        if time.monotonic() < end:
-            bench.kill(verb, KILLED[verb], rng)
+                bench.fault(verb, VERBS[verb], (call, at, error))
 
 
 if __name__ == "__main__":

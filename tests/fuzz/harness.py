@@ -123,6 +123,8 @@ def _become(work: Callable[[], None], folder: Path, log: Path) -> None:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(bool(end.code))
+        if isinstance(end.code, str):
+            print(end.code)
     except BaseException:
         import traceback
 
