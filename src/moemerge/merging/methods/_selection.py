@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,16 @@ def magnitude_cut(values: Tensor, k: int) -> Cut:
     above = int((magnitudes > cut).sum())
     ties = int((magnitudes == cut).sum())
     return Cut(cut.item(), k - above, ties - (k - above))
+
+
+def ordered_at(values: Tensor, places: Sequence[int]) -> list[float]:
+    """The elements that would stand at these places, if a flat tensor were sorted."""
+    if values.device.type != "cpu":
+        ordered = values.sort().values
+        return [float(ordered[place]) for place in places]
+    copied = values.numpy().copy()  # a tenth of a sort's time, and no indices in memory
+    copied.partition(sorted(set(places)))
+    return [float(copied[place]) for place in places]
 
 
 def _partition_cut(magnitudes: Floats, k: int) -> Cut:

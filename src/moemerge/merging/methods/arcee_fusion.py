@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method
+from moemerge.merging.methods._selection import ordered_at
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+_ELEMENTS = 2**20  # whose rows are compared at once
 _SPREAD = 1.5  # interquartile ranges above the median from which an element counts
 
 
@@ -31,25 +33,33 @@ def arcee_fusion(
     tensor = inputs[0].tensor
     if base.numel() == 0 or base.dim() == 0:
         return base.clone(memory_format=torch.contiguous_format)
-    # Divergences of nearby rows are differences of second order: float64 keeps their digits.
-    log_p, log_q = tensor.double().log_softmax(-1), base.double().log_softmax(-1)
-    divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1, keepdim=True)
-    importance = (tensor - base).abs() * divergence
+    importance = _importance(tensor, base)
     low, middle, high = _quartiles(importance.flatten())
     kept = importance >= middle + _SPREAD * (high - low)
     return torch.where(kept, tensor, base).contiguous()
 
 
+def _importance(tensor: Tensor, base: Tensor) -> Tensor:
+    """Of every element, in float64: divergences of nearby rows are differences of second order."""
+    rows, step = base.reshape(-1, base.shape[-1]), max(1, _ELEMENTS // max(1, base.shape[-1]))
+    others = tensor.reshape(rows.shape)
+    importance = torch.empty(rows.shape, dtype=torch.float64, device=base.device)
+    for start in range(0, len(rows), step):
+        p, q = others[start : start + step], rows[start : start + step]
+        log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+        divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1, keepdim=True)
+        torch.mul((p - q).abs(), divergence, out=importance[start : start + step])
+    return importance.view(base.shape)
+
+
 def _quartiles(values: Tensor) -> tuple[float, float, float]:
     """Quantiles by linear interpolation; the middle one is the lower median."""
-    ordered = values.sort().values
-    last = len(ordered) - 1
-
-    def quantile(share: float) -> float:
-        place = share * last
-        below = int(place)
-        above = min(below + 1, last)
-        step = place - below
-        return float(ordered[below]) * (1 - step) + float(ordered[above]) * step
-
-    return quantile(0.25), float(ordered[last // 2]), quantile(0.75)
+    last = len(values) - 1
+    places = [share * last for share in (0.25, 0.75)]
+    around = [[int(place), min(int(place) + 1, last)] for place in places]
+    *ends, middle = ordered_at(values, [*around[0], *around[1], last // 2])
+    low, high = (
+        below * (1 - place % 1) + above * (place % 1)
+        for place, below, above in zip(places, ends[::2], ends[1::2], strict=True)
+    )
+    return low, middle, high

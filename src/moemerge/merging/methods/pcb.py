@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import flat
-from moemerge.merging.methods._selection import kept_count
+from moemerge.merging.methods._selection import kept_count, ordered_at
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -44,17 +44,21 @@ def pcb(
     assert base is not None
     origin = flat(base)
     deltas = [_clipped(flat(i.tensor) - origin, options.clip) for i in inputs]
-    total = torch.stack(deltas).sum(0)
+    total = deltas[0].clone()
+    for delta in deltas[1:]:
+        total += delta
     weighted, weights = torch.zeros_like(origin), torch.zeros_like(origin)
     for delta in deltas:
         if not bool(delta.any()):
             continue  # a model that did not change this weight
-        score = (len(deltas) * _to_unit(delta.abs()).square()).exp() * (delta * total).tanh()
-        weight = _to_unit(score.clamp_min(_cut(score, options.density)))
-        weighted += weight * delta
+        # In place: each of these would be another tensor as large as the unit.
+        score = _to_unit_(delta.abs()).square_().mul_(len(deltas)).exp_()
+        score.mul_((delta * total).tanh_())
+        weight = _to_unit_(score.clamp_min_(_cut(score, options.density)))
+        weighted.addcmul_(weight, delta)
         weights += weight
-    merged = weighted / weights.clamp_min(_LEAST_DIVISOR)
-    return (origin + options.lambda_ * merged).view(base.shape)
+    merged = weighted.div_(weights.clamp_min_(_LEAST_DIVISOR))
+    return (origin + merged.mul_(options.lambda_)).view(base.shape)
 
 
 def _clipped(values: Tensor, share: float) -> Tensor:
@@ -62,20 +66,20 @@ def _clipped(values: Tensor, share: float) -> Tensor:
     count = int(share * values.numel())
     if count == 0:
         return values
-    ordered = values.sort().values
-    return values.clamp(float(ordered[count]), float(ordered[-1 - count]))
+    low, high = ordered_at(values, [count, values.numel() - 1 - count])
+    return values.clamp_(low, high)
 
 
-def _to_unit(values: Tensor) -> Tensor:
-    """Scaled to [0, 1]; all ones where nothing differs."""
+def _to_unit_(values: Tensor) -> Tensor:
+    """Scaled to [0, 1] in place; all ones where nothing differs."""
     low, high = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
     if not bool(high > low):
-        return torch.ones_like(values)
-    return (values - low) / (high - low)
+        return values.fill_(1.0)
+    return values.sub_(low).div_(high - low)
 
 
 def _cut(score: Tensor, density: float) -> float:
     """The score from which the leading `density` of the elements begin; exactly one of them, so
     that the last one's weight is nought and not rounding."""
     kept = max(1, kept_count(density, score.numel()))
-    return float(score.kthvalue(score.numel() - kept + 1).values)
+    return ordered_at(score, [score.numel() - kept])[0]
