@@ -114,7 +114,7 @@ def test_files_of_a_data_set(data_set: Path) -> None:
         data_set / "main" / "test-0.jsonl",
         data_set / "main" / "train-0.jsonl",
     ]
-    with pytest.raises(DataError, match=r"(?s)no .jsonl.*matches 'x\*'"):
+    with pytest.raises(DataError, match=r"(?s)no file of text .*matches 'x\*'"):
         locate_data("org/sums:x*")
     with pytest.raises(DataError, match="org/none is no file here"):
         locate_data("org/none")

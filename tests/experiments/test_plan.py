@@ -106,6 +106,42 @@ def test_text_of_one_file_is_made_in_one_way():
         plan_of(data=texts(limit=6))
 
 
+def test_seeds_share_what_does_not_depend_on_them():
+    tuned = {"tune": {"data": "org/rows", "seed": {"seed": None}}}  # YAML's `seed: {seed}`
+    changes = {"seeds": [0, 1], "sources": {"math": tuned, "code": "org/code-{seed}"}}
+    plan = plan_of(**changes)
+    assert len(plan.cells) == 2 * len(plan_of().cells)
+    assert next(iter(plan.cells)) == "base, seed 0"
+    nodes = plan.nodes(list(plan.cells.values()))
+    assert [node.values["settings"]["seed"] for node in nodes if node.kind == "tune"] == [0, 1]
+    given = [node.values["model"] for node in nodes if node.kind == "given"]
+    assert sorted(given) == ["org/base", "org/code-0", "org/code-1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"evaluate": {"tasks": ["gsm8k"], "seed": "{seed}"}}, "all seeds are asked the same"),
+        ({"seeds": [1, 1]}, "the same seed twice"),
+        ({"seeds": "1"}, "seeds"),
+        (
+            {
+                "sources": {"math": "org/math-{seed}", "code": "org/code"},
+                "data": {
+                    "math": {"file": "m.jsonl", "prompts": "org/p", "keep": "all"},
+                    "code": "org/text-code",
+                },
+            },
+            "put {seed} into its name",
+        ),
+    ],
+)
+def test_seeds_that_cannot_be_told_apart_are_refused(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        plan_of(**{"seeds": [0, 1], **changes})
+    assert words in str(caught.value)
+
+
 def test_what_a_study_takes(tmp_path):
     expected = costs(plan_of(), tmp_path)
     # 10 problems, 2 samples, two tasks of at most 1024 tokens.

@@ -12,7 +12,7 @@ import moemerge
 from moemerge.cli.app import app
 from moemerge.config.study_load import load_study
 from moemerge.experiments.plan import plan_study
-from moemerge.experiments.problems import overall, packed, paired, scores_of
+from moemerge.experiments.problems import overall, packed, paired, pooled, scores_of
 from moemerge.experiments.tables import TableForm
 from moemerge.testbed.training.sets import bundled_set
 
@@ -50,6 +50,11 @@ def config():
 def finished(config, tmp_path_factory):
     out = tmp_path_factory.mktemp("study") / "out"
     return out, moemerge.study(config, out, **SETTINGS)
+
+
+def undiagnosed(config):
+    """The same without `diagnose`, which is diagnosed with defaults where it is empty."""
+    return {key: value for key, value in config.items() if key != "diagnose"}
 
 
 def files(out):
@@ -111,8 +116,8 @@ def test_a_study_that_grows_measures_what_is_new(finished, config):
 
 def test_what_fails_is_told_and_the_rest_is_kept(config, tmp_path):
     repairs = {"too deep": {"calibrate": {"limit": 8, "layers": "90-95"}}}
-    changes = {"repairs": repairs, "diagnose": None, "tables": {"t": {"reference": []}}}
-    report = moemerge.study({**config, **changes}, tmp_path, **SETTINGS)
+    changes = {"repairs": repairs, "tables": {"t": {"reference": []}}}
+    report = moemerge.study({**undiagnosed(config), **changes}, tmp_path, **SETTINGS)
     assert [failure.what for failure in report.failures] == ["study: make TIES, too deep"]
     (summary,) = report.summaries
     assert summary.missing == ("TIES, too deep",)
@@ -121,7 +126,7 @@ def test_what_fails_is_told_and_the_rest_is_kept(config, tmp_path):
 
 def test_the_verb_shows_what_would_be_done(config, tmp_path):
     file = tmp_path / "study.yml"
-    file.write_text(json.dumps({k: v for k, v in config.items() if k != "diagnose"}))
+    file.write_text(json.dumps(undiagnosed(config)))
     out = tmp_path / "out"
     words = ["study", str(file), str(out), "--dry-run", "--set", "evaluate.limit=3"]
     result = CliRunner().invoke(app, [*words, "--json", str(tmp_path / "plan.json")])
@@ -159,3 +164,40 @@ def test_scores_over_problems_by_hand():
     pair = paired(form, first, second)
     assert pair.difference == pytest.approx((0.5 + 0.25) / 4 + 0.5 / 2)
     assert (pair.won, pair.lost) == (3, 0)
+    # Two seeds: a problem's score is its mean over them.
+    both = pooled(form, [first, second])
+    assert scores_of(both["domains"]["a"]["tasks"]["x"]) == [0.5, 0.0]
+    assert scores_of(both["domains"]["b"]["tasks"]["z"]) == [1.0, 0.5]
+    assert paired(form, first, both).difference == pytest.approx(pair.difference / 2)
+
+
+def test_a_study_is_repeated_over_seeds(config, tmp_path):
+    dare = {
+        "merge_method": "dare_ties",
+        "seed": "{seed}",
+        "parameters": {"weight": 1, "density": 0.5},
+    }
+    changes = {
+        "seeds": [3, 8],
+        "merges": {"DARE": dare},
+        "repairs": {"routers averaged": {"routers": "average"}},
+        "evaluate": {**config["evaluate"], "limit": 2},
+        "tables": {"t": {"reference": ["base"]}},
+    }
+    report = moemerge.study({**undiagnosed(config), **changes}, tmp_path, **SETTINGS)
+    assert not report.failures
+    assert report.measured == 6
+    (summary,) = report.summaries
+    base, merged, control = summary.rows
+    assert summary.seeds == (3, 8)
+    assert len(set(base.by_seed.values())) == 1  # the same model, asked once
+    for row in summary.rows:
+        assert row.overall.value == pytest.approx(sum(row.by_seed.values()) / 2)
+    against = control.against_first
+    assert against.paired.difference == pytest.approx(against.accuracy.difference.value)
+    assert against.paired.difference == pytest.approx(control.overall.value - merged.overall.value)
+    answers = sorted(p.name for p in (tmp_path / "answers").iterdir() if p.is_dir())
+    assert len(answers) == 5
+    page = (tmp_path / "results.md").read_text()
+    assert "Seeds 3, 8." in page
+    assert "| p, seeds |" in page

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+from moemerge.errors import ResourceError
 from moemerge.experiments.tasks import Task, Workers, run_tasks
 
 
@@ -47,3 +56,73 @@ def test_the_more_urgent_goes_first():
     tasks = [Task(name, operator.neg, (1,), rank=(n,)) for n, name in enumerate("cab")]
     tasks.append(Task("first of all", operator.neg, (1,), rank=(-1,)))
     assert [o.task.key for o in run_tasks(tasks, Workers(1))] == ["first of all", "c", "a", "b"]
+
+
+# Calls that worker processes can import.
+CALLS = '''
+import os, signal
+
+def die(mark):
+    """As the kernel ends one that takes too much memory; once, if there is a mark to leave."""
+    if mark is None or not mark.exists():
+        if mark is not None:
+            mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "done"
+
+class Unreadable(Exception):
+    """Can be sent, but not received."""
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+def refuse():
+    raise Unreadable(1, 2)
+
+class AcceleratorError(RuntimeError):
+    """Called as torch's is."""
+
+def lose_the_gpu(mark):
+    mark.write_text(str(os.getpid()))
+    raise ValueError("no") from AcceleratorError("CUDA error: unspecified launch failure")
+'''
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "deadly_calls.py").write_text(CALLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("deadly_calls")
+    del sys.modules["deadly_calls"]
+
+
+def test_a_worker_that_dies_takes_nothing_else_with_it(tmp_path: Path, calls: Any) -> None:
+    tasks = [
+        Task("deadly", calls.die, (None,)),
+        Task("killed once", calls.die, (tmp_path / "mark",)),
+        Task("after it", operator.add, (1, 2), ("killed once",)),
+        Task("after deadly", operator.add, (1, 2), ("deadly",)),
+        Task("unreadable", calls.refuse, ()),
+        *(Task(f"plain {n}", operator.neg, (n,)) for n in range(4)),
+    ]
+    outcomes = {o.task.key: o for o in run_tasks(tasks, Workers(2))}
+    assert len(outcomes) == len(tasks)
+    assert isinstance(outcomes["deadly"].error, ResourceError)
+    assert outcomes["after deadly"].error == "needed: deadly"
+    assert outcomes["killed once"].result == "done"
+    assert outcomes["after it"].result == 3
+    assert str(outcomes["unreadable"].error) == "Unreadable: 1 and 2"
+    assert [outcomes[f"plain {n}"].result for n in range(4)] == [0, -1, -2, -3]
+
+
+def test_a_worker_whose_gpu_has_failed_gets_no_more_to_do(tmp_path: Path, calls: Any) -> None:
+    mark = tmp_path / "pid"
+    tasks = [
+        Task("lost", calls.lose_the_gpu, (mark,), rank=(0,)),
+        *(Task(f"later {n}", os.getpid, (), rank=(1,)) for n in range(4)),
+    ]
+    outcomes = list(run_tasks(tasks, Workers(2)))
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    assert [str(error) for error in errors] == ["no"]
+    place = [outcome.task.key for outcome in outcomes].index("lost")
+    later = [outcome.result for outcome in outcomes[place + 1 :]]
+    assert int(mark.read_text()) not in later

@@ -25,7 +25,7 @@ from moemerge.text.reading import Rows
 from moemerge.text.tokens import load_tokenizer
 
 WORDS = ["one", "two", "three", "four", "five"]
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 
 
 def write(path: Path, count: int = 60) -> Path:

@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
 )
 
 from moemerge.errors import CheckpointError, DataError
+from moemerge.runtime.files import TEXT_SUFFIXES
 
 SMALL_FILES: Final = (
     "*.json",
@@ -38,9 +39,6 @@ NEVER_FETCHED: Final = [
     "training_args.bin",
     "optimizer.bin",
 ]
-
-
-DATA_FILES: Final = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 def fetch(repo: str, revision: str | None, similar: str) -> Path:
@@ -132,7 +130,7 @@ def fetch_data(repo: str, revision: str | None, pattern: str) -> list[Path]:
         ) from error
     names = (path for path in folder.rglob("*") if path.is_file())
     matching = [path for path in names if fnmatch(path.relative_to(folder).as_posix(), pattern)]
-    return sorted(path for path in matching if path.name.lower().endswith(DATA_FILES))
+    return sorted(path for path in matching if path.name.lower().endswith(TEXT_SUFFIXES))
 
 
 def cached(repo: str, revision: str | None, *, data: str | None = None) -> Path | None:

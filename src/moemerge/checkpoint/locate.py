@@ -9,6 +9,7 @@ from typing import Final
 
 from moemerge.errors import CheckpointError, DataError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.files import TEXT_SUFFIXES
 
 HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -69,7 +70,7 @@ TRAINING_FILES: Final = "*train*"
 
 def is_local(source: str) -> bool:
     """Whether text is a file of this machine, there or not, and no hub data set."""
-    suffixed = source.lower().endswith((".jsonl", ".jsonl.gz", ".parquet")) and ":" not in source
+    suffixed = source.lower().endswith(TEXT_SUFFIXES) and ":" not in source
     there = os.path.exists(os.path.expanduser(source))
     return there or suffixed or _DATA_SET.fullmatch(source) is None
 
@@ -85,7 +86,7 @@ def locate_data(source: str) -> list[Path]:
     files = fetch_data(match["repo"], match["revision"], match["files"] or TRAINING_FILES)
     if not files:
         raise DataError(
-            f"{source}: no .jsonl, .jsonl.gz or .parquet file matches "
+            f"{source}: no file of text ({', '.join(TEXT_SUFFIXES)}) matches "
             f"{match['files'] or TRAINING_FILES!r} there",
             hint="name them: org/name:PATTERN, such as openai/gsm8k:main/train*",
         )

@@ -190,6 +190,9 @@ class StudyConfig(Strict):
     sources: Annotated[dict[str, SourceField], NotEmpty] = Field(
         description="models to merge, by the names of their domains"
     )
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="repeat everything for each of these: {seed} in the file stands for it"
+    )
     data: NamedTexts | None = Field(
         None, description="text of each source, by name: files, or how to make one"
     )
@@ -208,6 +211,9 @@ class StudyConfig(Strict):
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
         _named(data.get("sources"))
+        seeds = data.get("seeds", ())
+        if isinstance(seeds, list) and len({str(seed) for seed in seeds}) < len(seeds):
+            raise FaultsError.one("the same seed twice: name each once", "seeds")
         return data
 
 

@@ -22,6 +22,7 @@ from moemerge.registry import did_you_mean
 EXTENDS: Final = "extends"
 MOST_LAYERS: Final = 20  # files that extend each other; more would be a circle
 OVERRIDES: Final = "overrides"
+SEED: Final = "{seed}"
 SOURCES: Final = "sources"  # as a row of reference: each source on its own domain
 
 
@@ -61,7 +62,11 @@ class LoadedStudy:
 
     config: StudyConfig
     where: str
-    document: Document
+    document: Document  # as it was written: `{seed}` stands for every seed
+
+    def at(self, seed: int) -> LoadedStudy:
+        """The same study with this seed in place of `{seed}`."""
+        return _checked(self.where, self.document, seed)
 
     def merge_reporter(self, name: str, data: Mapping[str, Any]) -> FaultReporter:
         """Of a merge with what the study fills in, as a config of its own."""
@@ -80,8 +85,15 @@ def load_study(
     where, document = _read(source)
     if overrides:
         document = _laid_over([(OVERRIDES, Document(data=dict(overrides)))], document)
+    seeds = document.data.get("seeds")
+    first = seeds[0] if isinstance(seeds, list) and seeds else None
+    return _checked(where, document, first)
+
+
+def _checked(where: str, document: Document, seed: Any) -> LoadedStudy:
     faults = list(document.faults)
-    work = WorkingCopy(document.data)
+    data = document.data if seed is None else seeded(document.data, seed)
+    work = WorkingCopy(data)
     config = validate(StudyConfig, work, faults.append)
     reporter = FaultReporter(where, document, lenient=False)
     if config is not None and not work.removed:
@@ -118,6 +130,19 @@ def overlaid(below: Any, above: Any) -> Any:
     added = {k: v for k, v in above.items() if k not in below and v is not None}
     ordered = {k: kept[k] if k in kept else merged[k] for k in below if k in kept or k in merged}
     return {**ordered, **added}
+
+
+def seeded(value: Any, seed: int) -> Any:
+    """With a seed in place of `{seed}` in values: a number where nothing stands beside it."""
+    if value == {"seed": None}:  # what YAML reads where there are no quotes around it
+        return seed
+    if isinstance(value, Mapping):
+        return {key: seeded(one, seed) for key, one in value.items()}
+    if isinstance(value, list):
+        return [seeded(one, seed) for one in value]
+    if not isinstance(value, str):
+        return value
+    return seed if value == SEED else value.replace(SEED, str(seed))
 
 
 def _read(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:

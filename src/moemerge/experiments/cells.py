@@ -112,6 +112,8 @@ def batch_tasks(batch: SetCells, number: int) -> Iterator[Task]:
         if node not in made:
             after = tuple(dict.fromkeys([first, *(make(parent) for parent in node.parents)]))
             words, rank = f"{name}: make {node.name}", (number, -bench.urgency(node))
+            if any(task.key == words for task in made.values()):  # as in another seed
+                words += f" ({len(made)})"
             made[node] = Task(words, bench.make, (node,), after, _remover(bench, node), rank)
         return made[node].key
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moemerge.api.listing import method_schemas, wrapper_schemas
-from moemerge.checkpoint import Checkpoint
-from moemerge.checkpoint.locate import hub_ids, is_local
+from moemerge.checkpoint.locate import is_local
 from moemerge.config.calibration import CalibrationBlock
 from moemerge.config.data import DataRecipe, files_of
 from moemerge.config.dump import plain_settings
@@ -28,12 +26,11 @@ from moemerge.config.study import (
     TunedSource,
 )
 from moemerge.config.study_load import SOURCES, LoadedStudy
-from moemerge.errors import MoeMergeError
 from moemerge.evaluation.catalogue import BenchmarkTask, find_task
+from moemerge.experiments.inputs import given_model, recipes, task_words, text_files
 from moemerge.experiments.tables import AS_MERGED, REFERENCE, Row, TableForm
-from moemerge.experiments.tree import Kind, StudyCell, StudyNode, digest_of
+from moemerge.experiments.tree import Kind, StudyCell, StudyNode, at_seed, digest_of
 from moemerge.registry import did_you_mean
-from moemerge.runtime.files import file_digest
 
 ALL = "table"  # the table of a study that names none
 # Settings that say where work is done, and how fast: no number depends on them.
@@ -54,7 +51,8 @@ class StudyPlan:
 
     loaded: LoadedStudy
     tasks: tuple[BenchmarkTask, ...]
-    tables: tuple[StudyTable, ...]
+    tables: tuple[StudyTable, ...]  # of the first seed
+    seeds: tuple[StudyPlan, ...] = ()  # the plan of each, where a study is repeated
 
     @property
     def config(self) -> StudyConfig:
@@ -62,8 +60,15 @@ class StudyPlan:
 
     @property
     def cells(self) -> dict[str, StudyCell]:
-        """By name, in the order of the tables."""
-        return {row.cell.name: row.cell for table in self.tables for row in table.rows}
+        """By name, in the order of seeds and tables."""
+        own = {row.cell.name: row.cell for table in self.tables for row in table.rows}
+        if not self.seeds:
+            return own
+        found: dict[str, StudyCell] = {}
+        for seed, plan in zip(self.config.seeds, self.seeds, strict=True):
+            for name, cell in plan.cells.items():
+                found[at_seed(name, seed)] = replace(cell, name=at_seed(name, seed))
+        return found
 
     def nodes(self, cells: Sequence[StudyCell]) -> list[StudyNode]:
         """All that these cells need, parents first."""
@@ -82,7 +87,27 @@ class StudyPlan:
 
 def plan_study(loaded: LoadedStudy) -> StudyPlan:
     """Lay a study out; all that is wrong with its merges and tasks is said now."""
-    return _Planner(loaded).plan()
+    plan = _Planner(loaded).plan()
+    if not loaded.config.seeds:
+        return plan
+    others = [_Planner(loaded.at(seed)).plan() for seed in loaded.config.seeds[1:]]
+    repeated = replace(plan, seeds=(plan, *others))
+    loaded.refuse(_seed_faults(repeated))
+    return repeated
+
+
+def _seed_faults(plan: StudyPlan) -> Iterator[Fault]:
+    """What all seeds must share, and what they must not."""
+    for other in plan.seeds:
+        if other.config.evaluate != plan.config.evaluate:
+            yield Fault(("evaluate",), "all seeds are asked the same: no {seed} here")
+            break
+    files: dict[str, StudyNode] = {}
+    for node in plan.nodes(list(plan.cells.values())):
+        if node.kind == "text" and files.setdefault(node.values["file"], node) != node:
+            words = "is made anew for every seed: put {seed} into its name"
+            yield Fault(("seeds",), f"the text {node.values['file']} {words}")
+            return
 
 
 class _Planner:
@@ -92,7 +117,7 @@ class _Planner:
         self.tasks = tuple(find_task(name) for name in dict.fromkeys(self.config.evaluate.tasks))
         self.domains = tuple(dict.fromkeys(task.settings.domain for task in self.tasks))
         self.models: dict[str, StudyNode] = {}
-        self.recipes = dict(_recipes(self.config))
+        self.recipes = dict(recipes(self.config))
         self.written: dict[str, StudyNode] = {}  # by the file that a recipe makes
         if self.config.base is not None:
             self.models[BASE] = self.base(self.config.base)
@@ -101,7 +126,7 @@ class _Planner:
         self.asked = digest_of(
             [
                 _settings(self.config.evaluate.settings),
-                [_task_words(task, self.config) for task in self.tasks],
+                [task_words(task, self.config) for task in self.tasks],
                 None if self.config.diagnose is None else _settings(self.config.diagnose),
             ]
         )
@@ -118,7 +143,7 @@ class _Planner:
 
     def base(self, ref: ModelRef) -> StudyNode:
         """As it is given, or with the chat template that its tunings learn."""
-        given = _given(BASE, ref)
+        given = given_model(BASE, ref)
         if self.config.chat_template is None:
             return given
         models = [_with_name({"model": BASE})]
@@ -128,8 +153,8 @@ class _Planner:
 
     def source(self, name: str, source: ModelRef | TunedSource) -> StudyNode:
         if isinstance(source, ModelRef):
-            return _given(name, source)
-        start = self.models[BASE] if source.model is None else _given(BASE, source.model)
+            return given_model(name, source)
+        start = self.models[BASE] if source.model is None else given_model(BASE, source.model)
         assert source.tune.data is not None  # which was checked
         rows = self.text(name, source.tune.data, start)
         return StudyNode.of("tune", name, _tuning(source.tune, None), (start, rows))
@@ -141,11 +166,11 @@ class _Planner:
         if not isinstance(text, DataRecipe) and len(text) == 1 and text[0] in self.recipes:
             name, text = self.recipes[text[0]]
         if not isinstance(text, DataRecipe):
-            return _files(name, text)
+            return text_files(name, text)
         by = self.models[name] if by is None else by
         spec = {"file": text.file, "recipe": plain_settings(text)}
         made_of = [file for file in (*text.prompts, *text.text) if is_local(file)]
-        parents = (by, *(_files(name, (file,)) for file in made_of))
+        parents = (by, *(text_files(name, (file,)) for file in made_of))
         node = StudyNode.of("text", f"text {text.file}", spec, parents)
         first = self.written.setdefault(text.file, node)
         if first.spec != node.spec or (first != node and not text.text):
@@ -248,7 +273,7 @@ class _Planner:
     ) -> dict[str, StudyNode]:
         """Those named, or the merged ones; the base where it has text."""
         if isinstance(block.sources, dict):
-            return {name: _given(name, ref) for name, ref in block.sources.items()}
+            return {name: given_model(name, ref) for name, ref in block.sources.items()}
         if isinstance(block.sources, tuple):
             return {name: self.models[name] for name in block.sources}
         merged = {name: self.models[name] for name in self.sources_of(merge)}
@@ -348,37 +373,6 @@ class _Planner:
             return entry.compare
         controls = [label for label in labels if self.config.repairs[label].routers == AVERAGE]
         return tuple((c, label) for c in controls for label in labels if label not in controls)
-
-
-def _given(name: str, ref: ModelRef) -> StudyNode:
-    """A model that is there: known by its content where it is a folder, by its id on the hub."""
-    spec = {"model": str(ref), "content": None}
-    if not hub_ids(str(ref)):
-        try:
-            with Checkpoint.open(ref) as checkpoint:
-                spec["content"] = checkpoint.fingerprint()
-        except MoeMergeError:
-            pass  # told with all that is missing
-    return StudyNode.of("given", name, spec)
-
-
-def _files(name: str, files: Sequence[str]) -> StudyNode:
-    """Files by their content; those of the hub by their names."""
-    content = [file_digest(Path(file)) if is_local(file) else None for file in files]
-    return StudyNode.of("files", f"text of {name}", {"files": list(files), "content": content})
-
-
-def _recipes(config: StudyConfig) -> Iterator[tuple[str, tuple[str, DataRecipe]]]:
-    """Files that the study makes, which other keys may name as they are."""
-    for data in (config.data or {}, *config.texts.values()):
-        for name, text in data.items():
-            if isinstance(text, DataRecipe):
-                yield text.file, (name, text)
-
-
-def _task_words(task: BenchmarkTask, config: StudyConfig) -> list[Any]:
-    data = config.evaluate.data.get(task.name) or ([task.data] if task.data else [])
-    return [task.name, plain_settings(task.settings), _files(task.name, data).values["content"]]
 
 
 def _tuning(block: TuneBlock, share: float | None) -> dict[str, Any]:

@@ -94,7 +94,10 @@ def _colours(summary: Summary) -> dict[str, str]:
     """The variants that are drawn: those that are known, or in a study all of them."""
     if summary.form.paired_by == "seeds":
         return COLOURS
-    found = dict.fromkeys(row.label for row in summary.rows if row.group != REFERENCE)
+    groups = [rows for name, rows in summary.groups.items() if name != REFERENCE]
+    # In the order of the fullest group: a plain average, say, has no control of its own.
+    groups.sort(key=len, reverse=True)
+    found = dict.fromkeys(row.label for rows in groups for row in rows)
     free = itertools.cycle(c for c in OTHERS if c not in {COLOURS.get(label) for label in found})
     return {label: COLOURS.get(label) or next(free) for label in found}
 

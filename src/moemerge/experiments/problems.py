@@ -57,6 +57,20 @@ def overall(form: TableForm, entry: Entry) -> Mean:
     return Mean(value, math.sqrt(math.fsum(squares)) if None not in errors else None, 1)
 
 
+def pooled(form: TableForm, entries: Sequence[Entry]) -> Entry:
+    """One entry of several seeds': the score of a problem is its mean over them."""
+    if len(entries) == 1:
+        return entries[0]
+    domains: dict[str, Any] = {}
+    for domain in (d for d in form.domains if all(d in e["domains"] for e in entries)):
+        tasks: dict[str, Any] = {}
+        for name in form.tasks[domain]:
+            rows = [scores_of(entry["domains"][domain]["tasks"][name]) for entry in entries]
+            tasks[name] = {"scores": np.mean(rows, axis=0).tolist()}
+        domains[domain] = {"tasks": tasks}
+    return {"domains": domains}
+
+
 def paired(form: TableForm, first: Entry, second: Entry) -> PairedDifference | None:
     """Second minus first over the domains that both were asked; None where there is none."""
     shared = [d for d in form.domains if d in first["domains"] and d in second["domains"]]

@@ -72,6 +72,7 @@ def _task_table(summary: Summary) -> TextTable:
         headings += tasks.values()
         headings += [f"{domain} average"] if len(tasks) > 1 else []
     headings += ["overall", "Δ", "95 %", "p", "won : lost"]
+    headings += ["seeds", "p, seeds"] if len(summary.seeds) > 1 else []
     headings += ["mismatch", "KL"] if routing else []
     rows = [_task_cells(summary, row)[: len(headings)] for row in summary.rows]
     return TextTable(tuple(headings), tuple(rows))
@@ -85,7 +86,11 @@ def _task_cells(summary: Summary, row: RowSummary) -> tuple[str, ...]:
         if len(tasks) > 1:
             cells.append("" if own is None else percent(row.accuracy[domain].value))
     cells.append(with_error(row.overall))
-    cells += _difference_cells(None if row.against_first is None else row.against_first.paired)
+    against = row.against_first
+    cells += _difference_cells(None if against is None else against.paired)
+    if len(summary.seeds) > 1:
+        cells.append(str(len(row.by_seed)))
+        cells.append("" if against is None else p_value(against.accuracy.p))
     cells.append("" if row.mismatch is None else percent(row.mismatch.value))
     cells.append("" if row.kl is None else f"{row.kl.value:.4f}")
     return tuple(cells)
@@ -94,28 +99,35 @@ def _task_cells(summary: Summary, row: RowSummary) -> tuple[str, ...]:
 def _difference_cells(pair: PairedDifference | None) -> list[str]:
     if pair is None:
         return [""] * 4
-    low, high = (f"{100 * end:+.1f}" for end in pair.interval)
+    low, high = map(_points, pair.interval)
     p = pair.p if pair.mcnemar is None else pair.mcnemar.p
     return [
-        f"{100 * pair.difference:+.1f}",
+        _points(pair.difference),
         f"{low} to {high}",
         p_value(p),
         f"{pair.won} : {pair.lost}",
     ]
 
 
+def _points(share: float) -> str:
+    """A difference in points; nothing is not less than nothing."""
+    return f"{round(100 * share, 1) + 0.0:+.1f}"
+
+
 def _compared_by_problems(summary: Summary) -> TextTable:
-    headings = ("merge", "compared", "overall Δ", "95 %", "p", "won : lost", "mismatch Δ")
-    rows = tuple(
-        (
-            c.group,
-            f"{c.second} − {c.first}",
-            *_difference_cells(c.paired),
-            "" if c.mismatch is None else difference(c.mismatch),
-        )
-        for c in summary.comparisons
-    )
-    return TextTable(headings, rows)
+    headings = ["merge", "compared", "overall Δ", "95 %", "p", "won : lost"]
+    repeated = len(summary.seeds) > 1
+    headings += ["seeds won", "p, seeds"] if repeated else []
+    rows = []
+    for c in summary.comparisons:
+        cells = [c.group, f"{c.second} − {c.first}", *_difference_cells(c.paired)]
+        cells += _seed_cells(c) if repeated else []
+        rows.append((*cells, "" if c.mismatch is None else difference(c.mismatch)))
+    return TextTable((*headings, "mismatch Δ"), tuple(rows))
+
+
+def _seed_cells(c: Comparison) -> list[str]:
+    return [f"{c.accuracy.wins}/{c.accuracy.difference.count}", p_value(c.accuracy.p)]
 
 
 def comparison_table(summary: Summary) -> TextTable | None:
@@ -142,8 +154,7 @@ def _compared(c: Comparison) -> tuple[str, ...]:
         c.group,
         f"{c.second} − {c.first}",
         difference(c.accuracy),
-        f"{c.accuracy.wins}/{c.accuracy.difference.count}",
-        p_value(c.accuracy.p),
+        *_seed_cells(c),
         "" if c.problems is None else f"{c.problems.gained} : {c.problems.lost}",
         "" if c.problems is None else p_value(c.problems.p),
         "" if c.mismatch is None else difference(c.mismatch),
@@ -250,10 +261,19 @@ BY_PROBLEMS = (
     "mismatch: percent of each source's expert choices that the model does not make on the same "
     "tokens. KL: between the routing distributions, source to model."
 )
+BY_SEEDS = (
+    " Everything is repeated over seeds: a problem's score is its mean over them, and what stands "
+    "behind ± is over seeds. p, seeds: paired t-test over seeds of the overall scores."
+)
 
 
 def write_report(
-    folder: Path, summaries: Sequence[Summary], *, figures: bool, title: str = "Results"
+    folder: Path,
+    summaries: Sequence[Summary],
+    *,
+    figures: bool,
+    title: str = "Results",
+    about: str = "",
 ) -> list[Path]:
     """Write everything; the files, the page first."""
     written: list[Path] = []
@@ -270,8 +290,9 @@ def write_report(
             written.append(_write(folder / f"{summary.name}.tex", table.latex()))
             written.append(_write(folder / f"{summary.name}.csv", table.csv()))
     pages = "\n\n".join(markdown(s, drawn.get(s.name)) for s in summaries)
-    page = _page(title, summaries, drawn)
-    written.insert(0, _write(folder / ALL_TABLES, f"# {title}\n\n{legend(summaries)}\n\n{pages}"))
+    page = _page((title, about), summaries, drawn)
+    words = "\n\n".join(part for part in (f"# {title}", about, legend(summaries), pages) if part)
+    written.insert(0, _write(folder / ALL_TABLES, words))
     written.insert(0, _write(folder / PAGE, page))
     return written
 
@@ -297,21 +318,24 @@ def heading(summary: Summary) -> str:
 
 
 def legend(summaries: Sequence[Summary]) -> str:
-    by_problems = any(s.form.paired_by == "problems" for s in summaries)
-    return BY_PROBLEMS if by_problems else LEGEND
+    if not any(s.form.paired_by == "problems" for s in summaries):
+        return LEGEND
+    return BY_PROBLEMS + (BY_SEEDS if any(len(s.seeds) > 1 for s in summaries) else "")
 
 
 def settings(summary: Summary) -> str:
-    if summary.form.paired_by == "problems":
-        return ""
     seeds = ", ".join(map(str, summary.seeds))
+    if summary.form.paired_by == "problems":
+        return f"Seeds {seeds}." if len(summary.seeds) > 1 else ""
     return (
         f"{', '.join(summary.form.shared.values())}; "
         f"seeds {seeds or 'none'}; {summary.problems} test problems a domain."
     )
 
 
-def _page(name: str, summaries: Sequence[Summary], drawn: dict[str, Path]) -> str:
+def _page(words: tuple[str, str], summaries: Sequence[Summary], drawn: dict[str, Path]) -> str:
+    """One page, below its title and what it is about."""
+    name, about = words
     return render_in_frame(
         __package__,
         "tables",
@@ -320,6 +344,7 @@ def _page(name: str, summaries: Sequence[Summary], drawn: dict[str, Path]) -> st
         version=__version__,
         filters={},
         heading=name,
+        about=about,
         legend=legend(summaries),
         parts=[_part(summary, drawn.get(summary.name)) for summary in summaries],
     )

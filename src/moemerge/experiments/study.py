@@ -21,8 +21,9 @@ from moemerge.experiments.plots import require_matplotlib
 from moemerge.experiments.report import write_report
 from moemerge.experiments.study_bench import StudyBench
 from moemerge.experiments.summary import Summary, summarise
+from moemerge.experiments.tables import Measurement, Repeat
 from moemerge.experiments.tasks import Workers
-from moemerge.experiments.tree import StudyCell, StudySet
+from moemerge.experiments.tree import StudyCell, StudySet, at_seed
 from moemerge.runtime.devices import available_memory, cpu_count, gpu_ids, resolve_device
 from moemerge.runtime.progress import Progress, Silent
 
@@ -97,9 +98,11 @@ def run_study(
         failures = run_cells([SetCells(SET, bench, left)], journal, workers, progress)
         if not bench.keep_models and not failures:
             shutil.rmtree(bench.folder, ignore_errors=True)
-    known = Known(journal, plan.cells.values())
-    summaries = tuple(summarise(t.form, t.rows, [SET], known) for t in plan.tables)
-    written = write_report(out, summaries, figures=settings.figures, title=plan.config.title)
+    known = Known(journal, plan)
+    sets = [StudySet(seed=seed) for seed in plan.config.seeds] or [SET]
+    summaries = tuple(summarise(t.form, t.rows, sets, known) for t in plan.tables)
+    words = {"title": plan.config.title, "about": plan.config.about}
+    written = write_report(out, summaries, figures=settings.figures, **words)
     measured = len(left) - len(left_to_measure(plan, journal))
     return StudyReport(
         summaries, tuple(failures), tuple(written), measured, len(plan.cells) - len(left)
@@ -117,14 +120,17 @@ def expect(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyEstimate
 class Known(CellJournal):
     """The cells of a journal that are made of what the study says now."""
 
-    def __init__(self, journal: CellJournal, cells: Any) -> None:
+    def __init__(self, journal: CellJournal, plan: StudyPlan) -> None:
         super().__init__(journal.path.parent, {})
-        current = {cell.name: cell.made_of for cell in cells}
-        self._found = {
-            key: entry
-            for key, entry in self._found.items()
-            if entry["made_of"] == current.get(entry["cell"])
-        }
+        self._cells = plan.cells
+        self._repeated = bool(plan.seeds)
+
+    def get(self, key: Repeat, cell: Measurement) -> dict[str, Any] | None:
+        """Of a repeated study, what was measured with the set's seed."""
+        name = at_seed(cell.name, key.seed) if self._repeated else cell.name
+        current = self._cells[name]
+        entry = super().get(SET, current)
+        return entry if entry is not None and entry["made_of"] == current.made_of else None
 
 
 def left_to_measure(plan: StudyPlan, journal: CellJournal) -> list[StudyCell]:
@@ -157,8 +163,12 @@ def _words(plan: StudyPlan) -> Sequence[str]:
 
 
 def workers_for(settings: StudySettings, cells: int, largest: int) -> Workers:
-    """One for each GPU; on a CPU one for each core, as long as their models fit into memory."""
+    """One for each GPU, or for the GPU that is named; on a CPU one for each core, as long as their
+    models fit into memory."""
     gpus = gpu_ids() if settings.device in ("auto", "cuda") else ()
+    if not gpus and resolve_device(settings.device).type != "cpu":
+        count = min(settings.jobs or 1, cells)
+        return Workers(count, threads=max(1, cpu_count() // count))
     if gpus:
         count = min(settings.jobs or len(gpus), cells)
         return Workers(count, threads=max(1, cpu_count() // count), gpus=gpus)

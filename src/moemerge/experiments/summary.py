@@ -159,19 +159,24 @@ def _row(
 
 
 def _mean_accuracy(form: TableForm, entries: Entries) -> Mean:
-    """Over seeds; in a table that is paired by problems, of its only set over problems."""
-    if form.paired_by == "problems":
+    """Over seeds; where there is one, in a table that is paired by problems, over those."""
+    if form.paired_by == "problems" and len(entries) == 1:
         (entry,) = entries.values()
         return over_problems.overall(form, entry)
     return mean([_overall(entry, "accuracy") for entry in entries.values()])
 
 
 def _tasks(form: TableForm, entries: Entries) -> dict[str, dict[str, float]]:
-    (entry, *_) = entries.values()
+    """Means over seeds."""
+    asked = [entry["domains"] for entry in entries.values()]
+
+    def score(domain: str, task: str) -> float:
+        return mean([own[domain]["tasks"][task]["accuracy"] for own in asked]).value
+
     return {
-        domain: {task: entry["domains"][domain]["tasks"][task]["accuracy"] for task in tasks}
+        domain: {task: score(domain, task) for task in tasks}
         for domain, tasks in form.tasks.items()
-        if domain in entry["domains"]
+        if domain in asked[0]
     }
 
 
@@ -186,6 +191,7 @@ def compare(
         return None
     pairs = [(first[1][key], second[1][key]) for key in keys]
     by_problems = form.paired_by == "problems"
+    sides = list(zip(*pairs, strict=True)) if by_problems else []
     return Comparison(
         group=second[0].group,
         first=first[0].label,
@@ -193,7 +199,9 @@ def compare(
         accuracy=_paired(pairs, "accuracy"),
         problems=None if by_problems else _mcnemar(pairs, first[0].cell.domains),
         mismatch=_paired(pairs, "mismatch") if _has(pairs, "mismatch") else None,
-        paired=over_problems.paired(form, *pairs[0]) if by_problems else None,
+        paired=over_problems.paired(form, *(over_problems.pooled(form, side) for side in sides))
+        if by_problems
+        else None,
     )
 
 

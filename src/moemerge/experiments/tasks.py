@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -13,11 +14,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from moemerge.errors import ResourceError
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -55,58 +55,158 @@ class Workers:
 def run_tasks(tasks: Sequence[Task], workers: Workers) -> Iterator[Outcome]:
     """Run all tasks, some at once, and tell how each ended, as it ends.
 
-    A task whose predecessor failed is not run. A single worker is this very process.
+    A task whose predecessor failed is not run. A single worker is this very process. Where a worker
+    dies, what was at work is done again, one by one; what a worker dies of twice alone has failed.
     """
-    state, jobs = _State(tasks), workers.count
-    if jobs == 1:
+    state = _State(tasks)
+    if workers.count == 1:
         while state.ready:
-            yield from state.finish(_run_here(state.take_ready(1)[0]))
+            task = state.take_ready(1)[0]
+            yield from state.finish(_outcome(task, _attempt(task.call, task.args)))
         return
-    context = multiprocessing.get_context("spawn")
-    number = context.Value("i", 0)
-    start = (number, workers)
-    with ProcessPoolExecutor(jobs, context, initializer=_start_worker, initargs=start) as pool:
-        running: dict[Future[Any], Task] = {}
-        try:
-            while state.ready or running:
+    suspects: list[Task] = []  # that were at work when a worker died
+    deadly: set[str] = set()  # those that were at work alone
+    with _Crew(workers) as crew:
+        while state.ready or suspects or crew.running:
+            if suspects and not crew.running:
+                crew.start(suspects.pop(0))
+            elif not suspects and not crew.stale:
                 # No more than can run: what becomes ready meanwhile may be more urgent.
-                for task in state.take_ready(jobs - len(running)):
-                    running[pool.submit(_timed, task.call, task.args)] = task
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield from state.finish(_outcome(running.pop(future), future))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+                for task in state.take_ready(workers.count - len(crew.running)):
+                    crew.start(task)
+            ended, lost = crew.wait()
+            for outcome in ended:
+                yield from state.finish(outcome)
+            alone = {task.key for task in lost if len(lost) == 1}
+            if alone & deadly:
+                yield from state.finish(Outcome(lost[0], error=_died()))
+            else:
+                suspects += lost
+            deadly |= alone
+
+
+def _died() -> ResourceError:
+    return ResourceError(
+        "a worker process died of this, most likely for want of memory", hint="use fewer `jobs`"
+    )
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """How a call went, as a worker sends it."""
+
+    result: Any = None
+    error: BaseException | None = None
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    lame: bool = False  # the process can use its GPU no more
+
+
+def _attempt(call: Callable[..., Any], args: tuple[Any, ...]) -> _Attempt:
+    begin, cpu = time.perf_counter(), time.process_time()
+    try:
+        result = call(*args)
+    except Exception as error:
+        return _Attempt(error=_sendable(error), lame=_is_lame(error))
+    return _Attempt(result, None, time.perf_counter() - begin, time.process_time() - cpu)
+
+
+_lame: list[bool] = []  # of this process, if it is a worker
+
+
+def _work(call: Callable[..., Any], args: tuple[Any, ...]) -> _Attempt:
+    """An attempt in a worker. A lame one takes no more: what waits for it is done again."""
+    if _lame:
+        os._exit(1)
+    attempt = _attempt(call, args)
+    if attempt.lame:
+        _lame.append(True)
+    return attempt
+
+
+def _outcome(task: Task, attempt: _Attempt) -> Outcome:
+    return Outcome(task, attempt.result, attempt.error, attempt.seconds, attempt.cpu_seconds)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error itself, if another process can read it: some can be sent and not received."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _is_lame(error: BaseException | None) -> bool:
+    """After such an error every later use of the GPU fails, in this process."""
+    while error is not None:
+        if type(error).__name__ == "AcceleratorError":  # torch's, which is not imported here
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class _Crew:
+    """Worker processes; all of them new once one has died or can do no more."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._pool: ProcessPoolExecutor | None = None
+        self.running: dict[Future[_Attempt], Task] = {}
+        self.stale = False  # no more tasks until these workers are replaced
+
+    def start(self, task: Task) -> None:
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(
+                self._workers.count,
+                context,
+                initializer=_start_worker,
+                initargs=(context.Value("i", 0), self._workers),
+            )
+        try:
+            self.running[self._pool.submit(_work, task.call, task.args)] = task
+        except BrokenProcessPool as error:  # a worker died while nobody looked
+            future: Future[_Attempt] = Future()
+            future.set_exception(error)
+            self.running[future] = task
+
+    def wait(self) -> tuple[list[Outcome], list[Task]]:
+        """What has ended, at least one; and tasks that are lost with their worker, or another."""
+        done, _ = wait(self.running, return_when=FIRST_COMPLETED)
+        if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
+            done, _ = wait(self.running)  # which have all ended with it
+            self.stale = True
+        ended: list[Outcome] = []
+        lost: list[Task] = []
+        for future in done:
+            task, error = self.running.pop(future), future.exception()
+            if isinstance(error, BrokenProcessPool):
+                lost.append(task)
+            elif error is not None:
+                ended.append(Outcome(task, error=error))
+            else:
+                ended.append(_outcome(task, future.result()))
+                self.stale |= future.result().lame
+        if self.stale and not self.running:
+            self._end()
+        return ended, lost
+
+    def _end(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool, self.stale = None, False
+
+    def __enter__(self) -> _Crew:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():
                 worker.terminate()
-            raise
-
-
-def _timed(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float, float]:
-    begin, cpu = time.perf_counter(), time.process_time()
-    result = call(*args)
-    return result, time.perf_counter() - begin, time.process_time() - cpu
-
-
-def _outcome(task: Task, future: Future[Any]) -> Outcome:
-    error = future.exception()
-    if isinstance(error, BrokenProcessPool):
-        raise ResourceError(
-            "a worker process died, most likely for want of memory", hint="use fewer `jobs`"
-        ) from error
-    if error is not None:
-        return Outcome(task, error=error)
-    result, seconds, cpu_seconds = future.result()
-    return Outcome(task, result, seconds=seconds, cpu_seconds=cpu_seconds)
-
-
-def _run_here(task: Task) -> Outcome:
-    future: Future[Any] = Future()
-    try:
-        future.set_result(_timed(task.call, task.args))
-    except Exception as error:  # as a worker process would hand it over
-        future.set_exception(error)
-    return _outcome(task, future)
+        else:
+            self._end()
 
 
 class _State:
@@ -165,7 +265,8 @@ def _start_worker(number: Any, workers: Workers) -> None:
     if workers.gpus:
         # CUDA looks at it when it is first used, which nothing has done yet.
         os.environ[VISIBLE_GPUS] = workers.gpus[mine % len(workers.gpus)]
-    torch.set_num_threads(workers.threads)
+    for name in THREADS:  # torch looks at it when it is imported, with the first task that needs it
+        os.environ[name] = str(workers.threads)
 
 
 def _end_with_parent() -> None:

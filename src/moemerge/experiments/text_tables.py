@@ -26,6 +26,9 @@ _LATEX: Final = str.maketrans(
         "λ": r"$\lambda$",
     }
 )
+_NEGATIVE: Final = re.compile(r"(?<![\w.])-(?=\d)")
+# How two numbers stand in a cell, and what each is called where they stand alone.
+_PAIRS: Final = {" ± ": ("", ", ±"), " to ": (", from", ", to"), " : ": ("", ", lost")}
 
 _FORMULA: Final = re.compile(r"[=@\t\r]|[+-](?![\d.])")
 
@@ -40,13 +43,17 @@ class TextTable:
 
     def markdown(self) -> str:
         bars = ["---" if n < self.left else "---:" for n in range(len(self.headings))]
-        lines = [self.headings, tuple(bars), *self.rows]
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in (self.headings, *self.rows)]
+        lines = [rows[0], bars, *rows[1:]]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def csv(self) -> str:
-        """Comma-separated, with quotes where they are needed."""
+        """Comma-separated, for programs: one number a cell, with quotes where they are needed."""
+        columns: list[list[str]] = []
+        for number, column in enumerate(zip(self.headings, *self.rows, strict=True)):
+            columns += [list(column)] if number < self.left else _numbers(*column)
         text = io.StringIO()
-        lines = [[_plain(cell) for cell in line] for line in (self.headings, *self.rows)]
+        lines = [[_plain(cell) for cell in line] for line in zip(*columns, strict=True)]
         csv.writer(text, lineterminator="\n").writerows(lines)
         return text.getvalue()
 
@@ -69,4 +76,16 @@ def _plain(cell: str) -> str:
 
 
 def _line(cells: tuple[str, ...]) -> str:
-    return f"{' & '.join(cell.translate(_LATEX) for cell in cells)} \\\\"
+    # A minus is longer than the hyphen that stands for it here.
+    minus = (_NEGATIVE.sub("−", cell) for cell in cells)
+    return f"{' & '.join(cell.translate(_LATEX) for cell in minus)} \\\\"
+
+
+def _numbers(heading: str, *cells: str) -> list[list[str]]:
+    """A column as one or two of single numbers: a value and its error, two ends, two counts."""
+    for mark, names in _PAIRS.items():
+        if any(mark in cell for cell in cells):
+            first, second = heading.split(mark) if mark in heading else (heading + n for n in names)
+            pairs = [cell.partition(mark) for cell in cells]
+            return [[first, *(p[0] for p in pairs)], [second, *(p[2] for p in pairs)]]
+    return [[heading, *(cell.removeprefix("< ") for cell in cells)]]

@@ -96,10 +96,15 @@ class StudyCell:
 
 @dataclass(frozen=True)
 class StudySet:
-    """The only set of a study: what it measures is not repeated over seeds."""
+    """One of the seeds over which a study is repeated, or the whole of one that is not."""
 
     name: str = "study"
     seed: int = 0
 
     def to_json(self) -> Mapping[str, Any]:
         return {"study": 0}
+
+
+def at_seed(name: str, seed: int) -> str:
+    """What a cell is called in one of several seeds."""
+    return f"{name}, seed {seed}"

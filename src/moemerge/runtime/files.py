@@ -21,6 +21,8 @@ from moemerge.runtime.process import is_alive
 
 # The largest tokenizer.json known have some 40 MB.
 MOST_BYTES: Final = 2**30
+# What files of text end with: JSON lines, packed or not, and tables.
+TEXT_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 MOST_LEVELS: Final = 100  # of lists and objects inside each other
 
 Raises = Callable[..., MoeMergeError]  # the error's class: `raises(message, hint=...)`

@@ -17,9 +17,9 @@ from typing import Any
 
 from moemerge.errors import DataError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.files import TEXT_SUFFIXES
 from moemerge.runtime.words import counted
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 FORMS = (
     'a row is {"text": ...}, {"messages": [...]}, {"conversations": [...]}, '
     '{"prompt": ..., "response" or "completion": ...?} or '
@@ -83,12 +83,12 @@ class Conversation:
 
 def check_file(path: Path, where: str = "") -> None:
     """It exists and is of a kind that can be read; errors begin with `where`."""
-    hint = f"use {', '.join(SUFFIXES)}, or /dev/stdin"
+    hint = f"use {', '.join(TEXT_SUFFIXES)}, or /dev/stdin"
     if path.is_dir():
         raise DataError(f"{where}{path} is a folder, expected a file of text", hint=hint)
     if is_pipe(path):
         return
-    if not path.name.lower().endswith(SUFFIXES):
+    if not path.name.lower().endswith(TEXT_SUFFIXES):
         raise DataError(f"{where}{path} is of an unknown kind {path.suffix!r}", hint=hint)
     if not path.is_file():
         raise DataError(f"{where}no such file {path}")
