@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -20,7 +20,7 @@ from moemerge.config.study import StudyConfig
 from moemerge.config.study_load import load_study
 from moemerge.config.tasks import load_task
 from moemerge.config.tuning import TuningSettings
-from moemerge.config.weighing import CoefficientSettings
+from moemerge.config.weighing import CoefficientMethod, CoefficientSettings
 from moemerge.text import rows, templates
 from moemerge.verification.code_checks import TIMES_THE_REFERENCE
 from moemerge.verification.judgement import Grade
@@ -87,6 +87,11 @@ def test_commands_and_flags_of_a_page_exist(page: Path) -> None:
         allowed = KNOWN if verb is None else FLAGS[verb] | COMMON
         wrong += [f"{flag} in {line!r}" for flag in named - allowed]
     assert wrong == []
+
+
+def test_every_verb_takes_a_plugin() -> None:
+    assert "`--plugin`, which every verb takes" in words_of("methods")
+    assert [verb for verb, flags in FLAGS.items() if "--plugin" not in flags] == []
 
 
 def verb_of(line: str) -> tuple[str, ...] | None:
@@ -187,6 +192,7 @@ def test_every_room_is_in_the_table() -> None:
 def test_every_method_is_measured_or_said_not_to_be() -> None:
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     ours = {row["method"] for row in list_methods()} | {row["wrapper"] for row in list_wrappers()}
+    ours |= set(get_args(CoefficientMethod))
     missing = {name for name in ours if f"`{name}`" not in page} - MERGEKIT
     assert missing == set()
 
