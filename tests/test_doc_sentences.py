@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from moemerge.api import list_methods, list_wrappers
 from moemerge.cli.app import app
+from moemerge.collecting.maths import CHUNK
 from moemerge.config.data import DataSettings
 from moemerge.config.evaluation import EvaluationSettings
 from moemerge.config.settings import CollectingSettings
@@ -21,7 +22,14 @@ from moemerge.config.study_load import load_study
 from moemerge.config.tasks import load_task
 from moemerge.config.tuning import TuningSettings
 from moemerge.config.weighing import CoefficientMethod, CoefficientSettings
+from moemerge.evaluation.report import ALPHA
+from moemerge.merging.methods._spectra import _RANK_TOLERANCE
+from moemerge.merging.methods.regmean import LEAST_PIVOT
+from moemerge.refitting.experts import SAMPLED
+from moemerge.runtime.ranks import MEETING_LIMIT
+from moemerge.statistics.file import BLOCK
 from moemerge.text import rows, templates
+from moemerge.text.domains import AUTO_HOLDOUT, AUTO_HOLDOUT_ROWS
 from moemerge.verification.code_checks import TIMES_THE_REFERENCE
 from moemerge.verification.judgement import Grade
 from moemerge.verification.sandbox.limits import GIB, Limits
@@ -123,6 +131,11 @@ def parameters() -> dict[str, Any]:
     }
 
 
+def short(number: float) -> str:
+    """1e-5, and not 1e-05."""
+    return f"{number:.0e}".replace("e-0", "e-")
+
+
 def sentences() -> list[tuple[str, str]]:
     """Phrases of pages, with the defaults that are in force."""
     tune, asked, p = TuningSettings.model_fields, EvaluationSettings.model_fields, parameters()
@@ -140,8 +153,8 @@ def sentences() -> list[tuple[str, str]]:
         ("data", f"`--ngram` words in a row ({default(DataSettings, 'ngram')})"),
         ("methods", f"`factor` ({p['regmean.factor']})"),
         ("methods", f"`min_tokens` ({p['regmean.min_tokens']})"),
-        ("methods", f"`floor` ({p['fisher.floor']:.0e}".replace("e-0", "e-") + ")"),
-        ("methods", f"learning rate {p['wudi.lr']:.0e}".replace("e-0", "e-")),
+        ("methods", f"`floor` ({short(p['fisher.floor'])})"),
+        ("methods", f"learning rate {short(p['wudi.lr'])}"),
         ("methods", f"{p['wudi.steps']} steps"),
         ("methods", f"for `time` ({p['wudi.time']:g})"),
         ("methods", f"the `keep` ({p['wudi.keep']}) leading directions"),
@@ -153,6 +166,13 @@ def sentences() -> list[tuple[str, str]]:
         ("data", f"({Limits().cpu_seconds:g} s, or four times what the row's own"),
         ("data", f"memory ({Limits().memory // GIB} GiB)"),
         ("reliability", f"{rows.MOST_BYTES >> 20} MiB of a domain that is used whole"),
+        ("statistics", f"in float32 over {CHUNK} tokens"),
+        ("statistics", f"({BLOCK} rows each)"),
+        ("methods", f"Directions below {short(_RANK_TOLERANCE)} of the strongest"),
+        ("methods", f"the least of {short(LEAST_PIVOT)}, "),
+        ("evaluate", f"Below {ALPHA} a difference is called significant"),
+        ("README", f"Where there are {AUTO_HOLDOUT_ROWS} rows or more, a tenth is held out"),
+        ("calibration", f"A tenth of the rows of a domain with {AUTO_HOLDOUT_ROWS} or more"),
         ("reliability", f"{templates.MOST_SECONDS:g} seconds and"),
     ]
 
@@ -164,6 +184,11 @@ def test_defaults_are_those_that_pages_state(page: str, phrase: str) -> None:
 
 def test_words_for_numbers_are_right() -> None:
     assert TIMES_THE_REFERENCE == 4
+    assert AUTO_HOLDOUT == 0.1
+    assert MEETING_LIMIT.total_seconds() == 5 * 60
+    assert "by themselves after five minutes" in words_of("ranks")
+    assert SAMPLED == 8
+    assert "chosen on eight of them" in words_of("refit")
 
 
 def test_a_tuning_by_default_is_the_pages() -> None:
@@ -227,7 +252,7 @@ def test_kinds_of_statistics_judgements_and_columns_are_named() -> None:
 
 
 def test_the_study_and_the_task_of_the_pages_are_read(tmp_path: Path) -> None:
-    for page, key, read in (("study", "merges:", load_study), ("evaluate", "verify:", load_task)):
+    for page, key, read in (("study", "title:", load_study), ("evaluate", "verify:", load_task)):
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         (block,) = [b for b in re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) if key in b]
         path = tmp_path / f"{page}.yml"
