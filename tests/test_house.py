@@ -231,3 +231,18 @@ def test_extras_that_are_advised_exist() -> None:
     assert {name for one in advised for name in one.split(",")} <= set(
         project["optional-dependencies"]
     )
+
+
+def test_files_that_are_no_code_are_installed() -> None:
+    """What no pattern names is there in a clone alone, and pages made elsewhere would be empty."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    source = ROOT / "src" / "moemerge"
+    patterns = setuptools["package-data"]["moemerge"]
+    installed = {path for pattern in patterns for path in source.glob(pattern)}
+    installed |= {
+        path for folder in list(installed) if folder.is_dir() for path in folder.rglob("*")
+    }
+    data = {
+        path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {within(p) for p in data - installed if p.suffix != ".py"} == set()

@@ -28,8 +28,10 @@ def render_in_frame(
     """
 
     def text(of: str, file: str) -> str:
-        path = files(of).joinpath(file)
-        return path.read_text("utf-8") if path.is_file() else ""
+        return files(of).joinpath(file).read_text("utf-8")
+
+    def own(kind: str) -> str:
+        return text(package, name + kind) if files(package).joinpath(name + kind).is_file() else ""
 
     # Autoescape on, whatever the template's name: every label comes from somebody's file.
     environment = Environment(
@@ -45,7 +47,7 @@ def render_in_frame(
         top=top,
         version=version,
         # Our own files; nothing that is shown is in them.
-        style=Markup(text(__package__, "frame.css") + text(package, f"{name}.css")),
-        script=Markup(text(__package__, "frame.js") + text(package, f"{name}.js")),
+        style=Markup(text(__package__, "frame.css") + own(".css")),
+        script=Markup(text(__package__, "frame.js") + own(".js")),
         **values,
     )
