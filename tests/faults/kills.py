@@ -56,10 +56,10 @@ class Killer:
         killed = self._run(verb.arguments, folder, limit)
         outcome = self._judge(name, verb, folder, before)
         self.table.setdefault(name, Counter())[outcome] += 1
+        print(f"{name}, killed after {limit:.2f} s: {outcome}", flush=True)
         if outcome.startswith("BAD"):
-            said = killed.output.strip()[-300:]
-            self.bad.append(f"{name}, killed after {limit:.2f} s: {outcome}\n    {said}")
-            print(self.bad[-1], flush=True)
+            self.bad.append(f"{name}, killed after {limit:.2f} s: {outcome}")
+            print(f"    {killed.output.strip()[-300:]}", flush=True)
 
     def _judge(self, name: str, verb: verbs.Verb, folder: Path, before: set[str]) -> str:
         out, whole = folder / verb.out, self._whole[name]

@@ -216,6 +216,7 @@ def _cells(outcomes: Counter[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verb", choices=list(VERBS), action="append")
+    parser.add_argument("--call", choices=[*CALLS, "thread"], action="append")
     parser.add_argument("--most", type=int, default=10**6, help="places of each call, evenly taken")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault after these")
     parser.add_argument("--corpus", type=Path)
@@ -228,14 +229,17 @@ def main() -> int:
         bench = Bench(where, Path(scratch))
         begun = time.monotonic()
         for verb in arguments.verb or VERBS:
-            every_fault(bench, verb, arguments.most, begun + arguments.seconds)
+            calls = arguments.call or [*CALLS, "thread"]
+            every_fault(bench, verb, calls, arguments.most, begun + arguments.seconds)
         bench.print()
         print(f"{time.monotonic() - begun:.0f} s")
     return int(bool(bench.bad))
 
 
-def every_fault(bench: Bench, verb: str, most: int, end: float) -> None:
+def every_fault(bench: Bench, verb: str, calls: Sequence[str], most: int, end: float) -> None:
     for call, number in bench.count(verb, VERBS[verb]).items():
+        if call not in calls:
+            continue
         errors = (0,) if call == "thread" else ERRORS
         errors += (SHORT,) if call in ("write", "pwrite") else ()
         for at in range(0, number, max(1, -(-number // most))):

@@ -53,6 +53,7 @@ def test_what_transformers_saved_passes(family: str, tmp_path: Path) -> None:
         ({"pad_token_id": -math.inf}, "transformers cannot read it: .*pad_token_id.*-inf"),
         ({"hidden_act": "x"}, "hidden_act is 'x', as transformers reads it, but 'silu' in other"),
         ({"num_key_value_heads": 1}, "num_key_value_heads is 1, .* but 2 in other"),
+        ({"vocab_size": ...}, "vocab_size is 50304, .*; model.embed_tokens.weight has 128"),
         ({"num_hidden_layers": ...}, "counts 16 layers, the tensors make 3"),
     ],
 )

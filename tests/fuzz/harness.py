@@ -89,7 +89,9 @@ def in_child(work: Callable[[], None], folder: Path, log: Path, limit: float = T
     finally:
         os.close(handle)
     if over:
-        os.killpg(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it is not yet the head of a group
+            os.killpg(child, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
     _, status, used = os.wait4(child, 0)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)  # what it may have started

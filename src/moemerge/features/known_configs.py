@@ -132,9 +132,14 @@ class ConfigCheck:
         from moemerge.architectures.architecture import Architecture
 
         try:
-            Architecture.of(filled, self._tensors)
+            architecture = Architecture.of(filled, self._tensors)
         except ArchitectureError as error:
             raise self._error(f"as transformers reads it: {error.message}") from error
+        name = architecture.embedding_names().input
+        words = architecture.text_config.get("vocab_size")
+        if name is not None and words is not None and words != self._tensors[name].shape[0]:
+            rows = self._tensors[name].shape[0]
+            raise self._error(f"vocab_size is {words}, as transformers reads it; {name} has {rows}")
 
     def _compare(self, own: Mapping[str, Any], label: str, other: Mapping[str, Any]) -> None:
         if own.get("model_type") != other.get("model_type"):
