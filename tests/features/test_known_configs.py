@@ -53,6 +53,7 @@ def test_what_transformers_saved_passes(family: str, tmp_path: Path) -> None:
         ({"pad_token_id": -math.inf}, "transformers cannot read it: .*pad_token_id.*-inf"),
         ({"hidden_act": "x"}, "hidden_act is 'x', as transformers reads it, but 'silu' in other"),
         ({"num_key_value_heads": 1}, "num_key_value_heads is 1, .* but 2 in other"),
+        ({"rope_parameters": {"rope_type": "x", "rope_theta": 1.0}}, "rope_type 'x' is none"),
         ({"vocab_size": ...}, "vocab_size is 50304, .*; model.embed_tokens.weight has 128"),
         ({"num_hidden_layers": ...}, "counts 16 layers, the tensors make 3"),
     ],
@@ -87,6 +88,14 @@ def test_a_merge_of_such_a_config_is_refused_and_nothing_is_written(
         require_loadable(open_model("m", wrong))
     with pytest.raises(ArchitectureError, match="transformers cannot read it"):
         moemerge.swap_routers(wrong, sound, tmp_path / "out")
+
+
+def test_a_config_without_its_type_gets_the_one_of_its_class(sound: Path, tmp_path: Path) -> None:
+    """Otherwise only who knows the class could load the result."""
+    nameless = changed(sound, tmp_path / "nameless", model_type=...)
+    config = {"merge_method": "passthrough", "models": [{"model": str(nameless)}]}
+    moemerge.merge(config, tmp_path / "out")
+    assert zoo.read_config(tmp_path / "out")["model_type"] == "olmoe"
 
 
 def test_another_process_is_asked_where_transformers_is_not_imported(

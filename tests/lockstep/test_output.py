@@ -30,7 +30,7 @@ def entries(model: Path) -> list[Entry]:
 
 
 def opened(model: Path, out: Path) -> PatchedOutput:
-    return PatchedOutput(Checkpoint.open(model), out, inputs=[], in_background=True)
+    return PatchedOutput(Checkpoint.open(model), out, in_background=True)
 
 
 def add_and_raise(output: Output, some: list[Entry], error: BaseException) -> None:

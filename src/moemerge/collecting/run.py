@@ -55,6 +55,7 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
         collect = _inputs if request.settings.kind in FORMS else collect_gradients
         notices, unvisited = collect(job, writer, progress)
         if writer is not None:
+            job.model.checkpoint.require_unchanged()
             writer.commit(sequences=predicting(job), notices=notices)
 
     def report() -> CollectReport:

@@ -78,6 +78,8 @@ def diagnose(job: DiagnosisJob, progress: Progress) -> Diagnosis:
         progress=progress,
     ) as lockstep:
         walk(lockstep, job.routers.pairs, comparison, Output())
+    for model in (*job.subjects, *job.sources.values()):
+        model.checkpoint.require_unchanged()
     return _diagnosis(job, sides, comparison, job.text.seconds + time.perf_counter() - start)
 
 

@@ -52,15 +52,21 @@ def read_config(config: Mapping[str, Any]) -> ReadConfig:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         return ReadConfig()
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     try:
         cls = CONFIG_MAPPING[kind]
         # Reading a file undoes how transformers writes infinity; reading a dictionary does not.
         plain = getattr(cls, "_decode_special_floats", dict)(dict(config))
         filled = cls.from_dict(plain).to_dict()
-        return ReadConfig(filled=json.loads(json.dumps(filled, default=str)))  # keys are texts
+        filled = json.loads(json.dumps(filled, default=str))  # keys are texts
     except Exception as error:  # classes promise little about what they raise
         words = " ".join(str(error).split())[:300]
         return ReadConfig(refused=f"{type(error).__name__}: {words}")
+    for rope in _values(filled, "rope_type"):
+        if rope not in (None, "default", *ROPE_INIT_FUNCTIONS):
+            return ReadConfig(refused=f"rope_type {rope!r} is none that it has")
+    return ReadConfig(filled=filled)
 
 
 class ConfigCheck:
@@ -162,6 +168,15 @@ def require_loadable(model: OpenModel) -> None:
     where = str(checkpoint.path / "config.json")
     with ConfigCheck(checkpoint.config, checkpoint.tensors, {}, where) as check:
         check.result()
+
+
+def _values(config: Mapping[str, Any], key: str) -> Iterator[Any]:
+    """What stands under this name, at whatever depth."""
+    for name, value in config.items():
+        if name == key:
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _values(value, key)
 
 
 def _structure(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -114,7 +114,7 @@ class PatchedOutput(Output):
         source: Checkpoint,
         out: Path,
         *,
-        inputs: Sequence[Path],
+        others: Sequence[Checkpoint] = (),
         overwrite: bool = False,
         link: bool = False,
         in_background: bool = False,
@@ -122,7 +122,8 @@ class PatchedOutput(Output):
     ) -> None:
         """Refuses an output that must not be written, or for which there is no room.
 
-        `inputs` are folders that OUT must not touch. `link` takes hard links for unchanged shards.
+        `others` are further models that the result depends on: OUT must not touch them, and they
+        must not change. `link` takes hard links for unchanged shards.
         """
         super().__init__()
         self._out = out
@@ -132,6 +133,8 @@ class PatchedOutput(Output):
         if in_background:
             self._later = thread_pool(1, "moemerge-journal")
         self._adding: Future[None] | None = None
+        self._others = others
+        inputs = [folder for other in others for folder in other.folders]
         self._patch = CheckpointPatch(
             source, out, overwrite=overwrite, link=link, inputs=inputs, quantised=quantised
         )
@@ -197,6 +200,8 @@ class PatchedOutput(Output):
             self.write()
         for name, data in files.items():
             self._patch.add_bytes(name, data)
+        for other in self._others:
+            other.require_unchanged()
         self._patch.commit()
         self._journal.remove()
 

@@ -104,7 +104,7 @@ def open_output(
     return PatchedOutput(
         merged.checkpoint,
         request.out,
-        inputs=[folder for model in sources.values() for folder in model.checkpoint.folders],
+        others=[model.checkpoint for model in sources.values()],
         overwrite=request.overwrite,
         link=request.temporary,
         in_background=resolve_device(request.settings.device).type != "cpu",

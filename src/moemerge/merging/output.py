@@ -117,6 +117,8 @@ def result_config(
         for name in key.periods:
             _require_period(name, origins)
         config = _updated(config, key.section, values)
+    if not key.section and not isinstance(config.get("model_type"), str):
+        config["model_type"] = donor.architecture.model_type  # told by the class that it names
     return _with_dtype(config, str(main_dtype(output.tensors)))
 
 

@@ -1,0 +1,95 @@
+"""Models that vanish or change while a job reads them: an error of ours, and no output."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import moemerge
+from calibration import cases
+from moemerge.errors import CheckpointError
+from moemerge.runtime.progress import Silent
+
+
+def unlink(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def rename(model: Path) -> None:
+    model.rename(model.with_name("elsewhere"))
+
+
+def touch(model: Path) -> None:
+    os.utime(model / "model.safetensors")
+
+
+HOW = (unlink, rename, touch)
+
+
+class Meanwhile(Silent):
+    """Does something once, when the work has begun."""
+
+    def __init__(self, what: Callable[[], None]) -> None:
+        self._what: Callable[[], None] | None = what
+
+    def advance(self, amount: int) -> None:
+        what, self._what = self._what, None
+        if what is not None:
+            what()
+
+
+@pytest.fixture
+def case(zoo_folder: Callable[..., Path], tmp_path: Path) -> cases.Case:
+    return cases.make_case(zoo_folder("olmoe", num_hidden_layers=2), tmp_path, rows=6)
+
+
+def jobs(case: cases.Case, out: Path) -> dict[str, Callable[[Silent], object]]:
+    models = [{"model": str(path), "name": name} for name, path in case.sources.items()]
+    config = {"merge_method": "linear", "models": models, "parameters": {"weight": 0.5}}
+    text = {"sources": case.sources, "data": case.data}
+    return {
+        "merge": lambda bar: moemerge.merge(config, out, progress=bar),
+        "calibrate": lambda bar: moemerge.calibrate(case.merged, out, progress=bar, **text),
+        "refit": lambda bar: moemerge.refit(case.merged, out, progress=bar, **text),
+        "diagnose": lambda bar: moemerge.diagnose(case.merged, progress=bar, **text),
+        "stats": lambda bar: moemerge.collect_statistics(
+            case.sources["math"], out, data=case.data["math"], progress=bar
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("job", "how"),
+    [
+        *(("merge", how) for how in HOW),
+        *(("calibrate", how) for how in HOW),
+        ("refit", rename),
+        ("diagnose", touch),
+        ("stats", unlink),
+    ],
+)
+def test_no_output_is_made_of_a_source_that_vanishes(
+    job: str, how: Callable[[Path], None], case: cases.Case, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copy(case.merged / "tokenizer.json", case.sources["math"])
+    shutil.copy(case.merged / "tokenizer_config.json", case.sources["math"])
+    before = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(CheckpointError, match="was changed or replaced while it was read"):
+        jobs(case, out)[job](Meanwhile(lambda: how(case.sources["math"])))
+    left = {path.name for path in tmp_path.iterdir()} - before - {"elsewhere"}
+    assert left <= {".out.journal"}  # of what is sound: resumed, its key tells other weights apart
+
+
+@pytest.mark.parametrize("how", [unlink, rename])
+def test_a_merge_that_vanishes_is_not_calibrated(
+    how: Callable[[Path], None], case: cases.Case, tmp_path: Path
+) -> None:
+    job = jobs(case, tmp_path / "out")["calibrate"]
+    with pytest.raises(CheckpointError, match=r"was changed or replaced|cannot be read|is missing"):
+        job(Meanwhile(lambda: how(case.merged)))
+    assert not (tmp_path / "out").exists()
