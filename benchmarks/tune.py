@@ -81,8 +81,9 @@ def main() -> None:
                 f"{time.monotonic() - begun:.0f} s",
                 flush=True,
             )
-    specialist = trained.models[options.domain]
-    if options.steps is not None:
+    if options.steps is None:
+        specialist = trained.models[options.domain]
+    else:
         specialist = work / "testbed"
         if not specialist.exists():
             finetune(trained.base, specialist, asked, steps=steps, lr=rate, batch=preset.batch)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from moemerge.config.data import DataRecipe
 from moemerge.config.study_load import load_study
+from moemerge.data.job import DataRequest, select_prompts
 from moemerge.errors import CheckpointError, ConfigError, ResourceError
 from moemerge.experiments.estimate import estimate
 from moemerge.experiments.plan import plan_study
@@ -175,3 +177,19 @@ def test_the_papers_studies_can_be_planned(file, tmp_path, monkeypatch):
     if "small" in file.parts:
         assert not expected.missing
     assert expected.peak_bytes is not None
+
+
+@pytest.mark.parametrize(
+    "file", [p for p in PAPER if p.parent.name == "small"], ids=lambda p: p.stem
+)
+def test_small_studies_ask_their_prompts_as_they_are(file, tmp_path, monkeypatch):
+    """What the paper's files say of other columns and templates does not reach them."""
+    monkeypatch.chdir(ROOT)
+    plan = plan_study(load_study(file))
+    for node in plan.nodes(list(plan.cells.values())):
+        if node.kind == "text":
+            recipe = DataRecipe.model_validate(node.values["recipe"])
+            request = DataRequest("m", tmp_path / "o.jsonl", recipe.settings, recipe.prompts)
+            chosen = select_prompts(request).prompts
+            assert all(row.asked == row.fields["prompt"] for row in chosen)
+            assert all(row.reference for row in chosen)

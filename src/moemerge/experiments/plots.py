@@ -143,6 +143,8 @@ def _lines(summary: Summary, axes: Any) -> None:
             )  # fmt: skip
             colour = OTHERS[(number + len(summary.groups)) % len(OTHERS)]
         axes.axhline(100 * rows[0].overall.value, color=OTHERS[number], linestyle="--", lw=0.8)
+    places = [row.x for row in summary.rows if row.x is not None]
+    axes.locator_params(axis="x", integer=all(float(x).is_integer() for x in places))
     axes.set_xlabel(summary.form.axis)
     axes.set_ylabel("accuracy, %")
     axes.legend(frameon=False, fontsize=7)
@@ -165,6 +167,7 @@ def _layers(summary: Summary, axes: Any) -> None:
         values = [sum(layer) / len(layer) for layer in layers]
         axes.plot(range(len(values)), values, marker="o", markersize=3, label=row.label,
                   color=COLOURS.get(row.label))  # fmt: skip
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("layer")
     axes.set_ylabel("KL to the specialist's routing")
     axes.set_ylim(bottom=0)
