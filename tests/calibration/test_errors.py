@@ -170,6 +170,19 @@ def test_nan_is_named_as_it_is_stored(name: str, case: cases.Case, tmp_path: Pat
     refused(broken, tmp_path, NumericalError, said)
 
 
+def test_a_merge_that_transformers_would_build_deeper_is_refused(
+    case: cases.Case, tmp_path: Path
+) -> None:
+    """Without a number of layers it takes its own, whose weights nobody has."""
+    folder = tmp_path / "deeper"
+    shutil.copytree(case.merged, folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(config))
+    broken = cases.Case(folder, case.sources, case.data)
+    refused(broken, tmp_path, ArchitectureError, "counts 16 layers, the tensors make")
+
+
 @pytest.mark.parametrize("which", ["merged", "math"])
 def test_nan_in_a_router_names_it(which: str, case: cases.Case, tmp_path: Path) -> None:
     name = "model.layers.2.mlp.gate.weight"

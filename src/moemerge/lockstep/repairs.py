@@ -23,6 +23,7 @@ from moemerge.config.settings import as_flags
 from moemerge.config.translate import parse_settings
 from moemerge.config.yaml_lines import read_yaml
 from moemerge.errors import MoeMergeError
+from moemerge.features.known_configs import require_loadable
 from moemerge.lockstep.inputs import JobText, check_names, settings_data, source_weights
 from moemerge.lockstep.models import MERGED, require_same_family
 from moemerge.lockstep.output import FollowingOutput, Output, PatchedOutput
@@ -87,6 +88,7 @@ def open_models(
     sources = {name: open_model(name, ref) for name, ref in request.sources.items()}
     for source in sources.values():
         require_same_family(merged, source)
+    require_loadable(merged)  # layers behind the last router are never built here
     return merged, sources
 
 
