@@ -40,7 +40,7 @@ slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m slow
 
 # Hostile files of every kind, thousands of them; `make test` runs a share.
-# FUZZ=--held-out takes mutations by which nothing was mended.
+# FUZZ=--held-out takes other mutations, for measuring.
 COUNT ?= 8000
 SEED ?= 1
 FUZZ ?=
