@@ -84,6 +84,8 @@ def test_a_merge_of_such_a_config_is_refused_and_nothing_is_written(
     with pytest.raises(ArchitectureError, match=r"wrong/config.json: transformers cannot read it"):
         moemerge.merge(config, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["wrong"]
+    moemerge.merge(config, tmp_path / "kept", lenient=True)
+    assert zoo.read_config(tmp_path / "kept")["pad_token_id"] == -math.inf
     with pytest.raises(ArchitectureError, match="transformers cannot read it"):
         require_loadable(open_model("m", wrong))
     with pytest.raises(ArchitectureError, match="transformers cannot read it"):

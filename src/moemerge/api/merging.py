@@ -30,8 +30,8 @@ from moemerge.config.settings import (
     with_keywords,
 )
 from moemerge.config.translate import parse_settings
-from moemerge.errors import UsageError
-from moemerge.features.known_configs import ConfigCheck
+from moemerge.errors import ArchitectureError, UsageError
+from moemerge.features.known_configs import HINT, ConfigCheck
 from moemerge.lockstep.models import check_sources
 from moemerge.merging.report import MergeReport
 from moemerge.runtime import ranks
@@ -105,17 +105,22 @@ def _merge(
         ranks.join(resolve_device(settings.device))
     wanted = loaded.statistics
     if wanted is None or wanted.complete:
-        return _run_checked(job, out, progress, temporary=temporary)
+        return _run_checked(job, out, settings, progress, temporary=temporary)
     from moemerge.collecting.run import computed_statistics
 
     models, device = loaded.merge.models, settings.device
     with computed_statistics(wanted, models, out, device, progress) as files:
         job = job.with_statistics(files)
-        return _run_checked(job, out, progress, temporary=temporary)
+        return _run_checked(job, out, settings, progress, temporary=temporary)
 
 
 def _run_checked(
-    job: merging.MergeJob, out: Path, progress: Progress, *, temporary: bool
+    job: merging.MergeJob,
+    out: Path,
+    settings: MergeSettings,
+    progress: Progress,
+    *,
+    temporary: bool,
 ) -> MergeReport:
     """Run a merge while another process tries its config.json with transformers."""
     if not ranks.leads():
@@ -125,8 +130,18 @@ def _run_checked(
         {info.name: info for info in job.plan.tensors},
         {model.label: model.checkpoint.config for model in job.models.values()},
         str(job.donor.checkpoint.path / "config.json"),
+        hint=f"{HINT}; `lenient=True` merges it all the same",
     ) as check:
-        return merging.run_merge(job, out, progress, temporary=temporary, check=check.result)
+
+        def told() -> None:
+            try:
+                check.result()
+            except ArchitectureError as error:
+                if not settings.lenient:
+                    raise
+                progress.note(f"warning: {error.message}")
+
+        return merging.run_merge(job, out, progress, temporary=temporary, check=told)
 
 
 @with_keywords(MergeKeywords, MergeSettings)

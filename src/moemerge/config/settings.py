@@ -111,7 +111,8 @@ class PlanSettings(Strict):
         None, description="seed of the methods that draw at random (default: the config's, or 0)"
     )
     lenient: Flag = Field(
-        False, description="warn about keys that mergekit would ignore, do not refuse"
+        False,
+        description="warn of keys that mergekit ignores and of a config transformers cannot load",
     )
     requantize: Requantize = REQUANTIZE
     push_to_hub: Name | None = PUSH_TO_HUB

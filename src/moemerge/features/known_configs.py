@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from moemerge.errors import ArchitectureError, in_one_line
@@ -78,9 +77,11 @@ class ConfigCheck:
         tensors: Mapping[str, Header],
         inputs: Mapping[str, Mapping[str, Any]],
         where: str,
+        hint: str = HINT,
     ) -> None:
-        """`written` goes beside `tensors`; `inputs` are the models' own configs by label, and
-        `where` is the file that `written` was made of."""
+        """`written` goes beside `tensors`; `inputs` are the models' own configs by label, `where`
+        is the file that `written` was made of, and `hint` what to do if it is refused."""
+        self._hint = hint
         self._written, self._tensors, self._where = dict(written), tensors, where
         self._inputs = inputs
         self._process: subprocess.Popen[bytes] | None = None
@@ -97,12 +98,7 @@ class ConfigCheck:
             self._give_up(error)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -159,7 +155,7 @@ class ConfigCheck:
                 )
 
     def _error(self, what: str) -> ArchitectureError:
-        return ArchitectureError(f"{self._where}: {what}", hint=HINT)
+        return ArchitectureError(f"{self._where}: {what}", hint=self._hint)
 
 
 def require_loadable(model: OpenModel) -> None:
