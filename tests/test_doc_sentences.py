@@ -165,7 +165,10 @@ def sentences() -> list[tuple[str, str]]:
         ("coefficients", f"from {default(CoefficientSettings, 'start')}, kept within 0 and 1"),
         ("data", f"({Limits().cpu_seconds:g} s, or four times what the row's own"),
         ("data", f"memory ({Limits().memory // GIB} GiB)"),
-        ("reliability", f"{rows.MOST_BYTES >> 20} MiB of a domain that is used whole"),
+        (
+            "reliability",
+            f"used whole {rows.MOST_BYTES >> 20} MiB; of a larger file, 64 MiB at a time are held",
+        ),
         ("statistics", f"in float32 over {CHUNK} tokens"),
         ("statistics", f"({BLOCK} rows each)"),
         ("methods", f"Directions below {short(_RANK_TOLERANCE)} of the strongest"),
