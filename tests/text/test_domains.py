@@ -210,6 +210,20 @@ def test_options_are_checked(bad: dict[str, Any]) -> None:
         TextSettings(**bad)
 
 
+@pytest.mark.parametrize(
+    ("name", "key"), [("tokenizer_config.json", "bos_token"), ("tokenizer.json", "added_tokens")]
+)
+def test_keys_that_would_reach_the_terminal_are_refused(
+    tmp_path: Path, name: str, key: str
+) -> None:
+    folder = zoo.tiny_tokenizer(tmp_path)
+    path = folder / name
+    token = {"__type": "AddedToken", "content": "<s>", "\x1b]0;x\x07": True}
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: [token]}))
+    with pytest.raises(TokenizerError, match=rf"{name}: the key '\\x1b"):
+        load_tokenizer(folder)
+
+
 def test_folder_without_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="no usable tokenizer"):
         load_tokenizer(tmp_path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Final
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, TokenizerError, library_errors
+from moemerge.runtime.files import read_utf8
 from moemerge.text.rows import TextRow, Turn, UnreadKeys, parse_row
 from moemerge.text.templates import has_template, render
 
@@ -44,8 +47,35 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise TokenizerError(
             f"{folder}: no usable tokenizer (none of {', '.join(VOCABULARIES)})", hint=hint
         )
+    _check_keys(Path(folder), hint)
     with library_errors(TokenizerError, f"{folder}: no usable tokenizer", hint=hint):
         return AutoTokenizer.from_pretrained(str(folder))  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
+
+
+def _check_keys(folder: Path, hint: str) -> None:
+    """The tokenizers library prints keys of tokens that it does not know as they are, escape
+    sequences for the terminal and all."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"):
+        path = folder / name
+        if not path.exists():
+            continue
+        text = read_utf8(path, hint, TokenizerError)
+        # Of a large file, the tokens that are listed one by one: a vocabulary's keys may be odd.
+        begin = re.search(r'"added_tokens"\s*:\s*' if name == "tokenizer.json" else "", text)
+        if begin is None:
+            continue
+        try:
+            values = [json.JSONDecoder().raw_decode(text, begin.end())[0]]
+        except (ValueError, RecursionError):  # which the library will tell of
+            continue
+        while values:
+            value = values.pop()
+            if isinstance(value, dict):
+                odd = [key for key in value if not key.isprintable()]
+                if odd:
+                    raise TokenizerError(f"{path}: the key {odd[0]!r:.80} is no text", hint=hint)
+                value = list(value.values())
+            values += value if isinstance(value, list) else ()
 
 
 def tokenize(
