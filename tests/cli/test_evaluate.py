@@ -54,7 +54,7 @@ def test_scores_pairs_and_what_is_to_do(models, task, tmp_path):
         (["--task", "gsm8k", "--data", "gsm8k=nowhere.jsonl"], 3, "no such file nowhere.jsonl"),
         (["--task", "TASK", "--protocol", "papers"], 2, "--protocol"),
         (["--task", "TASK", "--engine", "server", "--url", "http://x/v1"], 2, "a server runs one"),
-        (["--task", "TASK", "--rescore"], 3, "are not in"),
+        (["--task", "TASK", "--rescore"], 3, "20 answers to sums missing in"),
     ],
 )
 def test_what_is_wrong_is_told_and_nothing_is_left(models, task, tmp_path, words, code, message):

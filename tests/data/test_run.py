@@ -177,7 +177,7 @@ def test_rows_that_cannot_be_judged_are_refused_before_the_model_is_asked(folder
 def test_no_right_answer_is_an_error_and_the_answers_wait(folder, tmp_path):
     path, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
     path.write_text('{"question": "1+1=", "answer": "never"}\n')
-    with pytest.raises(DataError, match="nothing to keep: of 1 answers"):
+    with pytest.raises(DataError, match="nothing to keep: of 1 answer "):
         run_data(request(folder, out, prompts=[path], verify="exact"), Silent())
     assert not out.exists()
     report = run_data(request(folder, out, prompts=[path], keep="all"), Silent())

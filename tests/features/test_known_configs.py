@@ -54,6 +54,7 @@ def test_what_transformers_saved_passes(family: str, tmp_path: Path) -> None:
         ({"hidden_act": "x"}, "hidden_act is 'x', as transformers reads it, but 'silu' in other"),
         ({"num_key_value_heads": 1}, "num_key_value_heads is 1, .* but 2 in other"),
         ({"rope_parameters": {"rope_type": "x", "rope_theta": 1.0}}, "rope_type 'x' is none"),
+        ({"dtype": 16}, "dtype 16 is none that a model can have"),
         ({"vocab_size": ...}, "vocab_size is 50304, .*; model.embed_tokens.weight has 128"),
         ({"num_hidden_layers": ...}, "counts 16 layers, the tensors make 3"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -402,7 +403,7 @@ def test_nan_in_the_last_layer_is_met_where_the_output_is_used(
     checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", poison)
     with (
         RouterStream(checkpoint, reference.batches(), on_output=lambda b, v: None) as stream,
-        pytest.raises(NumericalError, match=r"layers\.2\.mlp\.experts\.down_proj holds NaN"),
+        pytest.raises(NumericalError, match=r"experts\.0\.down_proj\.weight holds NaN"),
     ):
         list(stream)
 
@@ -416,7 +417,7 @@ def test_nan_after_the_last_stop_is_not_overlooked(
     checkpoint = _damaged(zoo_folder("olmoe"), tmp_path / "nan", _poison(name))
     with (
         RouterStream(checkpoint, reference.batches()) as stream,
-        pytest.raises(NumericalError, match=r"layers\.2\.mlp\.experts\.down_proj holds NaN"),
+        pytest.raises(NumericalError, match=f"{re.escape(name)} holds NaN"),
     ):
         list(stream)
 

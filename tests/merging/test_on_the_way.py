@@ -69,7 +69,7 @@ def test_the_same_bytes_as_with_saved_statistics(models, tmp_path, method, kind)
     notes = Notes()
     report = moemerge.merge(settings, tmp_path / "way", settings=CPU, progress=notes).to_json()
     assert [note[:19] for note in notes.said] == ["statistics of math:", "statistics of code:"]
-    assert all("are longer than `max_length`, 8 tokens" in note for note in notes.said)
+    assert all("longer than `max_length`, 8 tokens" in note for note in notes.said)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["way"]
     saved = {name: tmp_path / f"{name}.stats" for name in ("math", "code")}
     for name, file in saved.items():

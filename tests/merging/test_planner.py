@@ -212,7 +212,7 @@ def test_a_kept_router_must_be_there_and_fit(olmoe, tmp_path):
     with pytest.raises(CheckpointError, match=r"counts 8 experts, .*gate\.weight 4"):
         moemerge.merge(ties(base, [a, b], router={"keep": "m2"}), tmp_path / "out")
     edit(b, lambda t: t.pop(gate))
-    with pytest.raises(CheckpointError, match=r"m2 lacks 1 tensors that .*base has"):
+    with pytest.raises(CheckpointError, match=r"m2 lacks 1 tensor that .*base has"):
         moemerge.merge(ties(base, [a, b], router={"keep": "m2"}), tmp_path / "out")
 
 
@@ -318,14 +318,14 @@ def test_integers_must_be_integers_everywhere(olmoe, tmp_path):
 def test_missing_tensor_is_named(olmoe, tmp_path):
     base, a, b = olmoe
     edit(b, lambda t: t.pop("model.layers.0.mlp.experts.2.up_proj.weight"))
-    with pytest.raises(CheckpointError, match=r"m2 lacks 1 tensors .*experts\.2\.up_proj\.weight"):
+    with pytest.raises(CheckpointError, match=r"m2 lacks 1 tensor .*experts\.2\.up_proj\.weight"):
         moemerge.merge(ties(base, [a, b]), tmp_path / "out")
 
 
 def test_extra_tensor_is_not_lost(olmoe, tmp_path):
     base, a, b = olmoe
     edit(b, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(4)}))
-    with pytest.raises(CheckpointError, match=r"base lacks 1 tensors .*q_proj\.bias"):
+    with pytest.raises(CheckpointError, match=r"base lacks 1 tensor .*q_proj\.bias"):
         moemerge.merge(ties(base, [a, b]), tmp_path / "out")
 
 

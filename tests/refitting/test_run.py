@@ -316,7 +316,7 @@ def test_text_too_short(case: Case, tmp_path: Path) -> None:
         case.refit(tmp_path / "out", data=data)
     data = dict.fromkeys(case.data, short)
     report = case.refit(tmp_path / "out", data=data, ridge=0.1, holdout=0.0)
-    told = [notice for notice in report.notices if "fewer tokens than they have inputs" in notice]
+    told = [notice for notice in report.notices if "by fewer tokens than inputs" in notice]
     assert len(told) == 1
     assert "expert" in told[0]
     assert " (0)" in told[0]

@@ -254,11 +254,10 @@ def test_two_workers_find_what_one_finds(hessian, tmp_path):
 
 
 def test_what_fails_is_told_and_the_rest_is_kept(sets, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "moemerge.testbed.experiments.catalogue.ALPHAS", (0.9, 1.5)
-    )  # 1.5 is refused by the product
+    ablations = "moemerge.testbed.experiments.ablations"
+    monkeypatch.setattr(f"{ablations}.ALPHAS", (0.9, 1.5))  # 1.5 is refused by the product
     request = request_for(sets, tmp_path, "alpha-gamma", methods=("average",))
-    monkeypatch.setattr("moemerge.testbed.experiments.catalogue.GAMMAS", ())
+    monkeypatch.setattr(f"{ablations}.GAMMAS", ())
     result = run_tables(request, Silent(), figures=False)
     assert [failure.what for failure in result.failures] == [
         "olmoe-tiny-soft-0: make average(math,code) calibrated[alpha=1.5]"

@@ -48,7 +48,7 @@ def test_a_base_with_nan_is_named(base: Path, tmp_path: Path) -> None:
 
 
 def test_rows_without_answers_are_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no answer to learn in 1 rows"):
+    with pytest.raises(DataError, match="no answer to learn in 1 row "):
         tune(base, tmp_path / "out", data=[{"prompt": "what is one"}])
     with pytest.raises(DataError, match="no such file"):
         tune(base, tmp_path / "out", data=["nowhere.jsonl"])

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS: Final = 120.0  # for an import on a busy machine
 HINT: Final = "compare it with the config.json of the model that this one was made of"
+DTYPES: Final = {"auto", "float16", "half", "bfloat16", "float32", "float", "float64", "double"}
 # What a model's code or its shapes depend on, and what models with the same tensors share.
 _STRUCTURE = re.compile(
     r"(hidden_act|activation|activation_function|_heads|_groups|_rank|head_dim|intermediate_size"
@@ -65,6 +66,10 @@ def read_config(config: Mapping[str, Any]) -> ReadConfig:
     for rope in _values(filled, "rope_type"):
         if rope not in (None, "default", *ROPE_INIT_FUNCTIONS):
             return ReadConfig(refused=f"rope_type {rope!r} is none that it has")
+    own = {name: value for name, value in filled.items() if name != "quantization_config"}
+    for dtype in _values(own, "dtype"):
+        if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
+            return ReadConfig(refused=f"dtype {dtype!r} is none that a model can have")
     return ReadConfig(filled=filled)
 
 
