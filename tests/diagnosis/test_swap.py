@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import moemerge
 import zoo
 from calibration import cases
 from moemerge.architectures.opened import open_model
 from moemerge.architectures.roles import ROUTING_ROLES
-from moemerge.errors import ArchitectureError, CheckpointError, UsageError
+from moemerge.errors import ArchitectureError, CheckpointError, NumericalError, UsageError
 
 CaseOf = Callable[..., cases.Case]
 # A plain one, one with a bias on the logits, one with selection biases, one with scales and tables.
@@ -111,6 +112,19 @@ def test_what_does_not_fit_is_refused(zoo_folder: Callable[..., Path], tmp_path:
     with pytest.raises(CheckpointError, match="input"):
         moemerge.swap_routers(olmoe, olmoe, olmoe, overwrite=True)
     assert not out.exists()
+
+
+def test_routers_that_are_not_finite_are_refused(
+    zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    donor = Path(shutil.copytree(zoo_folder("olmoe"), tmp_path / "donor"))
+    file = donor / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.gate.weight"][2, 3] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(NumericalError, match=r"layers\.1\.mlp\.gate\.weight holds NaN"):
+        moemerge.swap_routers(zoo_folder("olmoe"), donor, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moemerge.architectures.opened import OpenModel, open_model
@@ -14,7 +15,7 @@ from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.checkpoint import CheckpointPatch, check_output, require_space
 from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
-from moemerge.errors import ArchitectureError
+from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.lockstep.models import layers_among, pair_routing, require_same_family
 from moemerge.report.files import (
     CARD_NAME,
@@ -78,7 +79,12 @@ def swap_routers(
         notices: list[str] = []
         progress.start("swapping", len(names), unit="tensors")
         for name, other in names.items():
-            tensor, rounding = _fitted(ours, name, theirs.checkpoint.read(other))
+            router = theirs.checkpoint.read(other)
+            _require_finite(router, f"{theirs.label}: {other} holds NaN or infinity")
+            tensor, rounding = _fitted(ours, name, router)
+            _require_finite(
+                tensor, f"{theirs.label}: {other} is too large for {tensor.dtype}, as {name} is"
+            )
             notices += rounding
             patch.write(name, tensor)
             progress.advance(1)
@@ -141,6 +147,11 @@ def _layers_with_routers(model: OpenModel) -> Sequence[int]:
         if model.architecture.role(name) in ROUTING_ROLES
     }
     return sorted(n for n in layers if n is not None and n < model.architecture.num_layers)
+
+
+def _require_finite(tensor: Tensor, message: str) -> None:
+    if not bool(torch.isfinite(tensor.float()).all()):
+        raise NumericalError(message, hint="take the routers of a sound model")
 
 
 def _fitted(model: OpenModel, name: str, tensor: Tensor) -> tuple[Tensor, list[str]]:
