@@ -132,7 +132,7 @@ def _sendable(error: Exception) -> Exception:
     """The error itself, if another process can read it: some can be sent and not received."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:
+    except Exception:  # an error class says itself how it is packed, and may raise anything
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
