@@ -51,6 +51,29 @@ def test_sums_are_the_dense_ones(dtype: torch.dtype, tokens: int) -> None:
     assert sums.error(step) == pytest.approx(direct, rel=1e-5)
 
 
+@pytest.mark.parametrize("weights", ["one", "each"])
+@pytest.mark.parametrize("of_inputs", ["number", "each"])
+def test_sums_of_bf16_terms_are_the_same(weights: str, of_inputs: str) -> None:
+    """What many tokens on a GPU are counted by, where the inputs have a factor."""
+    x, r = draw(3000, 5, dtype=torch.bfloat16), draw(3000, 3, seed=1, dtype=torch.float32)
+    rng = torch.Generator().manual_seed(2)
+    s = (
+        torch.rand(3000, 1, generator=rng).double()
+        if weights == "each"
+        else torch.full((1, 1), 0.3)
+    )
+    factor = 0.7 if of_inputs == "number" else torch.rand(3000, 1, generator=rng)
+    wide, terms = FitSums.empty(3, 5, CPU), FitSums.empty(3, 5, CPU)
+    wide.add(x, r, s, factor=factor)
+    scaled = s.double() * factor * x.double(), s.double() * r.double()
+    torch.testing.assert_close(wide.gram, scaled[0].T @ scaled[0])
+    torch.testing.assert_close(wide.cross, scaled[1].T @ scaled[0])
+    terms._add_terms(x, r, s.double(), factor, gram=True)
+    for name in ("gram", "cross", "energy"):
+        mine, theirs = getattr(terms, name), getattr(wide, name)
+        assert float((mine - theirs).norm() / theirs.norm()) < 1e-5, name
+
+
 def test_maps_that_share_inputs_share_their_gram() -> None:
     x, r, other = draw(40, 6), draw(40, 2, seed=1), draw(40, 3, seed=2)
     first = sums_of(x, r, torch.ones(1))

@@ -122,8 +122,18 @@ class ExpertStack:
         return view.mid(view.pre(x))
 
 
-# (routing, expert) -> inputs (n, in), what is missing (n, out) and √c (n, 1), in blocks
-Problem = Callable[[RoutedDomain, int], Iterator[tuple[Tensor, Tensor, Tensor]]]
+@dataclass(frozen=True)
+class Rows:
+    """Some tokens of one expert, as one of its projections reads them."""
+
+    x: Tensor  # (n, in)
+    missing: Tensor  # (n, out)
+    root: Tensor  # √c, (n, 1)
+    factor: Tensor | float = 1.0  # of x, (n, 1) or one for all
+
+
+# (routing, expert) -> its tokens, in blocks
+Problem = Callable[[RoutedDomain, int], Iterator[Rows]]
 
 
 @dataclass(frozen=True)
@@ -196,9 +206,10 @@ class ProjectionFit:
         device = routings[0].x.device
         sums = FitSums.empty(outputs, inputs, device), FitSums.empty(outputs, inputs, device)
         for routing in routings:
-            for x, missing, root in problem(routing, expert):
+            for rows in problem(routing, expert):
                 first = routing.batches[0]
-                sums[first.holdout].add(x, missing, root * self.scales(first))
+                scale = rows.root * self.scales(first)
+                sums[first.holdout].add(rows.x, rows.missing, scale, factor=rows.factor)
         for one in sums:
             one.add_up(_owner(expert))
         return sums
@@ -243,7 +254,7 @@ def first_projection(
     `source` gives a domain's source experts and the state they read, (tokens, d).
     """
 
-    def problem(routing: RoutedDomain, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def problem(routing: RoutedDomain, expert: int) -> Iterator[Rows]:
         theirs, states = source(routing.key)
         wanted = theirs.affine("up", expert).widened()
         now = stack.affine("up", expert).widened()
@@ -251,7 +262,7 @@ def first_projection(
         for rows in blocks(len(tokens), max(now.weight.shape), tokens.device):
             x = routing.x.index_select(0, tokens[rows])
             missing = wanted(states.index_select(0, tokens[rows])) - now(x)
-            yield x, missing, roots[rows]
+            yield Rows(x, missing, roots[rows])
 
     return problem
 
@@ -267,7 +278,7 @@ def last_projection(
     are scaled by both, and the share is divided by w, which is what each token is weighted by.
     """
 
-    def problem(routing: RoutedDomain, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def problem(routing: RoutedDomain, expert: int) -> Iterator[Rows]:
         lacking, scale, total = missing[routing.key], factor[routing.key], routing.total()
         tokens, roots = routing.of_expert(expert)
         width = max(stack.weight("down", expert).shape)
@@ -276,7 +287,7 @@ def last_projection(
             inner = stack.inner(expert, routing.x.index_select(0, places))
             by = scale.index_select(0, places) if isinstance(scale, Tensor) else scale
             share = lacking.index_select(0, places) / total.index_select(0, places)
-            yield inner.to(share.dtype) * by, share, roots[rows]
+            yield Rows(inner, share, roots[rows], by)
 
     return problem
 
@@ -286,7 +297,7 @@ def own_last_projection(
 ) -> Problem:
     """down, where experts do not write to the hidden state: what the source's expert says."""
 
-    def problem(routing: RoutedDomain, expert: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def problem(routing: RoutedDomain, expert: int) -> Iterator[Rows]:
         theirs, states = source(routing.key)
         wanted = theirs.affine("down", expert).widened()
         now = stack.affine("down", expert).widened()
@@ -295,6 +306,6 @@ def own_last_projection(
             places = tokens[rows]
             inner = stack.inner(expert, routing.x.index_select(0, places))
             said = wanted(theirs.inner(expert, states.index_select(0, places)))
-            yield inner, said - now(inner), roots[rows]
+            yield Rows(inner, said - now(inner), roots[rows])
 
     return problem

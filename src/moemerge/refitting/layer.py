@@ -100,7 +100,8 @@ class LayerFitter:
         )
         with torch.no_grad():
             old.copy_(weight)
-        self._forget(tap.path)
+        self.forget(tap.path)
+        self._forget_states(place)
         target = "output" if place is None else "hidden state"
         return MapRow(tap.weight, target, fit)
 
@@ -155,40 +156,60 @@ class LayerFitter:
             r.key: joined([self.sources[b.domain].record(b).inputs[tap.path] for b in r.batches])
             for r in routings
         }
+        self.forget(tap.path)
 
         def source(key: DomainKey) -> tuple[ExpertStack, Tensor]:
             return theirs[key[0]], states[key]
 
         fits: list[Row] = []
+        place = self.structure.place(tap.path)
         for which in ("up", "down"):
             name = getattr(tap, which)
             fitting = ProjectionFit(
                 stack, which, kind_of_map(name), tap.count, self.stored(name), self.scales
             )
-            place = self.structure.place(tap.path)
             if which == "up":
                 problem, target = first_projection(stack, source), "output"
             elif place is None:
                 problem, target = own_last_projection(stack, source), "output"
             else:
+                states.clear()
                 problem, target = self._last(stack, batches, place), "hidden state"
             fitted = fitting.run(routings, problem, self.ridge)
             fits.append(ExpertsRow(name, target, fitted))
-        self._forget(tap.path)
+        self._forget_states(place)
         return fits
 
-    def _forget(self, path: str) -> None:
-        """What the sources read there is of no more use."""
+    # --- what is of no more use ---
+
+    def forget(self, path: str) -> None:
+        """What the sources read there."""
         if path in self.structure.leaders.values():
             return
         for view in self.sources.values():
             for record in view.records.values():
                 record.inputs.pop(path, None)
 
+    def _forget_states(self, place: int | None) -> None:
+        """The sources' states inside the layer, once only its last write is left: for that they
+        are known as they left it."""
+        if place is None or place + 2 < len(self.structure.writes):
+            return
+        for view in self.sources.values():
+            for record in view.records.values():
+                if record.left is not None:
+                    record.entered = None
+                    record.outputs.clear()
+
     def _last(self, stack: ExpertStack, routed: list[RoutedBatch], place: int) -> Any:
         """What the hidden state still lacks with the new first projections, by domain."""
         state, write = self.structure.state, self.structure.writes[place]
-        lacking: dict[DomainKey, list[Tensor]] = {}
+        sizes: dict[DomainKey, int] = {}
+        for routing in routed:
+            key = (routing.batch.domain, routing.batch.holdout)
+            sizes[key] = sizes.get(key, 0) + routing.x.shape[0]
+        lacking: dict[DomainKey, Tensor] = {}
+        filled = dict.fromkeys(sizes, 0)
         factors: dict[DomainKey, list[Tensor | float]] = {}
         everything = slice(None)
         for routing in routed:
@@ -200,12 +221,14 @@ class LayerFitter:
             gap = state.after(self.sources[batch.domain], batch, place + 1, everything)
             gap = gap - state.after(self.merged, batch, place, everything)
             gap -= factor * says
-            lacking.setdefault(key, []).append(gap)
+            # Put below the others at once: held apart and then joined, they would be there twice.
+            if key not in lacking:
+                lacking[key] = gap.new_empty(sizes[key], gap.shape[1])
+            lacking[key][filled[key] : filled[key] + gap.shape[0]] = gap
+            filled[key] += gap.shape[0]
             factors.setdefault(key, []).append(factor)
         return last_projection(
-            stack,
-            {key: joined(gaps) for key, gaps in lacking.items()},
-            {key: _together(parts) for key, parts in factors.items()},
+            stack, lacking, {key: _together(parts) for key, parts in factors.items()}
         )
 
 

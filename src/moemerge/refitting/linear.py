@@ -51,11 +51,10 @@ def sum_up(
         sums = inputs.calibration.sharing_gram(outputs), inputs.held.sharing_gram(outputs)
     for batch, x in zip(inputs.batches, inputs.values, strict=True):
         for rows in blocks(x.shape[0], max(outputs, inputs.width), x.device):
-            part, scale = x[rows], torch.full((1,), scales(batch), device=x.device)
+            part = x[rows]
+            scale = torch.full((1,), scales(batch), dtype=torch.float64, device=x.device)
             lacking, factor = missing(batch, rows, part)
-            if isinstance(factor, Tensor) or factor != 1.0:
-                part = part.to(lacking.dtype) * factor
-            sums[batch.holdout].add(part, lacking, scale.to(lacking.dtype), gram=fresh)
+            sums[batch.holdout].add(part, lacking, scale, factor=factor, gram=fresh)
     for one in sums:
         one.add_up(gram=fresh)
     return sums

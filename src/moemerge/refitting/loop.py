@@ -120,6 +120,7 @@ class RefitLoop:
     def _fit_router(self, fitter: LayerFitter, stop: Stop) -> None:
         router = fitter.plan.routers[stop.path]
         fit, tensors = self.routers.fit(stop, router.info, fitter.sources)
+        fitter.forget(stop.path)
         for there, name in (
             (router.module.weight, router.info.weight),
             (router.module.bias, router.info.bias),
@@ -189,8 +190,7 @@ class RefitLoop:
             tensors.update(stored_linear(stream.checkpoint, self.units.linear(tap), weight))
         for path, experts in plan.experts.items():
             units, module = self.units.experts(experts), stream.model.get_submodule(path)
-            for expert in range(experts.count):
-                stored_experts(stream.checkpoint, units, module, experts, expert, tensors)
+            stored_experts(stream.checkpoint, units, module, experts, tensors)
         return tensors
 
     # --- the head ---

@@ -197,28 +197,28 @@ def stored_experts(
     units: Mapping[tuple[int, str | None], Unit],
     module: nn.Module,
     tap: ExpertsTap,
-    expert: int,
     begun: dict[str, Tensor],
 ) -> None:
-    """Put one expert's projections, from the stacks in memory, into the tensors they are stored in.
+    """Put the experts' projections, from the stacks in memory, into the tensors they are stored in.
 
-    `begun` are those that earlier experts were put into, by name.
+    `begun` are those that other maps were put into, by name.
     """
     holder: Any = module
-    up = getattr(holder, tap.up.rpartition(".")[2])[expert].detach()
-    down = getattr(holder, tap.down.rpartition(".")[2])[expert].detach()
+    # A stack leaves a GPU at once: expert by expert that would take many times as long.
+    ups, downs = (getattr(holder, n.rpartition(".")[2]).detach().cpu() for n in (tap.up, tap.down))
     if getattr(holder, "is_transposed", False):
-        up, down = up.T, down.T
-    values: dict[str | None, Tensor] = {None: up, "down": down}
-    values.update(projections(holder, up))
-    for projection, value in values.items():
-        unit = units.get((expert, projection))
-        if unit is None:
-            continue
-        block = _block(checkpoint, unit, begun)
-        rows = unit.slot.rows
-        target = block if rows is None else block[rows[0] : rows[1]]
-        unit.slot.take(target).copy_(value)
+        ups, downs = ups.mT, downs.mT
+    for expert, (up, down) in enumerate(zip(ups, downs, strict=True)):
+        values: dict[str | None, Tensor] = {None: up, "down": down}
+        values.update(projections(holder, up))
+        for projection, value in values.items():
+            unit = units.get((expert, projection))
+            if unit is None:
+                continue
+            block = _block(checkpoint, unit, begun)
+            rows = unit.slot.rows
+            target = block if rows is None else block[rows[0] : rows[1]]
+            unit.slot.take(target).copy_(value)
 
 
 def _block(checkpoint: Checkpoint, unit: Unit, begun: dict[str, Tensor]) -> Tensor:

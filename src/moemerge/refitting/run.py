@@ -244,10 +244,12 @@ def open_streams(job: RefitJob, checkpoint: Checkpoint, progress: Progress) -> R
 # Hidden states of every token that are kept of a layer: of its source what two norms give, what
 # attention says and the states before and after; of the merged model what is read now, what its
 # attention says and the state before. What experts read lies joined by domain once more, of both;
-# what the hidden state lacks is float32 at least, by batch and joined.
+# what the hidden state lacks is float32 at least.
 SOURCE_STATES = 6
 MERGED_STATES = 4
-MISSING_STATES = 2
+MISSING_STATES = 1
+# Batches that wait on the device hold most of these themselves; this many they do not.
+MORE_STATES = 2
 # Of a map's Gram and cross products, in float64: the sums, their factor, the solution and what is
 # compared with it, for calibration and held-out rows.
 SUM_COPIES = 6
@@ -259,7 +261,9 @@ def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
     stream = streams.merged.stream
     width = job.merged.architecture.hidden_size or 0
     tokens = sum(batch.tokens for batch in job.batches)
-    states = (SOURCE_STATES + MERGED_STATES) * tokens * width * job.dtype.itemsize
+    waiting = stream.memory.offload == "device"
+    kept = MORE_STATES if waiting else SOURCE_STATES + MERGED_STATES
+    states = kept * tokens * width * job.dtype.itemsize
     states += MISSING_STATES * tokens * width * max(4, job.dtype.itemsize)
     largest = 0
     for taps in stream.taps.layers:

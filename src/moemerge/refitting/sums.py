@@ -7,13 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moemerge.kernels import long_sums
 from moemerge.runtime import ranks
 
 HALF = (torch.bfloat16, torch.float16)
 # Tokens that are widened to float64 at a time. Products are float64 whatever the inputs are: hidden
 # states have channels far from zero, and of two such channels float32 sums leave the difference
-# wrong by 1e-3, which a small λ hands on to the map; rounded inputs by ten times as much.
+# wrong by 1e-3, which a small λ hands on to the map; rounded inputs by ten times as much. Many bf16
+# inputs on a GPU are counted as they are, by sums that are float32 over a thousand tokens only
+# (`long_sums`): five times as fast, and a map is as good as its stored dtype by far.
 CHUNK = {"cpu": 1024, "cuda": 8192}
+# Terms of eight bits with which weighted inputs, and what is missing, count then.
+INPUT_TERMS, MISSING_TERMS = 3, 2
 # Columns of a Gram that are computed together; of two such groups only one product is. A GPU needs
 # larger ones to be busy.
 GRAM_COLUMNS = {"cpu": 512, "cuda": 1024}
@@ -46,23 +51,53 @@ class FitSums:
         fresh.gram, fresh.tokens = self.gram, self.tokens
         return fresh
 
-    def add(self, x: Tensor, missing: Tensor, scale: Tensor, *, gram: bool = True) -> None:
+    def add(
+        self,
+        x: Tensor,
+        missing: Tensor,
+        scale: Tensor,
+        *,
+        factor: Tensor | float = 1.0,
+        gram: bool = True,
+    ) -> None:
         """Count tokens: x (n, in), `missing` (n, out), `scale` (n,) with s of each, or one for all.
 
-        Without `gram`, the inputs were counted for another map already (`sharing_gram`).
+        The map reads `factor` times x, (n, 1) or one for all. Without `gram`, the inputs were
+        counted for another map already (`sharing_gram`).
         """
         if x.shape[0] == 0:
             return
-        weights = scale.reshape(-1, 1).double()
+        s = scale.reshape(-1, 1).double()
+        if long_sums.serves(x):
+            self._add_terms(x, missing, s, factor, gram=gram)
+        else:
+            self._add_wide(x, missing, s, factor, gram=gram)
+        if gram:
+            self.tokens += x.shape[0]
+
+    def _add_wide(
+        self, x: Tensor, missing: Tensor, s: Tensor, factor: Tensor | float, *, gram: bool
+    ) -> None:
+        """In float64."""
+        inputs = s * factor
         for part in _chunks(x.shape[0], x.device):
-            s = weights if weights.shape[0] == 1 else weights[part]
-            scaled_x, scaled_r = x[part].double() * s, missing[part].double() * s
+            scaled_x, scaled_r = x[part].double() * _of(inputs, part), missing[part].double()
+            scaled_r *= _of(s, part)
             self.energy += scaled_r.square().sum()
             self.cross.addmm_(scaled_r.T, scaled_x)
             if gram:
                 add_gram(self.gram, scaled_x)
+
+    def _add_terms(
+        self, x: Tensor, missing: Tensor, s: Tensor, factor: Tensor | float, *, gram: bool
+    ) -> None:
+        """By `long_sums`: x is bf16 and stays as it is, all weights go to the other side."""
+        sizes = torch.linalg.vector_norm(missing, dim=1, keepdim=True, dtype=torch.float64)
+        self.energy += (s * sizes).square().sum()
+        self.cross += _weighted(missing, s.square() * factor, x, MISSING_TERMS)
         if gram:
-            self.tokens += x.shape[0]
+            sums = _weighted(x, (s * factor).square(), x, INPUT_TERMS)
+            self.gram += 0.5 * (sums + sums.T)
 
     def add_up(self, owner: int = 0, *, gram: bool = True) -> None:
         """Over all ranks: rank `owner` has the sums then, and all the number of tokens."""
@@ -86,6 +121,17 @@ def add_gram(gram: Tensor, x: Tensor) -> None:
         gram[:end, begin:end].addmm_(x[:, :end].T, x[:, begin:end])
     for begin, end in groups:
         gram[begin:end, :begin] = gram[:begin, begin:end].T
+
+
+def _weighted(left: Tensor, weights: Tensor, x: Tensor, terms: int) -> Tensor:
+    """Σ w left xᵀ, (m, in); one weight for all needs no rounding."""
+    if weights.shape[0] == 1:
+        return long_sums.product(left, x, terms) * weights
+    return long_sums.product(left.float() * weights.float(), x, terms)
+
+
+def _of(weights: Tensor, part: slice) -> Tensor:
+    return weights if weights.shape[0] == 1 else weights[part]
 
 
 def _chunks(tokens: int, device: torch.device) -> list[slice]:

@@ -1,0 +1,41 @@
+"""Long sums of bf16 terms: against float64, on a CPU, which sums them up as a GPU does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moemerge.kernels import long_sums
+from moemerge.kernels.long_sums import SHORT, product
+
+
+def draw(tokens: int, width: int, seed: int) -> Tensor:
+    """With a mean that is large beside the spread."""
+    rng = torch.Generator().manual_seed(seed)
+    return 30.0 + torch.randn(tokens, width, generator=rng)
+
+
+@pytest.mark.parametrize("tokens", [1, SHORT - 1, SHORT, 3 * SHORT + 5])
+def test_every_token_counts_once(tokens: int) -> None:
+    left, right = draw(tokens, 5, 0), draw(tokens, 3, 1).bfloat16()
+    for one in (left, left.bfloat16()):
+        want = one.double().T @ right.double()
+        torch.testing.assert_close(product(one, right, terms=3), want, rtol=1e-6, atol=0)
+
+
+def test_few_sums_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = draw(5 * SHORT + 7, 4, 0), draw(5 * SHORT + 7, 6, 1).bfloat16()
+    whole = product(left, right, terms=2)
+    monkeypatch.setattr(long_sums, "HELD", 2 * 4 * 6)
+    torch.testing.assert_close(product(left, right, terms=2), whole, rtol=1e-7, atol=0)
+
+
+def test_terms_are_eight_bits_each() -> None:
+    left, right = torch.full((4, 1), 1.0 + 2.0**-12 + 2.0**-20), torch.ones(4, 1).bfloat16()
+    sums = [float(product(left, right, terms)) for terms in (1, 2, 3)]
+    assert sums == [4.0, 4.0 * (1 + 2.0**-12), 4.0 * (1 + 2.0**-12 + 2.0**-20)]
+
+
+def test_a_cpu_has_no_use_for_them() -> None:
+    assert not long_sums.serves(torch.ones(100_000, 2, dtype=torch.bfloat16))
