@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moemerge.kernels import long_sums
 from moemerge.kernels.long_sums import SHORT, product
+from moemerge.kernels.splitting import split
 
 
 def draw(tokens: int, width: int, seed: int) -> Tensor:
@@ -35,6 +36,23 @@ def test_terms_are_eight_bits_each() -> None:
     left, right = torch.full((4, 1), 1.0 + 2.0**-12 + 2.0**-20), torch.ones(4, 1).bfloat16()
     sums = [float(product(left, right, terms)) for terms in (1, 2, 3)]
     assert sums == [4.0, 4.0 * (1 + 2.0**-12), 4.0 * (1 + 2.0**-12 + 2.0**-20)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 100, 5000])
+def test_a_gpu_makes_the_same_terms(width: int, dtype: torch.dtype) -> None:
+    from moemerge.kernels.triton_terms import weighted_terms
+
+    rows, weights = draw(300, width, 0).to(dtype), draw(300, 1, 1) / 30
+    for terms in (1, 2, 3):
+        got = weighted_terms(rows.cuda(), weights.cuda(), terms).cpu()
+        assert torch.equal(got, split(rows.float() * weights, terms))
+    right = draw(300, 7, 2).bfloat16()
+    there = product(rows.cuda(), right.cuda(), terms=3, weights=weights.cuda()).cpu()
+    want = (rows.double() * weights.double()).T @ right.double()
+    torch.testing.assert_close(there, want, rtol=1e-5, atol=0)
 
 
 def test_a_cpu_has_no_use_for_them() -> None:

@@ -13,12 +13,13 @@ from moemerge.calibration.job import (
 )
 from moemerge.calibration.report import CalibrationReport, holdout_notices, totals
 from moemerge.calibration.solve import RouterSolver, memory_need, solve_settings
-from moemerge.calibration.warm_up import WarmUp
+from moemerge.calibration.warm_up import solve_once
 from moemerge.lockstep.models import require_calibratable
 from moemerge.lockstep.output import Output
 from moemerge.lockstep.repairs import RepairReport, open_models, open_output, output_files
 from moemerge.lockstep.streams import Lockstep, open_lockstep
 from moemerge.lockstep.walk import walk
+from moemerge.lockstep.warm_up import WarmUp
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
@@ -33,11 +34,14 @@ def run_calibration(request: CalibrationRequest, progress: Progress) -> Calibrat
     """
     start = time.perf_counter()
     ranks.join(resolve_device(request.settings.device))
-    with WarmUp(solve_settings(request.settings)) as warm_up:
+    with WarmUp() as warm_up:
         progress = ranks.told_by_lead(progress)
         merged, sources = open_models(request, require_calibratable)
         stream = stream_settings(request, merged)
-        warm_up.begin(merged, stream.device, stream.dtype)
+        settings = solve_settings(request.settings)
+        warm_up.begin(
+            stream.device, lambda: solve_once(merged, settings, stream.device, stream.dtype)
+        )
         with open_output(request, merged, sources) as output:
             job = prepare(request, merged, sources, stream)
             return _run(job, output, warm_up, progress, start)

@@ -14,7 +14,6 @@ from moemerge.architectures.gates import Score
 from moemerge.calibration.job import CalibrationJob
 from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.report import layer_row
-from moemerge.calibration.warm_up import WarmUp
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.errors import ArchitectureError, NumericalError, ResourceError
 from moemerge.features.router_stream import RouterStop
@@ -24,6 +23,7 @@ from moemerge.lockstep.models import MERGED, PairedRouter, RouterWeights
 from moemerge.lockstep.output import RefusedResultError
 from moemerge.lockstep.streams import Need, Stops
 from moemerge.lockstep.walk import Visitor
+from moemerge.lockstep.warm_up import WarmUp
 from moemerge.routing import Curvature, DomainFeatures, Preconditioner, SolveSettings
 from moemerge.routing.curvature import logits_of, rows_at_once, working_dtype
 from moemerge.routing.preconditioners import matrix_bytes

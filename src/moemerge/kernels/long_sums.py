@@ -1,8 +1,8 @@
-"""Sums over very many tokens on a GPU: exact products of bf16 terms, summed in float32 over a
-thousand tokens and in float64 beyond.
+"""Sums over very many tokens on a GPU: exact products of bf16 terms, summed in float32 over a few
+hundred tokens and in float64 beyond.
 
 Matrix units add products of bf16 numbers up in float32, and cut off what does not fit: harmless
-over a thousand tokens, not over a million with a mean. float64 has a tenth of their speed.
+over a few hundred tokens, not over a million with a mean. float64 has a tenth of their speed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moemerge.kernels.availability import triton_works
 from moemerge.kernels.splitting import split
 
-# Tokens that are summed up in float32.
-SHORT = 1024
+# Tokens that are summed up in float32. The error of a Gram matrix grows with them, from 1e-6 of it.
+SHORT = 512
 # Values of such sums that are held at a time.
 HELD = 2**28
 # Fewer tokens than this are as fast in float64.
-WORTH_IT = 4 * SHORT
+WORTH_IT = 4096
 
 
 def serves(right: Tensor) -> bool:
@@ -25,12 +26,13 @@ def serves(right: Tensor) -> bool:
     return right.is_cuda and right.dtype == torch.bfloat16 and right.shape[0] >= WORTH_IT
 
 
-def product(left: Tensor, right: Tensor, terms: int) -> Tensor:
-    """leftᵀ right, (m, k) float64, of left (tokens, m) and right (tokens, k), which is bf16.
+def product(left: Tensor, right: Tensor, terms: int, weights: Tensor | None = None) -> Tensor:
+    """Σ w left rightᵀ, (m, k) float64, of left (tokens, m) and right (tokens, k), which is bf16.
 
-    `left` is bf16 and counts as it is, or float32 and counts with so many `terms` of eight bits.
+    Without `weights` (tokens, 1) each is 1. `left` is bf16 and counts as it is, or it counts with
+    so many `terms` of eight bits.
     """
-    parts = left.unsqueeze(0) if left.dtype == torch.bfloat16 else split(left, terms)
+    parts = _terms(left, weights, terms)
     tokens, m = left.shape
     k = right.shape[1]
     out = torch.zeros(m, k, dtype=torch.float64, device=right.device)
@@ -41,6 +43,19 @@ def product(left: Tensor, right: Tensor, terms: int) -> Tensor:
         for part in parts[1:]:  # so much smaller that how they are summed up does not matter
             out += _product(part[rows].T, right[rows])
     return out
+
+
+def _terms(left: Tensor, weights: Tensor | None, terms: int) -> Tensor:
+    """(terms, tokens, m) bf16."""
+    if weights is None and left.dtype == torch.bfloat16:
+        return left.unsqueeze(0)
+    if weights is None:
+        weights = torch.ones(left.shape[0], 1, device=left.device)
+    if left.is_cuda and triton_works(left.device):
+        from moemerge.kernels.triton_terms import weighted_terms
+
+        return weighted_terms(left, weights.float(), terms)
+    return split(left.float() * weights.float(), terms)
 
 
 def _add_short(out: Tensor, left: Tensor, right: Tensor) -> None:

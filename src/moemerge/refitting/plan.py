@@ -26,6 +26,7 @@ from moemerge.features.taps import (
     projections,
 )
 from moemerge.lockstep.models import PairedRouter
+from moemerge.runtime.gpu import to_host
 
 _NUMBER = re.compile(r"\.\d+\.")
 # Gates of shared experts have one output and decide how much, not what: they stay as merged.
@@ -184,6 +185,7 @@ def stored_linear(
 ) -> dict[str, Tensor]:
     """A linear map's stored tensors, from its matrix in memory."""
     tensors: dict[str, Tensor] = {}
+    weight = to_host(weight)
     for one in placed:
         block = _block(checkpoint, one.unit, tensors)
         rows = one.unit.slot.rows
@@ -204,11 +206,11 @@ def stored_experts(
     `begun` are those that other maps were put into, by name.
     """
     holder: Any = module
-    # A stack leaves a GPU at once: expert by expert that would take many times as long.
-    ups, downs = (getattr(holder, n.rpartition(".")[2]).detach().cpu() for n in (tap.up, tap.down))
+    ups, downs = (getattr(holder, n.rpartition(".")[2]).detach() for n in (tap.up, tap.down))
     if getattr(holder, "is_transposed", False):
         ups, downs = ups.mT, downs.mT
-    for expert, (up, down) in enumerate(zip(ups, downs, strict=True)):
+    for expert in range(tap.count):
+        up, down = to_host(ups[expert]), to_host(downs[expert])
         values: dict[str | None, Tensor] = {None: up, "down": down}
         values.update(projections(holder, up))
         for projection, value in values.items():

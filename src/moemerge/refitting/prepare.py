@@ -26,7 +26,9 @@ from moemerge.lockstep.models import (
     pair_routers,
 )
 from moemerge.lockstep.repairs import RepairRequest, open_models, request_key
+from moemerge.lockstep.warm_up import WarmUp
 from moemerge.refitting.domains import DomainScales
+from moemerge.refitting.warm_up import fit_once
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
@@ -65,8 +67,8 @@ class RefitJob:
         return None if ridge == "auto" else ridge
 
 
-def prepare(request: RefitRequest) -> RefitJob:
-    """Check names, files, models and text; make the batches."""
+def prepare(request: RefitRequest, warm_up: WarmUp) -> RefitJob:
+    """Check names, files, models and text; make the batches. The warm-up runs meanwhile."""
     settings = request.settings
     device = ranks.own_device(resolve_device(settings.device))
     merged, sources = open_models(request, require_refittable)
@@ -83,6 +85,8 @@ def prepare(request: RefitRequest) -> RefitJob:
     routers = _routers(settings, merged, sources, layers)
     if routers:
         notices += gate_notices(merged, list(sources.values()), next(iter(routers.values())))
+    exact = settings.router == "exact"
+    warm_up.begin(device, lambda: fit_once(merged, device, dtype, exact=exact))
     text = request.text or read_text(merged, sources, request.data, settings)
     notices += [*text.notices, *_check_text(text, sources)]
     weights = source_weights(request.weights, sources)

@@ -22,6 +22,7 @@ from moemerge.lockstep.models import OverlaidCheckpoint
 from moemerge.lockstep.output import Output, RefusedResultError
 from moemerge.lockstep.repairs import RepairReport, open_output, output_files
 from moemerge.lockstep.streams import PROCESS_BYTES
+from moemerge.lockstep.warm_up import WarmUp
 from moemerge.refitting.experts import sample_size
 from moemerge.refitting.head import GROUP
 from moemerge.refitting.linear import BLOCK_VALUES
@@ -50,10 +51,12 @@ def run_refit(request: RefitRequest, progress: Progress) -> RefitReport:
     start = time.perf_counter()
     ranks.join(resolve_device(request.settings.device))
     progress = ranks.told_by_lead(progress)
-    job = prepare(request)
-    for notice in job.notices:
-        progress.note(notice)
     stored: Quantised = "same" if request.settings.requantize == "same" else "floats"
+    with WarmUp() as warm_up:
+        job = prepare(request, warm_up)
+        for notice in job.notices:
+            progress.note(notice)
+        warm_up.wait()
     with open_output(request, job.merged, job.sources, stored) as output:
         run = _Run(job, output, progress, start)
         report = run.run()

@@ -14,11 +14,12 @@ HALF = (torch.bfloat16, torch.float16)
 # Tokens that are widened to float64 at a time. Products are float64 whatever the inputs are: hidden
 # states have channels far from zero, and of two such channels float32 sums leave the difference
 # wrong by 1e-3, which a small λ hands on to the map; rounded inputs by ten times as much. Many bf16
-# inputs on a GPU are counted as they are, by sums that are float32 over a thousand tokens only
-# (`long_sums`): five times as fast, and a map is as good as its stored dtype by far.
+# inputs on a GPU are counted by sums that are float32 over a few hundred tokens only (`long_sums`):
+# three times as fast, and maps are off by less than a thousandth of their move, which is a small
+# part of what storing them in bf16 rounds away.
 CHUNK = {"cpu": 1024, "cuda": 8192}
 # Terms of eight bits with which weighted inputs, and what is missing, count then.
-INPUT_TERMS, MISSING_TERMS = 3, 2
+TERMS = 2
 # Columns of a Gram that are computed together; of two such groups only one product is. A GPU needs
 # larger ones to be busy.
 GRAM_COLUMNS = {"cpu": 512, "cuda": 1024}
@@ -94,9 +95,9 @@ class FitSums:
         """By `long_sums`: x is bf16 and stays as it is, all weights go to the other side."""
         sizes = torch.linalg.vector_norm(missing, dim=1, keepdim=True, dtype=torch.float64)
         self.energy += (s * sizes).square().sum()
-        self.cross += _weighted(missing, s.square() * factor, x, MISSING_TERMS)
+        self.cross += _weighted(missing, s.square() * factor, x)
         if gram:
-            sums = _weighted(x, (s * factor).square(), x, INPUT_TERMS)
+            sums = _weighted(x, (s * factor).square(), x)
             self.gram += 0.5 * (sums + sums.T)
 
     def add_up(self, owner: int = 0, *, gram: bool = True) -> None:
@@ -123,11 +124,11 @@ def add_gram(gram: Tensor, x: Tensor) -> None:
         gram[begin:end, :begin] = gram[:begin, begin:end].T
 
 
-def _weighted(left: Tensor, weights: Tensor, x: Tensor, terms: int) -> Tensor:
+def _weighted(left: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     """Σ w left xᵀ, (m, in); one weight for all needs no rounding."""
     if weights.shape[0] == 1:
-        return long_sums.product(left, x, terms) * weights
-    return long_sums.product(left.float() * weights.float(), x, terms)
+        return long_sums.product(left, x, TERMS) * weights
+    return long_sums.product(left, x, TERMS, weights)
 
 
 def _of(weights: Tensor, part: slice) -> Tensor:

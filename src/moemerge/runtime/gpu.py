@@ -84,6 +84,15 @@ class Pinned:
         self.event = self._uploads.copy(host, target)
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor in a CPU's memory: pinned, so that the copy runs at the bus's speed. Pinned memory
+    that was freed is used again, so the next of the size costs nothing but the copy."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor)
+
+
 def uploads_to(device: torch.device, buffers: int) -> Uploads | None:
     """None for a CPU, where a tensor is read to where it stays."""
     return Uploads(device, buffers) if device.type == "cuda" else None

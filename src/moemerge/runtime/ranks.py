@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +30,7 @@ TIME_LIMIT: Final = timedelta(hours=2)
 MEETING_LIMIT: Final = timedelta(minutes=5)
 
 _apart = False
+_thread = threading.local()  # the same for one thread: `apart`
 # Where objects pass through a GPU: this rank's own. A thread's current one may be another.
 _passage: torch.device | None = None
 
@@ -52,7 +54,7 @@ def asked_for() -> int:
 
 def count() -> int:
     """How many processes share this job."""
-    if asked_for() == 1 or _apart:
+    if asked_for() == 1 or _apart or getattr(_thread, "apart", False):
         return 1
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_initialized() else 1
@@ -81,6 +83,16 @@ def apart() -> Iterator[None]:
         yield
     finally:
         _apart = False
+
+
+@contextmanager
+def thread_apart() -> Iterator[None]:
+    """The same for what this thread does beside others: their sums must not meet."""
+    _thread.apart = True
+    try:
+        yield
+    finally:
+        _thread.apart = False
 
 
 def own_device(device: torch.device) -> torch.device:

@@ -1,0 +1,116 @@
+"""What a GPU's first solve waits for: kernels compiled and libraries loaded while text is read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.gates import Gate
+from moemerge.architectures.opened import OpenModel
+from moemerge.routing import DomainFeatures
+from moemerge.runtime import ranks
+from moemerge.runtime.devices import gpu_memory, prepare_for_threads
+from moemerge.runtime.process import start_thread
+
+DOMAINS = ("one", "two")
+# Long enough that the same kernels serve as later, short enough to be no work.
+VALUES, TOKENS = 2**28, 2**17
+MEMORY_PER_VALUE = 256  # bytes of a GPU's: a twentieth of it at the most
+NEEDS_NONE = ("cpu",)
+
+
+class WarmUp:
+    """Work of no other use, in a thread of its own. CPUs need none."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, device: torch.device, work: Callable[[], object]) -> None:
+        if device.type not in NEEDS_NONE:
+            self._thread = threading.Thread(
+                target=self._run, args=(device, work), name="moemerge-warm-up", daemon=True
+            )
+            start_thread(self._thread)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._join()
+
+    def _join(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def wait(self) -> None:
+        """Before the first solve: two threads must not load the same libraries. Safe twice."""
+        self._join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, device: torch.device, work: Callable[[], object]) -> None:
+        try:
+            prepare_for_threads(device)
+            with ranks.thread_apart():
+                work()
+        except torch.OutOfMemoryError:
+            pass  # it only saves time: whether the run itself has room is for the run to tell
+        except BaseException as error:  # raised in the thread that waits
+            self._error = error
+
+
+@dataclass(frozen=True)
+class RandomRouter:
+    """A router of a model's shape, and two domains of random features with routers beside it."""
+
+    gate: Gate
+    merged: Tensor  # (K, d [+ 1]) float64
+    domains: list[DomainFeatures]
+    has_bias: bool
+
+
+def router_like(model: OpenModel, device: torch.device, dtype: torch.dtype) -> RandomRouter | None:
+    """One that is solved for by the same kernels as the model's; None: it has none with a gate."""
+    place = next((p for p in model.architecture.routers() if p.gate is not None), None)
+    if place is None or place.gate is None:
+        return None  # refused elsewhere, with a reason
+    shape = (place.rows, model.checkpoint.tensors[place.weight].shape[1])
+    return random_router(place.gate, shape, bias=place.bias is not None, dtype=dtype, device=device)
+
+
+def random_router(
+    gate: Gate,
+    shape: tuple[int, int],
+    *,
+    bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RandomRouter:
+    experts, width = shape
+    generator = torch.Generator(device).manual_seed(0)
+    values = VALUES
+    if device.type == "cuda":
+        values = min(values, gpu_memory(device) // MEMORY_PER_VALUE)
+    tokens = min(TOKENS, values // width)
+
+    def normal(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, device=device, generator=generator)
+
+    merged = (normal(experts, width + bias) * width**-0.5).double()
+    domains = [
+        DomainFeatures(
+            name,
+            [normal(tokens, width).to(dtype)],
+            merged + 0.1 * width**-0.5 * normal(experts, width + bias),
+        )
+        for name in DOMAINS
+    ]
+    return RandomRouter(gate, merged, domains, bias)

@@ -1,0 +1,96 @@
+"""A warm-up runs beside, tells its errors to who waits, and takes part in no sum of all ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moemerge.architectures.gates import BiasPlace, Gate, Score
+from moemerge.architectures.opened import open_model
+from moemerge.calibration.layer import calibrate_layer
+from moemerge.calibration.warm_up import problem_of, solve_once
+from moemerge.errors import DataError
+from moemerge.linalg.cg import Status
+from moemerge.lockstep import warm_up
+from moemerge.lockstep.warm_up import WarmUp, random_router, router_like
+from moemerge.refitting.warm_up import fit_once
+from moemerge.routing import SolveSettings
+from moemerge.runtime import ranks
+
+CPU = torch.device("cpu")
+
+
+GATES = {
+    "softmax": Gate(score=Score.SOFTMAX, top_k=2),
+    "sigmoid": Gate(score=Score.SIGMOID, top_k=2, selection_bias=BiasPlace.SCORES),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is started, and computes on the CPU."""
+    monkeypatch.setattr(warm_up, "VALUES", 2**12)
+    monkeypatch.setattr(warm_up, "NEEDS_NONE", ())
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_random_problem_is_solved(bias: bool, gate: Gate) -> None:
+    router = random_router(gate, (6, 16), bias=bias, dtype=torch.float32, device=CPU)
+    assert [domain.tokens for domain in router.domains] == [256, 256]
+    problem = problem_of(router, torch.float32)
+    result = calibrate_layer(problem, SolveSettings(), start=problem.merged)
+    assert result.status is Status.CONVERGED
+    assert (result.bias is not None) == bias
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "olmoe"])
+def test_it_runs_beside_and_tells_its_errors(
+    family: str, zoo_folder: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = open_model("merged", str(zoo_folder(family)))
+
+    def work() -> None:
+        solve_once(model, SolveSettings(), CPU, torch.float32)
+        for exact in (True, False):
+            fit_once(model, CPU, torch.float32, exact=exact)
+
+    with WarmUp() as warm:
+        warm.begin(CPU, work)
+        warm.wait()
+        warm.wait()
+    monkeypatch.setattr(warm_up, "VALUES", 0)  # no token
+    with WarmUp() as warm:
+        warm.begin(CPU, work)
+        with pytest.raises(DataError, match="has no token"):
+            warm.wait()
+
+
+def test_a_model_without_routers_has_nothing_to_solve(zoo_folder: Callable[..., object]) -> None:
+    model = open_model("merged", str(zoo_folder("llama")))
+    assert router_like(model, CPU, torch.float32) is None
+
+
+def test_a_full_gpu_is_for_the_run_to_tell() -> None:
+    def full() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with WarmUp() as warm:
+        warm.begin(CPU, full)
+        warm.wait()
+
+
+def test_its_sums_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun the text is read beside it, and ranks talk about that."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    seen: list[tuple[str, int]] = []
+    with WarmUp() as warm:
+        warm.begin(CPU, lambda: seen.append((threading.current_thread().name, ranks.count())))
+        warm.wait()
+    assert seen == [("moemerge-warm-up", 1)]
+    assert ranks.count() == 2
