@@ -53,5 +53,5 @@ def test_a_bfloat16_checkpoint_gains(zoo_folder: CaseOf, tmp_path: Path) -> None
 @pytest.mark.parametrize("ridge", SMALL)
 @pytest.mark.parametrize("tokens", [5_000, 200_000])
 def test_sums_of_bfloat16_values(tokens: int, ridge: float) -> None:
-    within = {1e-5: 2e-3, 1e-3: 3e-4}[ridge]
+    within = {1e-5: 2e-3, 1e-3: 6e-4}[ridge]
     assert_sums_of_bfloat16_values(torch.device("cuda"), tokens, ridge, width=512, within=within)

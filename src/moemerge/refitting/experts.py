@@ -123,7 +123,7 @@ class ExpertStack:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExpertRows:
     """Some tokens of one expert, as one of its projections reads them."""
 
     x: Tensor  # (n, in)
@@ -133,7 +133,7 @@ class Rows:
 
 
 # (routing, expert) -> its tokens, in blocks
-Problem = Callable[[RoutedDomain, int], Iterator[Rows]]
+Problem = Callable[[RoutedDomain, int], Iterator[ExpertRows]]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class ProjectionFit:
             ready = {expert: self._sums(routings, problem, expert) for expert in sampled}
         own = [sums for expert, sums in ready.items() if _is_own(expert)]
         ridge = rule.choose(self.kind, own, partial(ranks.sum_of, device=device))
-        # A factorisation leaves most of a GPU idle: an expert is fitted beside the next one's sums.
+        # A factorisation leaves most of a GPU idle: an expert is fitted beside the next ones' sums.
         beside = Beside(device)
         fits: dict[int, Fit] = {}
         waiting: list[tuple[int, tuple[FitSums, FitSums], Any]] = []
@@ -168,7 +168,7 @@ class ProjectionFit:
             if _is_own(expert):
                 waiting.append((expert, sums, beside.mark()))
             # Every rank has the sums of its next expert: all fit at once.
-            if _ends_turn(expert) and len(waiting) > beside.overlaps:
+            if _ends_turn(expert) and len(waiting) > beside.ahead:
                 fits |= self._fit(*waiting.pop(0), ridge, beside)
         for last in waiting:
             fits |= self._fit(*last, ridge, beside)
@@ -254,7 +254,7 @@ def first_projection(
     `source` gives a domain's source experts and the state they read, (tokens, d).
     """
 
-    def problem(routing: RoutedDomain, expert: int) -> Iterator[Rows]:
+    def problem(routing: RoutedDomain, expert: int) -> Iterator[ExpertRows]:
         theirs, states = source(routing.key)
         wanted = theirs.affine("up", expert).widened()
         now = stack.affine("up", expert).widened()
@@ -262,7 +262,7 @@ def first_projection(
         for rows in blocks(len(tokens), max(now.weight.shape), tokens.device):
             x = routing.x.index_select(0, tokens[rows])
             missing = wanted(states.index_select(0, tokens[rows])) - now(x)
-            yield Rows(x, missing, roots[rows])
+            yield ExpertRows(x, missing, roots[rows])
 
     return problem
 
@@ -278,7 +278,7 @@ def last_projection(
     are scaled by both, and the share is divided by w, which is what each token is weighted by.
     """
 
-    def problem(routing: RoutedDomain, expert: int) -> Iterator[Rows]:
+    def problem(routing: RoutedDomain, expert: int) -> Iterator[ExpertRows]:
         lacking, scale, total = missing[routing.key], factor[routing.key], routing.total()
         tokens, roots = routing.of_expert(expert)
         width = max(stack.weight("down", expert).shape)
@@ -287,7 +287,7 @@ def last_projection(
             inner = stack.inner(expert, routing.x.index_select(0, places))
             by = scale.index_select(0, places) if isinstance(scale, Tensor) else scale
             share = lacking.index_select(0, places) / total.index_select(0, places)
-            yield Rows(inner, share, roots[rows], by)
+            yield ExpertRows(inner, share, roots[rows], by)
 
     return problem
 
@@ -297,7 +297,7 @@ def own_last_projection(
 ) -> Problem:
     """down, where experts do not write to the hidden state: what the source's expert says."""
 
-    def problem(routing: RoutedDomain, expert: int) -> Iterator[Rows]:
+    def problem(routing: RoutedDomain, expert: int) -> Iterator[ExpertRows]:
         theirs, states = source(routing.key)
         wanted = theirs.affine("down", expert).widened()
         now = stack.affine("down", expert).widened()
@@ -306,6 +306,6 @@ def own_last_projection(
             places = tokens[rows]
             inner = stack.inner(expert, routing.x.index_select(0, places))
             said = wanted(theirs.inner(expert, states.index_select(0, places)))
-            yield Rows(inner, said - now(inner), roots[rows])
+            yield ExpertRows(inner, said - now(inner), roots[rows])
 
     return problem

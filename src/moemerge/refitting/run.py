@@ -273,7 +273,7 @@ def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
         for tap in taps:
             if isinstance(tap, ExpertsTap):
                 # Experts go one by one; the sums of those that choose λ are held together, and on
-                # a GPU the next one's come while an expert is fitted.
+                # a GPU the next ones' come while an expert is fitted.
                 for name in (tap.up, tap.down):
                     shape = stream.model.get_parameter(name).shape[1:]
                     held = 2 * sample_size(shape) if job.ridge is None else 2

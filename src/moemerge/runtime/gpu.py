@@ -109,11 +109,13 @@ class Beside:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         make: Any = torch.cuda.Stream
-        self._stream = make(device) if device.type == "cuda" else None
+        # Before what is queued meanwhile: the host waits for it.
+        self._stream = make(device, priority=-1) if device.type == "cuda" else None
 
     @property
-    def overlaps(self) -> bool:
-        return self._stream is not None
+    def ahead(self) -> int:
+        """How much other work should be queued before a piece of this is waited for."""
+        return 0 if self._stream is None else 2
 
     def mark(self) -> Any:
         """All that is queued so far."""
