@@ -1,7 +1,12 @@
-"""Finished cells, one line each: what a study has measured so far."""
+"""Finished cells, one line each: what a study has measured so far.
+
+Each line carries a digest of itself, so that one which was changed is noticed; lines of earlier
+versions have none, and are taken as they are.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,10 +14,12 @@ from typing import Any
 
 from moemerge.errors import DataError
 from moemerge.experiments.tables import Measurement, Repeat
-from moemerge.runtime.files import write_whole
+from moemerge.runtime.files import parse_object, write_whole
 
 CELLS = "cells.jsonl"
 TASKS = "tasks.jsonl"
+DIGEST = "digest"
+HINT = "remove the line, or the file"
 
 Key = tuple[str, str]  # a set, a cell's name
 
@@ -31,26 +38,34 @@ class CellJournal:
     def _entries(self) -> Iterator[dict[str, Any]]:
         if not self.path.exists():
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        content = self.path.read_bytes()
+        *lines, half = content.split(b"\n")
         for number, line in enumerate(lines, 1):
-            try:
-                yield json.loads(line)
-            except ValueError:
-                if number == len(lines) and not line.endswith("\n"):
-                    self._cut(lines[:-1])  # a run was killed while it wrote this line
-                    return
-                raise DataError(
-                    f"{self.path}, line {number}: not JSON", hint="remove the line, or the file"
-                ) from None
+            yield self._entry(line, f"{self.path}, line {number}")
+        if half:  # a run was killed while it wrote this line
+            write_whole(self.path, content[: -len(half)])
 
-    def _cut(self, whole: list[str]) -> None:
-        write_whole(self.path, "".join(whole).encode())
+    def _entry(self, line: bytes, where: str) -> dict[str, Any]:
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where} is not UTF-8", hint=HINT) from error
+        entry = parse_object(text, where, HINT, DataError, halves=True)
+        digest = entry.pop(DIGEST, None)
+        if digest is not None and digest != _digest(entry):
+            raise DataError(f"{where} is not as it was written", hint=HINT)
+        kinds = {"set": dict, "cell": str, "scale": dict}
+        for name, kind in kinds.items():
+            if not isinstance(entry.get(name), kind):
+                raise DataError(f"{where} is no measured cell: {name!r} is missing", hint=HINT)
+        return entry
 
     def add(self, key: Repeat, cell: Measurement, result: Mapping[str, Any]) -> None:
         """Note a finished cell; it is on disk when this returns."""
         entry = {"set": key.to_json(), "cell": cell.name, "scale": self._scale, **result}
+        line = json.dumps({**entry, DIGEST: _digest(entry)}, ensure_ascii=False)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            file.write(line + "\n")
         self._found[_text(key.to_json()), cell.name] = entry
 
     def add_task(self, key: str, seconds: float, cpu_seconds: float) -> None:
@@ -68,6 +83,12 @@ class CellJournal:
 
     def get(self, key: Repeat, cell: Measurement) -> dict[str, Any] | None:
         return self._found.get((_text(key.to_json()), cell.name))
+
+
+def _digest(entry: Mapping[str, Any]) -> str:
+    """The same for what was written and for what was read again."""
+    text = json.dumps(json.loads(json.dumps(entry)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _text(of_set: Mapping[str, Any]) -> str:
