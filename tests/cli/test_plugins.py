@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from moemerge.architectures.families import add_family
 from moemerge.architectures.rules import Family, GateRule, key
 from moemerge.merging.method import BasePolicy, merge_method, param
+from moemerge.merging.wrapper import merge_wrapper
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class Share:
 def shares(inputs, base, options, unit):
     """Shares of models."""
     return sum(model.params.share * model.tensor for model in inputs)
+
+
+@merge_wrapper("test_halved")
+def halved(inner, inputs, base, options, unit):
+    """Half of the change."""
+    return base.tensor + 0.5 * (inner(inputs, base.tensor) - base.tensor)
 
 
 add_family(Family(("test_family",), "Test", GateRule(top_k=key("num_experts_per_tok", default=2))))
@@ -80,6 +87,10 @@ def test_a_method_of_ones_own_merges(plugin: Path, zoo_folder, tmp_path: Path) -
 def test_what_a_plugin_brings_is_listed(plugin: Path) -> None:
     methods = json.loads(moemerge("ls", "methods", "--json", "--plugin", plugin))
     assert "test_shares" in {row["method"] for row in methods}
+    wrappers = json.loads(moemerge("ls", "wrappers", "--json", "--plugin", plugin))
+    assert ("test_halved", "Half of the change.") in {
+        (row["wrapper"], row["what_it_does"]) for row in wrappers
+    }
     rows = json.loads(moemerge("ls", "architectures", "--json", "--plugin", plugin))
     assert rows[-1]["family"] == "test_family"
     schema = json.loads(moemerge("schema", "--plugin", plugin))

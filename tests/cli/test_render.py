@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import moemerge
 import zoo
 from calibration import cases
+from moemerge.api import list_methods, list_wrappers
 from moemerge.api.merging import RunReport
 from moemerge.cli.app import app
 from moemerge.cli.console import substitute
@@ -222,3 +223,36 @@ def test_what_stands_in_for_a_character() -> None:
     assert plain("→…█▌é日‖", "ascii") == "->...#-e?||"
     with pytest.raises(UnicodeDecodeError):
         substitute(UnicodeDecodeError("ascii", b"\xff", 0, 1, "not text"))
+
+
+# --- what there is to choose from -----------------------------------------------------------------
+
+
+def written(parameter: dict[str, Any]) -> str:
+    """A parameter as a config has its default."""
+    name, default = parameter["name"], parameter["default"]
+    if default == "required":
+        return f"{name} (required)"
+    if default is None:
+        return str(name)
+    return f"{name}={str(default).lower() if isinstance(default, bool) else default}"
+
+
+@pytest.mark.parametrize("what", ["methods", "wrappers"])
+def test_ls_shows_every_parameter_with_its_default(what: str) -> None:
+    rows = list_methods() if what == "methods" else list_wrappers()
+    result = CliRunner().invoke(app, ["ls", what], env={"COLUMNS": "600", "NO_COLOR": "1"})
+    lines = result.stdout.splitlines()
+    for row in rows:
+        name = row[what.removesuffix("s")]
+        (at,) = [i for i, line in enumerate(lines) if line.split(" ")[0] == name]
+        assert row["what_it_does"] in lines[at]
+        for parameter in [*row.get("per_model", []), *row["options"]]:
+            assert written(parameter) in lines[at + 1], name
+
+
+def test_methods_of_the_first_two_groups_take_passes_over_the_weights() -> None:
+    groups = list(dict.fromkeys(row["group"] for row in list_methods()))
+    times = [{row["time"] for row in list_methods() if row["group"] == group} for group in groups]
+    assert times[:2] == [{"passes"}, {"passes"}]
+    assert times[2] == {"decompositions", "steps"}

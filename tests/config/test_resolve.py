@@ -293,6 +293,16 @@ def test_routers_method_sees_the_base_apart(load: Load, schemas: dict[str, Metho
     assert base.name == "b"
 
 
+def test_routers_are_averaged_with_the_base_where_the_rest_is(
+    load: Load, schemas: dict[str, MethodSchema]
+) -> None:
+    text = "base_model: b\nparameters: {weight: 1}\nmodels: [{model: a}]\n"
+    for method, names in (("linear", ["a", "b"]), ("ties", ["a"])):
+        merge = load(f"merge_method: {method}\n" + text).merge
+        inputs, base = merge.slices[0].seen_by(schemas["linear"])
+        assert ([s.name for s in inputs], base) == (names, None)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

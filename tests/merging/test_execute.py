@@ -107,6 +107,18 @@ def test_runs_of_rows_equal_the_whole(models, tmp_path, monkeypatch):
         assert torch.equal(value, cut[name])
 
 
+def test_only_elementwise_methods_without_wrappers_are_cut_into_runs(models, monkeypatch):
+    monkeypatch.setattr(plan_module, "RUN_ELEMENTS", 100)
+
+    def blocks(method, **more):
+        settings = {**config(method, models), **more}
+        plan = plan_merge(api.load_config(settings), MergeSettings()).plan
+        return sum(block.tensor == "model.embed_tokens.weight" for block in plan.blocks)
+
+    assert blocks("task_arithmetic") > 10
+    assert blocks("ties") == blocks("task_arithmetic", wrap=["svc"]) == 1
+
+
 @pytest.mark.parametrize("length", [500, 2**17])
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float64"])
 def test_a_sum_in_pieces_is_the_methods_own(models, tmp_path, monkeypatch, length, dtype):

@@ -299,17 +299,18 @@ def test_both_kinds_in_one_merge(pair, tmp_path):
     torch.testing.assert_close(merged[key], expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_base_only_lends_its_config(pair, zoo_folder, tmp_path):
-    models = pair("olmoe")
+@pytest.mark.parametrize(("method", "kind"), [("regmean", "gram"), ("fisher", "fisher")])
+def test_a_base_only_lends_its_config(pair, zoo_folder, tmp_path, method, kind):
+    models = pair("olmoe", kind)
     base = zoo_folder("olmoe")
-    plain = config("regmean", models)
+    plain = config(method, models)
     moemerge.merge(plain, tmp_path / "a")
     report = moemerge.merge({**plain, "base_model": str(base)}, tmp_path / "b")
     a, b = zoo.tensors(tmp_path / "a"), zoo.tensors(tmp_path / "b")
     assert all(torch.equal(value, b[name]) for name, value in a.items())
     told = {m.name: m for m in report.models}[base.name]
     assert told.merged == 0
-    assert list(told.dropped) == ["'regmean' merges the other models alone"]
+    assert list(told.dropped) == [f"{method!r} merges the other models alone"]
     # a router's method may want it all the same
     router = {"merge_method": "task_arithmetic", "parameters": {"weight": 0.5}}
     report = moemerge.merge({**plain, "base_model": str(base), "router": router}, tmp_path / "c")
@@ -382,10 +383,12 @@ def test_models_with_adapters_have_statistics_of_their_own(zoo_folder, tmp_path)
 
 
 # --- refusals ---------------------------------------------------------------------------------
-def test_neither_statistics_nor_data(pair):
-    settings = config("regmean", pair("olmoe"))
+@pytest.mark.parametrize("method", ["regmean", "lot", "slta", "cat", "fisher"])
+def test_neither_statistics_nor_data(pair, zoo_folder, method):
+    settings = config(method, pair("olmoe"), base_model=str(zoo_folder("olmoe")))
     del settings["statistics"]
-    with pytest.raises(ConfigError, match=r"'regmean' needs the second moments .* math, code"):
+    what = "each model's squared gradients" if method == "fisher" else "the second moments"
+    with pytest.raises(ConfigError, match=rf"'{method}' needs {what}.* math, code"):
         moemerge.validate(settings)
 
 

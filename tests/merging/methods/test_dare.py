@@ -79,3 +79,10 @@ def test_rescale_factors_do_not_enter_the_divisor(merge):
         rescale_norm="probability",
     )  # fmt: skip
     assert out.unique().tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["dare_linear", "dare_ties", "della", "della_linear"])
+def test_of_a_small_tensor_nothing_may_be_left_which_is_no_error(merge, name):
+    p = {"weight": 1.0, "density": 0.3}
+    results = [merge(name, [[2.0]], base=[0.0], params=p, key=f"k{i}").item() for i in range(50)]
+    assert set(results) == {0.0, 2.0}  # rescaled to its L1 norm, where it is kept

@@ -85,3 +85,10 @@ def test_probabilities_up_to_the_ends_are_allowed():
     DellaParams(weight=1.0, density=0.85, epsilon=0.15)
     DellaParams(weight=1.0, density=0.15, epsilon=0.15)
     DellaParams(weight=1.0, density=1.0, epsilon=0.15)
+
+
+def test_at_full_density_signs_are_elected_or_models_summed(merge):
+    p = [{"weight": 1.0}, {"weight": 2.0}]
+    tensors = [[3.0, 1.0], [-1.0, 1.0]]
+    assert merge("della", tensors, base=[0.0, 0.0], params=p).tolist() == [3.0, 1.0]
+    assert merge("della_linear", tensors, base=[0.0, 0.0], params=p).tolist() == [1.0, 3.0]

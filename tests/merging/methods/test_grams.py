@@ -37,14 +37,15 @@ def shares_of(xs):
 def test_lot_is_least_squares_for_task_vectors(merge, counts):
     base, xs = normal(OUT, WIDTH, seed=9), texts(counts)
     vectors = [normal(OUT, WIDTH, seed=20 + i) for i in range(len(xs))]
+    weights = [1.0 + i for i in range(len(xs))]
     merged = merge(
-        "lot", [base + t for t in vectors], base=base, statistics=statistics(xs), role=Role.EXPERT
-    )
-    rows = torch.cat([s**0.5 * x for s, x in zip(shares_of(xs), xs, strict=True)])
-    answers = torch.cat(
-        [s**0.5 * x @ t.T for s, x, t in zip(shares_of(xs), xs, vectors, strict=True)]
-    )
-    expected = torch.linalg.lstsq(rows, answers).solution.T
+        "lot", [base + t for t in vectors], base=base, statistics=statistics(xs),
+        role=Role.EXPERT, params=[{"weight": w} for w in weights], lambda_=0.7,
+    )  # fmt: skip
+    shares = [w * s for w, s in zip(weights, shares_of(xs), strict=True)]
+    rows = torch.cat([s**0.5 * x for s, x in zip(shares, xs, strict=True)])
+    answers = torch.cat([s**0.5 * x @ t.T for s, x, t in zip(shares, xs, vectors, strict=True)])
+    expected = 0.7 * torch.linalg.lstsq(rows, answers).solution.T
     torch.testing.assert_close(merged - base, expected, rtol=1e-6, atol=1e-8)
 
 
@@ -97,6 +98,31 @@ def test_cat_by_hand(merge):
     )  # fmt: skip
     # Output 0 of model 1 goes; what is left, (0, 4) in row 1, is scaled back to 5.
     torch.testing.assert_close(merged, torch.tensor([[0.0, 0.0], [2.0, 5.0]]))
+
+
+def test_cat_against_eigenvectors(merge):
+    base, xs = normal(OUT, WIDTH, seed=9), texts((30, 60, 90))
+    vectors = [normal(OUT, WIDTH, seed=20 + i) for i in range(3)]
+    grams = [s * x.T @ x for s, x in zip(shares_of(xs), xs, strict=True)]
+    protected = []
+    for i in range(3):
+        total = sum(
+            vectors[j] @ (grams[i] - 0.5 * grams[j]) @ vectors[j].T for j in {0, 1, 2} - {i}
+        )
+        values, directions = torch.linalg.eigh(total)
+        protected.append(directions[:, -2:][:, values[-2:] > 0])
+    assert {p.shape[1] for p in protected} >= {2}
+    expected = base.clone()
+    for j, vector in enumerate(vectors):
+        others = torch.cat([p for i, p in enumerate(protected) if i != j], dim=1)
+        rest = vector - others @ torch.linalg.pinv(others) @ vector
+        expected += rest * (vector.norm() / rest.norm())
+    models = [base + t for t in vectors]
+    merged = merge("cat", models, base=base, statistics=statistics(xs))
+    torch.testing.assert_close(merged, expected, rtol=1e-8, atol=1e-8)
+    # Where every direction serves its own model more, nothing is taken out.
+    alone = merge("cat", models, base=base, statistics=statistics(xs), penalty=1e6)
+    torch.testing.assert_close(alone, base + sum(vectors))
 
 
 def test_cat_without_directions_is_task_arithmetic(merge):

@@ -198,6 +198,39 @@ def test_other_tensors_are_averaged_or_the_bases(merge, name):
         assert torch.equal(merge(name, [a, b], base=base, role=role, others="base"), base)
 
 
+@pytest.mark.parametrize("name", [*SPECTRAL, "doge"])
+def test_routers_are_linear_layers(merge, name):
+    base, vectors = normal(8, 10, seed=9), task_vectors(2, (8, 10))
+    models = [base + t for t in vectors]
+    short = {"steps": 5} if name == "doge" else {}
+    router = merge(name, models, base=base, role=Role.ROUTER, **short)
+    assert torch.equal(router, merge(name, models, base=base, role=Role.EXPERT, **short))
+    assert not torch.allclose(router, base + sum(vectors) / 2)
+
+
+def shrunk(matrix, mu):
+    """argmin ‖matrix - δ‖² + mu ‖δ‖_*²: every value less mu·n, n the sum that is left."""
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    low, high = 0.0, float(s.sum())
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if (s - mu * middle).clamp_min(0).sum() > middle else (low, middle)
+        )
+    return (u * (s - mu * low).clamp_min(0)) @ vh
+
+
+def test_lore_of_three_models_is_base_and_changes_in_turn(merge):
+    tensors = [normal(6, 5, seed=i) for i in range(3)]
+    common = sum(tensors) / 3
+    for _ in range(4):
+        low_rank = [shrunk(t - common, 0.3) for t in tensors]
+        common = sum(t - d for t, d in zip(tensors, low_rank, strict=True)) / 3
+    assert max(int(torch.linalg.matrix_rank(d, rtol=1e-9)) for d in low_rank) < 5
+    merged = merge("lore", tensors, mu=0.3, iterations=4, lambda_=0.7)
+    torch.testing.assert_close(merged, common + 0.7 * sum(low_rank), rtol=1e-8, atol=1e-8)
+
+
 def test_lore_minimises_its_objective(merge):
     tensors = [normal(6, 5, seed=i) for i in range(3)]
     mu = 0.05
@@ -248,3 +281,9 @@ def test_doge_takes_torchs_adam_steps_on_the_stated_objective(merge):
     expected = base + sum(s * (t + delta.detach()) for s, t in zip(scales, vectors, strict=True))
     merged = merge("doge", [base + t for t in vectors], base=base, steps=20, lr=1e-3, density=1.0)
     torch.testing.assert_close(merged, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_doge_keeps_the_largest_elements_of_each_model(merge):
+    a, b = torch.tensor([[3.0, 0.0], [4.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    merged = merge("doge", [a, b], base=torch.zeros(2, 2), steps=0, density=0.25)
+    torch.testing.assert_close(merged, torch.tensor([[0.0, 0.07], [0.07 * 4 / 5, 0.0]]))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -141,6 +143,32 @@ def test_spectral_and_adaptive_lie_between_the_start_and_the_minimum(merge):
     torch.testing.assert_close(everything, exact)
 
 
+def test_adaptive_corrects_the_leading_directions_wholly(merge):
+    sizes = torch.linspace(0.1, 1, 10, dtype=torch.float64)
+    vectors = [t * sizes for t in task_vectors(3, 6, 10)]
+    C = sum(t.T @ t / t.square().sum() for t in vectors)
+    D = sum(t @ t.T @ t / t.square().sum() for t in vectors)
+    values, V = torch.linalg.eigh(C)
+    values, V = values.flip(0), V.flip(1)
+    rank = math.ceil(values.sqrt().sum() ** 2 / values.sum())
+    assert 1 < rank < 10
+    start, leading = sum(vectors), V[:, :rank] / values[:rank]
+    expected = start + (D - start @ C) @ leading @ V[:, :rank].T
+    zero = torch.zeros(6, 10, dtype=torch.float64)
+    merged = merge("wudi", vectors, base=zero, solver="adaptive")
+    torch.testing.assert_close(merged, expected, rtol=1e-8, atol=1e-12)
+    others = {"time": 1.0, "keep": 0.1, "lr": 0.1, "steps": 1}
+    assert torch.equal(merge("wudi", vectors, base=zero, solver="adaptive", **others), merged)
+
+
+def test_adam_by_default_ends_near_the_sum_of_large_task_vectors(merge):
+    vectors = [100 * t for t in task_vectors(2, 6, 8)]
+    base = torch.zeros(6, 8, dtype=torch.float64)
+    adam, exact = (merge("wudi", vectors, base=base, solver=s) for s in ("adam", "exact"))
+    assert 2.5e-3 < (adam - sum(vectors)).abs().max() < 3.1e-3
+    assert (exact - sum(vectors)).abs().max() > 0.3
+
+
 def top(matrix, count):
     """The leading singular directions: their part of the matrix, and diag(s) Vᵀ."""
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
@@ -198,6 +226,8 @@ def test_optmerges_targets_of_hard_units(merge, targets, solver):
     a, b = (base + t.float() for t in task_vectors(2, 6, 8))
     alone = merge("wudi", [a, base], base=base, **options)
     torch.testing.assert_close(alone, a)
+    pair = merge("wudi", [a, b], base=base, **options)
+    assert torch.equal(merge("wudi", [a, base, b], base=base, **options), pair)
     assert torch.equal(merge("wudi", [base, base], base=base, **options), base)
     column, row = torch.ones(6, 1), torch.arange(8.0)[None]
     low = merge("wudi", [base + 0.01 * column @ row, b], base=base, **options)

@@ -130,7 +130,12 @@ def test_a_task_is_a_model_that_loads_and_the_shared_one_may_be_replaced(folder,
     assert moemerge.inspect(tmp_path / "math").family == "OLMoE"
     assert json.loads((tmp_path / "math" / "moemerge_report.json").read_text())["extract"]
     moved = shutil.copytree(folder / "base", tmp_path / "moved")
-    moemerge.extract(tmp_path / "shared", "math", tmp_path / "again", base=moved)
+    elsewhere = {**settings, "base_model": str(moved)}
+    moemerge.merge(elsewhere, tmp_path / "shared", device="cpu", overwrite=True)
+    shutil.rmtree(moved)
+    with pytest.raises(CheckpointError, match="moved"):
+        moemerge.extract(tmp_path / "shared", "math", tmp_path / "again")
+    moemerge.extract(tmp_path / "shared", "math", tmp_path / "again", base=folder / "base")
     first, second = zoo.tensors(tmp_path / "math"), zoo.tensors(tmp_path / "again")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -148,6 +153,9 @@ def test_what_is_refused(folder, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+SLICES = [{"sources": [{"model": name, "layer_range": [0, 2]} for name in (*NAMES, "base")]}]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -158,6 +166,8 @@ def test_what_is_refused(folder, tmp_path):
         ({"tokenizer_source": "union"}, "cannot be changed where `tasks` are kept"),
         ({"router": {"keep": "math"}}, "leaves no mask of the routers"),
         ({"calibration": {}, "data": dict.fromkeys(NAMES, "a.jsonl")}, "changes the merge"),
+        ({"refit": {}, "data": dict.fromkeys(NAMES, "a.jsonl")}, "changes the merge"),
+        ({"models": None, "slices": SLICES}, "is for models merged whole, not for slices"),
     ],
     ids=str,
 )

@@ -64,6 +64,18 @@ def test_svc_against_a_singular_value_decomposition(shape):
     torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8)
 
 
+def test_svc_only_weakens_at_one_and_may_strengthen_below():
+    base, tensors = models((8, 10))
+    u, s, vh = torch.linalg.svd(call([], "task_arithmetic", tensors, base) - base)
+
+    def strengths(alpha):
+        got = call(["svc"], "task_arithmetic", tensors, base, svc={"alpha": alpha}) - base
+        return (u.T @ got @ vh.T[:, :8]).diagonal() / s
+
+    assert strengths(1.0).max() <= 1 + 1e-9
+    assert strengths(0.1).max() > 1.1
+
+
 def test_svc_leaves_models_out_that_did_not_change_the_weight():
     base, tensors = models((8, 10), n=2)
     with_idle = call(["svc"], "task_arithmetic", [*tensors, base.clone()], base)
@@ -87,6 +99,16 @@ def test_knots_does_not_change_a_sum():
     base, tensors = models((6, 11))
     plain = call([], "task_arithmetic", tensors, base)
     torch.testing.assert_close(call(["knots"], "task_arithmetic", tensors, base), plain)
+
+
+def test_knots_moves_votes_and_leaves_other_tensors_alone():
+    base, tensors = models((6, 11))
+    for method in ("ties", "dare_ties", "della"):
+        plain = call([], method, tensors, base)
+        assert not torch.allclose(call(["knots"], method, tensors, base), plain, atol=1e-3)
+    for role in (Role.NORM, Role.EMBEDDING, Role.HEAD):
+        wrapped = call(["knots"], "ties", tensors, base, role=role)
+        assert torch.equal(wrapped, call([], "ties", tensors, base, role=role))
 
 
 def test_aim_keeps_less_of_a_change_where_the_base_is_active():
@@ -179,7 +201,7 @@ def test_aim_in_a_merge_is_the_direct_computation(folder, tmp_path):
     text = folder / "general.jsonl"
     wrap = {
         "wrapper": "aim",
-        "parameters": {"omega": [{"filter": "q_proj", "value": 0}, {"value": 0.4}]},
+        "parameters": {"omega": [{"filter": "q_proj", "value": [0, 1]}, {"value": 0.4}]},
     }
     settings = config(
         folder, wrap=[wrap], data={"base": str(text)}, collecting={"dtype": "float32"}
@@ -201,7 +223,8 @@ def test_aim_in_a_merge_is_the_direct_computation(folder, tmp_path):
         change = 0.5 * (math[key] - base[key]) + 0.5 * (code[key] - base[key])
         if key in sizes and sizes[key][1]:
             s = sizes[key][0] / sizes[key][0].max()
-            change = change * (1 - (1.0 if "q_proj" in key else 0.6) * s)
+            omega = int(key.split(".")[2]) / 2 if "q_proj" in key else 0.4  # a gradient, 3 layers
+            change = change * (1 - (1 - omega) * s)
             seen += 1
         torch.testing.assert_close(value, base[key] + change, rtol=1e-4, atol=1e-5, msg=key)
     assert seen > 50
@@ -251,6 +274,7 @@ def svc(**parameters):
         ({"wrap": ["aim"]}, ["'aim' needs mean activations of the base", "base"]),
         ({"wrap": ["aim"], "data": {"math": "m.jsonl"}}, ["no statistics for base"]),
         ({"wrap": ["svc"], "merge_method": "linear"}, ["'linear' takes the base for a model"]),
+        ({"wrap": ["svc"], "merge_method": "nuslerp", "base_model": None}, ["need a base_model"]),
         (
             {"wrap": ["knots"], "merge_method": "fisher", "statistics": {"math": "a", "code": "b"}},
             ["knows single weights"],
