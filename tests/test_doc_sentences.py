@@ -20,6 +20,7 @@ from moemerge.config.settings import CollectingSettings
 from moemerge.config.study import StudyConfig
 from moemerge.config.study_load import load_study
 from moemerge.config.tasks import load_task
+from moemerge.config.tasks_kept import KeptTasks
 from moemerge.config.tuning import TuningSettings
 from moemerge.config.weighing import CoefficientMethod, CoefficientSettings
 from moemerge.evaluation.report import ALPHA
@@ -27,7 +28,7 @@ from moemerge.merging.methods._spectra import _RANK_TOLERANCE
 from moemerge.merging.methods.regmean import LEAST_PIVOT
 from moemerge.refitting.experts import SAMPLED
 from moemerge.runtime.ranks import MEETING_LIMIT
-from moemerge.statistics.file import BLOCK
+from moemerge.statistics.file import BLOCK, packed_size
 from moemerge.text import rows, templates
 from moemerge.text.domains import AUTO_HOLDOUT, AUTO_HOLDOUT_ROWS
 from moemerge.verification.code_checks import TIMES_THE_REFERENCE
@@ -160,7 +161,17 @@ def sentences() -> list[tuple[str, str]]:
         ("methods", f"the `keep` ({p['wudi.keep']}) leading directions"),
         ("methods", f"{p['cat.directions']} and {p['cat.penalty']} were chosen here"),
         ("methods", f"`omega` {p['aim.omega']} is the authors'"),
+        ("methods", f"from 0.2 to 0.6; {p['consensus_ta.threshold']} is the middle. With two"),
+        (
+            "methods",
+            f"from 0.2 to 0.6; {default(KeptTasks, 'threshold')} is the middle. Calibration",
+        ),
+        ("methods", f"the `rank` ({default(KeptTasks, 'rank')}) leading singular directions"),
         ("coefficients", f"`steps` {adam}"),
+        ("coefficients", f"`lr` {short(default(CoefficientSettings, 'lr'))}"),
+        ("coefficients", f"`specific` ({default(CoefficientSettings, 'specific'):g})"),
+        ("coefficients", f"counts `own` ({default(CoefficientSettings, 'own'):g})"),
+        ("coefficients", f"model `other` ({default(CoefficientSettings, 'other'):g})"),
         ("coefficients", f"`temperature` is {default(CoefficientSettings, 'temperature')}"),
         ("coefficients", f"from {default(CoefficientSettings, 'start')}, kept within 0 and 1"),
         ("data", f"({Limits().cpu_seconds:g} s, or four times what the row's own"),
@@ -187,6 +198,9 @@ def test_defaults_are_those_that_pages_state(page: str, phrase: str) -> None:
 
 def test_words_for_numbers_are_right() -> None:
     assert TIMES_THE_REFERENCE == 4
+    assert f"(Mixtral 8×7B) take {4 * packed_size(14336) / 1e9:.1f} GB each" in words_of(
+        "statistics"
+    )
     assert AUTO_HOLDOUT == 0.1
     assert MEETING_LIMIT.total_seconds() == 5 * 60
     assert "by themselves after five minutes" in words_of("ranks")
@@ -225,11 +239,10 @@ def test_every_method_is_measured_or_said_not_to_be() -> None:
     assert missing == set()
 
 
-# "Of mergekit's methods all but `linear`, `ties` and `dare_ties`" speaks of these.
+# "Of mergekit's methods all but `linear`, ..." speaks of these.
 MERGEKIT = {
     "karcher", "multislerp", "nuslerp", "passthrough", "breadcrumbs", "breadcrumbs_ties",
     "dare_linear", "della", "della_linear", "model_stock", "nearswap", "sce", "slerp",
-    "task_arithmetic",
 }  # fmt: skip
 
 
