@@ -175,8 +175,9 @@ def test_what_is_refused(folder, tmp_path):
     with pytest.raises(CheckpointError, match="exists"):
         moemerge.find_coefficients("acm", config(folder), out)
     linear = {k: v for k, v in config(folder, merge_method="linear").items() if k != "base_model"}
-    with pytest.raises(UsageError, match="no base_model"):
-        moemerge.find_coefficients("acm", linear, out, overwrite=True)
+    for method in ("acm", "sens", "neuron", "adamerging"):
+        with pytest.raises(UsageError, match="no base_model"):
+            moemerge.find_coefficients(method, linear, out, overwrite=True)
 
 
 # --- the mathematics ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import save_file
 
@@ -19,7 +20,7 @@ from merging.gathered import open_model, unit_tensors
 from moemerge.architectures.layout import projection_of
 from moemerge.coefficients.maths import served_domain
 from moemerge.config.coefficients import read_coefficients
-from moemerge.errors import ConfigError
+from moemerge.errors import ConfigError, UsageError
 from moemerge.statistics.provenance import all_units
 
 NAMES = ("math", "code")
@@ -227,3 +228,20 @@ def test_experts_that_no_token_reaches_are_general(folder, tmp_path):
     labels = read_coefficients(out).neurons.labels
     assert set("".join(labels.values())) == {"2"}
     assert labels.keys() == mlps(folder / "base").keys()
+
+
+def test_an_mlp_that_stores_gate_and_up_as_one_has_no_neurons(folder, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    built = transformers.Phi3Config(vocab_size=zoo.VOCAB, **sizes, **heads)
+    transformers.Phi3ForCausalLM(built).save_pretrained(tmp_path / "base")
+    zoo.tiny_tokenizer(tmp_path / "base")
+    for seed, name in enumerate(NAMES, 1):
+        zoo.perturb(tmp_path / "base", tmp_path / name, seed, scale=0.3)
+    with pytest.raises(UsageError, match=r"no MLP of .* has neurons"):
+        moemerge.find_coefficients(
+            "neuron", config(tmp_path), tmp_path / "a.yml", data=texts(folder), **CPU
+        )
+    file = written(tmp_path / "mine.yml", {"model.layers.1.mlp": "01" * 24})
+    with pytest.raises(ConfigError, match=r"gate_up_proj\.weight is neither gate, up nor down"):
+        moemerge.validate(config(tmp_path, coefficients=str(file)))

@@ -171,3 +171,41 @@ def test_methods_without_weights_and_base_are_refused(folder, tmp_path):
 def test_a_file_that_is_missing(folder, tmp_path):
     with pytest.raises(ConfigError, match="is missing"):
         moemerge.load_config(config(folder, tmp_path / "none.yml"))
+
+
+def test_a_place_is_the_same_where_experts_are_stored_as_a_stack(zoo_folder, tmp_path):
+    base = zoo.perturb(zoo_folder("olmoe", fused=True), tmp_path / "base", 7, scale=0.0)
+    for seed, name in enumerate(("math", "code"), 1):
+        zoo.perturb(base, tmp_path / name, seed, scale=0.3)
+    moemerge.merge(config(tmp_path, written(tmp_path)), tmp_path / "out", device="cpu")
+    before, math, code = (unit_tensors(tmp_path / n) for n in ("base", "math", "code"))
+    for key, value in unit_tensors(tmp_path / "out").items():
+        change = share(key) * (math[key] - before[key]) + (code[key] - before[key])
+        torch.testing.assert_close(value, before[key] + change, rtol=1e-5, atol=1e-5, msg=key)
+
+
+def test_methods_that_normalise_weights_normalise_coefficients(folder, tmp_path):
+    settings = config(folder, written(tmp_path), "linear")
+    del settings["base_model"]
+    moemerge.merge(settings, tmp_path / "out", device="cpu")
+    math, code = (unit_tensors(folder / n) for n in ("math", "code"))
+    for key, value in unit_tensors(tmp_path / "out").items():
+        mean = (share(key) * math[key] + code[key]) / (share(key) + 1)
+        torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-5, msg=key)
+
+
+def test_places_of_a_slice_are_those_of_the_models_own_layers(folder, tmp_path):
+    sources = [
+        {"model": str(folder / "math"), "name": "math", "layer_range": [1, 2]},
+        {"model": str(folder / "code"), "name": "code", "layer_range": [0, 1]},
+        {"model": str(folder / "base"), "layer_range": [0, 1]},
+    ]
+    settings = config(folder, written(tmp_path))
+    del settings["models"]
+    moemerge.merge({**settings, "slices": [{"sources": sources}]}, tmp_path / "out", device="cpu")
+    merged = unit_tensors(tmp_path / "out")
+    base, math, code = (unit_tensors(folder / n) for n in ("base", "math", "code"))
+    for tail in ("self_attn.q_proj", "mlp.experts.3.gate_proj", "mlp.experts.3.up_proj"):
+        first, second = (f"model.layers.{n}.{tail}.weight" for n in (0, 1))
+        change = share(second) * (math[second] - base[first]) + (code[first] - base[first])
+        torch.testing.assert_close(merged[first], base[first] + change, rtol=1e-5, atol=1e-5)

@@ -74,6 +74,8 @@ def _powers(
     data = job.request.data[name]
     run_collect(CollectRequest(job.request.base, file, data, settings), progress)
     units = all_units(job.base.checkpoint, job.base.architecture)
+    # Where gate and up are one tensor, a merge could not scale a neuron's rows of it.
+    served = {_place(key) for key, unit in units.items() if projection_of(unit) == "up"}
     powers = {}
     with Statistics.open(file) as statistics:
         tokens = statistics.provenance.tokens
@@ -82,6 +84,11 @@ def _powers(
             mean = statistics.power(key)
             if unit is None or mean is None or projection_of(unit) != "down":
                 continue
-            place = key.rpartition(".")[0].rpartition(".")[0]
-            powers[place] = mean.values.double() * (mean.tokens / max(1, tokens))
+            if _place(key) in served:
+                powers[_place(key)] = mean.values.double() * (mean.tokens / max(1, tokens))
     return powers
+
+
+def _place(key: str) -> str:
+    """The MLP of `….down_proj.weight`."""
+    return key.rpartition(".")[0].rpartition(".")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moemerge.architectures.layout import projection_of
-from moemerge.architectures.roles import Unit
+from moemerge.architectures.roles import Role, Unit
 from moemerge.config.coefficients import (
     KEY,
     LETTERS,
@@ -73,7 +73,12 @@ class Weighing:
         assert self._coefficients is not None
         groups, projection = self._coefficients.neurons, projection_of(unit)
         place = unit.key.rpartition(".")[0].rpartition(".")[0]  # without down_proj.weight
-        if groups is None or projection is None or place not in groups.labels:
+        if groups is None or place not in groups.labels:
+            return None
+        if projection is None:
+            if unit.role in (Role.MLP, Role.SHARED_EXPERT) and len(unit.shape) == 2:
+                text = f"has no neurons to scale: {unit.key} is neither gate, up nor down"
+                self._coefficients.judge([Fault((NEURONS, "labels", place), text)])
             return None
         axis = len(unit.shape) - 1 if projection == "down" else 0
         if projection == "down" and len(unit.shape) < 2:
