@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import threading
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import moemerge
 import zoo
 from collecting.cases import Collect, Folder
 from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.collecting import CollectRequest, run_collect
 from moemerge.collecting.forward import StateStore
+from moemerge.collecting.job import prepare
+from moemerge.config.parameters import StatisticsKind
 from moemerge.config.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, CheckpointError, DataError, NumericalError
 from moemerge.runtime.progress import Silent
@@ -163,6 +168,59 @@ def test_an_interrupted_run_leaves_nothing(
     assert not [t for t in threading.enumerate() if t.name.startswith("moemerge")]
 
 
+def test_the_dtype_of_the_forward(model_folder: Folder, text: Path, tmp_path: Path) -> None:
+    """The checkpoint's, or the one that is asked for; gradients of float16 would underflow."""
+
+    def dtype(stored: torch.dtype, **settings: Any) -> str:
+        chosen = CollectingSettings(device="cpu", **settings)
+        folder = model_folder("olmoe", dtype=stored)
+        return prepare(CollectRequest(folder, tmp_path / "a", [text], chosen)).provenance.dtype
+
+    assert dtype(torch.bfloat16, kind="fisher") == "bfloat16"
+    assert dtype(torch.float16) == "float16"
+    assert dtype(torch.float16, dtype="float32") == "float32"
+    assert dtype(torch.float16, kind="fisher") == "float32"
+    assert dtype(torch.float16, kind="sensitivity") == "float32"
+
+
+def test_a_tied_head_has_no_statistics(
+    model_folder: Folder, collect: Collect, tmp_path: Path
+) -> None:
+    for kind in KINDS:
+        collect(model_folder("qwen2_moe"), tmp_path / f"own-{kind}", kind=kind, limit=2)
+        tied = model_folder("qwen2_moe", tie_word_embeddings=True)
+        collect(tied, tmp_path / f"tied-{kind}", kind=kind, limit=2)
+        own, shared = (Statistics.open(tmp_path / f"{name}-{kind}") for name in ("own", "tied"))
+        with own, shared:
+            assert set(own.units) - set(shared.units) == {"lm_head.weight"}
+            assert not [key for key in shared.units if "embed" in key or "norm" in key]
+
+
+def test_a_model_with_an_adapter_is_what_it_would_be_merged(
+    model_folder: Folder, collect: Collect, tmp_path: Path
+) -> None:
+    base, lora = model_folder("olmoe"), tmp_path / "lora"
+    lora.mkdir()
+    g = torch.Generator().manual_seed(0)
+    place = "base_model.model.model.layers.0.self_attn.q_proj"
+    parts = {
+        f"{place}.lora_A.weight": torch.randn(2, 32, generator=g),
+        f"{place}.lora_B.weight": torch.randn(32, 2, generator=g),
+    }
+    save_file(parts, lora / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (lora / "adapter_config.json").write_text(json.dumps(settings))
+    adapted: Any = f"{base}+{lora}"
+    config = {"merge_method": "passthrough", "models": [{"model": adapted}]}
+    moemerge.merge(config, tmp_path / "merged")
+    collect(adapted, tmp_path / "a")
+    collect(tmp_path / "merged", tmp_path / "b")
+    collect(base, tmp_path / "c")
+    first, second, without = (load_file(tmp_path / name) for name in "abc")
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert not all(torch.equal(value, without[name]) for name, value in first.items())
+
+
 # --- refusals -----------------------------------------------------------------------------------
 
 
@@ -215,20 +273,51 @@ def test_rows_that_predict_nothing_are_refused(model_folder: Folder, tmp_path: P
         run_collect(request, Silent())
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "dbrx"])
+# Families without statistics, and how each is refused.
+NONE = {
+    **dict.fromkeys(("dbrx", "jetmoe", "llama4_text", "longcat_flash"), "expert by expert"),
+    **dict.fromkeys(("doge", "zaya"), "not a single linear map"),
+}
+# Those without gradients.
+FORWARD_ONLY = {
+    "gemma4_text": "gradients cannot be sent back",
+    **dict.fromkeys(("deepseek_v4", "hy_v4"), "one norm after the last layer"),
+}
+
+
+@pytest.mark.parametrize("family", NONE)
 def test_experts_that_cannot_be_told_apart_are_refused(
     family: str, model_folder: Folder, collect: Collect, tmp_path: Path
 ) -> None:
     for kind in KINDS:
-        with pytest.raises(ArchitectureError, match="expert by expert"):
+        with pytest.raises(ArchitectureError, match=NONE[family]):
             collect(model_folder(family), tmp_path / "a", kind=kind)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("family", FORWARD_ONLY)
 def test_a_model_that_hands_on_more_than_hidden_states_has_no_fisher_values(
-    model_folder: Folder, collect: Collect, tmp_path: Path
+    family: str, model_folder: Folder, collect: Collect, tmp_path: Path
 ) -> None:
-    folder = model_folder("gemma4_text")
-    with pytest.raises(ArchitectureError, match="gradients cannot be sent back"):
-        collect(folder, tmp_path / "a", kind="fisher")
-    collect(folder, tmp_path / "a", kind="gram")
+    folder = model_folder(family)
+    for kind in ("fisher", "sensitivity"):
+        with pytest.raises(ArchitectureError, match=FORWARD_ONLY[family]):
+            collect(folder, tmp_path / "a", kind=kind)
+    for kind in ("gram", "power"):
+        collect(folder, tmp_path / kind, kind=kind, limit=1)
+
+
+def test_the_page_names_the_families_that_are_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "statistics.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)`", page.partition("## Which models")[2])
+    assert sorted(named) == sorted([*NONE, *FORWARD_ONLY])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [f for f in zoo.FAMILIES if f not in {*NONE, *FORWARD_ONLY}])
+def test_all_other_families_have_all_kinds(
+    family: str, model_folder: Folder, collect: Collect, tmp_path: Path
+) -> None:
+    for kind in get_args(StatisticsKind):
+        report = collect(model_folder(family), tmp_path / kind, kind=kind, limit=2)
+        assert report.units > 0

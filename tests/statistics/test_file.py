@@ -266,3 +266,16 @@ def test_one_expert_makes_another_model(
         unit.slot.take(tensors[unit.tensor][first:stop]).mul_(1.5)
         save_file(tensors, shard, metadata={"format": "pt"})
         assert model_fingerprint(*opened(moved)) != before, unit.key
+
+
+def test_any_tensor_makes_another_model(olmoe: Path, tmp_path: Path) -> None:
+    before = model_fingerprint(*opened(olmoe))
+    tensors = load_file(olmoe / "model.safetensors")
+    moved = tmp_path / "moved"
+    shutil.copytree(olmoe, moved)
+    for name in tensors:
+        if "experts" in name or ".layers.0." in name or ".layers.2." in name:
+            continue
+        changed = {**tensors, name: 1.5 * tensors[name]}
+        save_file(changed, moved / "model.safetensors", metadata={"format": "pt"})
+        assert model_fingerprint(*opened(moved)) != before, name
