@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zoo
+from moemerge import __version__ as moemerge_version
+from moemerge import api
+from moemerge.errors import MoeMergeError
 
 
 def moemerge(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -192,6 +195,18 @@ def test_inspect_and_ls(models):
     assert len(families) >= len(zoo.FAMILIES)
 
 
+def test_the_command_line_ends_with_what_the_error_says(models):
+    with pytest.raises(MoeMergeError) as caught:
+        api.inspect(models[0] / "nowhere")
+    error = caught.value
+    result = moemerge("inspect", models[0] / "nowhere")
+    refused(result, error.exit_code)
+    assert error.hint
+    told = " ".join(result.stderr.split())
+    assert " ".join(error.message.split()) in told
+    assert " ".join(error.hint.split()) in told
+
+
 def test_help_ends_with_examples():
     for verb in ("merge", "validate", "inspect", "ls"):
         result = moemerge(verb, "--help")
@@ -227,7 +242,7 @@ def test_ctrl_c_exits_130_and_leaves_nothing(models, tmp_path):
 def test_the_version_and_what_a_bug_report_needs():
     short = moemerge("--version")
     assert short.returncode == 0
-    assert short.stdout.startswith("moemerge ")
+    assert short.stdout.split() == ["moemerge", moemerge_version]
     assert len(short.stdout.splitlines()) == 1
     for flags in (("--version", "-v"), ("-v", "--version")):
         long = moemerge(*flags)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import quantised_zoo as qz
 from moemerge.config.generation import GenerationSettings
 from moemerge.config.translate import parse_settings
 from moemerge.errors import ResourceError
@@ -56,6 +57,15 @@ def twin(model, ends, given, w: Wanted) -> list[int]:
             break
         written.append(token)
     return written
+
+
+def test_a_quantised_model_writes_what_its_dequantised_copy_does(with_tokenizer, numbers, tmp_path):
+    plain = with_tokenizer("qwen3_moe", dtype=torch.bfloat16)
+    folder = qz.KINDS["qwen fp8"].publish(plain, tmp_path / "fp8")
+    copy = qz.plain_copy(folder, tmp_path / "plain")
+    answers = [generated(f, numbers, settings(), wanted()) for f in (folder, copy)]
+    assert answers[0] == answers[1]
+    assert any(answers[0].values())
 
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"])

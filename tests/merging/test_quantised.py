@@ -235,6 +235,16 @@ def test_what_cannot_be_written_back_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_it_is_written_as_the_base_stores_it(published: Callable[..., Any], tmp_path: Path) -> None:
+    (_, base), (math, _), (_, code) = published("fp8 a row")
+    config = {**ties(base, math, code), "out_dtype": "bfloat16"}
+    moemerge.merge(config, tmp_path / "out", requantize="same")
+    stored, wanted = zoo.tensors(tmp_path / "out"), zoo.tensors(base)
+    assert {n: (t.shape, t.dtype) for n, t in stored.items()} == {
+        n: (t.shape, t.dtype) for n, t in wanted.items()
+    }
+
+
 def test_a_notice_says_how_coarse_the_inputs_are(published: Callable[..., Any]) -> None:
     (plain, quantised), *_ = published("gpt-oss mxfp4")
     notices = moemerge.validate(linear(plain, quantised)).notices

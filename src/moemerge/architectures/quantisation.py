@@ -25,9 +25,20 @@ def find_quantised(
     for config in configs:
         section = config.get("quantization_config")
         if isinstance(section, Mapping):
-            return f"quantization_config: {section.get('quant_method', 'unnamed method')}"
+            return f"quantization_config: {_method_in_words(section)}"
     found = (_quantised_tensor(name, header) for name, header in tensors.items())
     return next((words for words in found if words), None)
+
+
+def _method_in_words(section: Mapping[str, Any]) -> str:
+    """Its name, and that of the format where one method has several."""
+    sparsity = section.get("sparsity_config")
+    named = [
+        section.get("format"),
+        sparsity.get("format") if isinstance(sparsity, Mapping) else None,
+    ]
+    words = [str(section.get("quant_method", "unnamed method"))]
+    return ", ".join([*words, *(name for name in named if isinstance(name, str))])
 
 
 def _quantised_tensor(name: str, header: Header) -> str | None:

@@ -129,12 +129,15 @@ HEADERS: list[tuple[Callable[[], Any], Change, str]] = [
 @pytest.mark.parametrize(("make", "change", "words"), HEADERS)
 def test_refused_from_headers(make: Any, change: Change, words: str, tmp_path: Path) -> None:
     section, parts = make()
-    section = json.loads(json.dumps(section))
+    section, names = json.loads(json.dumps(section)), list(parts)
     change(section, parts)
     write(tmp_path, section, parts)
     with pytest.raises(CheckpointError, match=words) as caught:
         Checkpoint.open(tmp_path)
-    assert str(tmp_path) in str(caught.value)
+    message = str(caught.value)
+    assert str(tmp_path) in message
+    if "quantization_config: " not in message and "but none of them is" not in message:
+        assert any(name in message for name in [*names, "'a.weight'", "'a'"])
 
 
 NUMBERS: list[tuple[Callable[[], Any], Change, str]] = [
@@ -177,6 +180,7 @@ def test_refused_while_merging(
         {"quant_method": "awq", "bits": 4},
         {"quant_method": "bitsandbytes"},
         {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
         {"quant_method": "compressed-tensors", "format": "marlin-24"},
         {**qz.weights(8, "float", "channel"), "sparsity_config": {"format": "sparse-bitmask"}},
         {},
@@ -186,8 +190,10 @@ def test_other_formats_are_refused_by_name(section: dict[str, Any], tmp_path: Pa
     write(tmp_path / "model", section, {"a.weight": W})
     assert Checkpoint.open(tmp_path / "model").quantisation is None
     config = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "model")}]}
-    with pytest.raises(MoeMergeError, match=section.get("quant_method", "unnamed")):
+    with pytest.raises(MoeMergeError, match=section.get("quant_method", "unnamed")) as caught:
         moemerge.merge(config, tmp_path / "out")
+    inner = section.get("sparsity_config", section).get("format", "")
+    assert inner in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import quantised_zoo as qz
 import zoo
 from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.quantised.scheme import relative_error
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 
 Folder = Callable[..., Path]
@@ -158,6 +159,14 @@ def test_one_scale_for_a_tensor(shape: tuple[int, ...], tmp_path: Path) -> None:
     assert checkpoint.tensors["a.weight"].stored_bytes == 13 * 24 + 4
 
 
+def test_scales_of_blocks_in_bfloat16(tmp_path: Path) -> None:
+    tensor = torch.randn(16, 24, generator=torch.Generator().manual_seed(4))
+    parts = qz.block_fp8(8, 8, torch.bfloat16)("a.weight", tensor)
+    scales = parts["a.weight_scale_inv"].float().repeat_interleave(8, 0).repeat_interleave(8, 1)
+    expected = (parts["a.weight"].float() * scales).bfloat16()
+    assert torch.equal(single(tmp_path, qz.fp8_config(8, 8), parts)["a.weight"], expected)
+
+
 def test_scales_under_another_name(tmp_path: Path) -> None:
     tensor = torch.randn(12, 24, generator=torch.Generator().manual_seed(4))
     parts = qz.block_fp8(8, 8)("a.weight", tensor)
@@ -284,6 +293,30 @@ def test_read_in_the_dtype_that_the_config_states(
     parts = qz.block_fp8(4, 8)("a.weight", torch.randn(8, 8))
     checkpoint = single(tmp_path, qz.fp8_config(4, 8), parts, dtype=stated)
     assert checkpoint["a.weight"].dtype == dtype
+
+
+COARSE = {
+    "2.6 % in FP8": (qz.fp8_config(128, 128), qz.block_fp8(128, 128)),
+    "9.5 % in INT4 with groups of 32": (
+        qz.weights(4, "int", "group", group_size=32),
+        qz.packed(4, 32),
+    ),
+    "0.8 % in INT8 a row": (qz.weights(8, "int", "channel"), qz.packed(8)),
+    "11.6 % in MXFP4": ({"quant_method": "mxfp4"}, qz.mxfp4),
+}
+
+
+@pytest.mark.parametrize("words", COARSE)
+def test_the_page_says_how_coarse_a_format_is(words: str, tmp_path: Path) -> None:
+    section, quantise = COARSE[words]
+    name = "m.experts.down_proj" if quantise is qz.mxfp4 else "a.weight"
+    tensor = torch.randn(128, 128, generator=torch.Generator().manual_seed(1))
+    parts = quantise(name, tensor[None] if quantise is qz.mxfp4 else tensor)
+    info = single(tmp_path, section, parts).tensors[name]
+    assert isinstance(info, QuantisedInfo)
+    assert words.startswith(f"{100 * relative_error(info.scheme):.1f} %")
+    page = Path(__file__).parents[3] / "docs" / "quantised.md"
+    assert words in " ".join(page.read_text(encoding="utf-8").split())
 
 
 def single(folder: Path, section: dict[str, Any], parts: qz.Parts, **config: Any) -> Checkpoint:
