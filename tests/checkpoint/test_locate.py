@@ -114,6 +114,11 @@ def test_files_of_a_data_set(data_set: Path) -> None:
         data_set / "main" / "test-0.jsonl",
         data_set / "main" / "train-0.jsonl",
     ]
+    old = data_set.parent / ("b" * 40)
+    old.mkdir()
+    (old / "train.jsonl").write_text("{}\n")
+    (data_set.parents[1] / "refs" / "v1").write_text("b" * 40)
+    assert locate_data("org/sums@v1") == locate_data("org/sums@v1:*.jsonl") == [old / "train.jsonl"]
     with pytest.raises(DataError, match=r"(?s)no file of text .*matches 'x\*'"):
         locate_data("org/sums:x*")
     with pytest.raises(DataError, match="org/none is no file here"):

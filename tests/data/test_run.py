@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -80,12 +82,72 @@ def test_all_answers_prompts_and_references(folder, asked, prompts, tmp_path):
         out = tmp_path / f"{keep}.jsonl.gz"
         report = run_data(request(folder, out, prompts=[prompts], keep=keep), Silent())
         assert report.kept == len(rows_of(out)) == count
+        assert report.answers.asked == (count if keep == "all" else 0)  # else no model is run
         assert gzip.decompress(out.read_bytes())
     assert rows_of(tmp_path / "prompt.jsonl.gz")[0] == {"text": asked[0].prompt}
     assert rows_of(tmp_path / "reference.jsonl.gz")[0] == {
         "prompt": asked[0].prompt,
         "response": asked[0].answer,
     }
+
+
+def test_a_right_answer_that_was_cut_is_no_right_one(folder, asked, tmp_path):
+    prompts, out, shown = (tmp_path / name for name in ("p.jsonl", "o.jsonl", "all.jsonl"))
+    # A token is a character here: an answer of so many has no room for its end.
+    length, _ = Counter(len(p.answer) for p in asked).most_common(1)[0]
+    rows = [{"question": p.prompt, "answer": p.answer} for p in asked if len(p.answer) == length]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"prompts": [prompts], "verify": "exact", "max_new_tokens": length}
+    with pytest.raises(DataError, match=r"nothing to keep: of \d+ answers"):
+        run_data(request(folder, out, **values), Silent())
+    assert (tmp_path / ".o.jsonl.completions").exists()
+    assert (tmp_path / ".o.jsonl.judgements").exists()
+    run_data(request(folder, out, keep="all", completions=shown, **values), Silent())
+    right = [row for row in rows_of(shown) if row["grade"] == "right"]
+    assert {row["finish"] for row in right} == {"length"}
+    # Kept without an end token: the model had not ended.
+    assert {r["prompt"] + r["response"] for r in right} <= {row["text"] for row in rows_of(out)}
+
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def test_with_a_chat_template_rows_are_conversations(folder, prompts, tmp_path):
+    model = tmp_path / "chat"
+    shutil.copytree(folder, model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    for system, keys in (("", {"prompt", "response"}), ("be brief", {"messages"})):
+        out = tmp_path / f"{len(keys)}.jsonl"
+        values = {"keep": "all", "limit": 2, "system": system}
+        run_data(request(model, out, prompts=[prompts], **values), Silent())
+        assert [set(row) for row in rows_of(out)] == [keys, keys]
+    turns = rows_of(out)[0]["messages"]
+    assert [turn["role"] for turn in turns] == ["system", "user", "assistant"]
+
+
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.lines.append(message)
+
+
+def test_what_a_sandbox_holds_is_said_before_programs_run(folder, tmp_path):
+    path, notes = tmp_path / "p.jsonl", Notes()
+    path.write_text(json.dumps({"prompt": "1+1=", "tests": "assert f() == 1"}) + "\n")
+    values = {"keep": "all", "verify": "code", "allow_code": True}
+    report = run_data(request(folder, tmp_path / "o.jsonl", prompts=[path], **values), notes)
+    assert notes.lines[0].startswith("programs run in a sandbox (")
+    assert sum(report.answers.grades.values()) == 1
+
+
+def test_a_server_needs_the_models_tokenizer(prompts, tmp_path):
+    values = {"keep": "all", "engine": "server", "url": ["http://127.0.0.1:9/v1"]}
+    with pytest.raises(CheckpointError, match="gone"):
+        run_data(
+            request(tmp_path / "gone", tmp_path / "o.jsonl", prompts=[prompts], **values), Silent()
+        )
 
 
 def test_plain_text_is_drawn_once_and_by_the_seed(folder, tmp_path):

@@ -8,6 +8,7 @@ from moemerge.errors import DataError, UsageError
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.judgement import Grade
 from moemerge.verification.programs import program_of, row_tests
+from moemerge.verification.published import ThreeSecondsVerifier
 from moemerge.verification.sandbox.limits import Limits
 
 HUMANEVAL = {
@@ -92,6 +93,10 @@ def test_the_one_broken_test_of_humaneval_plus_is_mended():
     row = {**HUMANEVAL, "test": "def check(candidate):\n"
            "    for inp in []: assert _poly(*candidate(*inp), inp) <= 0.0001\n"}  # fmt: skip
     assert "abs(_poly(*inp, candidate(*inp))) <= 0.0001" in row_tests(row).source
+    published = ThreeSecondsVerifier(allow_code=True)
+    assert "_poly(*candidate(*inp), inp) <= 0.0001" in published.tests_of(row).source
+    assert published.tests_of(row).reference is None  # so no row has more time than others
+    assert published.relevant(row)[-1] == 3
 
 
 @pytest.mark.parametrize("row", [{}, {"tests": []}, {"tests": 3}, {"test_list": [1]}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("lm_eval")
+import nltk
 
 from moemerge.errors import DataError
 from moemerge.verification.instructions import InstructionsVerifier
@@ -45,6 +46,19 @@ def test_what_cannot_be_told_is_undecided(verifier):
     judgement = verifier.check(row(("no_such:thing", {})), "words")
     assert judgement.grade is Grade.UNDECIDED
     assert "no_such:thing" in judgement.detail
+
+
+def test_without_a_splitter_of_sentences_two_checks_are_undecided(verifier):
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        pass
+    else:
+        pytest.skip("NLTK's splitter is here")
+    sentences = {"relation": "at least", "num_sentences": 1}
+    judgement = verifier.check(row(("length_constraints:number_sentences", sentences)), "One. Two.")
+    assert judgement.grade is Grade.UNDECIDED
+    assert "punkt_tab" in judgement.detail
 
 
 def test_rows_without_instructions_are_refused(verifier):

@@ -85,6 +85,8 @@ def test_what_is_stated_last_counts():
         ("18", r"\boxed{x = 18 \text{ cm}}"),
         ("18", r"\boxed{\frac{36}{2}}"),
         ("18", "The answer is 18 eggs, sold for $2 each."),
+        ("18", "\\boxed{18}\n#### 19\nThe answer is 20. 21"),
+        ("18", "#### 18\nThe answer is 20. 21"),
         ("7", "The answer is 3 + 4 = 7."),
         ("1000", "That makes 1,000"),
         ("50", "a rise of 50%"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -77,6 +78,16 @@ def test_unknown_checks_are_refused_with_a_guess():
     with pytest.raises(UsageError, match=r"unknown check 'maths', did you mean 'math'\?"):
         make_verifier("maths")
     assert set(NAMES) == {"math", "code", "exact", "choice", "instructions"}
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("math", "math_verify"), ("instructions", "langdetect")]
+)
+def test_without_the_extra_it_is_said_what_to_install(name, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError) as caught:
+        make_verifier(name)
+    assert caught.value.hint == 'pip install "moemerge[eval]"'
 
 
 def test_rows_that_cannot_be_judged_are_named_before_work_begins():
