@@ -34,6 +34,11 @@ def as_the_testbed(row, response) -> bool:
     return check(Problem(**{name: row[name] for name in names}), response)
 
 
+def cannot_tell(row, response) -> bool:
+    """A check that never knows."""
+    raise ValueError("who can tell")
+
+
 def request(models, tasks, out, *, data=None, **values) -> EvaluationRequest:
     own = EvaluationOutputSettings.model_fields
     output = {"out": out, **{name: value for name, value in values.items() if name in own}}

@@ -39,6 +39,16 @@ def test_flips_give_the_exact_test_where_scores_are_zero_or_one():
     assert not pair.significant
 
 
+def test_p_decides_where_few_problems_differ():
+    first, second = np.zeros(20), np.array([1.0] * 5 + [0.0] * 15)
+    task = scores_of(first, second, single=True)
+    pair = compare([task], ["a", "b"], draws=2000, seed=0)[0].pairs[0]
+    assert pair.interval[0] > 0
+    assert pair.mcnemar is not None
+    assert pair.mcnemar.p == pytest.approx(2 / 2**5)
+    assert not pair.significant
+
+
 def test_errors_are_clustered_by_problem():
     """Sixteen equal samples of a problem say no more than one."""
     row = compare([scores_of([1, 0, 1, 1])], ["a"], draws=100, seed=0)[0]

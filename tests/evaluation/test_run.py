@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from evaluation.cases import kept_answers, run, write_task
+import moemerge
+from evaluation.cases import GREEDY, kept_answers, run, write_task
 from moemerge.errors import DataError, UsageError
+from moemerge.generation.transformers_engine import TransformersEngine
 from moemerge.testbed.accuracy import accuracy
 from moemerge.testbed.tasks import problems
 
@@ -52,6 +55,43 @@ def test_what_is_answered_is_not_asked_again(specialists, sums, tmp_path, monkey
     assert len(fewer.tasks[0].problems) == 10
     with pytest.raises(AssertionError, match="loaded again"):
         run([specialists["math"]], [task], out, temperature=1.0)
+
+
+def test_nothing_is_asked_twice(specialists, sums, tmp_path, monkeypatch):
+    task, out = write_task(tmp_path, sums[:12]), tmp_path / "out"
+    asked, whole = [], TransformersEngine.generate
+
+    def counted(self, wanted, total):
+        wanted = list(wanted)
+        asked.append(len(wanted))
+        return whole(self, wanted, total)
+
+    monkeypatch.setattr(TransformersEngine, "generate", counted)
+    math, chat = (specialists[name] for name in ("math", "chat"))
+    moemerge.evaluate([math], task, out=out, limit=4, **GREEDY)
+    moemerge.evaluate([math], task, out=out, **GREEDY)  # more problems
+    moemerge.evaluate([math], task, out=out, protocol="paper", **GREEDY)
+    moemerge.evaluate([chat], task, out=out, **GREEDY)  # another model, alone
+    together = moemerge.evaluate([math, chat], task, out=out, **GREEDY)
+    assert asked == [4, 8, 12]
+    again = moemerge.evaluate([], task, out=out, rescore=True, **GREEDY)
+    assert asked == [4, 8, 12]
+    both = [{row["problem"]: row for row in r.to_json()["tasks"][0]["problems"]}
+            for r in (together, again)]  # fmt: skip
+    assert both[0] == both[1]
+    assert len(again.rows[0].pairs) == 1
+
+
+def test_what_could_not_be_made_or_judged_counts_as_wrong_and_is_told(specialists, sums, tmp_path):
+    long = replace(sums[0], prompt="1+" * 2000 + "1=")
+    task = write_task(tmp_path, [sums[1], long])
+    report = run([specialists["math"]], [task], tmp_path / "out")
+    assert report.tasks[0].scores[0, 1] == 0
+    assert "1 completion could not be made, counted as wrong" in report.notices[0]
+    task = write_task(tmp_path, sums[:3], name="riddles", verify="evaluation.cases:cannot_tell")
+    report = run([specialists["math"]], [task], tmp_path / "out")
+    assert report.tasks[0].scores.tolist() == [[0, 0, 0]]
+    assert report.notices == ("math, riddles: 3 answers undecided, counted as wrong",)
 
 
 def test_answers_are_judged_anew_without_the_models(specialists, sums, tmp_path):
@@ -101,12 +141,16 @@ def test_cut_completions_are_counted_and_told(specialists, sums, tmp_path):
     counts = report.tasks[0].counts[0]
     assert counts.cut > 0
     assert f"{counts.cut} of 40 completions cut (most tokens: 1)" in report.notices[0]
+    cut = [
+        row for row in kept_answers(tmp_path / "out", "sums", "math") if row["finish"] == "length"
+    ]
+    assert len(cut) == counts.cut
+    assert {row["grade"] for row in cut} == {"wrong"}  # judged as they are
     assert run([specialists["math"]], [task], tmp_path / "out", max_new_tokens=24).notices == ()
 
 
 def test_an_engine_that_dies_loses_nothing(specialists, sums, tmp_path, monkeypatch):
     from moemerge.errors import ResourceError
-    from moemerge.generation.transformers_engine import TransformersEngine
 
     task, out = write_task(tmp_path, sums), tmp_path / "out"
     whole = TransformersEngine.generate

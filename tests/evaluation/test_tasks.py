@@ -52,6 +52,7 @@ JUDGED = [
     ("gsm8k", "so it is 2", True, True),
     ("gsm8k", "The answer is $2.00", True, False),
     ("gsm8k", "The answer is 2, which is less than 7", True, False),
+    ("gsm8k", "It is 2, and so on ...", True, False),
     ("gsm8k", "3", False, False),
     ("math500", "\\boxed{3\\sqrt{13}}", True, False),
     ("math500", "\\boxed{3}", False, True),
@@ -89,9 +90,10 @@ def test_every_task_of_the_package_is_here():
     assert set(task_names()) == set(ROWS)
 
 
+@pytest.mark.parametrize("protocol", ["correct", "paper"])
 @pytest.mark.parametrize("name", ROWS)
-def test_what_is_asked(name, tmp_path):
-    posed = posed_task(name, "correct", tmp_path)
+def test_what_is_asked(name, protocol, tmp_path):
+    posed = posed_task(name, protocol, tmp_path)
     assert posed.problems[0].asked == ASKED[name]
     assert posed.names == (NAMES[name],)
 
