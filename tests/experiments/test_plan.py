@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+import zoo
 from moemerge.config.data import DataRecipe
+from moemerge.config.study import StudySettings
 from moemerge.config.study_load import load_study
+from moemerge.config.translate import parse_settings
 from moemerge.data.job import DataRequest, select_prompts
 from moemerge.errors import CheckpointError, ConfigError, ResourceError
+from moemerge.experiments.cells import SetCells, batch_tasks
 from moemerge.experiments.estimate import estimate
 from moemerge.experiments.plan import plan_study
+from moemerge.experiments.study import SET, bench_of
 
 ROOT = Path(__file__).parents[2]
 PARTS = {"models.yml", "texts.yml", "three.yml", "math.yml", "code.yml", "chat.yml"}
@@ -108,6 +114,73 @@ def test_text_of_one_file_is_made_in_one_way():
         plan_of(data=texts(limit=6))
 
 
+def test_text_that_a_recipe_makes_is_known_by_the_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def digest(limit):
+        math = {"file": "x.jsonl", "text": "org/c4", "limit": limit}
+        return plan_of(data={"math": math, "code": "code.jsonl"}).cells["TIES, HARC"].made_of
+
+    (tmp_path / "code.jsonl").write_text("{}\n")
+    usual = digest(5)
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    assert digest(5) == usual != digest(6)
+    (tmp_path / "code.jsonl").write_text("{}\n{}\n")  # a file that is given: by its content
+    assert digest(5) != usual
+
+
+def test_a_folder_is_known_by_its_weights(zoo_folder, tmp_path):
+    folder = tmp_path / "math"
+    shutil.copytree(zoo_folder("olmoe"), folder)
+
+    def digest():
+        sources = {"math": str(folder), "code": "org/code"}
+        return plan_of(sources=sources).cells["TIES, HARC"].made_of
+
+    usual = digest()
+    (folder / "README.md").write_text("other words")
+    assert digest() == usual
+    shutil.rmtree(folder)
+    zoo.perturb(zoo_folder("olmoe"), folder, seed=1)
+    assert digest() != usual
+
+
+def test_what_a_study_says_goes_where_it_says(tmp_path):
+    plan = plan_of(
+        chat_template="chatml",
+        texts={"kind": {"math": "org/kind-math", "code": "org/kind-code"}},
+        merges={
+            "TIES": STUDY["merges"]["TIES"],
+            "one": {**STUDY["merges"]["average"], "models": [{"model": "math"}, {"model": "base"}]},
+            "RegMean": {"merge_method": "regmean"},
+        },
+        sources={"math": {"tune": {"data": "org/rows", "epochs": 1}}, "code": "org/code"},
+        repairs={
+            "of code": {"routers": "code"},
+            "kind": {"refit": {"ridge": 0.5}, "text": "kind", "share": 0.25},
+            "tuned": {"tune": {"steps": 3}, "after": "kind"},
+        },
+    )
+    nodes = {node.name: node for node in plan.nodes(list(plan.cells.values()))}
+    assert nodes["TIES"].values["base_model"] == "base"
+    assert [model["model"] for model in nodes["TIES"].values["models"]] == ["math", "code"]
+    assert "base_model" not in nodes["one"].values
+    assert "data" not in nodes["TIES"].values
+    assert nodes["RegMean"].values["data"] == {"math": ["org/text-math"], "code": ["org/text-code"]}
+    # Given to the base, of which what is tuned here is made.
+    (base,) = [node for node in nodes["math"].parents if node.is_model]
+    assert (base.kind, base.values["chat_template"]) == ("merge", "chatml")
+    assert nodes["math"].values["settings"] == {"epochs": 1.0}
+    assert [p.name for p in nodes["TIES, of code"].parents] == ["TIES", "code"]
+    kind = nodes["TIES, kind"]
+    assert (kind.kind, kind.values["settings"]["ridge"], kind.values["share"]) == (
+        "refit", 0.5, 0.25,
+    )  # fmt: skip
+    files = [node.values["files"] for node in kind.parents if node.kind == "files"]
+    assert files == [["org/kind-math"], ["org/kind-code"]]
+    assert nodes["TIES, tuned"].parents[0] == kind
+
+
 def test_seeds_share_what_does_not_depend_on_them():
     tuned = {"tune": {"data": "org/rows", "seed": {"seed": None}}}  # YAML's `seed: {seed}`
     changes = {"seeds": [0, 1], "sources": {"math": tuned, "code": "org/code-{seed}"}}
@@ -161,6 +234,27 @@ def test_what_a_study_takes(tmp_path):
     assert costs(plan_of(size=None), tmp_path).peak_bytes is None
 
 
+def test_what_was_made_last_is_measured_first(tmp_path):
+    plan = plan_of()
+    settings = parse_settings(StudySettings, {"device": "cpu"}, "settings")
+    cells = SetCells(SET, bench_of(plan, tmp_path, settings), list(plan.cells.values()))
+    ranks = {task.key: task.rank for task in batch_tasks(cells, 0)}
+    made = {key: rank for key, rank in ranks.items() if ": make " in key}
+    measured = [rank for key, rank in ranks.items() if ": measure " in key]
+    assert max(measured) < min(made.values())  # the lesser goes first
+    first, second, third = (made[f"study: make {n}"] for n in ("TIES, later", "TIES, HARC", "TIES"))
+    assert first < second < third
+
+
+def test_tokens_of_text_are_guessed_from_the_size_of_its_files(tmp_path):
+    for name, size in (("math", 400), ("code", 1200)):
+        (tmp_path / f"{name}.jsonl").write_bytes(b" " * size)
+    data = {name: str(tmp_path / f"{name}.jsonl") for name in ("math", "code")}
+    by_name = {node.name: node for node in costs(plan_of(data=data), tmp_path).nodes}
+    assert by_name["TIES, HARC"].tokens == (400 + 1200) // 4
+    assert by_name["TIES"].tokens is None
+
+
 def test_what_cannot_begin_is_refused(tmp_path):
     with pytest.raises(ResourceError, match=r"6000\.0 TB"):
         costs(plan_of(size="2000TB"), tmp_path).refuse()
@@ -177,6 +271,11 @@ def test_the_papers_studies_can_be_planned(file, tmp_path, monkeypatch):
     if "small" in file.parts:
         assert not expected.missing
     assert expected.peak_bytes is not None
+
+
+def test_small_studies_are_the_papers() -> None:
+    large, small = ({p.name for p in PAPER if (p.parent.name == "small") == own} for own in (0, 1))
+    assert small == large - {"table6.yml"} | {"study.yml"}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,17 @@ from typer.testing import CliRunner
 
 import moemerge
 from moemerge.cli.app import app
+from moemerge.config.study import StudySettings
 from moemerge.config.study_load import load_study
+from moemerge.config.translate import parse_settings
 from moemerge.experiments.plan import plan_study
 from moemerge.experiments.problems import overall, packed, paired, pooled, scores_of
+from moemerge.experiments.study import IN_MEMORY, workers_for
 from moemerge.experiments.tables import TableForm
+from moemerge.runtime.devices import available_memory, cpu_count, resolve_device
 from moemerge.testbed.training.sets import bundled_set
+from moemerge.text.domains import TextSettings, load_domain
+from moemerge.text.tokens import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "examples" / "paper" / "small"
@@ -116,12 +123,64 @@ def test_a_study_that_grows_measures_what_is_new(finished, config):
 
 def test_what_fails_is_told_and_the_rest_is_kept(config, tmp_path):
     repairs = {"too deep": {"calibrate": {"limit": 8, "layers": "90-95"}}}
-    changes = {"repairs": repairs, "tables": {"t": {"reference": []}}}
-    report = moemerge.study({**undiagnosed(config), **changes}, tmp_path, **SETTINGS)
-    assert [failure.what for failure in report.failures] == ["study: make TIES, too deep"]
-    (summary,) = report.summaries
-    assert summary.missing == ("TIES, too deep",)
-    assert [row.label for row in summary.rows] == ["as merged"]
+    changes = {"repairs": repairs, "tables": {"t": {"reference": []}}, "diagnose": {"layers": "0"}}
+    file, out = tmp_path / "study.yml", tmp_path / "out"
+    file.write_text(json.dumps({**config, **changes}))
+    words = ["study", str(file), str(out), "--device", "cpu", "--jobs", "1", "--no-figures"]
+    told = CliRunner().invoke(app, [*words, "--keep", "models", "--json", str(tmp_path / "r.json")])
+    assert told.exit_code == 4, told.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [failure["what"] for failure in report["failures"]] == ["study: make TIES, too deep"]
+    assert "Not measured: TIES, too deep." in (out / "t.md").read_text()
+    assert [row["label"] for row in report["tables"][0]["rows"]] == ["as merged"]
+    assert [path.name[:4] for path in (out / "models").iterdir()] == ["TIES"]
+    # Where `diagnose` says nothing else, the routing is that of the rows that repairs hold out.
+    cell = json.loads((out / "cells.jsonl").read_text())
+    for domain, path in config["data"].items():
+        tokenizer = load_tokenizer(Path(config["sources"][domain]))
+        text = load_domain(domain, Path(path), tokenizer, TextSettings(holdout="auto"))
+        assert text.holdout
+        assert cell["domains"][domain]["tokens"] == sum(len(row) for row in text.holdout)
+
+
+def test_workers_are_as_many_as_cores_and_memory_allow():
+    def count(cells, largest=0, **values):
+        settings = parse_settings(StudySettings, {"device": "cpu", **values}, "settings")
+        return workers_for(settings, cells, largest).count
+
+    assert count(99) == cpu_count()
+    assert count(99, jobs=3) == 3
+    assert count(1, jobs=3) == 1
+    # Two do not fit.
+    assert count(99, available_memory(resolve_device("cpu")) * 2 // (3 * IN_MEMORY)) == 1
+
+
+def test_every_kind_of_figure_and_of_file(finished, config, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out)
+    kinds = ("groups", "bars", "lines", "layers", "none")
+    repairs = {
+        name: {**repair, "x": float(place)}
+        for place, (name, repair) in enumerate(config["repairs"].items())
+    }
+    tables = {kind: {"figure": kind, "axis": "one and another"} for kind in kinds}
+    study = {**config, "about": "A word below.", "repairs": repairs, "tables": tables}
+    report = moemerge.study(study, out, **{**SETTINGS, "figures": True})
+    assert (report.measured, report.known) == (0, 5)
+    page, text = (out / "index.html").read_text(), (out / "results.md").read_text()
+    without = (finished[0] / "index.html").read_text()
+    assert page.count("<svg") - without.count("<svg") == text.count(".png") == len(kinds) - 1
+    for words in ("Two of them", "A word below."):
+        assert words in page
+        assert words in text
+    for kind in kinds:
+        drawn = set() if kind == "none" else {".png", ".svg"}
+        made = {path.suffix for path in out.glob(f"{kind}.*")}
+        assert made == {".md", ".tex", ".csv", ".json"} | drawn
+        assert f"## {kind}" in text
+    assert "\\toprule" in (out / "bars.tex").read_text()
+    assert 'overall,"overall, ±"' in (out / "bars.csv").read_text()
 
 
 def test_the_verb_shows_what_would_be_done(config, tmp_path):
