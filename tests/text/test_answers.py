@@ -83,6 +83,20 @@ def test_without_a_template_the_end_token_ends_an_answer(plain: Any) -> None:
     assert words(plain, answers) == ["two </s>"]
 
 
+def test_a_token_that_holds_some_of_the_answer_is_learnt(chat: Any) -> None:
+    chat.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{% endif %}"
+    )
+    answers = read(chat, {"prompt": "what is one ninety", "response": "nine and two"})
+    assert words(chat, answers) == ["<unk> and two"]  # ninetynine
+
+
+def test_a_token_takes_five_bytes(chat: Any) -> None:
+    (row,) = read(chat, {"messages": TURNS}).rows
+    assert row.tokens.itemsize * len(row.tokens) + len(row.learnt) == 5 * len(row.tokens)
+
+
 def test_tokens_are_those_of_every_other_job(chat: Any) -> None:
     rows = [{"messages": TURNS}, {"text": "one two"}, {"prompt": "one", "response": "two " * 40}]
     settings = TextSettings(max_length=16)
@@ -124,6 +138,7 @@ def test_a_template_that_rewrites_earlier_turns_leaves_the_last_answer(chat: Any
     )
     answers = read(chat, {"messages": TURNS})
     assert words(chat, answers) == ["four five . <|end|>"]
+    assert answers.notices[0].startswith("in 1 row the chat template")
     assert "are not learnt" in answers.notices[0]
 
 

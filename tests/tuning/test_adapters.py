@@ -33,6 +33,7 @@ def test_merged_and_kept_are_the_same_model(
     names = changed(base, tmp_path / "merged")
     for part in ("experts.0.gate_proj", "experts.7.down_proj", "mlp.gate.", "q_proj"):
         assert any(part in name for name in names), part
+    assert not [name for name in names if "embed" in name or "lm_head" in name or "norm" in name]
     model: Any = AutoModelForCausalLM.from_pretrained(base)
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
     ours: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

@@ -24,7 +24,7 @@ from moemerge.errors import (
     UsageError,
 )
 from moemerge.tuning import output
-from tuning.cases import rows, tune
+from tuning.cases import make_base, rows, tune
 
 
 def left(folder: Path) -> set[str]:
@@ -89,6 +89,18 @@ def test_without_the_extra_it_says_what_to_install(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r'pip install "moemerge\[tune\]"'):
         tune(base, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("family", "how"), [("llama4_text", {}), ("granitemoe", {"aux_loss": 0.1})]
+)
+def test_what_trl_cannot_train_is_said_at_the_first_step(
+    family: str, how: dict[str, float], zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = make_base(zoo_folder(family), tmp_path / "base")
+    with pytest.raises(ArchitectureError, match="trl cannot train this model so"):
+        tune(base, tmp_path / "out", steps=1, **how)
+    assert left(tmp_path) == {"base"}
 
 
 def test_a_balancing_loss_needs_a_family_that_has_one(

@@ -110,6 +110,33 @@ def test_every_layout_comes_back(
     assert after.first_loss < 0.9 * report.first_loss
 
 
+def test_steps_too_small_for_what_is_stored_add_up(
+    zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The optimiser's steps are the learning rate at most, and bfloat16 has eight bits: 1e-4 added
+    to more than 2^-4 is lost, unless the sum is kept in more bits and rounded once."""
+    built = zoo_folder("olmoe", num_hidden_layers=2, dtype=torch.bfloat16)
+    base = make_base(built, tmp_path / "base")
+    how = {"schedule": "constant", "warmup": 0.0, "learning_rate": 1e-4}
+    tune(base, tmp_path / "out", steps=8, **how)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    before, after = (zoo.tensors(tmp_path / folder)[name] for folder in ("base", "out"))
+    large = before.abs() >= 2**-4
+    moved = (before != after)[large].float().mean()
+    assert large.sum() > 10
+    assert moved > 0.2
+
+
+def test_the_optimiser_is_adam_without_weight_decay(base: Path, tmp_path: Path) -> None:
+    """Adam's first step is the learning rate for every weight that has a gradient."""
+    tune(base, tmp_path / "out", steps=1, warmup=0.0, learning_rate=1e-3)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    before, after = (zoo.tensors(tmp_path / folder)[name] for folder in ("base", "out"))
+    step = (after - before).abs()
+    assert float(step.max()) < 1.001e-3
+    assert float((step > 0.99e-3).float().mean()) > 0.9
+
+
 def test_a_result_merges(base: Path, tmp_path: Path) -> None:
     tune(base, tmp_path / "a", seed=1)
     tune(base, tmp_path / "b", only="routers")

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+import zoo
 from moemerge.errors import UsageError
 from moemerge.runtime.journals import saved_path
-from tuning.cases import InterruptedAt, changed, tune
+from tuning.cases import InterruptedAt, changed, rows, tune
 
 
 @pytest.mark.parametrize(
@@ -41,9 +42,20 @@ def test_states_of_another_training_are_not_mixed_in(base: Path, tmp_path: Path)
         tune(base, tmp_path / "out", progress=InterruptedAt(3), save_every=1)
     with pytest.raises(UsageError, match="another training: its settings"):
         tune(base, tmp_path / "out", resume=True, learning_rate=1e-3)
+    with pytest.raises(UsageError, match="another training: its rows"):
+        tune(base, tmp_path / "out", resume=True, data=rows(31))
+    other = zoo.perturb(base, tmp_path / "other", seed=1)
+    with pytest.raises(UsageError, match="another training: its model"):
+        tune(other, tmp_path / "out", resume=True)
     assert saved_path(tmp_path / "out").exists()
     assert tune(base, tmp_path / "out").resumed == 0  # starts anew
     assert not saved_path(tmp_path / "out").exists()
+
+
+def test_states_are_a_tenth_of_the_way_apart(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tune(base, tmp_path / "out", progress=InterruptedAt(5), steps=20)
+    assert [p.name for p in saved_path(tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-4"]
 
 
 @pytest.mark.slow
