@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moemerge.errors import UsageError
-from moemerge.runtime import ranks
+from moemerge.runtime import devices, ranks
 
 
 def shares(
@@ -63,6 +63,27 @@ def test_jobs_for_one_process_refuse_several(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="merge runs in one process, and torchrun started 2"):
         ranks.alone("merge")
+
+
+def test_memory_and_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    cores, memory = devices.cpu_count(), devices.available_memory(cpu)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "8")
+    assert devices.cpu_count() == max(1, cores // 8)
+    assert devices.available_memory(cpu) < memory / 4
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "backend"),
+    [("cuda", 2, "nccl"), ("cuda", 1, "gloo"), ("cuda:0", 2, "gloo"), ("cpu", 0, "gloo")],
+)
+def test_ranks_talk_by_nccl_where_each_has_a_gpu(
+    device: str, gpus: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert ranks._backend(torch.device(device)) == backend
 
 
 def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
