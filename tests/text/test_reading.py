@@ -141,6 +141,31 @@ def test_what_unpacks_to_far_more_than_text_does_is_refused(
     assert len(Rows([file])) == 10**5
 
 
+def test_a_row_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one"}\n' + json.dumps({"text": "two " * 100}) + "\n")
+    monkeypatch.setattr(rows, "MOST_ROW_BYTES", 100)
+    with pytest.raises(DataError, match=r"a\.jsonl, row 2 has more than"):
+        list(Rows([file]))
+
+
+@pytest.mark.parametrize("bound", [{"max_length": 8}, {"max_tokens": 8}])
+def test_of_a_long_row_only_the_beginning_is_tokenized(
+    bound: dict[str, int], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    call = type(tokenizer).__call__
+
+    def counting(self: Any, text: Any, **how: Any) -> Any:
+        seen.extend(map(len, [text] if isinstance(text, str) else text))
+        return call(self, text, **how)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counting)
+    domain = load_domain("d", [{"text": "one " * 10**5}], tokenizer, TextSettings(**bound))
+    assert [len(row) for row in domain.rows] == [8]
+    assert 0 < max(seen) < 10**4
+
+
 def test_a_large_file_is_read_in_less_memory(tmp_path: Path) -> None:
     file = tmp_path / "large.jsonl"
     count = 160
