@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import transformers
 from torch import Tensor
 
 import zoo
+from moemerge.architectures import families_softmax, rules
 from moemerge.architectures.architecture import Architecture, RouterInfo
 from moemerge.architectures.families import FAMILIES, family_of, family_of_class
 from moemerge.architectures.gates import BiasPlace, Gate, Score
@@ -179,6 +183,25 @@ def test_the_table() -> None:
     assert len(every) == len(set(every))
     assert [f.model_type for f in FAMILIES if not f.served] == ["zaya", "doge"]
     assert all(f.reason for f in FAMILIES if not f.served)
+
+
+def test_the_row_of_the_page() -> None:
+    """A family like OLMoE is one line; the fields that the page names are there."""
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r'^Family\(\("my_moe".*$', page, re.M)
+    row = eval(line, dict(vars(families_softmax)))
+    assert dataclasses.replace(row, model_types=("olmoe",), title="OLMoE") == family_of("olmoe")
+    assert (row.model_type, row.routers[0].weight, row.container) == (
+        "my_moe", "mlp.gate.weight", "model.layers",
+    )  # fmt: skip
+    assert (row.experts[0].root, row.experts[0].spelling) == (
+        "mlp.experts", ("gate_proj", "up_proj", "down_proj"),
+    )  # fmt: skip
+    assert row.gate.gate({}, 0, biased=False).top_k == 8
+    fields = {f.name for kind in (rules.Family, rules.GateRule) for f in dataclasses.fields(kind)}
+    table = page.partition("| to find out |")[2].partition("\n\n")[0]
+    named = re.findall(r"`?(\w+)=", " ".join(line.split("|")[3] for line in table.splitlines()[2:]))
+    assert set(named) - fields == {"norm"}  # of `_sigmoid`, which takes it
 
 
 @pytest.mark.parametrize("alias", ["llama4", "gemma4", "qwen3_5_moe", "qwen4_exp", "glm4v_moe"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 from moemerge.architectures.gates import BiasPlace, Gate, Score
 from moemerge.errors import DataError
 from moemerge.report.words import FigureWords
-from moemerge.routing import Measured, measure_routers
+from moemerge.routing import Measured, figures, measure_routers
 from moemerge.routing.figures import (
     FIGURES,
     Choices,
@@ -75,6 +77,21 @@ def test_figures_of_two_tokens_by_hand() -> None:
     # On the model's features the two routers are one and the same.
     assert (found.kl_on_features, found.mismatch_on_features, found.quadratic) == (0, 0, 0)
     assert (found.logit_shift, found.shift_small, found.shift_moderate) == (0, 1, 1)
+
+
+def test_the_figure_of_the_page_is_measured_like_the_others() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```py\n(@of_tokens.*?)^```", page, re.M | re.S)
+    own = torch.tensor([[3.0, 2.0, 1.0, 0.0], [9.0, 0.0, 0.0, 0.0]])
+    tokens = compare(identity(), identity(), own, own)
+    try:
+        exec(block, dict(vars(figures)))
+        found = measured(tokens, names=tuple(FIGURES))
+        highest = own.double().softmax(dim=-1).max(dim=-1).values
+        assert found.sharpness == pytest.approx(float(highest.mean()), rel=1e-6)
+        assert total_figures([found, found])["sharpness"] == pytest.approx(found.sharpness)
+    finally:
+        FIGURES.pop("sharpness", None)
 
 
 def test_on_the_same_features_only_the_routers_differ() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moemerge.architectures.gates import Gate
 from moemerge.linalg import Ending, cg
+from moemerge.routing import preconditioners
 from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
 from moemerge.routing.inverses import cholesky
 from moemerge.routing.preconditioners import (
@@ -15,6 +16,7 @@ from moemerge.routing.preconditioners import (
     KRONECKER_DAMPING,
     NEWTON_STEPS,
     Preconditioner,
+    attempts,
     build,
     choose,
     costs,
@@ -207,6 +209,18 @@ def test_auto_takes_what_the_shape_makes_cheapest() -> None:
     assert taken(64, 2048, 1_000) is Preconditioner.TWO_LEVEL
     assert taken(512, 8192, 300) is not Preconditioner.KRONECKER
     assert Preconditioner.BLOCK not in costs((256, 7168), 10_000, torch.float32)  # would not fit
+
+
+def test_autos_first_attempt_for_wide_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kronecker and four directions; for sure routers many directions at once."""
+    monkeypatch.setattr(preconditioners, "choose", lambda *_: Preconditioner.KRONECKER)
+    kinds = []
+    for scale in (0.01, 30.0):
+        domains = make_domains(2, experts=8, width=12, tokens=400)
+        scaled = [replace(domain, router=scale * domain.router) for domain in domains]
+        kinds.append(next(attempts(operator_of(scaled), Preconditioner.AUTO)).built.kind)
+    assert kinds == [Preconditioner.KRONECKER, Preconditioner.TWO_LEVEL]
+    assert preconditioners.FEW_DIRECTIONS == 4
 
 
 def test_auto_takes_blocks_for_newton_systems_of_narrow_models() -> None:
