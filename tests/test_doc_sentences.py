@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from moemerge.api import list_methods, list_wrappers
 from moemerge.cli.app import app
 from moemerge.collecting.maths import CHUNK
-from moemerge.config.data import DataSettings
+from moemerge.config.data import DataRecipe, DataSettings
 from moemerge.config.evaluation import EvaluationSettings
 from moemerge.config.settings import CollectingSettings
 from moemerge.config.study import StudyConfig
@@ -23,7 +23,10 @@ from moemerge.config.tasks import load_task
 from moemerge.config.tasks_kept import KeptTasks
 from moemerge.config.tuning import TuningSettings
 from moemerge.config.weighing import CoefficientMethod, CoefficientSettings
+from moemerge.errors import UsageError
+from moemerge.evaluation.catalogue import find_task, task_names
 from moemerge.evaluation.report import ALPHA
+from moemerge.generation.prompts import USUAL
 from moemerge.merging.methods._spectra import _RANK_TOLERANCE
 from moemerge.merging.methods.regmean import LEAST_PIVOT
 from moemerge.refitting.experts import SAMPLED
@@ -101,6 +104,36 @@ def test_commands_and_flags_of_a_page_exist(page: Path) -> None:
 def test_every_verb_takes_a_plugin() -> None:
     assert "`--plugin`, which every verb takes" in words_of("methods")
     assert [verb for verb, flags in FLAGS.items() if "--plugin" not in flags] == []
+
+
+# What several processes may do together; tests of ranks do it.
+SHARED = {"calibrate", "refit", "diagnose", "stats", "merge", "tune"}
+
+
+@pytest.mark.parametrize("path", [path for path in FLAGS if path[0] not in SHARED], ids=" ".join)
+def test_other_verbs_refuse_several_processes(
+    path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command: Any = GROUP
+    for word in path:
+        command = command.commands[word]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="runs in one process, and torchrun started 2"):
+        command.callback()
+
+
+def test_json_is_a_switch_where_a_command_only_looks() -> None:
+    line = words_of("architecture").partition("`--json` is a switch where")[2].partition(" * ")[0]
+    only_looks, works = (re.findall(r"`(\w+)`", part) for part in line.split("takes a FILE"))
+    assert only_looks
+    assert works
+    for names, switch in ((only_looks, True), (works, False)):
+        for path in (path for path in FLAGS if path[0] in names):
+            command: Any = GROUP
+            for word in path:
+                command = command.commands[word]
+            (flag,) = [p for p in command.params if "--json" in p.opts]
+            assert flag.is_flag is switch, path
 
 
 def verb_of(line: str) -> tuple[str, ...] | None:
@@ -187,7 +220,13 @@ def sentences() -> list[tuple[str, str]]:
         ("evaluate", f"Below {ALPHA} a difference is called significant"),
         ("README", f"Where there are {AUTO_HOLDOUT_ROWS} rows or more, a tenth is held out"),
         ("calibration", f"A tenth of the rows of a domain with {AUTO_HOLDOUT_ROWS} or more"),
-        ("reliability", f"{templates.MOST_SECONDS:g} seconds and"),
+        (
+            "reliability",
+            f"{templates.MOST_SECONDS:g} seconds and give "
+            f"{templates.MOST_CHARACTERS >> 20} million characters",
+        ),
+        ("reliability", f"a row may have {rows.MOST_ROW_BYTES >> 20} MiB"),
+        ("reliability", f"may hold {rows.MOST_TIMES} times its size"),
     ]
 
 
@@ -263,8 +302,26 @@ def test_every_key_of_a_study_is_explained() -> None:
 def test_kinds_of_statistics_judgements_and_columns_are_named() -> None:
     kinds = CollectingSettings.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
     assert f"--kind {'|'.join(kinds)}" in words_of("statistics")
-    listed = words_of("data").partition("Every judgement is one of ")[2].partition(";")[0]
+    page = words_of("data")
+    listed = page.partition("Every judgement is one of ")[2].partition(";")[0]
     assert sorted(re.split(", | and ", listed)) == sorted(grade.value for grade in Grade)
+    columns = page.partition("A prompt is looked for in the columns ")[2].partition(". Other")[0]
+    prompt, answer = (re.findall(r"`(\w+)`", part) for part in columns.split("; the expected"))
+    assert prompt == [*USUAL["prompt"], "input", "messages"]
+    assert answer == list(USUAL["answer"])
+
+
+def test_keys_of_a_recipe_are_flags() -> None:
+    keys = {f"--{name.replace('_', '-')}" for name in DataRecipe.model_fields} - {"--file"}
+    assert keys <= FLAGS["data",]
+
+
+def test_tasks_are_as_the_table_says() -> None:
+    rows = re.findall(r"^\| `([\w+]+)` \| (\d+) \|", (ROOT / "docs/evaluate.md").read_text(), re.M)
+    assert {name for name, _ in rows} == set(task_names())
+    for name, problems in rows:
+        task = find_task(name).settings
+        assert (task.problems, task.needs_chat_template) == (int(problems), True)
 
 
 def test_the_study_and_the_task_of_the_pages_are_read(tmp_path: Path) -> None:
