@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,37 @@ def test_a_process_that_dies_ends_the_others_and_one_resumes(
     assert not (tmp_path / "out").exists()
     report = case.calibrate(tmp_path / "out", resume=True, **EXACT)
     assert report.resumed == 1
+    case.calibrate(tmp_path / "alone", **EXACT)
+    assert off(tmp_path / "alone", tmp_path / "out", case.merged) < 1e-5
+
+
+# Rank 1 is on a machine that has no journal.
+ELSEWHERE = """
+import os, pathlib
+if os.environ["RANK"] == "1":
+    is_dir, opened = pathlib.Path.is_dir, pathlib.Path.open
+    def seen(self, **how):
+        return ".journal" not in str(self) and is_dir(self, **how)
+    def read(self, *how, **more):
+        if ".journal" in str(self):
+            raise FileNotFoundError(self)
+        return opened(self, *how, **more)
+    pathlib.Path.is_dir, pathlib.Path.open = seen, read
+"""
+
+
+@pytest.mark.slow
+def test_a_journal_that_others_do_not_see_is_sent_to_them(
+    zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    case = cases.make_case(zoo_folder("olmoe"), tmp_path, rows=8)
+    options = {"sources": case.sources, "data": case.data, "resume": True, **EXACT}
+    one = job("calibrate", case.merged, tmp_path / "out", report=tmp_path / "report", **options)
+    together({2: [one]}, before=DIES)
+    assert (tmp_path / ".out.journal").is_dir()
+    for code, words in together({2: [one]}, before=ELSEWHERE):
+        assert code == 0, words
+    assert json.loads((tmp_path / "report.1").read_text())["resumed"] == 1
     case.calibrate(tmp_path / "alone", **EXACT)
     assert off(tmp_path / "alone", tmp_path / "out", case.merged) < 1e-5
 

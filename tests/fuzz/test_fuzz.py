@@ -7,8 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fuzz import cases
+
 RUN = Path(__file__).with_name("run.py")
 COUNT = 40
+
+
+def test_there_are_as_many_kinds_as_the_page_says() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reliability.md"
+    assert len(cases.KINDS) == 20
+    assert "changes valid files of twenty kinds" in page.read_text(encoding="utf-8")
 
 
 def test_hostile_files_of_every_kind_are_refused_and_valid_ones_are_not(tmp_path: Path) -> None:

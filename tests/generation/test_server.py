@@ -83,6 +83,10 @@ def test_a_real_server_writes_what_the_testbed_writes(real_server, folder, token
     assert [answers[n].text for n in range(12)] == generate(folder, prompts, device="cpu")
     assert {c.finish for c in answers.values()} == {Finish.STOP}
     assert all(c.tokens > 0 for c in answers.values())
+    # It takes no notice of a temperature that the model's own generation config does not ask for.
+    hot = settings(real_server, served_model=str(folder), batch_size=2, temperature=5.0)
+    again = ServerEngine(tokenizer, hot, Silent()).generate(wanted(tokenizer, prompts), 12)
+    assert {c.prompt: c.text for c in again} == {n: answers[n].text for n in range(12)}
 
 
 class Toy:
