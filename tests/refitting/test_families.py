@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from refitting.cases import make_case
 UNROUTED: tuple[str, ...] = ("zaya", "doge")
 # Their experts cannot be read one by one.
 REFUSED: tuple[str, ...] = ("dbrx", "jetmoe", "longcat_flash", "llama4_text")
+# A norm behind the attention: no sum of outputs gives the hidden state.
+NORMED: tuple[str, ...] = ("flex_olmo", "gemma4_text", "afmoe")
+# What stays as merged in every family.
+UNTOUCHED = re.compile(r"norm|embed|bias|conv1d|conv\.(conv\.)?weight|shared_expert_gate")
 SERVED = tuple(name for name in zoo.FAMILIES if name not in (*REFUSED, *UNROUTED))
 CHEAP: dict[str, Any] = {"ridge": 0.1, "holdout": 0.0, "router": "keep"}
 
@@ -36,23 +41,29 @@ def test_a_family_is_refitted(family: str, zoo_folder: Callable[..., Path], tmp_
     for kind, left in report.totals["error_left"]["calibration"].items():
         assert left is not None, kind
         assert left <= 1, kind
-    assert calibrating.changed_tensors(case.merged, out)
+    changed = calibrating.changed_tensors(case.merged, out)
+    assert changed
+    assert [name for name in changed if UNTOUCHED.search(name)] == []
+    assert family not in NORMED or {row["target"] for row in rows} == {"output"}
     assert_loads(out)
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_one_that_is_refused_still_has_its_attention(
+def test_one_that_is_refused_still_has_its_attention_and_routers(
     family: str, zoo_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     case = make_case(zoo_folder(family), tmp_path / "case", rows=4)
     with pytest.raises(ArchitectureError, match="cannot be refitted"):
         case.refit(tmp_path / "out", **CHEAP)
     assert not (tmp_path / "out").exists()
-    report = case.refit(tmp_path / "out", parts="attention", **CHEAP)
+    parts = {**CHEAP, "parts": "router,attention", "router": "exact"}
+    report = case.refit(tmp_path / "out", **parts)
     assert report.totals["maps"] > 0
+    assert report.totals["routers"] > 0
     changed = calibrating.changed_tensors(case.merged, tmp_path / "out")
     assert changed
-    assert not any("expert" in name for name in changed)
+    assert any("router" in name for name in changed)
+    assert not any("expert" in name for name in changed if "router" not in name)
 
 
 @pytest.mark.parametrize("family", UNROUTED)

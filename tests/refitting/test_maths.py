@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import NumericalError
+from moemerge.refitting.experts import SAMPLED, sample_size
 from moemerge.refitting.ridge import RIDGES, Factor, RidgeRule, choose_ridge, fit_map
 from moemerge.refitting.sums import FitSums, add_gram
 from moemerge.refitting.writes import Write, find_writes
@@ -194,6 +195,12 @@ def test_errors_are_those_of_the_rounded_weight() -> None:
     assert fit.after == calibration.error(step)
     assert fit.held_after == held.error(step)
     assert fit.held_before == float(held.energy)
+
+
+def test_eight_experts_choose_the_ridge_or_fewer_large_ones() -> None:
+    assert sample_size((2048, 1024)) == SAMPLED
+    assert sample_size((2048, 2048)) == 4
+    assert sample_size((32_768, 16_384)) == 2
 
 
 # --- what writes to the hidden state ------------------------------------------------------------

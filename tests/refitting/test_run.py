@@ -14,15 +14,17 @@ from safetensors.torch import load_file, save_file
 import moemerge
 import zoo
 from calibration import cases as calibrating
+from moemerge.checkpoint import Checkpoint
 from moemerge.errors import (
     ArchitectureError,
     ConfigError,
     DataError,
     MoeMergeError,
     NumericalError,
+    ResourceError,
     UsageError,
 )
-from moemerge.refitting import loop
+from moemerge.refitting import loop, run
 from refitting.cases import Case, make_case
 
 FAST: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "router": "keep"}
@@ -108,6 +110,16 @@ def test_without_a_base_it_says_what_that_may_cost(case: Case, tmp_path: Path) -
     assert not any(told in notice for notice in report.notices)
 
 
+def test_a_page_of_before_and_after(case: Case, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page, out = tmp_path / "page.html", tmp_path / "out"
+    case.refit(out, report=page, **FAST)
+    text = page.read_text()
+    assert "What the refit repaired" in text
+    assert str(out) in text
+    assert str(case.merged) in text
+
+
 # --- parts and layers ---------------------------------------------------------------------------
 
 
@@ -146,12 +158,14 @@ def test_routers_by_harc_are_those_of_a_calibration(case: Case, tmp_path: Path) 
 
 
 def test_exact_routers_are_those_of_a_calibration(case: Case, tmp_path: Path) -> None:
-    case.refit(tmp_path / "refit", parts="router", ridge=1.0, holdout=0.0)
+    weights = {"code": 3.0}
+    case.refit(tmp_path / "refit", parts="router", ridge=1.0, holdout=0.0, weights=weights)
     moemerge.calibrate(
         case.merged,
         tmp_path / "exact",
         sources=case.sources,
         data=case.data,
+        weights=weights,
         targets="source-features",
         objective="exact",
         device="cpu",
@@ -285,6 +299,18 @@ def test_a_source_of_another_shape(
         with pytest.raises(ArchitectureError, match=error):
             case.refit(tmp_path / "out", sources={**case.sources, "code": other}, **FAST)
     assert not (tmp_path / "out").exists()
+
+
+def test_too_little_memory_is_told_before_a_weight_is_read(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(run, "available_memory", lambda device: 100_000)
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name, *rest: read.append(name))
+    with pytest.raises(ResourceError, match=r"refitting needs about .* GB on cpu"):
+        case.refit(tmp_path / "out", **FAST)
+    assert read == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_names_text_and_weights_must_fit(case: Case, tmp_path: Path) -> None:

@@ -237,7 +237,10 @@ def _runner(
     )
     stream.stop_at_layers(inputs=is_merged)
     taps = [tap.path for taps in stream.taps.layers for tap in taps]
-    stream.listen([*stream.anatomy.layers, *taps], recorder.on_calls, outputs=True)
+    # A router may be a module around its linear map, and then it is no tap.
+    routers = [router.path for router in stream.anatomy.routers]
+    heard = dict.fromkeys([*stream.anatomy.layers, *taps, *routers])
+    stream.listen(list(heard), recorder.on_calls, outputs=True)
     return Runner(stream, recorder, final)
 
 
