@@ -70,7 +70,7 @@ def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
         "0.2", "--preconditioner", "jacobi", "--rtol", "1e-5", "--max-steps", "500", "--seed", "3",
         "--device", "cpu", "--dtype", "float32", "--offload", "disk", "--max-length", "64",
         "--limit", "9", "--objective", "exact", "--targets", "source-features", "--strict",
-        "--no-measure", "--json", "-",
+        "--no-measure", "--weight", "math=3", "--json", "-",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -82,6 +82,7 @@ def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
         "strict": True, "measure": False,
     }  # fmt: skip
     assert report["settings"] == wanted
+    assert report["weights"] == {"math": 1.5, "code": 0.5}
     assert len(report["layers"]) == 1
 
 
@@ -181,11 +182,12 @@ def test_its_own_config_makes_a_run_again_from_anywhere(
     models = "".join(f"- {{model: {name}, parameters: {{weight: 1}}}}\n" for name in names)
     data = "".join(f"  {name}: {name}.jsonl\n" for name in names)
     text = f"merge_method: linear\nmodels:\n{models}data:\n{data}calibration:\n"
-    (tmp_path / "config.yml").write_text(text)
+    (tmp_path / "configs").mkdir()  # models and text lie where the command is run, not here
+    (tmp_path / "configs" / "config.yml").write_text(text)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert moemerge("run", "config.yml", "out", "--alpha", "0.7").exit_code == 0
-    merged = moemerge("merge", "config.yml", "merged")
+    assert moemerge("run", "configs/config.yml", "out", "--alpha", "0.7").exit_code == 0
+    merged = moemerge("merge", "configs/config.yml", "merged")
     assert "`calibration:` of the config is left out" in merged.stderr
     assert "calibration" not in Path("merged/README.md").read_text()
     assert "calibration" not in Path("merged/moemerge_config.yml").read_text()

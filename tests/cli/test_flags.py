@@ -187,8 +187,22 @@ def test_shells_complete_verbs_flags_and_words(typed: str, offered: set[str]) ->
     assert set(result.output.split()) == offered
 
 
-def test_the_script_that_a_shell_reads_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
+def test_the_script_that_a_shell_reads_is_printed(
+    shell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Which shell runs the tests is chance: make runs them in sh, which completes nothing.
+    monkeypatch.setattr("shellingham.detect_shell", lambda *_, **__: (shell, f"/bin/{shell}"))
+    result = CliRunner().invoke(app, ["--show-completion"], prog_name="moemerge")
+    assert result.exit_code == 0
+    assert f"complete_{shell}" in result.output
+
+
+def test_completion_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shellingham.detect_shell", lambda *_, **__: ("bash", "/bin/bash"))
-    result = CliRunner().invoke(app, ["--show-completion"])
-    assert "complete -o default -F" in result.output
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result = CliRunner().invoke(app, ["--install-completion"], prog_name="moemerge")
+    assert result.exit_code == 0, result.output
+    script = tmp_path / ".bash_completions" / "moemerge.sh"
+    assert str(script) in (tmp_path / ".bashrc").read_text()
+    assert "complete -o default -F" in script.read_text()

@@ -118,8 +118,9 @@ def test_weights_that_sum_to_zero_are_refused_before_a_tensor_is_read(olmoe, met
         moemerge.validate(config)
 
 
-def test_filters_name_experts_and_roles(olmoe, tmp_path):
-    _, a, b = olmoe
+@pytest.mark.parametrize("fused", [False, True])
+def test_filters_name_experts_and_roles(zoo_folder, tmp_path, fused):
+    a, b = (zoo_folder("olmoe", seed=seed, fused=fused) for seed in (1, 2))
     weight = [
         {"filter": "role:router", "value": 0.0},
         {"filter": "experts.3.", "value": 0.25},
@@ -131,6 +132,8 @@ def test_filters_name_experts_and_roles(olmoe, tmp_path):
     merged, ta, tb = zoo.tensors(tmp_path / "out"), zoo.tensors(a), zoo.tensors(b)
     for name, value in merged.items():
         w = 0.0 if name.endswith("mlp.gate.weight") else 0.25 if ".experts.3." in name else 1.0
+        if fused and ".experts." in name:  # a stack, whose expert 3 goes by a name of its own
+            w = torch.ones(zoo.EXPERTS, 1, 1).index_fill_(0, torch.tensor(3), 0.25)
         torch.testing.assert_close(value, (w * ta[name] + tb[name]) / (w + 1), msg=name)
 
 
@@ -154,6 +157,13 @@ def test_slices_stack_layers_and_the_config_follows(dense, tmp_path):
     assert torch.equal(merged["lm_head.weight"], tb["lm_head.weight"])
     dropped = {m.name: m.dropped for m in report.models}
     assert set(dropped["m1"]) == {"layer 3 is in no slice", "outside every slice"}
+    document = json.loads((tmp_path / "out" / "moemerge_report.json").read_text())
+    for folder, account in zip((a, b), document["merge"]["inputs"].values(), strict=True):
+        reasons = [*account["copied"].values(), *account["dropped"].values()]
+        named = [name for names in reasons for name in names]
+        assert account["merged"] + len(named) == account["tensors"] == len(zoo.tensors(folder))
+        assert len(set(named)) == len(named)
+        assert set(named) <= zoo.tensors(folder).keys()
 
 
 def test_slices_past_the_last_layer_are_refused(dense, tmp_path):
@@ -406,6 +416,12 @@ def test_dtype_casts_inputs_before_the_arithmetic(olmoe, tmp_path):
     for name, value in merged.items():
         expected = (ta[name].bfloat16().float() + tb[name].bfloat16().float()) / 2
         assert torch.equal(value, expected)
+    moemerge.merge(linear([a, b], dtype="bfloat16"), tmp_path / "both")
+    for name, value in zoo.tensors(tmp_path / "both").items():
+        assert torch.equal(value, merged[name].bfloat16())
+    moemerge.merge(linear([a, b], out_dtype="bfloat16"), tmp_path / "once")
+    for name, value in zoo.tensors(tmp_path / "once").items():
+        assert torch.equal(value, ((ta[name] + tb[name]) / 2).bfloat16())
 
 
 def test_quantised_models_are_refused(olmoe, tmp_path):
