@@ -16,6 +16,7 @@ from moemerge.cli.app import app
 from moemerge.collecting.maths import CHUNK
 from moemerge.config.data import DataRecipe, DataSettings
 from moemerge.config.evaluation import EvaluationSettings
+from moemerge.config.parameter_values import ROLE_NAMES
 from moemerge.config.settings import CollectingSettings
 from moemerge.config.study import StudyConfig
 from moemerge.config.study_load import load_study
@@ -29,6 +30,7 @@ from moemerge.evaluation.report import ALPHA
 from moemerge.generation.prompts import USUAL
 from moemerge.merging.methods._spectra import _RANK_TOLERANCE
 from moemerge.merging.methods.regmean import LEAST_PIVOT
+from moemerge.merging.tokenizer.write import FORMATS
 from moemerge.refitting.experts import SAMPLED
 from moemerge.runtime.ranks import MEETING_LIMIT
 from moemerge.statistics.file import BLOCK, packed_size
@@ -283,6 +285,14 @@ MERGEKIT = {
     "karcher", "multislerp", "nuslerp", "passthrough", "breadcrumbs", "breadcrumbs_ties",
     "dare_linear", "della", "della_linear", "model_stock", "nearswap", "sce", "slerp",
 }  # fmt: skip
+
+
+def test_every_role_of_a_filter_and_chat_template_is_named() -> None:
+    page = words_of("config")
+    roles = page.partition("or `role:` followed by ")[2].partition(". ")[0]
+    assert tuple(re.findall(r"`(\w+)`", roles)) == ROLE_NAMES
+    templates = page.partition("| `chat_template` | ")[2].partition(" |")[0]
+    assert set(re.findall(r"`(\w+)`", templates)) == {"auto", *FORMATS}
 
 
 def test_every_key_of_a_study_is_explained() -> None:

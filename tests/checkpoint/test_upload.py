@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,8 +15,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
+
+import moemerge as package
+from calibration import cases
+from moemerge.errors import CheckpointError, NumericalError
 
 
 class Hub(ThreadingHTTPServer):
@@ -120,6 +128,18 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
+def known_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The same for the client in this process."""
+    constants = {"ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}
+    for name, value in constants.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setenv("HF_TOKEN", hub.known_token)
+    monkeypatch.setattr("moemerge.checkpoint.upload.disable_progress_bars", lambda: None)
+    yield hub
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
 def config(zoo_folder: Any, tmp_path: Path) -> Path:
     models = [{"model": str(zoo_folder("olmoe"))}]
     path = tmp_path / "config.yml"
@@ -145,6 +165,36 @@ def test_a_merge_is_uploaded_with_its_card(hub: Hub, config: Path, tmp_path: Pat
     written = {p.name: p.read_bytes() for p in out.iterdir()}
     assert hub.files == written
     assert {"README.md", "config.json", "moemerge_config.yml"} <= hub.files.keys()
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "refit"])
+def test_a_repaired_model_is_uploaded_once_it_is_whole(
+    verb: str, known_hub: Hub, zoo_folder: Any, tmp_path: Path
+) -> None:
+    hub, job, out = known_hub, getattr(package, verb), tmp_path / "out"
+    case = cases.make_case(zoo_folder("olmoe", num_hidden_layers=2), tmp_path / "case", rows=6)
+    given = {"sources": case.sources, "data": case.data, "push_to_hub": "me/m", "layers": "1"}
+    given |= {"ridge": 0.1, "holdout": 0} if verb == "refit" else {}
+    with pytest.raises(NumericalError):
+        job(spoilt(case.merged, tmp_path / "bad"), out, **given)
+    assert (hub.repositories, hub.files) == ([], {})
+    job(case.merged, out, **given)
+    assert hub.repositories == ["m"]
+    assert hub.files == {p.name: p.read_bytes() for p in out.iterdir()}
+
+
+def spoilt(model: Path, out: Path) -> Path:
+    """A copy whose last layer holds a NaN."""
+    shutil.copytree(model, out)
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_tuning_asks_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'me/m/x' cannot name a model on the hub"):
+        package.tune("no/model", tmp_path / "out", data=[], push_to_hub="me/m/x")
 
 
 def test_a_failed_upload_leaves_out_and_says_so(hub: Hub, config: Path, tmp_path: Path) -> None:

@@ -64,6 +64,16 @@ def test_first_matching_filter_decides(
     assert evaluate(CHOICE, names, role, 0.25) == expected
 
 
+def test_gate_is_part_of_the_names_of_experts_too() -> None:
+    value = parse_value([{"filter": "gate", "value": 1}, {"value": 2}])
+    router = ("model.layers.0.mlp.gate.weight",)
+    for names, role in ((router, "router"), (STACK, "expert"), (STACK[:1], "expert")):
+        assert evaluate(value, names, role, 0.0) == 1
+    value = parse_value([{"filter": "role:router", "value": 1}, {"value": 2}])
+    assert evaluate(value, router, "router", 0.0) == 1
+    assert evaluate(value, STACK, "expert", 0.0) == 2
+
+
 def test_no_match_gives_none() -> None:
     value = parse_value([{"filter": "self_attn", "value": 1}])
     assert evaluate(value, MLP, "mlp", 0.0) is None

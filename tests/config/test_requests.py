@@ -173,8 +173,10 @@ def test_calibration_takes_the_configs_own_data(load: Load) -> None:
     assert (block.settings.alpha, block.settings.gamma) == (None, 0.1)
 
 
-def test_the_base_may_be_a_source_when_it_has_text(load: Load) -> None:
-    run = load(MODELS + "calibration: {data: {math: m, code: c, base: b}}\n").calibration
+@pytest.mark.parametrize("block", ["calibration", "refit"])
+def test_the_base_may_be_a_source_when_it_has_text(load: Load, block: str) -> None:
+    loaded = load(MODELS + f"{block}: {{data: {{math: m, code: c, base: b}}}}\n")
+    run = loaded.calibration or loaded.refit
     assert run is not None
     assert run.sources["base"] == ModelRef("org/base")
 

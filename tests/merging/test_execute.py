@@ -75,6 +75,8 @@ def test_another_seed_gives_another_mask(models, tmp_path):
     a, b = zoo.tensors(tmp_path / "a"), zoo.tensors(tmp_path / "b")
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     assert not torch.equal(a[name], b[name])
+    moemerge.merge(settings, tmp_path / "none")
+    assert shards(tmp_path / "none") == shards(tmp_path / "a")
 
 
 def shards(folder):

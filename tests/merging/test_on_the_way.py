@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -47,6 +48,18 @@ class Notes(Silent):
         self.said.append(message)
 
 
+class Looking(Notes):
+    """And which statistics lay in hidden folders of a folder meanwhile."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.seen = folder, set()
+
+    def note(self, message):
+        super().note(message)
+        self.seen |= {path.name for path in self.folder.glob(".*/*.stats")}
+
+
 def config(models, method, **more):
     return {
         "merge_method": method,
@@ -66,10 +79,11 @@ def same(a, b):
 @pytest.mark.parametrize(("method", "kind"), [("regmean", "gram"), ("fisher", "fisher")])
 def test_the_same_bytes_as_with_saved_statistics(models, tmp_path, method, kind):
     settings = config(models, method, collecting={"max_length": 8})
-    notes = Notes()
+    notes = Looking(tmp_path)
     report = moemerge.merge(settings, tmp_path / "way", settings=CPU, progress=notes).to_json()
     assert [note[:19] for note in notes.said] == ["statistics of math:", "statistics of code:"]
     assert all("longer than `max_length`, 8 tokens" in note for note in notes.said)
+    assert notes.seen == {f"0.{kind}.stats", f"1.{kind}.stats"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["way"]
     saved = {name: tmp_path / f"{name}.stats" for name in ("math", "code")}
     for name, file in saved.items():
@@ -190,7 +204,8 @@ def test_the_disk_for_them_is_checked_first(models, tmp_path, monkeypatch):
     monkeypatch.setattr(merging_run, "require_space", refuse)
     settings = config(models, "regmean")
     notices = moemerge.validate(settings).notices
-    assert any("statistics of math, code are computed first" in n for n in notices)
+    told = r"statistics of math, code are computed first, .* about [\d.]+ .?B of disk"
+    assert any(re.search(told, notice) for notice in notices)
     for act in (moemerge.merge, moemerge.validate):
         with pytest.raises(ResourceError, match="too full"):
             act(settings, tmp_path / "out", settings=CPU)
