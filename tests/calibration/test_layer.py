@@ -14,7 +14,7 @@ from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.report import layer_row, totals
 from moemerge.errors import NumericalError
 from moemerge.linalg.cg import Status
-from moemerge.routing import Curvature, DomainFeatures, SolveSettings
+from moemerge.routing import Curvature, DomainFeatures, Preconditioner, SolveSettings
 
 EXPERTS, WIDTH, TOKENS = 6, 5, 80
 GATE = Gate(Score.SOFTMAX, top_k=2)
@@ -96,6 +96,31 @@ def test_exact_reports_its_own_failure() -> None:
     assert result.exact is not None
     assert result.status is Status.CONVERGED
     assert result.exact.kl[-1] <= result.exact.kl[0]
+
+
+def test_exact_ends_alike_whatever_the_damping_of_its_start() -> None:
+    found, _ = problem(scale=0.5)
+    ends = [
+        calibrate_layer(found, SolveSettings(alpha=alpha), start=found.merged, exact=True).exact
+        for alpha in (0.1, 1.0)
+    ]
+    (damped, free) = [end.kl for end in ends if end is not None]
+    assert damped[0] > 1.01 * free[0]
+    assert damped[-1] == pytest.approx(free[-1], rel=2e-3)
+
+
+def test_preconditioners_that_were_given_up_are_listed() -> None:
+    found, _ = problem()
+    result = calibrate_layer(found, SolveSettings(), start=found.merged)
+    (last,) = result.solution.trials
+    assert "trials" not in layer_row(0, "gate", result, 0.1)
+    stalled = replace(last, preconditioner=Preconditioner.TWO_LEVEL, status=Status.STALLED)
+    tried = replace(result.solution, trials=(stalled, last))
+    row = layer_row(0, "gate", replace(result, solution=tried), 0.1)
+    assert [(trial["preconditioner"], trial["status"]) for trial in row["trials"]] == [
+        ("two-level", "stalled"),
+        (str(last.preconditioner), "converged"),
+    ]
 
 
 def test_a_newton_iteration_that_ends_early_is_told_as_such() -> None:

@@ -84,6 +84,12 @@ def test_source_features_agree_with_a_forward_of_the_source(
     log_r, log_p = (torch.log_softmax(z, dim=-1) for z in logits)
     kl = float((log_r.exp() * (log_r - log_p)).sum(dim=-1).mean())
     assert row["kl_after"]["code"] == pytest.approx(kl, rel=1e-3)
+    # Mismatch is then what `diagnose` calls so; of the routers alone it is another number.
+    found = moemerge.diagnose(tmp_path / "out", sources=case.sources, data=case.data)
+    for told, measured in zip(report.layers, found.layers_of(domain="code"), strict=True):
+        assert told["mismatch_after"]["code"] == pytest.approx(measured.mismatch)
+        alone = told["router_on_features"]["mismatch_after"]["code"]
+        assert alone == pytest.approx(measured.mismatch_on_features)
 
 
 def test_held_out_rows_are_measured_and_not_solved_on(case_of: CaseOf, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from moemerge.architectures.gates import Gate
 from moemerge.linalg import Deflation, Diagonal, Status, cg
 from moemerge.linalg.cg import Ending, Patience
-from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, solve
+from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, preconditioners, solve
 from moemerge.routing.curvature import Curvature, DomainStatistics, RouterCurvature
 from moemerge.routing.leading import LeadingDirections, sketched_directions
 from moemerge.routing.preconditioners import (
@@ -116,6 +116,27 @@ def test_autos_last_attempts_have_no_end() -> None:
     assert (sturdy.built.kind, sturdy.patience) == (Preconditioner.TWO_LEVEL, None)
     assert isinstance(sturdy.built.operator, Diagonal)
     assert (last.built.kind, last.patience) == (Preconditioner.JACOBI, None)
+
+
+@pytest.mark.parametrize("sure", [False, True])
+def test_autos_kronecker_is_helped_out_or_left_out(
+    sure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at sizes where it is the cheapest. Sure routers: a token has two experts to choose."""
+    monkeypatch.setattr(preconditioners, "choose", lambda *_: Preconditioner.KRONECKER)
+    rng = torch.Generator().manual_seed(0)
+    x, router = torch.randn(400, 8, generator=rng), 0.1 * torch.randn(4, 8, generator=rng)
+    x[:, 0].sign_()
+    if sure:
+        router[:, 0] = torch.tensor([50.0, 50.0, -50.0, -50.0])
+    operator = build_operator(SOFTMAX, [DomainFeatures("a", [x], router)], SolveSettings())
+    built = [attempt.built for attempt in attempts(operator, Preconditioner.AUTO)]
+    rest = [Preconditioner.TWO_LEVEL, Preconditioner.TWO_LEVEL, Preconditioner.JACOBI]
+    assert [one.kind for one in built] == [*([] if sure else [Preconditioner.KRONECKER]), *rest]
+    if not sure:
+        helped = built[0].deflation
+        assert isinstance(helped, LeadingDirections)
+        assert len(helped.directions) == 4
 
 
 @pytest.mark.parametrize("alpha", [0.001, 0.99, 0.999])
