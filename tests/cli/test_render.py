@@ -181,9 +181,13 @@ def test_a_diagnosis_shows_every_figure(case: cases.Case) -> None:
         long = printed(diagnosis_report(diagnosis, verbose=True), width).split()
         for total in diagnosis.totals:
             assert {figure.text(total.figures) for figure in summary} <= set(words)
+            assert {FIGURES[name].text(total.figures) for name in total.figures} <= set(long)
         for row in diagnosis.layers:
             assert Quantity.SHARE.text(row.mismatch) in words
-            assert {FIGURES[name].text(row.figures) for name in ("kl", "drift", "dead")} <= {*long}
+            main = [f for n, f in FIGURES.items() if n in row.figures and not f.minor]
+            main = [figure for figure in main if figure.quantity is not Quantity.DATA]
+            assert len(main) > 8
+            assert {figure.text(row.figures) for figure in main} <= set(long)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 import moemerge
 import zoo
 from calibration import cases
+from moemerge.checkpoint import Checkpoint
 from moemerge.diagnosis import Diagnosis
 from moemerge.errors import UsageError
 
@@ -128,6 +130,23 @@ def test_bfloat16_shards_and_padding(case_of: CaseOf) -> None:
     for domain in case.sources:
         assert half.total(domain).kl == pytest.approx(full.total(domain).kl, rel=0.1)
         assert half.total(domain).loss == pytest.approx(full.total(domain).loss, rel=0.02)
+
+
+def test_everything_is_read_once(case_of: CaseOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of("olmoe")
+    read: Counter[tuple[Path, str, Any]] = Counter()
+    plain = Checkpoint.read
+
+    def counting(self: Checkpoint, name: str, rows: Any = None, out: Any = None) -> torch.Tensor:
+        read[self.path, name, rows] += 1
+        return plain(self, name, rows, out)
+
+    monkeypatch.setattr(Checkpoint, "read", counting)
+    moemerge.diagnose(case.merged, sources=case.sources, data=case.data)
+    for folder in (case.merged, *case.sources.values()):
+        times = {name: n for (path, name, _), n in read.items() if path == folder}
+        assert set(times.values()) == {1}
+        assert times.keys() == zoo.tensors(folder).keys()
 
 
 def test_parked_activations_change_nothing(case_of: CaseOf) -> None:

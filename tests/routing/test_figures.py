@@ -197,6 +197,11 @@ def test_loads() -> None:
     assert dead(Choices((0.5, 0.3, 0.2, 0.0), (0.9, 0.1, 0.0, 0.0), ())) == (2,)
     assert overloaded(Choices((0.2, 0.3, 0.4, 0.1), (0.55, 0.3, 0.1, 0.05), ())) == (0,)
     assert overloaded(Choices(even, even, ())) == dead(Choices(even, even, ())) == ()
+    # Where the lines are: 1/20 and 1/4 of an even load, twice an even one, twice the source's.
+    for was, now, found in ((0.0625, 0.0124, (0,)), (0.0625, 0.0126, ()), (0.0624, 0.0, ())):
+        assert dead(Choices((was, 0.5, 0.3, 0.2), (now, 0.5, 0.3, 0.2), ())) == found
+    for was, now, found in ((0.1, 0.5, (0,)), (0.1, 0.49, ()), (0.3, 0.6, (0,)), (0.3, 0.59, ())):
+        assert overloaded(Choices((was, 0.5, 0.3, 0.2), (now, 0.3, 0.1, 0.1), ())) == found
 
 
 def test_gaps_of_nothing_are_nothing() -> None:
