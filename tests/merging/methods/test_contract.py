@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
+from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,6 +226,37 @@ def test_the_order_of_equally_weighted_models_does_not_matter(name):
     tensors = [base + 0.1 * torch.randn(4, 6, generator=g) for _ in range(count_of(method))]
     forward = call(method, tensors, base)
     torch.testing.assert_close(call(method, tensors[::-1], base), forward)
+
+
+BY_UNIT = re.findall(
+    r"`([a-z_*]+)`",
+    (Path(__file__).parents[3] / "docs" / "footguns.md")
+    .read_text(encoding="utf-8")
+    .partition("the unit is one projection")[2]
+    .partition("give other results")[0],
+)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if any(fnmatch(n, one) for one in BY_UNIT)])
+def test_methods_that_pages_call_different_by_the_unit_are(name, monkeypatch):
+    """Two experts, of which much and little changed, one by one and as a stack."""
+    method = METHODS.get(name)
+    for by_row in ("filter_wise", "nuslerp_flatten"):  # then a row is the unit
+        monkeypatch.delitem(ACTIVE, by_row)
+    g = torch.Generator().manual_seed(4)
+    much = torch.tensor([0.9, 0.3])[:, None, None]
+    base = torch.randn(2, 6, 8, generator=g)
+    tensors = []
+    for _ in range(count_of(method, 2)):
+        change = 3 * much * torch.randn(2, 6, 8, generator=g)
+        tensors.append(base + change * (torch.rand(2, 6, 8, generator=g) < much))
+    stack = call(method, tensors, base)
+    alone = [call(method, [t[at] for t in tensors], base[at]) for at in range(2)]
+    assert not torch.allclose(stack, torch.stack(alone), rtol=1e-3)
+
+
+def test_the_page_names_many_of_them():
+    assert len(BY_UNIT) == 10
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).elementwise])
