@@ -52,6 +52,7 @@ KILLS ?= 104
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python tests/faults/run.py
 	OMP_NUM_THREADS=1 nice $(BIN)/python tests/faults/kills.py --count $(KILLS)
+	OMP_NUM_THREADS=1 nice $(BIN)/python tests/faults/limits.py
 
 clean:
 	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 
+from moemerge import cli
 from moemerge.cli.calibrate import what_is_left
 from moemerge.cli.interrupts import interruptible
 from moemerge.runtime.journals import journal_path
@@ -90,3 +93,14 @@ def test_errors_that_nobody_foresaw_are_one_sentence_and_a_log(tmp_path: Path) -
     )
     assert "Traceback" in log.read_text()
     assert log.stat().st_mode & 0o077 == 0  # it may name what is private
+
+
+def test_what_the_system_lacks_is_named() -> None:
+    """In the sentence of the last resort, where nothing nearer has said so."""
+    too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    for error, what in ((too_many, "(ulimit -n)"), (MemoryError(), "the memory was not enough")):
+        sentence = cli._unforeseen(error)
+        assert what in sentence
+        log = re.search(r"and (\S+) says where", sentence)
+        assert log is not None
+        Path(log[1]).unlink()

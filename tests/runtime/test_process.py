@@ -14,7 +14,7 @@ from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import ResourceError
 from moemerge.runtime import process
-from moemerge.runtime.process import thread_pool
+from moemerge.runtime.process import start_thread, thread_pool
 
 HOLES = """
 from moemerge.runtime.process import give_back_freed_memory
@@ -103,6 +103,17 @@ def test_a_refused_thread_is_an_error_of_ours(monkeypatch, allowed):
     refuse_threads_after(monkeypatch, allowed)
     with pytest.raises(ResourceError, match="starts no thread for test"):
         thread_pool(2, "test")
+
+
+def test_a_thread_without_memory_is_not_started(monkeypatch):
+    """It would die before it began, and whoever started it would wait for ever."""
+    monkeypatch.setattr(process, "THREAD_BYTES", 2**60)
+    with pytest.raises(ResourceError, match="starts no thread for test"):
+        thread_pool(2, "test")
+    thread = threading.Thread(target=int, name="one")
+    with pytest.raises(ResourceError, match="starts no thread for one"):
+        start_thread(thread)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("allowed", range(4))

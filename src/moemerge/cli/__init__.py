@@ -49,11 +49,14 @@ def main() -> None:
 
 def _unforeseen(error: BaseException) -> str:
     """One sentence for an error that is not ours; the rest is in a file, for whoever mends it."""
+    import errno
     import tempfile
     import traceback
 
     if isinstance(error, MemoryError):
         what = "the memory was not enough"
+    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        what = "more files had to be open than the system allows (ulimit -n)"
     else:
         what = f"this should not have happened ({type(error).__name__})"
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import sys
 import threading
@@ -23,6 +24,8 @@ REUSED_BYTES = 256 * 2**20
 # expert gets another number of tokens, so hardly any of them comes again.
 KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 KEPT_KERNELS = 64
+# Address space that a new thread may take: its stack (8 MiB as a rule), and what it computes with.
+THREAD_BYTES = 32 * 2**20
 
 _process_is_ours = False
 
@@ -90,6 +93,7 @@ def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
     A pool of the standard library starts a thread when work comes. Where the system refuses one,
     that work stays queued for ever; here it is refused before any work begins.
     """
+    _require_room(threads, name)
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
     go_on = threading.Event()
     try:
@@ -105,13 +109,23 @@ def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
 
 def start_thread(thread: threading.Thread) -> None:
     """Start it; an error of ours where the system refuses."""
+    _require_room(1, thread.name)
     try:
         thread.start()
     except RuntimeError as error:
         raise _no_thread(thread.name, error) from error
 
 
-def _no_thread(name: str, error: RuntimeError) -> ResourceError:
+def _require_room(threads: int, name: str) -> None:
+    """A thread that finds no memory in its first moments dies without a word, and Python waits for
+    ever for it to begin."""
+    try:
+        mmap.mmap(-1, threads * THREAD_BYTES).close()
+    except (OSError, MemoryError) as error:
+        raise _no_thread(name, error) from error
+
+
+def _no_thread(name: str, error: BaseException) -> ResourceError:
     return ResourceError(
         f"the system starts no thread for {name} ({error})",
         hint="raise the limits on memory and processes (ulimit -v, ulimit -u)",
