@@ -43,7 +43,7 @@ def test_terms_are_eight_bits_each() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 100, 5000])
 def test_a_gpu_makes_the_same_terms(width: int, dtype: torch.dtype) -> None:
-    from moemerge.kernels.triton_terms import weighted_terms
+    from moemerge.kernels.triton_sums import weighted_terms
 
     rows, weights = draw(300, width, 0).to(dtype), draw(300, 1, 1) / 30
     want = rows.double() * weights.double()
@@ -56,6 +56,20 @@ def test_a_gpu_makes_the_same_terms(width: int, dtype: torch.dtype) -> None:
     right = draw(300, 7, 2).bfloat16()
     there = product(rows.cuda(), right.cuda(), terms=3, weights=weights.cuda()).cpu()
     torch.testing.assert_close(there, want.T @ right.double(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (64, 300, 1000), (2, 0, 4), (0, 4, 4)])
+def test_a_gpu_adds_up_in_float64(shape: tuple[int, int, int]) -> None:
+    from moemerge.kernels.triton_sums import add_up
+
+    parts = 1e4 + torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    total = torch.full(shape[1:], 1.0, dtype=torch.float64)
+    want = total + parts.double().sum(dim=0)
+    there = total.cuda()
+    add_up(there, parts.cuda())
+    torch.testing.assert_close(there.cpu(), want, rtol=1e-14, atol=0)
 
 
 def test_a_cpu_has_no_use_for_them() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moemerge.features.tokens import sort_by_expert
+from moemerge.kernels.long_sums import add_up
 from moemerge.runtime import ranks
 
 # Tokens whose products are summed by the matrix unit in float32; beyond it float64 goes on. A GPU's
@@ -34,7 +35,7 @@ def gram_sum(x: Tensor) -> Tensor:
     together = max(1, HELD.get(x.device.type, HELD["cpu"]) // (4 * width * width))
     whole = tokens - tokens % CHUNK
     for part in torch.split(x[:whole].reshape(-1, CHUNK, width), together):
-        total += transposed_product(part, part).sum(dim=0, dtype=torch.float64)
+        add_up(total, transposed_product(part, part))
     if whole < tokens:
         total += transposed_product(x[whole:], x[whole:])
     return total

@@ -16,7 +16,7 @@ from moemerge.kernels.splitting import split
 # Tokens that are summed up in float32. The error of a Gram matrix grows with them, from 1e-6 of it.
 SHORT = 512
 # Values of such sums that are held at a time.
-HELD = 2**28
+HELD = 2**29
 # Fewer tokens than this are as fast in float64.
 WORTH_IT = 4096
 
@@ -52,7 +52,7 @@ def _terms(left: Tensor, weights: Tensor | None, terms: int) -> Tensor:
     if weights is None:
         weights = torch.ones(left.shape[0], 1, device=left.device)
     if left.is_cuda and triton_works(left.device):
-        from moemerge.kernels.triton_terms import weighted_terms
+        from moemerge.kernels.triton_sums import weighted_terms
 
         return weighted_terms(left, weights.float(), terms)
     return split(left.float() * weights.float(), terms)
@@ -63,9 +63,19 @@ def _add_short(out: Tensor, left: Tensor, right: Tensor) -> None:
     whole = left.shape[0] // SHORT * SHORT
     if whole:
         high, other = (x[:whole].view(-1, SHORT, x.shape[1]) for x in (left, right))
-        out += _product(high.mT, other).sum(dim=0, dtype=torch.float64)
+        add_up(out, _product(high.mT, other))
     if whole < left.shape[0]:
         out += _product(left[whole:].T, right[whole:])
+
+
+def add_up(out: Tensor, parts: Tensor) -> None:
+    """out (m, k) += the sum of parts (n, m, k), in float64."""
+    if out.is_cuda and triton_works(out.device):
+        from moemerge.kernels import triton_sums
+
+        triton_sums.add_up(out, parts)
+    else:
+        out += parts.sum(dim=0, dtype=torch.float64)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

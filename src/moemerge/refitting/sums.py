@@ -93,7 +93,8 @@ class FitSums:
         self, x: Tensor, missing: Tensor, s: Tensor, factor: Tensor | float, *, gram: bool
     ) -> None:
         """By `long_sums`: x is bf16 and stays as it is, all weights go to the other side."""
-        sizes = torch.linalg.vector_norm(missing, dim=1, keepdim=True, dtype=torch.float64)
+        # Of one token float32 will do; torch would write all of `missing` in float64 otherwise.
+        sizes = torch.linalg.vector_norm(missing, dim=1, keepdim=True)
         self.energy += (s * sizes).square().sum()
         self.cross += _weighted(missing, s.square() * factor, x)
         if gram:

@@ -1,4 +1,4 @@
-"""Rows times their weights as bf16 terms, in one pass over them."""
+"""What long sums need beside matrix products, each in one pass: bf16 terms, and sums in float64."""
 # No types reach through triton's decorators:
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # mypy: disallow-incomplete-defs=False
@@ -11,7 +11,8 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 WARPS = 8
-BLOCK = 4096  # values that a program takes at a time
+BLOCK = 4096  # values of a row that a program takes at a time
+SUMMED, SUMMED_WARPS = 1024, 4  # sums that a program adds up
 
 
 @triton.jit
@@ -41,3 +42,28 @@ def weighted_terms(rows: Tensor, weights: Tensor, terms: int) -> Tensor:
                 TERMS=terms, BLOCK=min(BLOCK, triton.next_power_of_2(width)), num_warps=WARPS,
             )  # fmt: skip
     return out
+
+
+@triton.jit
+def _add_up(parts, total, count, size, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    sums = tl.load(total + places, mask=inside, other=0.0)
+    at = parts + places
+    for _ in range(count):
+        sums += tl.load(at, mask=inside, other=0.0).to(tl.float64)
+        at += size
+    tl.store(total + places, sums, mask=inside)
+
+
+def add_up(total: Tensor, parts: Tensor) -> None:
+    """total (m, k) float64 += the sum of parts (n, m, k) float32. `sum` of torch would write all
+    parts in float64 first, which takes four times as long."""
+    assert total.is_contiguous()
+    parts = parts.contiguous()
+    if parts.numel():
+        with torch.cuda.device(total.device):
+            _add_up[(triton.cdiv(total.numel(), SUMMED),)](
+                parts, total, parts.shape[0], total.numel(),
+                BLOCK=SUMMED, num_warps=SUMMED_WARPS,
+            )  # fmt: skip
