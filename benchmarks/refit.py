@@ -19,8 +19,11 @@ import json
 import logging
 import os
 import resource
+import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +99,26 @@ def make_source(folder: Path, merged: Path, seed: int, device: torch.device, lin
     if folder.exists():
         return
     folder.mkdir(parents=True)
-    generator = torch.Generator(device).manual_seed(seed)
     shards = sorted(merged.glob("*.safetensors"))
-    for file in sorted(merged.iterdir()):
-        if file.suffix != ".safetensors" or (link and file != shards[0]):
-            os.link(file, folder / file.name)
-            continue
-        data = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
-        begin = 8 + int.from_bytes(bytes(data[:8].tolist()), "little")
-        weights = data[begin:].view(torch.bfloat16)
-        for part in torch.split(weights, 2**28):
-            there = part.to(device).float()
-            noise = torch.randn(there.shape, generator=generator, device=device)
-            part.copy_((there * (1.0 + NOISE * noise)).bfloat16())
-        (folder / file.name).write_bytes(data.numpy().tobytes())
+    noisy = shards[:1] if link else shards
+    for file in sorted(set(merged.iterdir()) - set(noisy)):
+        os.link(file, folder / file.name)
+    with ThreadPoolExecutor(synthetic.WRITERS) as threads:
+        seeds = range(seed * len(shards), (seed + 1) * len(shards))
+        list(threads.map(partial(add_noise, folder, device), noisy, seeds))
+
+
+def add_noise(folder: Path, device: torch.device, file: Path, seed: int) -> None:
+    """A shard with noise in all its weights, as a file of the same name."""
+    made = folder / file.name
+    shutil.copyfile(file, made)
+    data = torch.from_file(str(made), shared=True, size=file.stat().st_size, dtype=torch.uint8)
+    begin = 8 + int.from_bytes(bytes(data[:8].tolist()), "little")
+    generator = torch.Generator(device).manual_seed(seed)
+    for part in torch.split(data[begin:].view(torch.bfloat16), 2**26):
+        there = part.to(device).float()
+        noise = torch.randn(there.shape, generator=generator, device=device)
+        part.copy_((there * (1.0 + NOISE * noise)).bfloat16())
 
 
 def noisy_sources(args: argparse.Namespace, subject: Subject) -> dict[str, str]:

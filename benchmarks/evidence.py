@@ -1,13 +1,14 @@
-"""The tables about refit, as many of their cells as a time limit allows, the weightiest first.
+"""The tables about refit and about every method, as many of their cells as a time limit allows, the
+weightiest first.
 
-    python benchmarks/evidence_refit.py OUT --device cuda --work /dev/shm --limit 225
-    python benchmarks/evidence_refit.py OUT --device cpu --preset tiny --seeds 0-1 --limit 3600
+    python benchmarks/evidence.py OUT --device cuda --work /dev/shm --limit 590
+    python benchmarks/evidence.py OUT --device cpu --preset tiny --seeds 0-1 --limit 3600
 
 `moemerge testbed table refit ...` trains first and measures then; here sets are measured as soon as
-they are trained, both architectures train side by side, and at the limit all stops: OUT has
+they are trained, while the next architecture's are, and at the limit all stops: OUT has
 cells.jsonl, which a later run (of this, or of the command with the same scale) goes on with, and
 the tables of what was measured (results.md, index.html). Order: weight averaging of OLMoE, soft
-then plain; the same of Qwen3-MoE; λ, text and parts; WUDI and RegMean; three models.
+then plain; the same of Qwen3-MoE; λ, text and parts; every method; WUDI and RegMean; three models.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from moemerge.runtime.progress import Silent  # noqa: E402
 from moemerge.testbed.experiments.ablations import Scope  # noqa: E402
 from moemerge.testbed.experiments.bench import Bench, Scale  # noqa: E402
 from moemerge.testbed.experiments.catalogue import EXPERIMENTS  # noqa: E402
+from moemerge.testbed.experiments.merges import EVERY  # noqa: E402
 from moemerge.testbed.experiments.recipes import Cell, SetKey  # noqa: E402
 from moemerge.testbed.experiments.run import (  # noqa: E402
     Plan,
@@ -54,6 +56,7 @@ from moemerge.testbed.training import Job, train_many  # noqa: E402
 
 TABLES = ("refit", "refit-qwen3", "refit-ridge", "refit-text", "refit-parts", "refit-three")
 METHODS = ("average", "wudi", "regmean")
+OF_METHODS = ("methods", "methods-three")  # with every method there is
 REGIMES = ("soft", "plain")
 ARCHITECTURES = ("olmoe", "qwen3_moe")
 ENDED = "ended"  # a trainer's last word, in the folder of its sets
@@ -84,11 +87,12 @@ def main() -> None:
     parser.add_argument("--tuning-steps", type=int, default=100)
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--train", choices=ARCHITECTURES, help=argparse.SUPPRESS)
+    parser.add_argument("--after", choices=ARCHITECTURES, help=argparse.SUPPRESS)
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
         keep_to(args.core)
-        train(request_of(args), args.train)
+        train(request_of(args), args.train, args.after)
     else:
         args.work = roomy(args.work)
         measure(args)
@@ -138,9 +142,12 @@ class Told(Silent):
         say(message)
 
 
-def train(request: TableRequest, arch: str) -> None:
-    """All sets of an architecture, soft ones first, each written as soon as it is done."""
+def train(request: TableRequest, arch: str, after: str | None) -> None:
+    """All sets of an architecture, soft ones first, each written as soon as it is done; once those
+    of another are, for two at a time share the GPU's time and both end late."""
     assert request.sets is not None
+    while after and not (request.sets / f"{after}.{ENDED}").exists():
+        time.sleep(0.2)
     jobs = [
         Job(
             set_folder(request, SetKey(arch, request.preset, regime, seed)),
@@ -175,11 +182,13 @@ def start_training(
     cores = sorted(os.sched_getaffinity(0))
     spare = cores[-len(archs) :] if len(cores) > 2 * len(archs) else []
     trainers = []
-    for number, arch in enumerate(archs):
+    for arch in archs:
         (request.sets / f"{arch}.{ENDED}").unlink(missing_ok=True)
+    for number, arch in enumerate(archs):
         environment = {**os.environ, PRIORITY: "0" if number == 0 else "1"}
         command = [sys.executable, __file__, *sys.argv[1:], "--train", arch]
         command += ["--work", str(args.work)] if args.work else []
+        command += ["--after", archs[number - 1]] if number else []
         if spare:  # a core of its own, which no worker uses
             command += ["--core", str(spare[number])]
         log = (args.out / f"training-{arch}.log").open("wb")
@@ -229,9 +238,10 @@ def measure(args: argparse.Namespace) -> None:
     with gpu_shared(args):
         request = request_of(args)
         trainers = start_training(args, request, archs)
-        plan = make_plan(request)
+        every = replace(request, experiments=OF_METHODS, methods=())
+        plans = make_plan(request), make_plan(every)
         journal = CellJournal(request.out, asdict(request.scale))
-        gates, tasks = tasks_of(plan, journal, archs)
+        gates, tasks = tasks_of(plans, journal, archs)
         alarm = Task(TIME_IS_UP, sleep_until, (BEGIN + args.limit - WRITING,), rank=(-1,))
         say(f"{sum(': measure ' in task.key for task in tasks)} cells to measure")
         jobs = args.jobs or len(os.sched_getaffinity(0))
@@ -239,7 +249,7 @@ def measure(args: argparse.Namespace) -> None:
         workers = Workers(jobs + len(gates) + 1)
         outcomes = run_tasks([alarm, *gates, *warming, *tasks], workers)
         follow(outcomes, journal, len(tasks) + len(gates) + jobs)
-        write_tables(plan, journal)
+        write_tables(plans, journal)
         for trainer in trainers:
             trainer.kill()
         for worker in multiprocessing.active_children():
@@ -277,17 +287,22 @@ def follow(outcomes: Iterator[Outcome], journal: CellJournal, count: int) -> Non
 
 
 def tasks_of(
-    plan: Plan, journal: CellJournal, archs: Sequence[str]
+    plans: Sequence[Plan], journal: CellJournal, archs: Sequence[str]
 ) -> tuple[list[Task], list[Task]]:
     """A gate for each regime of an architecture, and all tasks of its sets behind it."""
-    request = plan.request
+    request = plans[0].request
     assert request.sets is not None
+    left: dict[SetKey, dict[str, Cell]] = {}
+    for plan in plans:
+        for key, some in left_to_measure(plan, journal).items():
+            left.setdefault(key, {}).update({cell.name: cell for cell in some})
     order = weights()
     gates: dict[tuple[str, str], list[Path]] = {}
     tasks: list[Task] = []
-    for number, (key, cells) in enumerate(left_to_measure(plan, journal).items()):
+    for number, (key, named) in enumerate(left.items()):
         if key.arch not in archs:
             continue
+        cells = list(named.values())
         folder = set_folder(request, key)
         gates.setdefault((key.arch, key.regime), []).append(folder)
         models = models_of(request) / key.name
@@ -320,6 +335,7 @@ def weights() -> list[tuple[str, set[str]]]:
         ("qwen3_moe", core),
         ("olmoe", cells("refit", "average")),
         *(("olmoe", names) for names in swept),
+        ("olmoe", cells("methods", *EVERY)),
         ("olmoe", cells("refit", *METHODS, but=(EXACT_BASE, REFIT_FIXED))),
         ("olmoe", cells("refit-three", "average", but=(EXACT_BASE, REFIT_FIXED))),
         ("qwen3_moe", cells("refit", "average")),
@@ -352,10 +368,10 @@ def ranked(
     ]
 
 
-def write_tables(plan: Plan, journal: CellJournal) -> None:
+def write_tables(plans: Sequence[Plan], journal: CellJournal) -> None:
     """Two files of all tables: what a machine sends back may be few files."""
-    summaries = [table.summary(journal) for table in plan.tables]
-    out = plan.request.out
+    summaries = [table.summary(journal) for plan in plans for table in plan.tables]
+    out = plans[0].request.out
     with tempfile.TemporaryDirectory() as made:
         write_report(Path(made), [s for s in summaries if s.rows], figures=False)
         for name in (ALL_TABLES, PAGE):
