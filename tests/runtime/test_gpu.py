@@ -1,10 +1,13 @@
-"""Deterministic operations for a while, and everything as it was afterwards."""
+"""Deterministic operations for a while, and everything as it was afterwards; queues of threads."""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from moemerge.runtime.devices import OwnStream
 from moemerge.runtime.gpu import deterministic
 
 
@@ -35,3 +38,17 @@ def test_a_cpu_needs_none_of_it() -> None:
     before = state()
     with deterministic(torch.device("cpu")):
         assert state() == before
+
+
+def test_threads_have_a_queue_each_on_a_gpu_and_none_on_a_cpu() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    own = OwnStream(device)
+
+    def current(_: int) -> object:
+        with own.entered():
+            return torch.cuda.current_stream().cuda_stream if device.type == "cuda" else None
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        here, again, there = [next(pool.map(current, [0])) for pool in (first, first, second)]
+    assert here == again
+    assert (here == there) is (device.type == "cpu")

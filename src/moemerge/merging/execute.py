@@ -26,7 +26,7 @@ from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
 from moemerge.merging.tasks.keeping import TaskKeeper
 from moemerge.merging.wrapper import around
-from moemerge.runtime.devices import cpu_count, prepare_for_threads
+from moemerge.runtime.devices import OwnStream, cpu_count, prepare_for_threads
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import reuse_freed_memory, thread_pool
 from moemerge.runtime.progress import Progress
@@ -154,6 +154,7 @@ class _Runner:
         self.settings = settings
         self.progress = progress
         self.budget = MemoryBudget(settings.memory_budget)
+        self.stream = OwnStream(settings.device)
         self.stopped = threading.Event()
         self.remarks = Remarks()
         # What will be quantised is rounded once, from float32.
@@ -171,7 +172,11 @@ class _Runner:
             raise StoppedError
         if soon is not None:
             self._prefetch(soon)
-        with torch.inference_mode(), self.budget.hold(block.working_bytes):
+        with (
+            torch.inference_mode(),
+            self.budget.hold(block.working_bytes),
+            self.stream.entered(),
+        ):
             try:
                 result = self._merge(block) if block.merges else self._copy(block)
             except torch.OutOfMemoryError as error:
@@ -270,7 +275,7 @@ class _Runner:
         if self.plan.input_dtype is not None:
             tensor = tensor.to(self.plan.input_dtype.torch)
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        return tensor.to(self.settings.device, wide)
+        return tensor.to(self.settings.device).to(wide)  # widened there: fewer bytes to carry
 
     def _copy(self, block: Block) -> Tensor:
         assert block.copy is not None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moemerge.merging.methods._polar import by_products, polar_factor
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -60,6 +61,18 @@ class Spectrum:
         return not len(self.values) or bool(self.values[-1] >= _WELL_FOUND * self.values[0])
 
 
+def flattened(matrix: Tensor) -> Tensor | None:
+    """mean(s) U Vᵀ over the singular directions that a matrix has; None where it has none."""
+    factor = polar_factor(matrix) if by_products(matrix) else None
+    if factor is not None:
+        strength = (factor * matrix).sum() / min(matrix.shape)  # ⟨U Vᵀ, A⟩ = Σ s
+        return strength * factor
+    spectrum = Spectrum.of(matrix)
+    if not len(spectrum.values):
+        return None
+    return spectrum.values.mean() * (spectrum.left @ spectrum.right.T)
+
+
 def orthogonal_sides(spectra: Sequence[Spectrum]) -> tuple[Tensor, Tensor]:
     """The left sides of several spectra next to each other, made orthogonal, and the right ones."""
     well = [spectrum.well_found for spectrum in spectra]
@@ -72,12 +85,16 @@ def _orthogonal(blocks: Sequence[Tensor], well: Sequence[bool]) -> Tensor:
 
     `well` tells which blocks have orthonormal columns.
     """
+    together = torch.cat([*blocks], dim=1)
+    factor = polar_factor(together) if by_products(together) else None
+    if factor is not None:
+        return factor
     first, others = blocks[0], torch.cat([blocks[0][:, :0], *blocks[1:]], dim=1)
     if len(blocks) == 2 and all(well) and min(first.shape[1], others.shape[1]):
         return _of_two(first, others)
     if well[0] and others.shape[1] and others.shape[1] < first.shape[1]:
         return _of_one_and_few(first, others)
-    return nearest_orthogonal(torch.cat([first, others], dim=1))
+    return nearest_orthogonal(together)
 
 
 def nearest_orthogonal(columns: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from moemerge.merging.methods._changes import (
     is_linear,
     merge_others,
 )
-from moemerge.merging.methods._spectra import Spectrum, orthogonal_sides
+from moemerge.merging.methods._spectra import Spectrum, flattened, orthogonal_sides
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -45,10 +45,9 @@ def iso_c(
     vectors = changes(inputs, base)
     if len(vectors) < 2:
         return _plain(base, vectors, options.lambda_)
-    total = Spectrum.of(torch.stack(vectors).sum(0))
-    if not len(total.values):
+    merged = flattened(torch.stack(vectors).sum(0))
+    if merged is None:
         return _plain(base, [], options.lambda_)
-    merged = total.values.mean() * (total.left @ total.right.T)
     return (base + options.lambda_ * merged).to(base.dtype).contiguous()
 
 

@@ -15,6 +15,7 @@ from moemerge.merging.methods._changes import (
     is_linear,
     merge_others,
 )
+from moemerge.merging.methods._polar import Definite
 from moemerge.merging.methods._spectra import Spectrum
 from moemerge.runtime.lazy import torch
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# Of the largest singular value: with less, a solve may lose more digits than float32 has.
+_SURELY_DEFINITE = 1e-5
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's usual constants
 
 
@@ -146,8 +149,14 @@ class Interference:
         return torch.mm(x @ self.S.T + self.K, self.S).mul_(2)
 
     def exact(self) -> Tensor:
-        """The minimiser of least norm: x = -G (SᵀS)⁺."""
-        return self.filtered(lambda values, count: torch.ones_like(values))
+        """The minimiser of least norm: x = -G (SᵀS)⁺, a solve where that is an inverse."""
+        S, K = self.S.double(), self.K.double()
+        broad = S.shape[0] <= S.shape[1]
+        known = Definite.of(S @ S.T if broad else S.T @ S)
+        if not known.surely(_SURELY_DEFINITE):
+            return self.filtered(lambda values, count: torch.ones_like(values))
+        x = known.solve(K) @ S if broad else known.solve(K @ S)
+        return -x.to(self.S.dtype)
 
     def filtered(self, spectral_filter: SpectralFilter) -> Tensor:
         """-G Σ_k f(λ_k)/λ_k v_k v_kᵀ over the eigenvectors of SᵀS with λ_k > 0, in float64.
