@@ -126,6 +126,33 @@ def test_regmean_is_the_direct_computation_for_every_unit(pair, tmp_path, family
     assert told["file"] == str(stats[0].file)
 
 
+def test_regmean_may_start_from_the_base(pair, zoo_folder, tmp_path):
+    models = pair("olmoe")
+    anchored = {"parameters": {"anchor": "base"}}
+    with pytest.raises(ConfigError, match=r"'regmean' needs a base_model for `anchor: base`"):
+        moemerge.merge(config("regmean", models, **anchored), tmp_path / "none")
+    folder = zoo_folder("olmoe")
+    base = {"base_model": str(folder)}
+    out = moemerge.merge(config("regmean", models, **base, **anchored), tmp_path / "out").to_json()
+    used = [part for part in out["inputs"].values() if part["model"] == str(folder)]
+    assert [part["merged"] for part in used] == [used[0]["tensors"]]
+    assert out["remarks"]["near_base"]["count"] == 6
+    plain = moemerge.merge(config("regmean", models, **base), tmp_path / "plain").to_json()
+    assert plain["remarks"]["few_tokens"]["count"] == 6
+    stats = [s for _, s in models.values()]
+    merged, average, origin = (
+        unit_tensors(folder)
+        for folder in (tmp_path / "out", tmp_path / "plain", zoo_folder("olmoe"))
+    )
+    for key, value in merged.items():
+        seen = min((len(s.inputs[key]) for s in stats if key in s.inputs), default=MIN_TOKENS)
+        close = torch.allclose(value, average[key], rtol=1e-4, atol=1e-4)
+        assert close is (seen >= MIN_TOKENS), key
+        if not close:
+            nearer = (value - origin[key]).norm() < (average[key] - origin[key]).norm()
+            assert nearer, key
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fisher_is_the_direct_computation_for_every_unit(pair, tmp_path, family, fused):

@@ -21,7 +21,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from importlib.metadata import entry_points
 from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from moemerge.architectures.roles import Role
 from moemerge.config.parameters import (
@@ -34,7 +34,7 @@ from moemerge.config.parameters import (
     StatisticsKind,
 )
 from moemerge.config.parameters import BasePolicy as BasePolicy  # methods take it from here
-from moemerge.errors import MoeMergeError, UsageError, in_one_line
+from moemerge.errors import ConfigError, MoeMergeError, UsageError, in_one_line
 from moemerge.registry import Registry
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Remark(StrEnum):
 
     AVERAGED = "averaged"
     FEW_TOKENS = "few_tokens"
+    NEAR_BASE = "near_base"
     UNVISITED = "unvisited"
     JITTER = "jitter"
 
@@ -115,6 +116,8 @@ class UnitInfo:
         return int.from_bytes(digest, "little") >> 1
 
 
+AnyBase = TypeVar("AnyBase")
+
 MergeFunction = Callable[[Sequence[ModelTensor], "Tensor | None", Any, UnitInfo], "Tensor"]
 # Of each model's parameters, the options and the unit: how much of each model.
 WeightsFunction = Callable[[Sequence[Any], Any, UnitInfo], Sequence[float]]
@@ -134,6 +137,16 @@ class MergeMethod:
     @property
     def name(self) -> str:
         return self.schema.name
+
+    def base_of(self, options: Any, base: AnyBase | None) -> AnyBase | None:
+        """The base where its weights count. One that lends its config alone is used where the
+        options say, in `needs_base`, which of them needs it."""
+        if self.schema.base is not BasePolicy.DONOR:
+            return base
+        why = getattr(options, "needs_base", None)
+        if why is not None and base is None:
+            raise ConfigError(f"merge method {self.name!r} needs a base_model for {why}")
+        return None if why is None else base
 
     def apply(
         self, inputs: Sequence[ModelTensor], base: Tensor | None, options: Any, unit: UnitInfo

@@ -15,7 +15,6 @@ from moemerge.checkpoint.quantised.scheme import relative_error
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.config.coefficients import Coefficients
 from moemerge.config.parameter_values import ParameterReader, TensorContext
-from moemerge.config.parameters import BasePolicy
 from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.merging import matching
@@ -239,10 +238,6 @@ class Planner:
 
         inputs = []
         models, base = merge_slice.seen_by(method.schema)
-        if method.schema.base is BasePolicy.DONOR and not (
-            wrapped or self.whole or self.vocabularies.spans(unit)
-        ):
-            base = None
         for s in models:
             tensor = TensorContext(to.slice_index, matches[s.name][i].names, role, to.t)
             self.names[role].update(tensor.names)
@@ -253,6 +248,8 @@ class Planner:
         self.names[role].update(tensor.names)
         options = self._build(method.options, reader.values(tensor))
         self._check_weights(method, [u.params for u in inputs], options, placed)
+        if not (wrapped or self.whole or self.vocabularies.spans(unit)):
+            base = method.base_of(options, base)
         prepare = None
         if self.vocabularies.spans(unit):
             order = [s.name for s in (*models, *([] if base is None else [base]))]

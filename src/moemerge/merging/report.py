@@ -136,6 +136,7 @@ def _accounts(plan: MergePlan) -> tuple[ModelAccount, ...]:
 SHOWN = 3  # units named in one notice; the report names all
 _SENTENCES = {
     Remark.FEW_TOKENS: "drawn towards the average, as a model sent few tokens or none",
+    Remark.NEAR_BASE: "drawn towards the base, as a model sent few tokens or none",
     Remark.UNVISITED: "taken from the other models, as no gradient of a model came there",
     Remark.AVERAGED: "averaged, though the rest is not",
     Remark.JITTER: "solved with jitter",

@@ -210,3 +210,64 @@ def test_a_matrix_that_is_no_gram_is_refused(merge):
     known = [UnitStatistics(torch.tensor([[1.0, 5.0], [5.0, 1.0]]), 50, 50, 1)] * 2
     with pytest.raises(NumericalError, match="no positive semidefinite matrix"):
         merge("regmean", weights_of(2, 3, 2), statistics=known)
+
+
+def diagonal(*values, tokens=100):
+    return UnitStatistics(torch.diag(torch.tensor(values)), tokens, 100, 1)
+
+
+def test_anchors_by_hand(merge):
+    """One feature that both see, one three times as strongly, and one that nobody sees."""
+    models, base = [torch.tensor([[1.0, 2.0]]), torch.tensor([[5.0, 6.0]])], [[10.0, 20.0]]
+    known = [diagonal(3.0, 0.0), diagonal(1.0, 0.0)]
+    anchored = merge("regmean", models, base=base, statistics=known, anchor="base")
+    assert anchored.tolist() == [[2.0, 20.0]]
+    average = merge("regmean", models, base=base, statistics=known)
+    assert average.tolist() == [[2.0, 4.0]]
+
+
+def test_few_tokens_draw_to_the_base_by_hand(merge):
+    """8 of 16 tokens each: half of the way from the average 3 to the base 10; none: all of it."""
+    said = []
+    models, base = [torch.tensor([[1.0]]), torch.tensor([[5.0]])], [[10.0]]
+    options = {"base": base, "anchor": "base", "remark": lambda *r: said.append(r)}
+    known = [diagonal(1.0, tokens=8)] * 2
+    torch.testing.assert_close(
+        merge("regmean", models, statistics=known, **options), torch.tensor([[6.5]])
+    )
+    known = [diagonal(0.0, tokens=0)] * 2
+    assert merge("regmean", models, statistics=known, **options).tolist() == base
+    assert said == [("near_base", {"m0": 8, "m1": 8}), ("near_base", {"m0": 0, "m1": 0})]
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+def test_anchors_agree_where_inputs_go(merge, factor):
+    base, *weights = weights_of(3, 5, 7)
+    known = [statistics(inputs_of(n, 7, i), 100) for i, n in enumerate((40, 90))]
+    shares = [{"weight": 1.0}, {"weight": 3.0}]
+    results = [
+        merge(
+            "regmean",
+            weights,
+            base=base,
+            statistics=known,
+            params=shares,
+            factor=factor,
+            anchor=anchor,
+        )
+        for anchor in ("average", "base")
+    ]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_lot_is_regmean_from_the_base_on(merge, normalize):
+    base, *weights = weights_of(3, 5, 7)
+    xs = [inputs_of(n, 7, i) for i, n in enumerate((40, 90))]
+    for x in xs:
+        x[:, 3] = 0
+    known = [statistics(x, 100) for x in xs]
+    given = {"base": base, "statistics": known, "normalize": normalize}
+    anchored = merge("regmean", weights, anchor="base", factor=1.0, min_tokens=0, **given)
+    torch.testing.assert_close(anchored, merge("lot", weights, **given), rtol=1e-5, atol=1e-6)
+    assert torch.equal(anchored[:, 3], base[:, 3])

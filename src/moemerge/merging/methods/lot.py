@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param, takes
 from moemerge.merging.methods._weights import Share, average, params_shares, statistics_of
-from moemerge.merging.methods.regmean import Solver, rows_at_once
+from moemerge.merging.methods.regmean import Solver, corrected
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ def lot(
     """Least squared error of each linear layer's change on the models' own inputs.
 
     With G_i as of `regmean`: θ_0 + λ (Σ w_i τ_i G_i) (Σ w_i G_i)⁻¹. On directions that the inputs
-    do not have, the result stays at the base where RegMean goes to the average. Everything that is
-    no linear layer is averaged.
+    do not have, the result stays at the base where RegMean goes to the average: with λ = 1 it is
+    `regmean` with `anchor: base`, `factor: 1` and `min_tokens: 0`. Everything that is no linear
+    layer is averaged.
     """
     assert base is not None
     weights = params_shares([i.params for i in inputs], options, unit)
@@ -54,12 +55,5 @@ def lot(
         return out
     grams = [s.values.double().mul_(c) for s, c in zip(statistics, shares, strict=True)]
     solver = Solver.of(torch.stack(grams).sum(0), unit)
-    step = rows_at_once(out)
-    for start in range(0, out.shape[0], step):
-        unit.check_stopped()
-        rows = slice(start, start + step)
-        right = torch.zeros_like(out[rows], dtype=torch.float64)  # (rows, in)
-        for model, gram in zip(inputs, grams, strict=True):
-            right.addmm_(model.tensor[rows].double() - base[rows].double(), gram)
-        out[rows] += options.lambda_ * solver.solve(right).to(out.dtype)
-    return out
+    terms = [(i.tensor, gram) for i, gram in zip(inputs, grams, strict=True)]
+    return corrected(out, base, terms, solver, unit, options.lambda_)

@@ -43,8 +43,18 @@ class RegMeanOptions:
         True, help="each model's text counts the same, however long; otherwise each token"
     )
     min_tokens: int = param(
-        16, minimum=0, help="an expert with fewer tokens in a model is drawn towards the average"
+        16, minimum=0, help="an expert with fewer tokens in a model is drawn towards the anchor"
     )
+    anchor: str = param(
+        "average",
+        choices=("average", "base"),
+        help="what is left as it is where inputs never go: the models' average, or the base_model",
+    )
+
+    @property
+    def needs_base(self) -> str | None:
+        """What the base's weights are needed for, if at all."""
+        return "`anchor: base`" if self.anchor == "base" else None
 
 
 @merge_method(
@@ -63,14 +73,15 @@ def regmean(
 
     With G_i = Σ x xᵀ over the tokens that model i sent through the layer (an expert's are those
     routed to it), divided by the number of all its tokens, off-diagonals times `factor`:
-    W = (Σ w_i W_i G_i) (Σ w_i G_i)⁻¹. Everything that is no linear layer is averaged.
+    W = (Σ w_i W_i G_i) (Σ w_i G_i)⁻¹. What the inputs say nothing of stays at the `anchor`.
+    Everything that is no linear layer is averaged.
     """
     weights = params_shares([i.params for i in inputs], options, unit)
     statistics = statistics_of(inputs, unit)
     mean = average(inputs, weights)
     if statistics is None:
         return mean
-    few = _few_tokens(inputs, statistics, options.min_tokens, unit)
+    few = _few_tokens(inputs, statistics, options, unit)
     lengths = [float(s.domain_tokens) if options.normalize else 1.0 for s in statistics]
     counts = [s.tokens for s in statistics]
     grams = Grams(
@@ -81,29 +92,51 @@ def regmean(
     )
     made_up = few * len(lengths) / sum(lengths)
     solver = Solver.of(grams.sum(counts, made_up), unit)
-    first, *others = inputs
-    excesses = [grams.excess(i) for i in range(1, len(inputs))]  # each (in, in)
-    step = rows_at_once(mean)
-    for start in range(0, mean.shape[0], step):
+    tensors = [i.tensor for i in inputs]
+    if options.anchor == "base":
+        assert base is not None
+        moments = [grams.moment(i) for i in range(len(inputs))]  # each (in, in)
+        out = base.clone(memory_format=torch.contiguous_format)
+        return corrected(out, base, list(zip(tensors, moments, strict=True)), solver, unit)
+    excesses = [grams.excess(i) for i in range(1, len(inputs))]
+    others = list(zip(tensors[1:], excesses, strict=True))
+    return corrected(mean, tensors[0], others, solver, unit)
+
+
+def corrected(
+    out: Tensor,
+    origin: Tensor,
+    terms: Sequence[tuple[Tensor, Tensor]],
+    solver: Solver,
+    unit: UnitInfo,
+    factor: float = 1.0,
+) -> Tensor:
+    """out + factor (Σ (W_i - origin) M_i) S⁻¹ in place, of terms W_i (out, in) and M_i (in, in)."""
+    step = rows_at_once(out)
+    for start in range(0, out.shape[0], step):
         unit.check_stopped()
         rows = slice(start, start + step)
-        right = torch.zeros_like(mean[rows], dtype=torch.float64)  # (rows, in)
-        for other, excess in zip(others, excesses, strict=True):
-            right.addmm_(other.tensor[rows].double() - first.tensor[rows].double(), excess)
-        mean[rows] += solver.solve(right).to(mean.dtype)
-    return mean
+        right = torch.zeros_like(out[rows], dtype=torch.float64)  # (rows, in)
+        for tensor, matrix in terms:
+            right.addmm_(tensor[rows].double() - origin[rows].double(), matrix)
+        out[rows] += factor * solver.solve(right).to(out.dtype)
+    return out
 
 
 def _few_tokens(
-    inputs: Sequence[ModelTensor], statistics: Sequence[UnitStatistics], least: int, unit: UnitInfo
+    inputs: Sequence[ModelTensor],
+    statistics: Sequence[UnitStatistics],
+    options: RegMeanOptions,
+    unit: UnitInfo,
 ) -> int:
     """How many tokens the model with the fewest lacks, of those that count at all."""
     counts = {
         i.name: s.tokens for i, s in zip(inputs, statistics, strict=True) if i.params.weight > 0
     }
-    missing = max(0, least - min(counts.values()))
+    missing = max(0, options.min_tokens - min(counts.values()))
     if missing:
-        unit.remark(Remark.FEW_TOKENS, counts)
+        near_base = options.anchor == "base"
+        unit.remark(Remark.NEAR_BASE if near_base else Remark.FEW_TOKENS, counts)
     return missing
 
 
@@ -118,7 +151,8 @@ class Grams:
 
     Written as a correction to the average W̄ = Σ w_i W_i, the solution is
     W̄ + (Σ_i w_i (W_i - W_1) (S_i - S)) S⁻¹ with S = Σ w_i S_i: one product less than in the usual
-    form, exact where models agree, and whatever is added to S draws the result to the average.
+    form, exact where models agree, and whatever is added to S draws the result to the average. As
+    one to the base it is θ_0 + (Σ_i w_i (W_i - θ_0) S_i) S⁻¹, drawn to θ_0.
     """
 
     def __init__(
@@ -134,6 +168,10 @@ class Grams:
         self.factor = factor
         self.mean = self._combine([w * c for w, c in zip(weights, scales, strict=True)])
 
+    def moment(self, i: int) -> Tensor:
+        """w_i S_i, damped."""
+        return self._damp(self.grams[i].double().mul_(self.scales[i] * self.weights[i]))
+
     def excess(self, i: int) -> Tensor:
         """w_i (S_i - S), damped."""
         excess = self.grams[i].double().mul_(self.scales[i]).sub_(self.mean)
@@ -143,7 +181,7 @@ class Grams:
         """S, damped, and `made_up` times the mean x xᵀ of all models' tokens.
 
         The second term is the same for all models: it draws an expert that a model hardly visited
-        towards the average, measured by the inputs that the expert has in the other models, and
+        towards the anchor, measured by the inputs that the expert has in the other models, and
         leaves no larger an error on the tokens seen than averaging does.
         """
         total = self.mean.clone()
