@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import moemerge
 import zoo
 from moemerge.merging.method import UnitStatistics
 from moemerge.merging.methods._random import Stream, keep_threshold
@@ -60,6 +61,33 @@ def test_methods(merge, name):
     )
     assert there.is_cuda
     torch.testing.assert_close(there.cpu(), here, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["unlike", "equal", "rank one", "steep"])
+@pytest.mark.parametrize("shape", [(160, 300), (300, 160), (200, 200)])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("iso_c", {}),
+        ("iso_cts", {}),
+        ("tsv", {}),
+        ("wudi", {"solver": "exact"}),
+        ("wudi", {"solver": "spectral"}),
+        ("wudi", {"solver": "adaptive"}),
+    ],
+)
+def test_singular_directions(merge, name, options, shape, kind):
+    """Large enough for the ways that only a GPU takes, and some that these leave to the others."""
+    g = torch.Generator().manual_seed(0)
+    base, a, b = (torch.randn(*shape, generator=g) for _ in range(3))
+    one = torch.randn(shape[0], 1, generator=g) @ torch.randn(1, shape[1], generator=g)
+    steep = a * torch.logspace(0, -8, shape[1])
+    changes = {"unlike": (a, b), "equal": (a, a), "rank one": (one, b), "steep": (steep, b)}[kind]
+    tensors = [base + 0.1 * change for change in changes]
+    here = merge(name, tensors, base=base, **options)
+    there = merge(name, [t.cuda() for t in tensors], base=base.cuda(), **options)
+    off = (there.cpu() - here).norm() / (here - base).norm()
+    assert float(off) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -117,3 +145,20 @@ def test_workers_may_all_begin_with_linear_algebra(tmp_path, zoo_folder):
         "device='cuda')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("method", ["tsv", "iso_c", "ties"])
+def test_queues_of_workers_do_not_change_a_bit(tmp_path, zoo_folder, method):
+    base = zoo_folder("olmoe")
+    models = [zoo.perturb(base, tmp_path / str(seed), seed) for seed in (1, 2)]
+    parameters = {"weight": 0.5, "density": 0.5} if method == "ties" else {}
+    settings = {
+        "merge_method": method,
+        "base_model": str(base),
+        "models": [{"model": str(m), "parameters": parameters} for m in models],
+    }
+    files = []
+    for name in ("one", "again"):
+        moemerge.merge(settings, tmp_path / name, device="cuda")
+        files.append([p.read_bytes() for p in sorted((tmp_path / name).glob("*.safetensors"))])
+    assert files[0] == files[1]
