@@ -129,7 +129,7 @@ def read_statistics(
     statistics = plan.statistics[source.model, kind]
     expected: tuple[int, ...]
     if kind == "gram":
-        gram = statistics.gram(source.statistics)
+        gram = statistics.gram(source.statistics, tensor.device)
         if gram is None:
             return None
         values, tokens = gram.matrix, gram.tokens

@@ -168,13 +168,14 @@ class Statistics:
         shapes = {key: unit.shape for key, unit in self.units.items()}
         check_fits(str(self.path), self.provenance, shapes, name, checkpoint, architecture)
 
-    def gram(self, unit_key: str) -> Gram | None:
-        """The Gram of a unit's input; None for a unit that is no linear map of one."""
+    def gram(self, unit_key: str, device: torch.device | None = None) -> Gram | None:
+        """The Gram of a unit's input, on a device; None for a unit that is no linear map of one."""
         self._require("gram")
         unit = self.units.get(unit_key)
         if unit is None:
             return None
-        matrix = unpack(self._file.read(unit.tensor), unit.shape[-1])
+        packed = self._file.read(unit.tensor)
+        matrix = unpack(packed if device is None else packed.to(device), unit.shape[-1])
         if bool((matrix.diagonal() < 0).any()):
             raise self._damaged(unit, "its diagonal, a mean of squares, is negative")
         return Gram(matrix, self.counts[unit.tensor])
