@@ -5,9 +5,10 @@
 SET is what `moemerge testbed train` wrote; without it, the specialists that come with the package.
 
 The testbed trains its specialist on the answers of so many steps of so many problems. Here the same
-base learns as many rows in as many steps through `moemerge tune`, whole and with a LoRA, and every
+base learns the same rows in as many steps through `moemerge tune`, whole and with a LoRA, and every
 model solves the same unseen problems. At the end both results are merged. With --steps both sides
-take so many steps instead, and the testbed's specialist is trained here, from the same base.
+take so many steps instead, and the testbed's specialist is trained here, from the same base and on
+other problems.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from pathlib import Path
 
 import moemerge
 from moemerge.testbed.accuracy import accuracy_many
+from moemerge.testbed.network.layout import IDS
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import bundled_set, open_set
-from moemerge.testbed.training.data import PRESETS
+from moemerge.testbed.training import TrainedSet, bundled_set, open_set
+from moemerge.testbed.training.data import POOL_ROWS, PRESETS, plan, pool_of, specialist_mixture
 from moemerge.testbed.training.finetuning import finetune
+from moemerge.testbed.training.stacks import derived_seed
 
 # The testbed has no chat template: an answer follows its prompt, and ends with the end token.
 TEMPLATE = (
@@ -53,9 +56,12 @@ def main() -> None:
         shutil.copytree(trained.base, base)
         (base / "chat_template.jinja").write_text(TEMPLATE)
     asked = problems(options.domain, split="train", count=steps * preset.batch, seed=1)
+    rows = [(p.prompt, p.answer) for p in asked]
+    if options.steps is None:
+        rows = rows_of_specialist(trained, options.domain)
     data = work / "rows.jsonl"
-    rows = [json.dumps({"prompt": p.prompt, "response": p.answer}) + "\n" for p in asked]
-    data.write_text("".join(rows))
+    lines = [json.dumps({"prompt": prompt, "response": answer}) + "\n" for prompt, answer in rows]
+    data.write_text("".join(lines))
     rate = preset.specialist_lr
     ways = {
         "whole": {"learning_rate": rate},
@@ -105,8 +111,35 @@ def main() -> None:
     models["TIES of the two"] = work / "merged"
     test = problems(options.domain, split="test", count=options.problems, seed=0)
     solved = accuracy_many(list(models.values()), test, device="cpu")
+    kinds = sorted({p.kind for p in test})
     for name, right in zip(models, solved, strict=True):
-        print(f"{name:26} {100 * sum(right) / len(right):5.1f} % of {len(right)}")
+        words = f"{name:26} {100 * sum(right) / len(right):5.1f} % of {len(right)}"
+        for kind in kinds:
+            own = [ok for ok, p in zip(right, test, strict=True) if p.kind == kind]
+            words += f", {kind} {100 * sum(own) / len(own):.1f} of {len(own)}"
+        print(words)
+
+
+def rows_of_specialist(trained: TrainedSet, domain: str) -> list[tuple[str, str]]:
+    """Prompts and answers that the testbed's specialist of a domain has learnt, as often as it saw
+    them. A kind that has few problems is repeated there, so that all kinds are as frequent."""
+    manifest = trained.manifest
+    preset, steps = PRESETS[manifest["preset"]], manifest["steps"]
+    pool = pool_of(min(POOL_ROWS, int(steps["base"]) * preset.batch))
+    drawn = plan(
+        pool,
+        specialist_mixture(domain),
+        steps=int(steps["specialist"]),
+        batch=preset.batch,
+        seed=derived_seed(int(manifest["seed"]), domain),
+    ).flatten()
+    characters = list(IDS)
+    found = []
+    for row in drawn.tolist():
+        end = int(pool.lengths[row]) - 1  # without the end token
+        text = "".join(characters[token] for token in pool.tokens[row, :end].tolist())
+        found.append((text[: pool.prompts[row]], text[pool.prompts[row] :]))
+    return found
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import moemerge
@@ -153,6 +154,23 @@ def test_workers_are_as_many_as_cores_and_memory_allow():
     assert count(1, jobs=3) == 1
     # Two do not fit.
     assert count(99, available_memory(resolve_device("cpu")) * 2 // (3 * IN_MEMORY)) == 1
+
+
+def test_a_worker_for_each_gpu_or_for_the_one_that_is_named(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-6,7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def workers(cells, **values):
+        found = workers_for(parse_settings(StudySettings, values, "settings"), cells, 0)
+        return found.count, found.gpus
+
+    assert workers(99) == (3, ("4", "GPU-6", "7"))
+    assert workers(2, device="cuda") == (2, ("4", "GPU-6", "7"))
+    assert workers(99, jobs=6) == (6, ("4", "GPU-6", "7"))
+    assert workers(99, device="cuda:1") == (1, ("GPU-6",))
+    assert workers(99, device="cuda:2", jobs=2) == (2, ("7",))
+    assert workers(99, device="cpu")[1] == ()
 
 
 def test_every_kind_of_figure_and_of_file(finished, config, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import operator
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,11 @@ def refuse():
 class AcceleratorError(RuntimeError):
     """Called as torch's is."""
 
+def where():
+    """This process, the GPUs it sees, and who shares them and the host's memory with it."""
+    from moemerge.runtime import devices
+    return os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES"), dict(devices._workers)
+
 def lose_the_gpu(mark):
     mark.write_text(str(os.getpid()))
     raise ValueError("no") from AcceleratorError("CUDA error: unspecified launch failure")
@@ -126,3 +132,28 @@ def test_a_worker_whose_gpu_has_failed_gets_no_more_to_do(tmp_path: Path, calls:
     place = [outcome.task.key for outcome in outcomes].index("lost")
     later = [outcome.result for outcome in outcomes[place + 1 :]]
     assert int(mark.read_text()) not in later
+
+
+def test_workers_with_gpus_are_processes_of_their_own(calls: Any) -> None:
+    """Even a single one: a process whose GPU has failed can use it no more."""
+    (alone,) = run_tasks([Task("a", calls.where, ())], Workers(1, gpus=("7",)))
+    pid, seen, shares = alone.result
+    assert pid != os.getpid()
+    assert (seen, shares) == ("7", {"cpu": 1, "cuda": 1})
+    tasks = [Task(name, calls.where, ()) for name in "abc"]
+    found = [o.result for o in run_tasks(tasks, Workers(3, gpus=("2", "GPU-5")))]
+    assert {seen for _, seen, _ in found} <= {"2", "GPU-5"}
+    assert all(shares == {"cpu": 3, "cuda": 2} for *_, shares in found)
+
+
+def test_a_script_that_does_not_ask_for_its_name_is_run_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import operator\n"
+        "from moemerge.experiments.tasks import Task, Workers, run_tasks\n"
+        "print('begun')\n"
+        "tasks = [Task(str(n), operator.neg, (n,)) for n in range(3)]\n"
+        "print(sorted(o.result for o in run_tasks(tasks, Workers(2))))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("begun\n[-2, -1, 0]\n", "")

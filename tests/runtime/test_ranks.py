@@ -74,6 +74,14 @@ def test_memory_and_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert devices.available_memory(cpu) < memory / 4
 
 
+def test_workers_count_on_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    memory = devices.available_memory(cpu)
+    monkeypatch.setattr(devices, "_workers", {})
+    devices.share_memory(cpu=8, cuda=4)
+    assert devices.available_memory(cpu) < memory / 4
+
+
 @pytest.mark.parametrize(
     ("device", "gpus", "backend"),
     [("cuda", 2, "nccl"), ("cuda", 1, "gloo"), ("cuda:0", 2, "gloo"), ("cpu", 0, "gloo")],

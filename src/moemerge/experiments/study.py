@@ -153,7 +153,8 @@ def bench_of(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyBench:
         tasks=tasks,
         evaluate=config.evaluate,
         diagnose=config.diagnose,
-        device=settings.device,
+        # A worker sees its own GPU alone.
+        device="cuda" if settings.device.startswith("cuda:") else settings.device,
         keep_models=(settings.keep or config.keep) == MODELS,
     )
 
@@ -165,10 +166,10 @@ def _words(plan: StudyPlan) -> Sequence[str]:
 def workers_for(settings: StudySettings, cells: int, largest: int) -> Workers:
     """One for each GPU, or for the GPU that is named; on a CPU one for each core, as long as their
     models fit into memory."""
-    gpus = gpu_ids() if settings.device in ("auto", "cuda") else ()
-    if not gpus and resolve_device(settings.device).type != "cpu":
-        count = min(settings.jobs or 1, cells)
-        return Workers(count, threads=max(1, cpu_count() // count))
+    device = resolve_device(settings.device)
+    gpus = gpu_ids() if device.type == "cuda" else ()
+    if device.index is not None:
+        gpus = gpus[device.index : device.index + 1]
     if gpus:
         count = min(settings.jobs or len(gpus), cells)
         return Workers(count, threads=max(1, cpu_count() // count), gpus=gpus)

@@ -6,15 +6,19 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from moemerge.errors import ResourceError
+from moemerge.runtime.devices import share_memory
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -55,11 +59,12 @@ class Workers:
 def run_tasks(tasks: Sequence[Task], workers: Workers) -> Iterator[Outcome]:
     """Run all tasks, some at once, and tell how each ended, as it ends.
 
-    A task whose predecessor failed is not run. A single worker is this very process. Where a worker
-    dies, what was at work is done again, one by one; what a worker dies of twice alone has failed.
+    A task whose predecessor failed is not run. A single worker is this very process, unless it has
+    a GPU: where that fails, only a new process can use it again. Where a worker dies, what was at
+    work is done again, one by one; what a worker dies of twice alone has failed.
     """
     state = _State(tasks)
-    if workers.count == 1:
+    if workers.count == 1 and not workers.gpus:
         while state.ready:
             task = state.take_ready(1)[0]
             yield from state.finish(_outcome(task, _attempt(task.call, task.args)))
@@ -165,7 +170,8 @@ class _Crew:
                 initargs=(context.Value("i", 0), self._workers),
             )
         try:
-            self.running[self._pool.submit(_work, task.call, task.args)] = task
+            with _without_main():
+                self.running[self._pool.submit(_work, task.call, task.args)] = task
         except BrokenProcessPool as error:  # a worker died while nobody looked
             future: Future[_Attempt] = Future()
             future.set_exception(error)
@@ -251,8 +257,23 @@ class _State:
             outcome.task.then()
 
 
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Inside, a process that starts does not run the caller's script again.
+
+    Workers need nothing of it, and a script that does not ask for its `__name__` would begin the
+    whole work anew in each.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def _start_worker(number: Any, workers: Workers) -> None:
-    """Keep this process to its own cores and GPU."""
+    """Keep this process to its own cores, GPU and share of memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with number.get_lock():
@@ -265,6 +286,7 @@ def _start_worker(number: Any, workers: Workers) -> None:
     if workers.gpus:
         # CUDA looks at it when it is first used, which nothing has done yet.
         os.environ[VISIBLE_GPUS] = workers.gpus[mine % len(workers.gpus)]
+    share_memory(cpu=workers.count, cuda=-(-workers.count // max(1, len(workers.gpus))))
     for name in THREADS:  # torch looks at it when it is imported, with the first task that needs it
         os.environ[name] = str(workers.threads)
 

@@ -102,7 +102,15 @@ def gpu_memory(device: torch.device) -> int:
 def available_memory(device: torch.device) -> int:
     """Bytes that this process may allocate now: its share of the free GPU memory, or of what Linux
     calls available."""
-    return _free_memory(device) // ranks.sharing(device)
+    return _free_memory(device) // (ranks.sharing(device) * _workers.get(device.type, 1))
+
+
+_workers: dict[str, int] = {}  # that share the memory of each kind of device, this one among them
+
+
+def share_memory(**workers: int) -> None:
+    """From now on, count on a share: so many processes do work of their own on the same device."""
+    _workers.update(workers)
 
 
 def _free_memory(device: torch.device) -> int:
