@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moemerge.kernels import long_sums
-from moemerge.kernels.long_sums import SHORT, product
+from moemerge.kernels.long_sums import COLUMNS, SHORT, add_gram, add_product
 from moemerge.kernels.splitting import split
 
 
@@ -17,12 +17,34 @@ def draw(tokens: int, width: int, seed: int) -> Tensor:
     return 30.0 + torch.randn(tokens, width, generator=rng)
 
 
+def product(left: Tensor, right: Tensor, terms: int, weights: Tensor | None = None) -> Tensor:
+    shape = left.shape[1], right.shape[1]
+    total = torch.zeros(shape, dtype=torch.float64, device=left.device)
+    add_product(total, left, right, terms, weights)
+    return total
+
+
 @pytest.mark.parametrize("tokens", [1, SHORT - 1, SHORT, 3 * SHORT + 5])
 def test_every_token_counts_once(tokens: int) -> None:
     left, right = draw(tokens, 5, 0), draw(tokens, 3, 1).bfloat16()
     for one in (left, left.bfloat16()):
         want = one.double().T @ right.double()
         torch.testing.assert_close(product(one, right, terms=3), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("width", [3, COLUMNS, COLUMNS + 5, 2 * COLUMNS])
+@pytest.mark.parametrize("weighted", ["not", "as one", "each"])
+def test_a_gram_is_whole_and_symmetric(width: int, weighted: str) -> None:
+    x = draw(SHORT + 3, width, 0).bfloat16()
+    rng = torch.Generator().manual_seed(1)
+    rows = {"not": 0, "as one": 1, "each": x.shape[0]}[weighted]
+    weights = torch.rand(rows, 1, generator=rng, dtype=torch.float64) if rows else None
+    first = torch.eye(width, dtype=torch.float64)
+    total = first.clone()
+    add_gram(total, x, 3, weights)
+    wide = x.double() if weights is None else x.double() * weights
+    torch.testing.assert_close(total, first + x.double().T @ wide, rtol=1e-6, atol=0)
+    assert torch.equal(total, total.T)
 
 
 def test_few_sums_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +92,10 @@ def test_a_gpu_adds_up_in_float64(shape: tuple[int, int, int]) -> None:
     there = total.cuda()
     add_up(there, parts.cuda())
     torch.testing.assert_close(there.cpu(), want, rtol=1e-14, atol=0)
+    wider = torch.full((shape[1], shape[2] + 3), 1.0, dtype=torch.float64).cuda()
+    add_up(wider[:, 2:-1], parts.cuda())
+    torch.testing.assert_close(wider[:, 2:-1].cpu(), want, rtol=1e-14, atol=0)
+    assert bool((wider[:, [0, 1, -1]] == 1.0).all())
 
 
 def test_a_cpu_has_no_use_for_them() -> None:

@@ -17,6 +17,8 @@ from moemerge.kernels.splitting import split
 SHORT = 512
 # Values of such sums that are held at a time.
 HELD = 2**29
+# Columns of a Gram that are computed together; of two such groups only one product is.
+COLUMNS = 512
 # Fewer tokens than this are as fast in float64.
 WORTH_IT = 4096
 
@@ -26,23 +28,49 @@ def serves(right: Tensor) -> bool:
     return right.is_cuda and right.dtype == torch.bfloat16 and right.shape[0] >= WORTH_IT
 
 
-def product(left: Tensor, right: Tensor, terms: int, weights: Tensor | None = None) -> Tensor:
-    """Σ w left rightᵀ, (m, k) float64, of left (tokens, m) and right (tokens, k), which is bf16.
+def add_product(
+    total: Tensor, left: Tensor, right: Tensor, terms: int, weights: Tensor | None = None
+) -> None:
+    """total (m, k) float64 += Σ w left rightᵀ of left (tokens, m) and right (tokens, k) in bf16.
 
-    Without `weights` (tokens, 1) each is 1. `left` is bf16 and counts as it is, or it counts with
-    so many `terms` of eight bits.
+    `weights` are (tokens, 1), or (1, 1) for all; none: each is 1. `left` is bf16 and counts as it
+    is, or it counts with so many `terms` of eight bits.
     """
-    parts = _terms(left, weights, terms)
-    tokens, m = left.shape
-    k = right.shape[1]
-    out = torch.zeros(m, k, dtype=torch.float64, device=right.device)
+    if weights is not None and weights.shape[0] == 1:  # for all tokens: it needs no rounding
+        own = torch.zeros_like(total)
+        add_product(own, left, right, terms)
+        total.addcmul_(own, weights)
+        return
+    _add_terms(total, _terms(left, weights, terms), right)
+
+
+def add_gram(total: Tensor, x: Tensor, terms: int, weights: Tensor | None = None) -> None:
+    """total (k, k) float64 += Σ w x xᵀ of x (tokens, k) in bf16: what lies above the diagonal is
+    computed, then mirrored. `total` must be symmetric."""
+    if weights is not None and weights.shape[0] == 1:
+        own = torch.zeros_like(total)
+        add_gram(own, x, terms)
+        total.addcmul_(own, weights)
+        return
+    parts, width = _terms(x, weights, terms), x.shape[1]
+    for begin in range(0, width, COLUMNS):
+        end = min(begin + COLUMNS, width)
+        _add_terms(total[:end, begin:end], parts[:, :, :end], x[:, begin:end])
+        total[begin:end, :begin] = total[:begin, begin:end].T
+        square = total[begin:end, begin:end]  # two terms of one side alone leave it askew
+        square.copy_(0.5 * (square + square.T))
+
+
+def _add_terms(total: Tensor, parts: Tensor, right: Tensor) -> None:
+    """total (m, k) += Σ parts rightᵀ of parts (terms, tokens, m), the largest first."""
+    m, k = total.shape
+    tokens = right.shape[0]
     at_once = SHORT * max(1, HELD // (m * k))
     for begin in range(0, tokens, at_once):
         rows = slice(begin, min(begin + at_once, tokens))
-        _add_short(out, parts[0, rows], right[rows])
+        _add_short(total, parts[0, rows], right[rows])
         for part in parts[1:]:  # so much smaller that how they are summed up does not matter
-            out += _product(part[rows].T, right[rows])
-    return out
+            total += _product(part[rows].T, right[rows])
 
 
 def _terms(left: Tensor, weights: Tensor | None, terms: int) -> Tensor:
@@ -62,10 +90,17 @@ def _add_short(out: Tensor, left: Tensor, right: Tensor) -> None:
     """Add leftᵀ right, every SHORT tokens apart."""
     whole = left.shape[0] // SHORT * SHORT
     if whole:
-        high, other = (x[:whole].view(-1, SHORT, x.shape[1]) for x in (left, right))
+        high, other = (_in_groups(x[:whole]) for x in (left, right))
         add_up(out, _product(high.mT, other))
     if whole < left.shape[0]:
         out += _product(left[whole:].T, right[whole:])
+
+
+def _in_groups(x: Tensor) -> Tensor:
+    """(tokens, m), rows of a larger one perhaps -> (groups, SHORT, m), not copied."""
+    row, column = x.stride()
+    shape = (x.shape[0] // SHORT, SHORT, x.shape[1])
+    return x.as_strided(shape, (SHORT * row, row, column), x.storage_offset())
 
 
 def add_up(out: Tensor, parts: Tensor) -> None:

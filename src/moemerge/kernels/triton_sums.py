@@ -45,25 +45,29 @@ def weighted_terms(rows: Tensor, weights: Tensor, terms: int) -> Tensor:
 
 
 @triton.jit
-def _add_up(parts, total, count, size, BLOCK: tl.constexpr):
+def _add_up(parts, total, count, columns, stride, size, BLOCK: tl.constexpr):
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
-    sums = tl.load(total + places, mask=inside, other=0.0)
+    here = total + places // columns * stride + places % columns
+    sums = tl.load(here, mask=inside, other=0.0)
     at = parts + places
     for _ in range(count):
         sums += tl.load(at, mask=inside, other=0.0).to(tl.float64)
         at += size
-    tl.store(total + places, sums, mask=inside)
+    tl.store(here, sums, mask=inside)
 
 
 def add_up(total: Tensor, parts: Tensor) -> None:
-    """total (m, k) float64 += the sum of parts (n, m, k) float32. `sum` of torch would write all
-    parts in float64 first, which takes four times as long."""
-    assert total.is_contiguous()
+    """total (m, k) float64, rows of a larger one perhaps, += the sum of parts (n, m, k) float32.
+
+    `sum` of torch would write all parts in float64 first, which takes four times as long.
+    """
+    rows, columns = total.shape
+    assert columns == 1 or total.stride(1) == 1
     parts = parts.contiguous()
     if parts.numel():
         with torch.cuda.device(total.device):
             _add_up[(triton.cdiv(total.numel(), SUMMED),)](
-                parts, total, parts.shape[0], total.numel(),
+                parts, total, parts.shape[0], columns, total.stride(0), rows * columns,
                 BLOCK=SUMMED, num_warps=SUMMED_WARPS,
             )  # fmt: skip

@@ -42,6 +42,11 @@ class RoutedBatch:
     chosen: Tensor  # (tokens, k)
     weights: Tensor  # (tokens, k)
 
+    def total(self) -> Tensor:
+        """The sum of each token's routing weights, (tokens, 1), in float32 at least."""
+        wide = self.weights if self.weights.dtype == torch.float64 else self.weights.float()
+        return wide.sum(dim=1, keepdim=True).clamp_min(SMALLEST_TOTAL)
+
     @classmethod
     def of(cls, batch: Batch, given: Sequence[Tensor]) -> RoutedBatch:
         x, chosen, weights = given[:3]
@@ -80,11 +85,6 @@ class RoutedDomain:
         weights = self.weights.reshape(-1).index_select(0, places)
         wide = weights if weights.dtype == torch.float64 else weights.float()
         return places // self.weights.shape[1], wide[:, None]
-
-    def total(self) -> Tensor:
-        """The sum of each token's routing weights, (tokens, 1)."""
-        wide = self.weights if self.weights.dtype == torch.float64 else self.weights.float()
-        return wide.sum(dim=1, keepdim=True).clamp_min(SMALLEST_TOTAL)
 
 
 def by_domain(routed: Sequence[RoutedBatch], experts: int) -> list[RoutedDomain]:
@@ -269,25 +269,25 @@ def first_projection(
 
 def last_projection(
     stack: ExpertStack,
-    missing: Mapping[DomainKey, Tensor],
+    shares: Mapping[DomainKey, Tensor],
     factor: Mapping[DomainKey, Tensor | float],
 ) -> Problem:
-    """down: its share of what the hidden state is `missing` (tokens, d) after the layer.
+    """down: its share of what the hidden state is missing after the layer.
 
     The expert adds `factor` · w · Δ inner to it and should add w / Σw of what is missing: so inputs
-    are scaled by both, and the share is divided by w, which is what each token is weighted by.
+    are scaled by both, and the share is divided by w, which is what each token is weighted by. That
+    leaves `shares` (tokens, d), what is missing / Σw: the same for all experts of a token.
     """
 
     def problem(routing: RoutedDomain, expert: int) -> Iterator[ExpertRows]:
-        lacking, scale, total = missing[routing.key], factor[routing.key], routing.total()
+        share, scale = shares[routing.key], factor[routing.key]
         tokens, roots = routing.of_expert(expert)
         width = max(stack.weight("down", expert).shape)
         for rows in blocks(len(tokens), width, tokens.device):
             places = tokens[rows]
             inner = stack.inner(expert, routing.x.index_select(0, places))
             by = scale.index_select(0, places) if isinstance(scale, Tensor) else scale
-            share = lacking.index_select(0, places) / total.index_select(0, places)
-            yield ExpertRows(inner, share, roots[rows], by)
+            yield ExpertRows(inner, share.index_select(0, places), roots[rows], by)
 
     return problem
 

@@ -202,13 +202,14 @@ class LayerFitter:
                     record.outputs.clear()
 
     def _last(self, stack: ExpertStack, routed: list[RoutedBatch], place: int) -> Any:
-        """What the hidden state still lacks with the new first projections, by domain."""
+        """What the hidden state still lacks with the new first projections, by domain; divided by
+        the sum of a token's routing weights, as all of its experts share it."""
         state, write = self.structure.state, self.structure.writes[place]
         sizes: dict[DomainKey, int] = {}
         for routing in routed:
             key = (routing.batch.domain, routing.batch.holdout)
             sizes[key] = sizes.get(key, 0) + routing.x.shape[0]
-        lacking: dict[DomainKey, Tensor] = {}
+        shares: dict[DomainKey, Tensor] = {}
         filled = dict.fromkeys(sizes, 0)
         factors: dict[DomainKey, list[Tensor | float]] = {}
         everything = slice(None)
@@ -220,15 +221,15 @@ class LayerFitter:
             factor = state.coefficient(self.merged, batch, write, everything)
             gap = state.after(self.sources[batch.domain], batch, place + 1, everything)
             gap = gap - state.after(self.merged, batch, place, everything)
-            gap -= factor * says
+            gap = (gap - factor * says) / routing.total()
             # Put below the others at once: held apart and then joined, they would be there twice.
-            if key not in lacking:
-                lacking[key] = gap.new_empty(sizes[key], gap.shape[1])
-            lacking[key][filled[key] : filled[key] + gap.shape[0]] = gap
+            if key not in shares:
+                shares[key] = gap.new_empty(sizes[key], gap.shape[1])
+            shares[key][filled[key] : filled[key] + gap.shape[0]] = gap
             filled[key] += gap.shape[0]
             factors.setdefault(key, []).append(factor)
         return last_projection(
-            stack, lacking, {key: _together(parts) for key, parts in factors.items()}
+            stack, shares, {key: _together(parts) for key, parts in factors.items()}
         )
 
 

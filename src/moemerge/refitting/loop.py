@@ -24,6 +24,7 @@ from moemerge.refitting.report import LayerRow, MapRow, RouterRow, Row
 from moemerge.refitting.ridge import RidgeRule
 from moemerge.refitting.routers import RouterJob
 from moemerge.refitting.streams import RefitStreams
+from moemerge.runtime.timing import memory_in_use
 from moemerge.text.batches import Batch
 
 logger = logging.getLogger(__name__)
@@ -110,12 +111,20 @@ class RefitLoop:
             self._run_as_merged(fitter.plan)
         self._left.discard(stop.path)
         stopwatch = self.streams.merged.stream.stopwatch
+        self._log_memory(stop)
         if stop.path in fitter.plan.routers:
             with stopwatch.span("fit routers"):
                 self._fit_router(fitter, stop)
             return
         with stopwatch.span("fit experts" if stop.path in fitter.plan.experts else "fit maps"):
             self._rows += fitter.fit(stop)
+
+    def _log_memory(self, stop: Stop) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            memory = memory_in_use(self.streams.merged.stream.device)
+            if memory is not None:
+                held, most = (nbytes / 1e9 for nbytes in memory)
+                logger.debug("%s: %.1f GB held, %.1f GB at the most so far", stop.path, held, most)
 
     def _fit_router(self, fitter: LayerFitter, stop: Stop) -> None:
         router = fitter.plan.routers[stop.path]

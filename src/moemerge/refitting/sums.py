@@ -96,10 +96,9 @@ class FitSums:
         # Of one token float32 will do; torch would write all of `missing` in float64 otherwise.
         sizes = torch.linalg.vector_norm(missing, dim=1, keepdim=True)
         self.energy += (s * sizes).square().sum()
-        self.cross += _weighted(missing, s.square() * factor, x)
+        long_sums.add_product(self.cross, missing, x, TERMS, s.square() * factor)
         if gram:
-            sums = _weighted(x, (s * factor).square(), x)
-            self.gram += 0.5 * (sums + sums.T)
+            long_sums.add_gram(self.gram, x, TERMS, (s * factor).square())
 
     def add_up(self, owner: int = 0, *, gram: bool = True) -> None:
         """Over all ranks: rank `owner` has the sums then, and all the number of tokens."""
@@ -123,13 +122,6 @@ def add_gram(gram: Tensor, x: Tensor) -> None:
         gram[:end, begin:end].addmm_(x[:, :end].T, x[:, begin:end])
     for begin, end in groups:
         gram[begin:end, :begin] = gram[:begin, begin:end].T
-
-
-def _weighted(left: Tensor, weights: Tensor, x: Tensor) -> Tensor:
-    """Σ w left xᵀ, (m, in); one weight for all needs no rounding."""
-    if weights.shape[0] == 1:
-        return long_sums.product(left, x, TERMS) * weights
-    return long_sums.product(left, x, TERMS, weights)
 
 
 def _of(weights: Tensor, part: slice) -> Tensor:

@@ -28,6 +28,7 @@ KEPT_KERNELS = 64
 THREAD_BYTES = 32 * 2**20
 
 _process_is_ours = False
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter: before 2.9
 
 
 def own_process() -> None:
@@ -35,6 +36,10 @@ def own_process() -> None:
     be changed for good. In a caller's process it is not ours to change."""
     global _process_is_ours
     _process_is_ours = True
+    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        # A GPU's memory in pieces that grow: what was freed between others is not lost to larger
+        # tensors. torch reads this with its first use of a GPU.
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def is_alive(pid: int) -> bool:

@@ -84,6 +84,13 @@ def peak_memory(device: torch.device) -> int | None:
     return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
 
 
+def memory_in_use(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of a GPU's that tensors hold now, and the most that they held; None: a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+
+
 @dataclass(frozen=True)
 class Timings:
     """Where a run's seconds went: one after the other, and in the background."""
