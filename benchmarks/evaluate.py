@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moemerge.evaluation.resampling import drawn_means, flipped_means, interval, two_sided
+from moemerge.evaluation.significance import drawn_means, flipped_means, interval, two_sided
 from moemerge.text.rows import read_rows, row_fields
 from moemerge.verification.verifiers import check_all, make_verifier
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import moemerge.merging.wrappers  # noqa: F401  (registers methods and wrappers)
 from moemerge.architectures.roles import Role
-from moemerge.config.tasks_kept import KeptTasks
+from moemerge.config.schema import KeptTasks
 from moemerge.merging.method import METHODS, ModelTensor, UnitInfo
 from moemerge.merging.methods._spectra import Spectrum
 from moemerge.merging.tasks.kinds import keep_unit, sizes, unpack_bits

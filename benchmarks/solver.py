@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 import router_inputs
-from moemerge.architectures.gates import Gate, Score
+from moemerge.architectures.rules import Gate, Score
 from moemerge.linalg.cg import COARSE_STEPS
 from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, measure_routers
 from moemerge.routing.curvature import RouterCurvature

@@ -14,16 +14,15 @@ from pydantic import BaseModel
 from moemerge.api import list_methods, list_wrappers
 from moemerge.cli.app import app
 from moemerge.collecting.maths import CHUNK
+from moemerge.config.coefficients import CoefficientMethod, CoefficientSettings
 from moemerge.config.data import DataRecipe, DataSettings
-from moemerge.config.evaluation import EvaluationSettings
+from moemerge.config.evaluation import EvaluationSettings, load_task
 from moemerge.config.parameter_values import ROLE_NAMES
+from moemerge.config.schema import KeptTasks
 from moemerge.config.settings import CollectingSettings
 from moemerge.config.study import StudyConfig
 from moemerge.config.study_load import load_study
-from moemerge.config.tasks import load_task
-from moemerge.config.tasks_kept import KeptTasks
 from moemerge.config.tuning import TuningSettings
-from moemerge.config.weighing import CoefficientMethod, CoefficientSettings
 from moemerge.errors import UsageError
 from moemerge.evaluation.catalogue import find_task, task_names
 from moemerge.evaluation.report import ALPHA
@@ -38,7 +37,7 @@ from moemerge.text import rows, templates
 from moemerge.text.domains import AUTO_HOLDOUT, AUTO_HOLDOUT_ROWS
 from moemerge.verification.code_checks import TIMES_THE_REFERENCE
 from moemerge.verification.judgement import Grade
-from moemerge.verification.sandbox.limits import GIB, Limits
+from moemerge.verification.sandbox.process import GIB, Limits
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

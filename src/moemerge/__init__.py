@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from moemerge.api import validate as validate
     from moemerge.checkpoint import Checkpoint as Checkpoint
     from moemerge.config.calibration import CalibrationSettings as CalibrationSettings
+    from moemerge.config.coefficients import CoefficientSettings as CoefficientSettings
     from moemerge.config.data import DataSettings as DataSettings
     from moemerge.config.evaluation import EvaluationSettings as EvaluationSettings
     from moemerge.config.refit import RefitSettings as RefitSettings
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from moemerge.config.settings import MergeSettings as MergeSettings
     from moemerge.config.study import StudySettings as StudySettings
     from moemerge.config.tuning import TuningSettings as TuningSettings
-    from moemerge.config.weighing import CoefficientSettings as CoefficientSettings
     from moemerge.errors import ArchitectureError as ArchitectureError
     from moemerge.errors import CheckpointError as CheckpointError
     from moemerge.errors import ConfigError as ConfigError
@@ -65,7 +65,7 @@ _PUBLIC = {
     "moemerge.config.refit": "RefitSettings",
     "moemerge.config.settings": "CollectingSettings DiagnosisSettings MergeSettings",
     "moemerge.config.tuning": "TuningSettings",
-    "moemerge.config.weighing": "CoefficientSettings",
+    "moemerge.config.coefficients": "CoefficientSettings",
     "moemerge.config.study": "StudySettings",
     "moemerge.errors": (
         "ArchitectureError CheckpointError ConfigError DataError MoeMergeError NumericalError "

@@ -11,7 +11,7 @@ import torch
 import quantised_zoo as qz
 import zoo
 from moemerge.architectures.describe import Description, describe, gate_in_words
-from moemerge.architectures.gates import BiasPlace, Gate, Score
+from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.checkpoint import Checkpoint
 
 

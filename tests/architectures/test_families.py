@@ -16,7 +16,7 @@ import zoo
 from moemerge.architectures import families_softmax, rules
 from moemerge.architectures.architecture import Architecture, RouterInfo
 from moemerge.architectures.families import FAMILIES, family_of, family_of_class
-from moemerge.architectures.gates import BiasPlace, Gate, Score
+from moemerge.architectures.rules import BiasPlace, Gate, Score
 
 INSTALLED = tuple(f for f in zoo.FAMILIES if zoo.installed(f))
 

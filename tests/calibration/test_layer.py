@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from calibration import dense
-from moemerge.architectures.gates import Gate, Score
+from moemerge.architectures.rules import Gate, Score
 from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.report import layer_row, totals
 from moemerge.errors import NumericalError

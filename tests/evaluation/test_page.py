@@ -9,7 +9,7 @@ import pytest
 
 from evaluation.cases import run, write_task
 from moemerge.errors import DataError, UsageError
-from moemerge.evaluation.card import model_index, with_index
+from moemerge.evaluation.page import model_index, with_index
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
 from moemerge.report.scores import render_scores
 from report.scores_sample import HOSTILE, sample_page

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
+from moemerge.evaluation.report import TaskScores, compare
 from moemerge.evaluation.significance import (
+    drawn_means,
+    flipped_means,
     incomplete_beta,
+    interval,
     mcnemar,
     mean,
     paired_t,
     sign_test,
     student_two_sided,
+    two_sided,
 )
 from moemerge.experiments.problems import pack, unpack
 
@@ -76,3 +82,106 @@ def test_mcnemar_counts_who_solves_what():
 @pytest.mark.parametrize("solved", [[], [False], [False, False, True], [True] * 9])
 def test_packed_bits_come_back(solved):
     assert unpack(pack(solved)) == solved
+
+
+def scores_of(*rows, name="t", domain="d", single=False):
+    table = np.array(rows, dtype=float)
+    names = tuple(str(n) for n in range(table.shape[1]))
+    return TaskScores(name, name, domain, names, table, single)
+
+
+def test_draws_have_the_mean_and_the_spread_of_a_mean():
+    rng = np.random.default_rng(0)
+    scores = rng.random((2, 50))
+    drawn = drawn_means(scores, 20_000, np.random.default_rng(1))
+    error = scores.std(axis=1, ddof=1) / math.sqrt(50)
+    assert drawn.mean(axis=0) == pytest.approx(scores.mean(axis=1), abs=5 * error[0] / 141)
+    assert drawn.std(axis=0) == pytest.approx(error, rel=0.03)
+
+
+def test_flips_give_the_exact_test_where_scores_are_zero_or_one():
+    first = np.array([0] * 9 + [1] * 3 + [1] * 20, dtype=float)
+    second = np.array([1] * 9 + [0] * 3 + [1] * 20, dtype=float)
+    row = compare([scores_of(first, second, single=True)], ["a", "b"], draws=50_000, seed=0)[0]
+    pair = row.pairs[0]
+    assert (pair.won, pair.lost) == (9, 3)
+    assert pair.mcnemar is not None
+    # 2 · (C(12,0) + C(12,1) + C(12,2) + C(12,3)) / 2¹²
+    assert pair.mcnemar.p == pytest.approx(2 * (1 + 12 + 66 + 220) / 4096)
+    assert pair.p == pytest.approx(pair.mcnemar.p, abs=0.007)
+    assert not pair.significant
+
+
+def test_p_decides_where_few_problems_differ():
+    first, second = np.zeros(20), np.array([1.0] * 5 + [0.0] * 15)
+    task = scores_of(first, second, single=True)
+    pair = compare([task], ["a", "b"], draws=2000, seed=0)[0].pairs[0]
+    assert pair.interval[0] > 0
+    assert pair.mcnemar is not None
+    assert pair.mcnemar.p == pytest.approx(2 / 2**5)
+    assert not pair.significant
+
+
+def test_errors_are_clustered_by_problem():
+    """Sixteen equal samples of a problem say no more than one."""
+    row = compare([scores_of([1, 0, 1, 1])], ["a"], draws=100, seed=0)[0]
+    assert row.scores["a"].mean == 0.75
+    assert row.scores["a"].error == pytest.approx(0.25)  # √(0.75 / 3 / 4)
+
+
+def test_averages_weigh_domains_alike():
+    tasks = [
+        scores_of([1, 1], [0, 0], name="x", domain="math"),
+        scores_of([0, 0, 0], [0, 0, 0], name="y", domain="math"),
+        scores_of([1, 0], [1, 1], name="z", domain="code"),
+    ]
+    rows = {row.name: row for row in compare(tasks, ["a", "b"], draws=200, seed=0)}
+    assert list(rows) == ["x", "y", "math", "z", "overall"]
+    assert rows["math"].scores["a"].mean == 0.5
+    assert rows["overall"].scores["a"].mean == pytest.approx((0.5 + 0.5) / 2)
+    assert rows["overall"].pairs[0].difference == pytest.approx((-0.5 + 0.5) / 2)
+    assert rows["overall"].scores["a"].error == pytest.approx(0.25)  # z alone varies: 0.5 / 2
+    assert rows["y"].pairs[0].interval == (0, 0)
+    assert rows["y"].pairs[0].p == 1
+
+
+def test_equal_models_do_not_differ_and_one_problem_has_no_error():
+    row = compare([scores_of([1], [1])], ["a", "b"], draws=50, seed=0)[0]
+    assert row.scores["a"].error is None
+    assert row.pairs[0].p == 1
+
+
+def test_the_seed_decides():
+    rng = np.random.default_rng(3)
+    task = scores_of(*rng.random((2, 30)))
+    same = [compare([task], ["a", "b"], draws=300, seed=seed)[0].pairs[0] for seed in (0, 0, 1)]
+    assert same[0] == same[1] != same[2]
+
+
+@pytest.mark.parametrize("n", [60, 164])
+def test_intervals_cover_the_truth_and_zero_is_rarely_called_significant(n):
+    """A small form of benchmarks/evaluate.py: 400 draws, so within 3.5 standard errors."""
+    rng = np.random.default_rng(n)
+    covered = called = 0
+    for _draw in range(400):
+        skill = rng.beta(1, 1, size=n)
+        better = np.clip(skill + rng.normal(0, 0.2, n), 0, 1)
+        tables = rng.binomial(4, np.stack([skill, better])) / 4
+        # The truth is the mean over all problems there might be: zero, by symmetry of the clipping.
+        drawn = drawn_means(tables, 400, rng)
+        low, high = interval(drawn[:, 1] - drawn[:, 0])
+        covered += low <= 0 <= high
+        gaps = tables[1] - tables[0]
+        p = two_sided(float(gaps.mean()), flipped_means(gaps[None], 400, rng)[:, 0])
+        called += p < 0.05
+    assert covered / 400 == pytest.approx(0.95, abs=0.038)
+    assert called / 400 <= 0.05 + 0.038
+
+
+def test_one_problem_says_nothing_about_others():
+    """Drawn again it is always itself; an interval without width would be a lie."""
+    row = compare([scores_of([0], [1], single=True)], ["a", "b"], draws=100, seed=0)[0]
+    assert row.scores["b"].error is None
+    assert row.scores["b"].interval == (0.0, 1.0)
+    assert row.pairs[0].interval == (-1.0, 1.0)
+    assert not row.pairs[0].significant

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from moemerge.architectures.gates import Gate, Score
+from moemerge.architectures.rules import Gate, Score
 from moemerge.kernels.agreement import FIGURES, agreement, usable
 from moemerge.routing.figures import MODERATE_SHIFT, SMALL_SHIFT, RouterOutput, Tokens
 from moemerge.routing.measure import FigureSums

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moemerge.architectures.gates import BiasPlace, Gate, Score
 from moemerge.architectures.opened import open_model
+from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.calibration.layer import calibrate_layer
-from moemerge.calibration.warm_up import problem_of, solve_once
+from moemerge.calibration.run import problem_of, solve_once
 from moemerge.errors import DataError
 from moemerge.linalg.cg import Status
 from moemerge.lockstep import warm_up

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import Gate, Score
+from moemerge.architectures.rules import Gate, Score
 from moemerge.routing.curvature import Curvature, DomainFeatures
 
 GATES = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moemerge.architectures.gates import Gate, Score
+from moemerge.architectures.rules import Gate, Score
 from moemerge.errors import DataError, NumericalError
 from moemerge.linalg import Ending, cg
 from moemerge.routing import products as module

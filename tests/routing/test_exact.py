@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import Gate, Score
+from moemerge.architectures.rules import Gate, Score
 from moemerge.errors import UsageError
 from moemerge.linalg import Status
 from moemerge.routing import (

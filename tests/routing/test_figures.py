@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import BiasPlace, Gate, Score
+from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.errors import DataError
 from moemerge.report.words import FigureWords
 from moemerge.routing import Measured, figures, measure_routers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import BiasPlace, Gate, Score
+from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.errors import ArchitectureError
 from moemerge.routing.gates import (
     divergence,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moemerge.architectures.gates import Gate
+from moemerge.architectures.rules import Gate
 from moemerge.linalg import Deflation, Diagonal, Status, cg
 from moemerge.linalg.cg import Ending, Patience
 from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, preconditioners, solve

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import Gate
+from moemerge.architectures.rules import Gate
 from moemerge.linalg import Ending, cg
 from moemerge.routing import preconditioners
 from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature

@@ -9,7 +9,7 @@ from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.judgement import Grade
 from moemerge.verification.programs import program_of, row_tests
 from moemerge.verification.published import ThreeSecondsVerifier
-from moemerge.verification.sandbox.limits import Limits
+from moemerge.verification.sandbox.process import Limits
 
 HUMANEVAL = {
     "task_id": "HumanEval/x",

@@ -13,8 +13,7 @@ import pytest
 
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.judgement import Grade, Judgement
-from moemerge.verification.sandbox.limits import MIB, Limits
-from moemerge.verification.sandbox.process import Sandbox
+from moemerge.verification.sandbox.process import MIB, Limits, Sandbox
 from moemerge.verification.sandbox.protections import WAYS, present, protections, strongest
 from verification.hostile import HOSTILE
 

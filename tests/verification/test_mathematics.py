@@ -7,11 +7,9 @@ from fractions import Fraction
 import pytest
 
 from moemerge.errors import DataError
-from moemerge.verification.final import boxed, stated
 from moemerge.verification.judgement import Grade
-from moemerge.verification.mathematics import MathVerifier, gold_of
-from moemerge.verification.plain_numbers import numbers_in, plain_number, value
-from moemerge.verification.units import conflict, unit_of
+from moemerge.verification.mathematics import MathVerifier, boxed, gold_of, stated
+from moemerge.verification.quantities import conflict, numbers_in, plain_number, unit_of, value
 
 
 @pytest.fixture(scope="module")

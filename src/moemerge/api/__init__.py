@@ -6,9 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moemerge.api.answers import evaluate as evaluate
+    from moemerge.api.answers import make_data as make_data
+    from moemerge.api.answers import tune as tune
     from moemerge.api.coefficients import find_coefficients as find_coefficients
-    from moemerge.api.data import make_data as make_data
-    from moemerge.api.evaluation import evaluate as evaluate
     from moemerge.api.jobs import calibrate as calibrate
     from moemerge.api.jobs import collect_statistics as collect_statistics
     from moemerge.api.jobs import diagnose as diagnose
@@ -20,22 +21,18 @@ if TYPE_CHECKING:
     from moemerge.api.listing import list_architectures as list_architectures
     from moemerge.api.listing import list_methods as list_methods
     from moemerge.api.listing import list_wrappers as list_wrappers
+    from moemerge.api.listing import load_plugin as load_plugin
     from moemerge.api.merging import load_config as load_config
     from moemerge.api.merging import merge as merge
     from moemerge.api.merging import run as run
     from moemerge.api.merging import validate as validate
-    from moemerge.api.plugins import load_plugin as load_plugin
-    from moemerge.api.tuning import tune as tune
 
 _PARTS = {
+    "answers": "evaluate make_data tune",
     "coefficients": "find_coefficients",
-    "data": "make_data",
-    "evaluation": "evaluate",
     "jobs": "calibrate collect_statistics diagnose extract refit swap_routers",
-    "listing": "config_schema inspect list_architectures list_methods list_wrappers",
+    "listing": "config_schema inspect list_architectures list_methods list_wrappers load_plugin",
     "merging": "load_config merge run validate",
-    "plugins": "load_plugin",
-    "tuning": "tune",
 }
 
 

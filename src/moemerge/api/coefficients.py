@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Unpack
 from moemerge.api.jobs import files_of, settings_for
 from moemerge.api.listing import method_schemas, wrapper_schemas
 from moemerge.api.merging import ConfigSource
+from moemerge.config.coefficients import CoefficientKeywords, CoefficientMethod, CoefficientSettings
 from moemerge.config.load import LoadedConfig
 from moemerge.config.load import load_config as _load_config
 from moemerge.config.settings import with_keywords
-from moemerge.config.weighing import CoefficientKeywords, CoefficientMethod, CoefficientSettings
 from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.progress import Progress, Silent

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from moemerge.api.hub import uploaded
 from moemerge.architectures.opened import open_model
 from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
 from moemerge.config.fields import Strict
@@ -29,7 +29,6 @@ from moemerge.features.known_configs import require_loadable
 from moemerge.runtime import ranks
 from moemerge.runtime.progress import Progress, Silent
 
-# Running models imports transformers: only when it is asked for.
 if TYPE_CHECKING:
     from moemerge.calibration import CalibrationReport, CalibrationRequest
     from moemerge.collecting import CollectReport
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from moemerge.merging.tasks.extract import ExtractReport
     from moemerge.refitting import RefitReport, RefitRequest
     from moemerge.text.rows import TextSource
+
 
 S = TypeVar("S", bound=Strict)
 Request = TypeVar("Request", "CalibrationRequest", "RefitRequest")
@@ -341,3 +341,17 @@ def collect_statistics(
         overwrite=overwrite,
     )
     return run_collect(request, Silent() if progress is None else progress)
+
+
+@contextmanager
+def uploaded(out: Path, repo: str | None, progress: Progress) -> Iterator[None]:
+    """Upload what the block has written to `out`; whether that can be done is asked before."""
+    if repo is None:
+        yield
+        return
+    from moemerge.checkpoint.hub import check_upload, upload
+
+    check_upload(repo)
+    yield
+    progress.note(f"uploading {out} to {repo}")
+    progress.note(f"uploaded: {upload(out, repo)}")

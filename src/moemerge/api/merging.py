@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from moemerge import merging
-from moemerge.api.data import check_recipes, make_texts
-from moemerge.api.hub import uploaded
-from moemerge.api.jobs import output_for, repair, settings_for
+from moemerge.api.answers import check_recipes, make_texts
+from moemerge.api.jobs import output_for, repair, settings_for, uploaded
 from moemerge.api.listing import method_schemas, wrapper_schemas
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_sibling
@@ -159,7 +158,7 @@ def validate(
     settings = settings_for(MergeSettings, settings, keywords, "validate")
     loaded = load_config(config, lenient=settings.lenient)
     if settings.push_to_hub is not None:
-        from moemerge.checkpoint.upload import check_upload
+        from moemerge.checkpoint.hub import check_upload
 
         check_upload(settings.push_to_hub)
     _check_repair(loaded)

@@ -9,12 +9,11 @@ from typing import Any
 
 from moemerge.architectures import names
 from moemerge.architectures.families import family_of, family_of_class
-from moemerge.architectures.gates import Gate
 from moemerge.architectures.layout import ExpertLayout, Piece, equal_parts
 from moemerge.architectures.quantisation import find_quantised
 from moemerge.architectures.reading import Header, Named, NameReader
 from moemerge.architectures.roles import WHOLE, Role, Unit
-from moemerge.architectures.rules import CONFIG_HINT, DEPTH, MOST, Family, Router, look_up
+from moemerge.architectures.rules import CONFIG_HINT, DEPTH, MOST, Family, Gate, Router, look_up
 from moemerge.errors import ArchitectureError
 
 

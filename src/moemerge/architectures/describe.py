@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moemerge.architectures.architecture import Architecture
-from moemerge.architectures.gates import BiasPlace, Gate, Score
 from moemerge.architectures.reading import Header
 from moemerge.architectures.roles import ROUTING_ROLES, Role, Unit
+from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from moemerge.architectures.gates import BiasPlace, Score
 from moemerge.architectures.rules import (
     CORRECTED,
     MIXTRAL,
@@ -11,12 +10,14 @@ from moemerge.architectures.rules import (
     TO_SPARSE_BLOCK,
     TOP_GROUPS,
     TOP_GROUPS_OR_ZERO,
+    BiasPlace,
     Concat,
     Experts,
     Family,
     GateRule,
     Groups,
     Router,
+    Score,
     W,
     key,
 )

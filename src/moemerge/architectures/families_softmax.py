@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from moemerge.architectures.gates import Score
 from moemerge.architectures.rules import (
     GRANITE,
     GRANITE_ROUTER,
@@ -18,6 +17,7 @@ from moemerge.architectures.rules import (
     GateRule,
     Groups,
     Router,
+    Score,
     key,
 )
 

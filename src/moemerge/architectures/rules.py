@@ -1,14 +1,46 @@
-"""The vocabulary of the family table: where experts lie, what a gate reads of a config, and
+"""The vocabulary of the family table: gates, where experts lie, what a gate reads of a config, and
 spellings that several rows share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
-from moemerge.architectures.gates import BiasPlace, Gate, Score
 from moemerge.errors import ArchitectureError
+
+
+class Score(StrEnum):
+    """The score function f of p_k = f(z_k) / sum f."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    SQRT_SOFTPLUS = "sqrt_softplus"
+
+
+class BiasPlace(StrEnum):
+    """Where a selection bias is added before the Top-k."""
+
+    SCORES = "scores"  # to f(z), or to the probabilities of a softmax
+    LOGITS = "logits"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One layer's gate. `normalised` is about p as a distribution: a sigmoid that is never
+    renormalised is a set of independent Bernoulli gates, and has another divergence."""
+
+    score: Score
+    top_k: int
+    normalised: bool = True
+    selection_bias: BiasPlace | None = None
+    groups: int = 1  # group-limited Top-k: experts are split into `groups` ...
+    top_groups: int = 1  # ... and only the best `top_groups` of them may be chosen from
+    group_score: str = "max"  # "max" or "top2_sum"
+    soft_cap: float | None = None  # z -> c tanh(z / c)
+    approximate: str | None = None  # why this gate is only approximated, in words
+    masked_score: float = float("-inf")  # what experts outside the kept groups score (axk2: 0)
 
 
 def look_up(config: Mapping[str, Any], path: str) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import Gate
+from moemerge.architectures.rules import Gate
 from moemerge.errors import NumericalError
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import joined
@@ -24,8 +24,8 @@ from moemerge.routing import (
     minimise_divergence,
 )
 from moemerge.routing.solve import build_operator, solve_system
+from moemerge.runtime.progress import counted
 from moemerge.runtime.timing import Stopwatch
-from moemerge.runtime.words import counted
 
 
 @dataclass(frozen=True)

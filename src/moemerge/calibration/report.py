@@ -13,7 +13,7 @@ from moemerge.lockstep.models import SkippedRouter
 from moemerge.lockstep.repairs import RepairReport
 from moemerge.report.files import in_markdown
 from moemerge.routing import Preconditioner
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 PER_DOMAIN = ("kl_before", "kl_after", "mismatch_before", "mismatch_after")
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import torch
+
+from moemerge.architectures.opened import OpenModel
 from moemerge.calibration.job import (
     CalibrationJob,
     CalibrationRequest,
     prepare,
     stream_settings,
 )
+from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.report import CalibrationReport, holdout_notices, totals
 from moemerge.calibration.solve import RouterSolver, memory_need, solve_settings
-from moemerge.calibration.warm_up import solve_once
 from moemerge.lockstep.models import require_calibratable
 from moemerge.lockstep.output import Output
 from moemerge.lockstep.repairs import RepairReport, open_models, open_output, output_files
 from moemerge.lockstep.streams import Lockstep, open_lockstep
 from moemerge.lockstep.walk import walk
-from moemerge.lockstep.warm_up import WarmUp
+from moemerge.lockstep.warm_up import RandomRouter, WarmUp, router_like
+from moemerge.routing import SolveSettings
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
@@ -103,4 +107,29 @@ def _report(
         ),
         seconds=seconds,
         timings=Timings.of(stopwatch, seconds, peak_memory(job.stream.device)),
+    )
+
+
+def solve_once(
+    model: OpenModel, settings: SolveSettings, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Solve for a random router of the model's shape."""
+    router = router_like(model, device, dtype)
+    if router is not None:
+        problem = problem_of(router, dtype)
+        calibrate_layer(problem, settings, start=problem.merged)
+
+
+def problem_of(router: RandomRouter, dtype: torch.dtype) -> LayerProblem:
+    selection = None
+    if router.gate.selection_bias is not None:
+        selection = router.merged.new_zeros(router.merged.shape[0])
+    return LayerProblem(
+        gate=router.gate,
+        merged=router.merged,
+        domains=router.domains,
+        holdout=[],
+        dtypes=(dtype, dtype if router.has_bias else None),
+        selection_bias=selection,
+        source_biases={domain.name: selection for domain in router.domains},
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import Score
+from moemerge.architectures.rules import Score
 from moemerge.calibration.job import CalibrationJob
 from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.report import layer_row
@@ -27,9 +27,8 @@ from moemerge.lockstep.warm_up import WarmUp
 from moemerge.routing import Curvature, DomainFeatures, Preconditioner, SolveSettings
 from moemerge.routing.curvature import logits_of, rows_at_once, working_dtype
 from moemerge.routing.preconditioners import matrix_bytes
-from moemerge.runtime.progress import Progress
+from moemerge.runtime.progress import Progress, counted
 from moemerge.runtime.timing import Stopwatch
-from moemerge.runtime.words import counted
 
 # Vectors of the solver, preconditioner's scales, measured routers: all (K, d) in float64.
 ROUTER_COPIES = 16

@@ -4,8 +4,7 @@ from moemerge.checkpoint.locate import hub_ids, locate
 from moemerge.checkpoint.output import check_output, require_space
 from moemerge.checkpoint.patch import CheckpointPatch
 from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
-from moemerge.checkpoint.sizes import format_size, parse_size
-from moemerge.checkpoint.tensors import TensorInfo, main_dtype
+from moemerge.checkpoint.tensors import TensorInfo, format_size, main_dtype, parse_size
 from moemerge.checkpoint.writer import CheckpointWriter
 
 __all__ = [

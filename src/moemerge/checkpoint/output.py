@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from moemerge.checkpoint.companions import CARRIED_FOLDERS, is_companion, is_weights
-from moemerge.checkpoint.sizes import format_size
+from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.runtime.devices import free_disk
 from moemerge.runtime.process import is_alive

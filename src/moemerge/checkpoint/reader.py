@@ -18,8 +18,7 @@ from moemerge.checkpoint.lora import LoraChanges
 from moemerge.checkpoint.quantised.recognise import recognise, without_sections
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
-from moemerge.checkpoint.sizes import format_size
-from moemerge.checkpoint.tensors import TensorInfo
+from moemerge.checkpoint.tensors import TensorInfo, format_size
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean

@@ -29,7 +29,7 @@ FIRST = (
     "ls",
     "demo",
 )
-HELPERS = ("app", "console", "flags", "interrupts", "render", "wording")
+HELPERS = ("app", "console", "flags", "render", "wording")
 
 
 class Verbs(CommandGroup):

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from moemerge.cli.console import interruptible
 from moemerge.cli.flags import (
     Config,
     Out,
@@ -19,7 +20,6 @@ from moemerge.cli.flags import (
     given,
     numbers,
 )
-from moemerge.cli.interrupts import interruptible
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.config.refit import RefitSettings
 from moemerge.config.settings import MergeSettings, OutputSettings

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemerge.cli.flags import Config, Overwrite, Reporting, add_verb
-from moemerge.config.weighing import CoefficientSettings
+from moemerge.config.coefficients import CoefficientSettings
 
 if TYPE_CHECKING:
     from moemerge.cli.render import NumberTable

@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich import filesize
 from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
@@ -33,6 +34,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from moemerge.cli import INTERRUPTED
 from moemerge.cli.wording import in_flags
 from moemerge.errors import CheckpointError
 from moemerge.runtime.files import write_whole
@@ -256,3 +258,20 @@ def progress(*, quiet: bool) -> Iterator[Bar]:
         yield bar
     finally:
         bar.finish()
+
+
+@contextmanager
+def interruptible(what_is_left: Callable[[], str | None]) -> Iterator[None]:
+    """On Ctrl-C say what is left, and end; None leaves the word to the caller.
+
+    `what_is_left` must not import anything: if an import was interrupted, half-made modules are
+    about, and importing them again fails.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        left = what_is_left()
+        if left is None:
+            raise
+        err.print(f"[bold red]interrupted;[/] {escape(left)}", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Model, Overwrite, Reporting, add_verb
-from moemerge.cli.interrupts import interruptible
 from moemerge.config.data import DataSettings
 from moemerge.runtime.journals import completions_path
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from moemerge.data import DataReport
-    from moemerge.generation.counts import Counts
+    from moemerge.generation.run import Counts
 
 EXAMPLES = """
   moemerge data org/math math.jsonl --prompts gsm8k_train.jsonl --verify math \\

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemerge.cli.console import err, out, show_json
+from moemerge.cli.console import err, interruptible, out, show_json
 from moemerge.cli.flags import Device, Json, Quiet, add_verb
-from moemerge.cli.interrupts import interruptible
 from moemerge.errors import UsageError
 
 if TYPE_CHECKING:

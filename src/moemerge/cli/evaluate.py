@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Reporting, add_verb
-from moemerge.cli.interrupts import interruptible
 from moemerge.config.evaluation import EvaluationOutputSettings, EvaluationSettings
 
 EXAMPLES = """

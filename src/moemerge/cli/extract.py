@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moemerge.cli.flags import Out, Overwrite, Reporting, add_verb
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 EXAMPLES = """
   moemerge extract shared/ math math-again/

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from moemerge.cli.calibrate import what_is_left
+from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Config, Out, Reporting, add_verb, given
-from moemerge.cli.interrupts import interruptible
 from moemerge.config.settings import MergeSettings, PlanSettings
 from moemerge.runtime.process import without_garbage_collection
 

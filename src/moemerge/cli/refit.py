@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from moemerge.cli.calibrate import what_is_left
+from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Out, Reporting, Sources, Texts, Weights, add_verb, given, numbers
-from moemerge.cli.interrupts import interruptible
 from moemerge.config.refit import RefitSettings
 from moemerge.config.settings import OutputSettings
 

@@ -11,7 +11,7 @@ from moemerge.cli.render import NumberTable, facts, requantised
 from moemerge.cli.routing_table import held_out, timing, unequal
 from moemerge.cli.wording import in_flags
 from moemerge.report.words import Quantity
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from moemerge.refitting import RefitReport

@@ -12,9 +12,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from moemerge.checkpoint.sizes import format_size
+from moemerge.checkpoint.tensors import format_size
 from moemerge.cli.console import UNLIMITED
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from moemerge.architectures.describe import Description

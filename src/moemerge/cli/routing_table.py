@@ -15,7 +15,7 @@ from moemerge.cli.wording import in_flags
 from moemerge.diagnosis.advice import DAMAGED, INTACT, SLIGHT
 from moemerge.report.words import Quantity, display_names, percent
 from moemerge.routing.figures import FIGURES, Figure
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from moemerge.calibration import CalibrationReport

@@ -9,7 +9,7 @@ import typer
 
 from moemerge.cli.flags import Model, Overwrite, Reporting, add_verb
 from moemerge.config.settings import CollectingSettings
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from rich.text import Text

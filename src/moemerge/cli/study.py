@@ -9,8 +9,8 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
+from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Reporting, add_verb
-from moemerge.cli.interrupts import interruptible
 from moemerge.config.study import StudySettings
 from moemerge.errors import NumericalError
 

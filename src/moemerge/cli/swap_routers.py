@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moemerge.cli.flags import Model, Out, Overwrite, Reporting, add_verb
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 EXAMPLES = """
   moemerge swap-routers merged/ --from org/math swapped/

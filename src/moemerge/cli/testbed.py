@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemerge.cli import testbed_table
+from moemerge.cli.console import interruptible
 from moemerge.cli.flags import CommandGroup, Device, Out, Reporting, Resume, add_verb
-from moemerge.cli.interrupts import interruptible
 from moemerge.runtime.journals import saved_path
 
 if TYPE_CHECKING:

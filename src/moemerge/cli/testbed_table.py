@@ -10,8 +10,8 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
+from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Device, Reporting, add_verb
-from moemerge.cli.interrupts import interruptible
 from moemerge.errors import NumericalError, UsageError
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Model, Out, Reporting, add_verb, given
-from moemerge.cli.interrupts import interruptible
 from moemerge.config.tuning import TuningOutputSettings, TuningSettings
 from moemerge.runtime.journals import saved_path
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

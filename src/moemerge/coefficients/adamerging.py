@@ -23,8 +23,7 @@ from moemerge.errors import NumericalError, ResourceError
 from moemerge.features.loading import build_skeleton
 from moemerge.features.weights import Weights
 from moemerge.runtime.devices import available_memory
-from moemerge.runtime.progress import Progress
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import Progress, counted
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 

@@ -20,18 +20,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import yaml
 from pydantic import Field
 
 from moemerge.config.faults import Fault, Path, listed
-from moemerge.config.fields import Name, NotEmpty, Strict
+from moemerge.config.fields import Fraction, Name, NotEmpty, PositiveInt, Strict
 from moemerge.config.parameters import BasePolicy, MethodSchema
-from moemerge.config.reading import FaultReporter
 from moemerge.config.resolve import NormalisedMerge
+from moemerge.config.settings import ForwardKeywords, ForwardSettings
 from moemerge.config.translate import WorkingCopy, validate
-from moemerge.config.yaml_lines import Document, Dumper, read_yaml
+from moemerge.config.yaml_lines import Document, Dumper, FaultReporter, read_yaml
 from moemerge.errors import ConfigError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.files import read_utf8
@@ -184,3 +184,45 @@ def _has_base(schema: MethodSchema, merge: NormalisedMerge) -> bool:
     if schema.base is BasePolicy.OPTIONAL:
         return merge.base_model is not None
     return schema.base is BasePolicy.REQUIRED
+
+
+CoefficientMethod = Literal["acm", "sens", "neuron", "adamerging"]
+FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class CoefficientSettings(ForwardSettings):
+    """How coefficients are found, over how much text, and where the models run."""
+
+    sharpness: PositiveNumber = Field(
+        1.0, description="acm: how fast a coefficient falls as a layer stays what it was"
+    )
+    temperature: PositiveNumber = Field(
+        0.1, description="sens: of the softmax over models; the higher, the more alike"
+    )
+    own: FiniteNumber = Field(
+        1.0, description="neuron: how much of a model its own domain's neurons take"
+    )
+    other: FiniteNumber = Field(0.0, description="neuron: how much they take of every other model")
+    specific: PositiveNumber = Field(
+        2.0,
+        description="neuron: times more active in its domain than in the others a neuron must be",
+    )
+    steps: PositiveInt = Field(500, description="adamerging: steps of Adam")
+    lr: PositiveNumber = Field(1e-3, description="adamerging: step size")
+    start: Fraction = Field(0.3, description="adamerging: every coefficient at the start")
+    rows: PositiveInt = Field(16, description="adamerging: rows of each text in one step")
+
+
+class CoefficientKeywords(ForwardKeywords, total=False):
+    """`CoefficientSettings` one by one."""
+
+    sharpness: float
+    temperature: float
+    own: float
+    other: float
+    specific: float
+    steps: int
+    lr: float
+    start: float
+    rows: int

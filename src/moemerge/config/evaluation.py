@@ -1,4 +1,4 @@
-"""Every setting of `moemerge evaluate`, with the defaults that the command line and the API use."""
+"""Every setting of `moemerge evaluate`, with its defaults, and what a task file says."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from moemerge.config.generation import (
     TEMPERATURE,
     EngineKeywords,
     EngineSettings,
+    PromptSettings,
     Temperature,
     Texts,
 )
 from moemerge.config.settings import Flag
+from moemerge.config.translate import WorkingCopy, validate
+from moemerge.config.yaml_lines import FaultReporter, read_document
 
 Protocol = Literal["correct", "paper"]
 
@@ -83,3 +86,38 @@ class EvaluationOutKeywords(EvaluationKeywords, total=False):
     lm_eval: str | Sequence[str] | tuple[str, ...]
     report: str | Path | None
     card: bool
+
+
+class PublishedScoring(Strict):
+    """What protocol `paper` does otherwise."""
+
+    verify: str | None = Field(None, description="how answers are judged there")
+    samples: PositiveInt | None = Field(None, description="only so many samples count there")
+
+
+class TaskSettings(PromptSettings):
+    """A task. Its completions do not depend on the protocol, only their scores do."""
+
+    title: str = Field(description="its name in tables")
+    domain: str = Field("other", description="tasks of one domain are averaged")
+    data: str | None = Field(
+        None, description="a file, or files of a hub data set: org/name@revision:PATTERN"
+    )
+    problems: PositiveInt | None = Field(None, description="how many the data should hold")
+    verify: str = Field(description="how answers are judged")
+    paper: PublishedScoring | None = Field(None, description="what protocol `paper` does otherwise")
+    needs_chat_template: Flag = Field(
+        False, description="refuse models without one (unless they are asked in plain text)"
+    )
+    max_new_tokens: PositiveInt = Field(1024, description=MAX_NEW_TOKENS)
+    stop: Texts = Field((), description="texts that end a completion, and are not part of it")
+
+
+def load_task(path: Path) -> TaskSettings:
+    """Read a task file; all that is wrong with it comes in one error."""
+    where, document = read_document(path)
+    faults = list(document.faults)
+    task = validate(TaskSettings, WorkingCopy(document.data), faults.append)
+    FaultReporter(where, document, lenient=False).judge(faults)
+    assert task is not None  # otherwise a fault was noted
+    return task

@@ -6,7 +6,7 @@ is a fault too; `lenient` turns exactly those into warnings and takes the ineffe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any, Final
@@ -18,6 +18,7 @@ from moemerge.config.checks import (
     method_faults,
     normalised_for_checks,
     slice_faults,
+    value_faults,
 )
 from moemerge.config.coefficients import (
     WEIGHT,
@@ -26,9 +27,8 @@ from moemerge.config.coefficients import (
     read_coefficients,
     unweighed_faults,
 )
-from moemerge.config.faults import Fault, Path
-from moemerge.config.parameters import MethodSchema, WrapperSchema
-from moemerge.config.reading import FaultReporter, read_document
+from moemerge.config.faults import Fault, Path, listed
+from moemerge.config.parameters import BasePolicy, MethodSchema, WrapperSchema
 from moemerge.config.requests import (
     REPAIRS,
     SourceData,
@@ -47,11 +47,10 @@ from moemerge.config.resolve import (
     reference_faults,
     with_models,
 )
-from moemerge.config.schema import RunConfig
-from moemerge.config.tasks_kept import kept_faults
+from moemerge.config.schema import RunConfig, WrapEntry, kept_faults
 from moemerge.config.translate import WorkingCopy, validate
-from moemerge.config.wrapping import wrap_faults
-from moemerge.config.yaml_lines import Document
+from moemerge.config.yaml_lines import Document, FaultReporter, read_document
+from moemerge.registry import did_you_mean
 
 _NO_METHOD: Final = "(none)"  # stands in for a missing merge_method while the rest is checked
 _BODIES: Final[tuple[Path, ...]] = (("models",), ("slices",), ("modules",))
@@ -235,3 +234,57 @@ class _Check:
             text = "'base' means the base_model's tokenizer, and there is no base_model"
             faults += [Fault(path, text) for path in needs_base]
         return faults
+
+
+WRAP: Path = ("wrap",)
+
+
+def wrap_faults(
+    config: RunConfig, schemas: Mapping[str, MethodSchema], wrappers: Mapping[str, WrapperSchema]
+) -> Iterator[Fault]:
+    """Misspelt wrappers and parameters, and methods that no wrapper fits around."""
+    method = schemas.get(config.merge_method)
+    for i, entry in enumerate(config.wrap or ()):
+        place: Path = (*WRAP, i)
+        schema = wrappers.get(entry.wrapper)
+        if schema is None:
+            close = did_you_mean(entry.wrapper, wrappers) or f"; known: {listed(sorted(wrappers))}"
+            yield Fault(place, f"unknown wrapper {entry.wrapper!r}{close}")
+            continue
+        if any(entry.wrapper == other.wrapper for other in (config.wrap or ())[:i]):
+            yield Fault(place, f"{entry.wrapper!r} is listed twice")
+        yield from _parameters(place, entry, schema)
+        if method is not None:
+            yield from _unfit(place, method, schema)
+    if config.wrap and method is not None and method.base is BasePolicy.MEMBER:
+        text = f"{method.name!r} takes the base for a model like the others, and a wrapper needs it"
+        yield Fault(WRAP, f"{text} apart: use 'task_arithmetic', with weights that sum to 1")
+    elif config.wrap and config.base_model is None and not _sliced_bases(config):
+        yield Fault(WRAP, "wrappers need a base_model")
+
+
+def _sliced_bases(config: RunConfig) -> bool:
+    slices = config.body.slices or ()
+    return bool(slices) and all(entry.base_model is not None for entry in slices)
+
+
+def _parameters(place: Path, entry: WrapEntry, schema: WrapperSchema) -> Iterator[Fault]:
+    known = {spec.name: spec for spec in schema.parameters}
+    for name, value in entry.parameters.items():
+        path = (*place, "parameters", name)
+        if name in known:
+            yield from value_faults(path, value, known[name])
+        else:
+            close = did_you_mean(name, known) or f"; {schema.name!r} takes: {listed(known)}"
+            yield Fault(path, f"unknown parameter{close}")
+
+
+def _unfit(place: Path, method: MethodSchema, schema: WrapperSchema) -> Iterator[Fault]:
+    if not schema.turns:
+        return
+    if method.max_models == 1:
+        text = f"{schema.name!r} aligns several models, and {method.name!r} takes one"
+        yield Fault(place, text)
+    if method.statistics == "fisher":
+        text = f"{method.name!r} knows single weights, which {schema.name!r} turns into others"
+        yield Fault(place, text)

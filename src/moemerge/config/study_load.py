@@ -12,10 +12,9 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 from moemerge.config.faults import Fault, Path
-from moemerge.config.reading import FaultReporter, read_document
 from moemerge.config.study import AS_MERGED, AVERAGE, BASE, StudyConfig, TunedSource
 from moemerge.config.translate import WorkingCopy, validate
-from moemerge.config.yaml_lines import Document, read_yaml
+from moemerge.config.yaml_lines import Document, FaultReporter, read_document, read_yaml
 from moemerge.errors import ConfigError
 from moemerge.registry import did_you_mean
 

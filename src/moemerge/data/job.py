@@ -13,14 +13,20 @@ from pathlib import Path
 from moemerge.config.data import DataSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.translate import parse_settings
-from moemerge.data.contamination import Benchmark
-from moemerge.data.selection import balanced, normal
-from moemerge.data.texts import read_text
+from moemerge.data.selection import Benchmark, balanced, normal
 from moemerge.errors import DataError, UsageError
-from moemerge.generation.prompts import PromptRow, located, read_prompt, read_prompts
+from moemerge.generation.prompts import (
+    USUAL,
+    PromptRow,
+    file_of,
+    located,
+    read_prompt,
+    read_prompts,
+)
+from moemerge.registry import did_you_mean
 from moemerge.statistics.writer import check_output_file
 from moemerge.text.reading import Rows
-from moemerge.text.rows import TextSource, read_rows
+from moemerge.text.rows import TextRow, TextSource, read_rows, row_fields
 from moemerge.verification.judgement import Verifier
 from moemerge.verification.verifiers import make_verifier
 
@@ -167,3 +173,16 @@ def opened_verifier(settings: DataSettings) -> Iterator[Verifier | None]:
         yield verifier
     finally:
         verifier.close()
+
+
+def read_text(row: TextRow, settings: DataSettings) -> tuple[str, str]:
+    """(group, text) of a row of plain text."""
+    fields = row_fields(row)
+    column = settings.map.get("text") or next((c for c in USUAL["text"] if c in fields), "text")
+    if not isinstance(fields.get(column), str):
+        raise DataError(
+            f"{row.where}: no text in column {column!r}{did_you_mean(column, fields)}",
+            hint=f'columns: {", ".join(fields)}; `map={{"text": COLUMN}}`',
+        )
+    group = str(fields.get(settings.balance)) if settings.balance else file_of(row.where)
+    return group, fields[column]

@@ -5,10 +5,20 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
-from moemerge.data.answers import Answer, answer_prompts, forget
+from moemerge.data.answers import (
+    Answer,
+    Row,
+    answer_prompts,
+    answered_row,
+    forget,
+    prompt_row,
+    reference_row,
+)
 from moemerge.data.job import (
     DataRequest,
     Selected,
@@ -17,23 +27,57 @@ from moemerge.data.job import (
     select_prompts,
     select_texts,
 )
-from moemerge.data.output import (
-    Row,
-    answered_row,
-    prompt_row,
-    reference_row,
-)
-from moemerge.data.report import DataReport
 from moemerge.data.selection import balanced, distinct
 from moemerge.errors import DataError
-from moemerge.generation.counts import Counts, count
 from moemerge.generation.engine import Finish
 from moemerge.generation.prompts import PromptRow, open_tokenizer
-from moemerge.generation.run import Generated
-from moemerge.runtime.progress import Progress
-from moemerge.runtime.words import counted
+from moemerge.generation.run import Counts, Generated, count
+from moemerge.runtime.progress import Progress, counted
+from moemerge.text.rows import write_rows
 from moemerge.text.tokens import Tokenizer
-from moemerge.text.writing import write_rows
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What `moemerge data` read, left out, asked, and kept."""
+
+    output: str
+    keep: str
+    verify: str
+    read: int  # rows of all files
+    repeated: int  # prompts left out as repetitions of others
+    contaminated: Mapping[str, int]  # prompts left out, by the benchmark that holds them too
+    prompts: int  # that were taken
+    answers: Counts
+    by_group: Mapping[str, Counts]
+    kept: int
+    kept_by_group: Mapping[str, int]
+    reused: int  # completions of a run before
+    tokens: int  # generated in this run
+    seconds: float
+    generating_seconds: float
+    notices: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "output": self.output,
+            "keep": self.keep,
+            "verify": self.verify,
+            "read": self.read,
+            "repeated": self.repeated,
+            "contaminated": dict(self.contaminated),
+            "prompts": self.prompts,
+            "answers": self.answers.to_json(),
+            "by_group": {name: counts.to_json() for name, counts in self.by_group.items()},
+            "kept": self.kept,
+            "kept_by_group": dict(self.kept_by_group),
+            "reused": self.reused,
+            "tokens": self.tokens,
+            "tokens_per_second": round(self.tokens / max(self.generating_seconds, 1e-9), 1),
+            "seconds": round(self.seconds, 3),
+            "notices": list(self.notices),
+        }
+
 
 Grouped = tuple[str, Row]  # a row with the group that it counts for
 NOTHING = Generated((), 0, 0, 0.0)

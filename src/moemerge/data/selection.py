@@ -1,11 +1,11 @@
-"""Which rows are taken: none twice, and every group its share."""
+"""Which rows are taken: none twice, none that a benchmark holds too, and every group its share."""
 
 from __future__ import annotations
 
 import random
 import re
 import unicodedata
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Final, TypeVar
 
 T = TypeVar("T")
@@ -46,3 +46,37 @@ def balanced(
         taken += waiting[:share]
         left -= min(share, len(waiting))
     return [items[place] for place in sorted(taken)]
+
+
+_WORD: Final = re.compile(r"\w+")
+
+
+class Benchmark:
+    """What must not be trained or calibrated on, as sequences of n words."""
+
+    def __init__(self, name: str, texts: Iterable[str], n: int) -> None:
+        self.name = name
+        self._n = n
+        self._grams: set[tuple[str, ...]] = set()
+        # A question shorter than n words is compared as a whole.
+        self._short: set[tuple[str, ...]] = set()
+        for text in texts:
+            words = words_of(text)
+            if len(words) < n:
+                self._short.add(words)
+            self._grams.update(grams(words, n))
+
+    def overlaps(self, text: str) -> bool:
+        words = words_of(text)
+        if words in self._short:
+            return True
+        return any(gram in self._grams for gram in grams(words, self._n))
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """Words and numbers, without case and punctuation."""
+    return tuple(_WORD.findall(normal(text)))
+
+
+def grams(words: Sequence[str], n: int) -> Iterable[tuple[str, ...]]:
+    return (tuple(words[at : at + n]) for at in range(len(words) - n + 1))

@@ -15,11 +15,9 @@ from moemerge.generation.journal import CompletionJournal, prompt_key
 from moemerge.generation.prompts import open_tokenizer
 from moemerge.generation.run import complete
 from moemerge.report.words import display_names
-from moemerge.runtime.progress import Progress
-from moemerge.runtime.words import counted
-from moemerge.text.prompts import prompt_text, prompt_tokens
+from moemerge.runtime.progress import Progress, counted
 from moemerge.text.templates import has_template
-from moemerge.text.tokens import Tokenizer
+from moemerge.text.tokens import Tokenizer, prompt_text, prompt_tokens
 
 Completions = tuple[tuple[Completion, ...], ...]  # by problem and sample
 

@@ -21,10 +21,9 @@ from moemerge.evaluation.job import EvaluationJob, Model
 from moemerge.evaluation.report import TaskScores
 from moemerge.generation.engines import engine_maker, made_by
 from moemerge.generation.journal import CompletionJournal
-from moemerge.generation.likelihoods import Likelihood
 from moemerge.generation.prompts import open_tokenizer
 from moemerge.generation.run import complete
-from moemerge.generation.transformers_engine import TransformersEngine
+from moemerge.generation.transformers_engine import Likelihood, TransformersEngine
 from moemerge.runtime.progress import Progress
 from moemerge.text.templates import has_template
 

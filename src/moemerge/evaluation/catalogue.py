@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from moemerge.config.tasks import TaskSettings, load_task
+from moemerge.config.evaluation import TaskSettings, load_task
 from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
 

@@ -1,14 +1,22 @@
-"""What the page of an evaluation shows: the report, and texts of every problem."""
+"""What the page of an evaluation shows (the report, texts of every problem), and a model card."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
+from moemerge.checkpoint.locate import is_hub_id
+from moemerge.errors import DataError
 from moemerge.evaluation.report import EvaluationReport
 from moemerge.evaluation.scoring import JudgedAnswer, ScoredTask
 from moemerge.generation.engine import Finish
-from moemerge.runtime.words import counted
+from moemerge.report.files import CARD_NAME
+from moemerge.runtime.files import write_whole
+from moemerge.runtime.progress import counted
 
 
 def page_document(
@@ -85,3 +93,74 @@ def _texts(samples: Sequence[JudgedAnswer]) -> list[dict[str, Any]]:
         }
         for one in first.values()
     ]
+
+
+_FRONT: Final = re.compile(r"\A---\n(.*?)^---\n", re.S | re.M)
+# A key at the left margin and all that is indented, listed or empty below it.
+_INDEX: Final = re.compile(r"^model-index:[^\n]*\n(?:(?:[ \t-][^\n]*)?\n)*", re.M)
+
+
+def model_index(report: EvaluationReport, model: str) -> str:
+    """YAML of one model's results. Strings are quoted as JSON has them, which YAML reads alike."""
+    return "\n".join(_lines(report, model)) + "\n"
+
+
+def _lines(report: EvaluationReport, model: str) -> Iterator[str]:
+    quoted = json.dumps
+    yield "model-index:"
+    yield f"- name: {quoted(model)}"
+    yield "  results:"
+    rows = {row.name: row for row in report.rows if row.kind == "task"}
+    for task in report.tasks:
+        score = rows[task.name].scores[model]
+        error = "" if score.error is None else f", standard error {100 * score.error:.2f}"
+        name = f"{task.metric} (protocol {report.protocol}{error})"
+        yield "  - task:"
+        yield "      type: text-generation"
+        yield "    dataset:"
+        yield f"      name: {quoted(task.title)}"
+        yield f"      type: {quoted(_data_set(task.source) or task.name)}"
+        yield "    metrics:"
+        yield f"    - type: {quoted(task.metric)}"
+        yield f"      name: {quoted(name)}"
+        yield f"      value: {100 * score.mean:.4f}"
+
+
+def _data_set(source: str | None) -> str | None:
+    name = re.split("[@:]", source)[0] if source else ""
+    return name if name and is_hub_id(name) else None
+
+
+def check_cards(models: dict[str, str]) -> None:
+    """Only a folder has a card that can be written; said before any work."""
+    if not models:
+        raise DataError(
+            "no model is given, so it is not known whose card is meant",
+            hint="name the model folders with `rescore`, too",
+        )
+    for model in models.values():
+        if not os.path.isdir(os.path.expanduser(model)):
+            raise DataError(
+                f"{model} is no folder, so its card cannot be written",
+                hint="results.json in the output has the numbers",
+            )
+
+
+def write_cards(report: EvaluationReport) -> list[Path]:
+    """Put the scores into each model's card; what it says of scores so far is replaced."""
+    written = []
+    for name, model in report.models.items():
+        path = Path(os.path.expanduser(model)) / CARD_NAME
+        text = path.read_text("utf-8") if path.exists() else f"# {name}\n"
+        write_whole(path, with_index(text, model_index(report, name)).encode())
+        written.append(path)
+    return written
+
+
+def with_index(card: str, index: str) -> str:
+    """A card with this `model-index` in its front matter, in place of the one that is there."""
+    front = _FRONT.match(card)
+    if front is None:
+        return f"---\n{index}---\n{card}"
+    kept = _INDEX.sub("", front[1])
+    return f"---\n{kept}{index}---\n{card[front.end() :]}"

@@ -10,16 +10,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from moemerge.evaluation.resampling import (
+from moemerge.evaluation.significance import (
     Array,
+    McNemar,
     drawn_means,
     flipped_means,
     interval,
+    mcnemar,
+    mean,
     two_sided,
     weighted,
 )
-from moemerge.evaluation.significance import McNemar, mcnemar, mean
-from moemerge.generation.counts import Counts
+from moemerge.generation.run import Counts
 
 ALPHA: Final = 0.05
 OVERALL: Final = "overall"

@@ -18,19 +18,17 @@ from moemerge.evaluation.answers import (
     recall,
 )
 from moemerge.evaluation.bridge import bridged_scores, require_lm_eval
-from moemerge.evaluation.card import check_cards, write_cards
 from moemerge.evaluation.folder import file_name
 from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation_settings, prepare
-from moemerge.evaluation.page import page_document
+from moemerge.evaluation.page import check_cards, page_document, write_cards
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
 from moemerge.evaluation.scoring import ScoredTask, judge, opened_verifiers
 from moemerge.report.files import report_bytes, report_document
 from moemerge.report.page import check_page_path
 from moemerge.report.scores import write_scores_page
 from moemerge.runtime.files import write_whole
-from moemerge.runtime.progress import Progress
-from moemerge.runtime.words import counted
-from moemerge.text.writing import write_rows
+from moemerge.runtime.progress import Progress, counted
+from moemerge.text.rows import write_rows
 from moemerge.version import __version__
 
 RESULTS = "results.json"

@@ -11,9 +11,9 @@ import numpy as np
 from moemerge.evaluation.answers import Answers
 from moemerge.evaluation.folder import file_name
 from moemerge.evaluation.job import EvaluationJob, PosedTask
-from moemerge.evaluation.resampling import Array
-from moemerge.generation.counts import Counts, count
+from moemerge.evaluation.significance import Array
 from moemerge.generation.engine import Completion, Finish
+from moemerge.generation.run import Counts, count
 from moemerge.runtime.progress import Progress
 from moemerge.verification.cache import CachedVerifier
 from moemerge.verification.code_checks import CodeVerifier

@@ -14,7 +14,7 @@ from typing import Any
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import hub_ids, is_here, is_local
-from moemerge.checkpoint.sizes import format_size, parse_size
+from moemerge.checkpoint.tensors import format_size, parse_size
 from moemerge.config.data import DataRecipe
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.evaluation.catalogue import BenchmarkTask
@@ -22,7 +22,7 @@ from moemerge.evaluation.job import generation_settings
 from moemerge.experiments.plan import StudyPlan
 from moemerge.experiments.tree import StudyCell, StudyNode
 from moemerge.runtime.devices import free_disk
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 BYTES_PER_TOKEN = 4  # of English text, about
 KINDS = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.checkpoint.sizes import format_size
+from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.features.loading import NameMap, Recipe, keeps_float32, map_names, tied_names
 from moemerge.runtime.gpu import BUFFER_BYTES, uploads_to

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 
 from moemerge.errors import DataError
 from moemerge.generation.engine import Completion, Finish
-from moemerge.runtime.lines import LineFile, OtherRunError
+from moemerge.runtime.journals import LineFile, OtherRunError
 
 KIND: Final = "moemerge completions"
 EDITION: Final = 2

@@ -15,9 +15,8 @@ from moemerge.config.generation import PromptSettings
 from moemerge.config.models import ModelRef
 from moemerge.errors import DataError
 from moemerge.registry import did_you_mean
-from moemerge.text.prompts import prompt_text, prompt_tokens
 from moemerge.text.rows import TextRow, TextSource, Turn, row_fields, said, turns_of
-from moemerge.text.tokens import Tokenizer, load_tokenizer
+from moemerge.text.tokens import Tokenizer, load_tokenizer, prompt_text, prompt_tokens
 
 # Where a set does not say otherwise: the first of these columns that a row has.
 USUAL: Final[Mapping[str, tuple[str, ...]]] = {

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moemerge.errors import NumericalError
 from moemerge.linalg.operator import Deflation, Identity, LinearOperator
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 # The recurrence stops a little below the tolerance: one more step is cheaper than a restart.
 RECURRENCE_MARGIN = 0.8

@@ -41,8 +41,8 @@ from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.files import read_file, read_object, read_utf8, write_whole
+from moemerge.runtime.progress import counted
 from moemerge.runtime.timing import Timings
-from moemerge.runtime.words import counted
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files, source_names
 from moemerge.version import __version__

@@ -10,8 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import Gate
 from moemerge.architectures.opened import OpenModel
+from moemerge.architectures.rules import Gate
 from moemerge.routing import DomainFeatures
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import gpu_memory, prepare_for_threads

@@ -20,7 +20,7 @@ from moemerge.merging.method import UnitInfo
 from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from torch import Tensor

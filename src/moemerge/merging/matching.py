@@ -19,7 +19,7 @@ from moemerge.checkpoint import TensorInfo
 from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError, ConfigError
 from moemerge.runtime.dtypes import Dtype
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 SHOWN = 5  # names listed in one message
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from moemerge.merging.method import Facts, Remark
 from moemerge.merging.plan import Fate, MergePlan
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ from moemerge.report.files import (
 )
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import check_device, resolve_device
-from moemerge.runtime.progress import Progress
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import Progress, counted
 from moemerge.text.rows import check_text
 from moemerge.version import __version__
 

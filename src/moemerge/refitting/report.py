@@ -12,7 +12,7 @@ from moemerge.lockstep.repairs import RepairReport
 from moemerge.refitting.ridge import Fit
 from moemerge.refitting.routers import RouterFit
 from moemerge.report.files import in_markdown
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 SHOWN = 5  # experts that a notice names
 

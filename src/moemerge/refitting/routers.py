@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.architecture import RouterInfo
-from moemerge.architectures.gates import Gate
 from moemerge.architectures.opened import OpenModel
+from moemerge.architectures.rules import Gate
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.stops import Stop
 from moemerge.linalg.cg import Status

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import Gate
+from moemerge.architectures.rules import Gate
 from moemerge.errors import NumericalError
 from moemerge.linalg.operator import LinearOperator
 from moemerge.routing.gates import (

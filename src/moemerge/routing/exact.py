@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moemerge.architectures.gates import Gate, Score
+from moemerge.architectures.rules import Gate, Score
 from moemerge.errors import UsageError
 from moemerge.linalg.cg import CGResult, Ending, Resting, Status, cg
 from moemerge.routing.curvature import DomainStatistics, RouterCurvature

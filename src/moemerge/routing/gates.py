@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moemerge.architectures.gates import BiasPlace, Gate, Score
+from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.errors import ArchitectureError
 
 # Below this, log softplus(z) = z - e^z/2 to float64's last digits, and softplus would underflow.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moemerge.architectures.gates import Gate, Score
+from moemerge.architectures.rules import Gate, Score
 from moemerge.errors import DataError
 from moemerge.kernels import agreement
 from moemerge.routing.figures import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moemerge.architectures.gates import Gate
+from moemerge.architectures.rules import Gate
 from moemerge.errors import DataError, UsageError
 from moemerge.linalg.cg import CGResult, Ending, Status, cg
 from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature

@@ -16,7 +16,7 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, TokenizerError, library_errors
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 from moemerge.text.domains import TextSettings
 from moemerge.text.reading import Rows
 from moemerge.text.rows import TextSource, UnreadKeys, source_names

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, UsageError
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 from moemerge.text.reading import Rows
 from moemerge.text.rows import MOST_BYTES, TextSource, UnreadKeys, source_names, too_large
 from moemerge.text.tokens import tokenize

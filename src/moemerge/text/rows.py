@@ -17,8 +17,8 @@ from typing import Any
 
 from moemerge.errors import DataError
 from moemerge.registry import did_you_mean
-from moemerge.runtime.files import TEXT_SUFFIXES
-from moemerge.runtime.words import counted
+from moemerge.runtime.files import TEXT_SUFFIXES, write_whole
+from moemerge.runtime.progress import counted
 
 FORMS = (
     'a row is {"text": ...}, {"messages": [...]}, {"conversations": [...]}, '
@@ -384,3 +384,13 @@ def _turn(turn: Any, where: str) -> Turn:
         f"{where}: a message is {turn!r:.80}, expected an object with role and content "
         "(or from and value)"
     )
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """JSON lines (gzipped where the name says so), written beside the file and renamed."""
+    # Halves of characters, which a cut text may end with, have no bytes in UTF-8.
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    data = "".join(lines).encode("utf-8", "replace")
+    if path.name.endswith(".gz"):
+        data = gzip.compress(data, mtime=0)
+    write_whole(path, data)

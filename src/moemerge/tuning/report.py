@@ -21,7 +21,7 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 from moemerge.version import __version__
 
 MOST_POINTS: Final = 1000  # of the curve in a report

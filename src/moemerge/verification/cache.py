@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moemerge.errors import DataError
-from moemerge.runtime.lines import LineFile
+from moemerge.runtime.journals import LineFile
 from moemerge.verification.judgement import Grade, Judgement, Row, Verifier
 
 KIND: Final = "moemerge judgements"

@@ -12,8 +12,7 @@ from typing import Any, Final
 from moemerge.errors import UsageError
 from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
 from moemerge.verification.programs import Tests, program_of, row_tests
-from moemerge.verification.sandbox.limits import Limits
-from moemerge.verification.sandbox.process import Ended, Sandbox, SandboxError
+from moemerge.verification.sandbox.process import Ended, Limits, Sandbox, SandboxError
 from moemerge.verification.sandbox.protections import Protections, strongest
 
 TASK: Final = "moemerge.verification.harness:judge"

@@ -12,7 +12,7 @@ from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
 from moemerge.verification.mathematics import MathVerifier, text_answer
 from moemerge.verification.programs import Tests, row_tests
-from moemerge.verification.sandbox.limits import Limits
+from moemerge.verification.sandbox.process import Limits
 from moemerge.verification.words import ChoiceVerifier
 
 _NUMBER: Final = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")

@@ -1,4 +1,5 @@
-"""The numbers that a few bits can stand for: eight-bit and four-bit floats and integers.
+"""The numbers that a few bits can stand for (eight-bit and four-bit floats and integers), and the
+cells of a matrix whose codes share a scale.
 
 Reading looks two codes up at a time in a table, which is several times as fast as the conversions
 that torch has for eight-bit floats. Writing rounds to the nearest value, ties to the even code.
@@ -17,6 +18,7 @@ from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 # The values of e2m1 by its lower three bits; the fourth is the sign.
 _FP4_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -115,3 +117,66 @@ def _fp4_borders() -> Tensor:
     # `bucketize` gives a border to the code below it: right for even codes alone.
     odd = torch.arange(len(middles)) % 2 == 1
     return torch.where(odd, below, borders)
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The cells of an (out, in) matrix; those at its far edges may be cut short."""
+
+    rows: int  # of the matrix
+    columns: int
+    height: int  # of one cell
+    width: int
+
+    @property
+    def down(self) -> int:
+        """Cells in a column of cells."""
+        return -(-self.rows // self.height)
+
+    @property
+    def across(self) -> int:
+        return -(-self.columns // self.width)
+
+    def rows_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The rows of cells that hold the matrix rows [start, stop)."""
+        return start // self.height, -(-stop // self.height)
+
+    def for_rows(self, grid: Tensor, start: int, stop: int) -> Tensor:
+        """One row of numbers for every matrix row of [start, stop): (rows, across).
+
+        `grid` are the rows of cells that `rows_of` names.
+        """
+        if self.height == 1:
+            return grid
+        index = torch.arange(start, stop).div_(self.height, rounding_mode="floor")
+        return grid.index_select(0, index - start // self.height)
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        """(rows, across) -> (rows, columns)."""
+        wide = numbers[:, :, None].expand(-1, -1, self.width)
+        return wide.reshape(len(numbers), -1)[:, : self.columns]
+
+    def multiply_(self, values: Tensor, factors: Tensor) -> None:
+        """values (rows, columns) times what each cell has in factors (rows, across)."""
+        whole = self.columns // self.width
+        if whole:
+            part = values[:, : whole * self.width].view(-1, whole, self.width)
+            part.mul_(factors[:, :whole, None])
+        if whole < self.across:
+            values[:, whole * self.width :].mul_(factors[:, whole:])
+
+    def gather(self, values: Tensor) -> Tensor:
+        """values (rows, columns), rows beginning with a cell, as (down, across, elements of a
+        cell); what is cut short is filled up with zeros."""
+        down = -(-len(values) // self.height)
+        pad = (0, self.across * self.width - self.columns, 0, down * self.height - len(values))
+        if any(pad):
+            values = torch.nn.functional.pad(values, pad)
+        blocks = values.view(down, self.height, self.across, self.width)
+        return blocks.transpose(1, 2).reshape(down, self.across, -1)
+
+    def scatter(self, cells: Tensor, rows: int) -> Tensor:
+        """The inverse of `gather`, for a matrix of `rows` rows."""
+        down = len(cells)
+        blocks = cells.view(down, self.across, self.height, self.width).transpose(1, 2)
+        return blocks.reshape(down * self.height, -1)[:rows, : self.columns]

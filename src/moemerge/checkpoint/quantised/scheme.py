@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from moemerge.checkpoint.quantised.cells import Cells
-from moemerge.checkpoint.quantised.codes import Codes
+from moemerge.checkpoint.quantised.codes import Cells, Codes
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch
 

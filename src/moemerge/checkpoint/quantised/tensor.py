@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from moemerge.checkpoint.quantised.cells import Cells
-from moemerge.checkpoint.quantised.codes import Codes
+from moemerge.checkpoint.quantised.codes import Cells, Codes
 from moemerge.checkpoint.quantised.scheme import Grid, Scheme
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
 from moemerge.checkpoint.output import TASKS_FOLDER
-from moemerge.config.tasks_kept import KeptTasks
+from moemerge.config.schema import KeptTasks
 from moemerge.merging.plan import MergePlan, UnitMerge
 from moemerge.merging.tasks.kinds import keep_unit, part_specs, sizes
 from moemerge.report.files import report_bytes

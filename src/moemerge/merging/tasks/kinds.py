@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moemerge.config.tasks_kept import Keep, KeptTasks
+from moemerge.config.schema import Keep, KeptTasks
 from moemerge.merging.methods._spectra import Spectrum
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch

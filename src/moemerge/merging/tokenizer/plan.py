@@ -12,7 +12,7 @@ from moemerge.errors import TokenizerError
 from moemerge.merging.tokenizer.vocab import AddedToken, Vocabulary, next_id
 from moemerge.registry import did_you_mean
 from moemerge.runtime.lazy import torch
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from torch import Tensor

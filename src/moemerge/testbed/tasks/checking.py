@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from moemerge.testbed.tasks.drawing import HIDDEN_INPUTS, SYNTHESIS, Problem, program_of
-from moemerge.verification.sandbox.limits import MIB, Limits
+from moemerge.verification.sandbox.process import MIB, Limits
 from moemerge.verification.sandbox.protections import strongest
 
 TASK = "moemerge.testbed.tasks.expression_task:evaluate"

@@ -1,4 +1,4 @@
-"""Confined processes from the outside: how they are started, watched and ended."""
+"""Confined processes from the outside: what they may use and see, how they start and end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,46 @@ import os
 import select
 import shutil
 import signal
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from moemerge.errors import ResourceError
 from moemerge.verification.sandbox.inside import READY
-from moemerge.verification.sandbox.limits import MIB, Limits
-from moemerge.verification.sandbox.namespaces import HOME
-from moemerge.verification.sandbox.visible import bubblewrap, packages, readable
+from moemerge.verification.sandbox.namespaces import DEVICES, HOME
+
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one process.
+
+    Processor time does not depend on what else the machine does, so that is what counts; the clock
+    only ends what waits.
+    """
+
+    cpu_seconds: float = 10.0
+    wall_seconds: float = 25.0
+    memory: int = 4 * GIB  # address space; numpy alone reserves most of one
+    file_bytes: int = 64 * MIB  # of all files together where it has a file system of its own
+    open_files: int = 64
+    processes: int = 100  # threads; other processes are refused anyway where calls are filtered
+    answer: int = 8 * MIB  # bytes that may come back
+
+    def with_time(self, cpu_seconds: float) -> Limits:
+        """More or less time, by the clock as well."""
+        factor = cpu_seconds / self.cpu_seconds
+        return replace(self, cpu_seconds=cpu_seconds, wall_seconds=self.wall_seconds * factor)
+
 
 PACKAGE: Final = Path(__file__).parents[2]
 # The package's own __init__ asks for the installed version, which takes longer than all the rest.
@@ -185,3 +211,43 @@ def _by_limit(exit_code: int, seconds: float, limits: Limits) -> Ended:
         number == signal.SIGKILL and seconds >= limits.cpu_seconds
     )
     return Ended.TIME if out_of_time else Ended.KILLED
+
+
+SYSTEM: Final = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache")
+
+
+def readable() -> list[str]:
+    """Trees that Python needs, without those that lie inside of others."""
+    wanted = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
+    wanted += [sysconfig.get_paths()["stdlib"], *packages()]
+    trees = list(dict.fromkeys(os.path.abspath(path) for path in wanted))
+    trees += [os.path.realpath(tree) for tree in trees if os.path.realpath(tree) != tree]
+    trees = [*SYSTEM, *dict.fromkeys(trees)]
+    return [
+        tree
+        for tree in trees
+        if os.path.exists(tree)
+        and not any(tree != other and Path(tree).is_relative_to(other) for other in trees)
+    ]
+
+
+def packages() -> list[str]:
+    """Folders with installed packages, such as numpy for tests."""
+    paths = sysconfig.get_paths()
+    known = [paths["purelib"], paths["platlib"], *site.getsitepackages()]
+    return [path for path in dict.fromkeys(known) if os.path.isdir(path)]
+
+
+def bubblewrap(readable: list[str], limits: Limits) -> list[str]:
+    program = shutil.which("bwrap")
+    assert program is not None
+    command = [program, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
+    command += ["--size", str(limits.file_bytes), "--tmpfs", "/"]
+    for path in readable:
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        else:
+            command += ["--ro-bind", path, path]
+    for path in DEVICES:
+        command += ["--dev-bind-try", path, path]
+    return [*command, "--dir", HOME, "--chdir", HOME]

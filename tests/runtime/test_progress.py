@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moemerge.runtime.words import counted
+from moemerge.runtime.progress import counted
 
 
 def test_one_is_no_plural() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moemerge.errors import DataError
-from moemerge.runtime.lines import LineFile, OtherRunError
+from moemerge.runtime.journals import LineFile, OtherRunError
 
 HEAD = {"kind": "test", "made_by": {"seed": 1}}
 LINES = [{"text": "é", "n": 1}, {"text": "half \ud800", "n": 2.5}, {"text": "", "n": None}]

@@ -134,7 +134,7 @@ def known_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     for name, value in constants.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setenv("HF_TOKEN", hub.known_token)
-    monkeypatch.setattr("moemerge.checkpoint.upload.disable_progress_bars", lambda: None)
+    monkeypatch.setattr("moemerge.checkpoint.hub.disable_progress_bars", lambda: None)
     yield hub
     huggingface_hub.close_session()
 
