@@ -21,9 +21,8 @@ from transformers import GenerationConfig, OlmoeConfig, OlmoeForCausalLM
 
 from moemerge.config.generation import GenerationSettings
 from moemerge.config.translate import parse_settings
-from moemerge.generation.continuous import ContinuousBatch
+from moemerge.generation.continuous import ContinuousBatch, why_not
 from moemerge.generation.engine import Wanted
-from moemerge.generation.soundness import why_not
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_experts": 8,

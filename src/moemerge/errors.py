@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
+LONGEST_LINE = 300  # characters of another library's message
+
 
 class MoeMergeError(Exception):
     """Base of all errors raised on purpose; `hint` tells the user what to do next."""
@@ -87,7 +89,7 @@ def library_errors(
         raise raises(f"{what} ({in_one_line(error)})", hint=hint) from error
 
 
-def in_one_line(error: BaseException, most: int = 300) -> str:
+def in_one_line(error: BaseException) -> str:
     """An error's kind and the first line of what it says."""
-    line = next(iter(str(error).splitlines()), "")[:most]
+    line = next(iter(str(error).splitlines()), "")[:LONGEST_LINE]
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

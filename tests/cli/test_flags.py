@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from moemerge.cli.app import app
 from moemerge.cli.flags import add_verb, given
 from moemerge.config.calibration import CalibrationSettings
-from moemerge.config.fields import AutoOrNumber, Strict
+from moemerge.config.fields import Strict, read_by
+from moemerge.config.refit import Ridge, ridge_value
 from moemerge.config.settings import (
     CollectingSettings,
     DiagnosisSettings,
@@ -28,7 +29,7 @@ from moemerge.errors import ConfigError, UsageError
 
 
 class Knobs(Strict):
-    ridge: AutoOrNumber = Field("auto", description="strength")
+    ridge: Annotated[Ridge, read_by(ridge_value, Ridge)] = Field("auto", description="strength")
     count: int | None = Field(None, description="most of them (default: all)")
     parts: tuple[str, ...] = Field((), description="parts")
     loud: bool = Field(True, description="say more")
@@ -89,7 +90,7 @@ def test_wrong_values_are_named_by_their_flags() -> None:
     with pytest.raises(ConfigError) as caught:
         outcome("--data", "a=b", "--mode", "twoo", "--ridge", "-1")
     assert "--mode: must be one of one, two, not 'twoo', did you mean 'two'?" in str(caught.value)
-    assert "--ridge: must be auto or a number that is at least 0, not -1" in str(caught.value)
+    assert "--ridge: expected auto, or a number above 0, not -1" in str(caught.value)
     with pytest.raises(UsageError, match="expected NAME=VALUE"):
         outcome("--data", "a")
 

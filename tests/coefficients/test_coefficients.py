@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
 
 import pytest
 import torch
 
 import moemerge
-import zoo
+from coefficients.cases import CPU, NAMES, make_models, texts
+from coefficients.cases import config as plain_config
 from collecting import direct
 from collecting.cases import token_rows
 from moemerge.coefficients.maths import Information, balanced, entropy, falling, transfer
 from moemerge.config.coefficients import read_coefficients
 from moemerge.errors import CheckpointError, DataError, ResourceError, UsageError
 
-NAMES = ("math", "code")
 PLACES = [f"model.layers.{n}" for n in range(3)]
-CPU = {"device": "cpu", "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
 def folder(zoo_folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("coefficients")
-    base = zoo.tiny_tokenizer(zoo.perturb(zoo_folder("olmoe"), path / "base", 7, scale=0.0))
-    for seed, name in enumerate(NAMES, 1):
-        zoo.tiny_tokenizer(zoo.perturb(base, path / name, seed, scale=0.2 * seed))
-        chance = random.Random(seed)
-        words = zoo._WORDS.split()
-        rows = [{"text": " ".join(chance.choices(words, k=n))} for n in (9, 17, 5, 30)]
-        (path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return path
+    return make_models(path, zoo_folder("olmoe"), (9, 17, 5, 30))
 
 
 def config(folder, **more):
-    return {
-        "merge_method": "task_arithmetic",
-        "base_model": str(folder / "base"),
-        "models": [{"model": str(folder / n), "name": n} for n in NAMES],
-        "data": {n: str(folder / f"{n}.jsonl") for n in NAMES},
-        "parameters": {"weight": 1.0},
-        **more,
-    }
+    return plain_config(folder, **{"data": texts(folder), **more})
 
 
 def rows_of(folder, name):

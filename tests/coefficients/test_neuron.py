@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 
 import pytest
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 
 import moemerge
 import zoo
+from coefficients.cases import CPU, NAMES, config, make_models, texts
 from collecting import direct
 from collecting.cases import token_rows
 from merging.gathered import open_model, unit_tensors
@@ -23,35 +23,11 @@ from moemerge.config.coefficients import read_coefficients
 from moemerge.errors import ConfigError, UsageError
 from moemerge.statistics.provenance import all_units
 
-NAMES = ("math", "code")
-CPU = {"device": "cpu", "dtype": "float32"}
-
 
 @pytest.fixture(scope="module")
 def folder(zoo_folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("neurons")
-    base = zoo.tiny_tokenizer(zoo.perturb(zoo_folder("olmoe"), path / "base", 7, scale=0.0))
-    for seed, name in enumerate(NAMES, 1):
-        zoo.tiny_tokenizer(zoo.perturb(base, path / name, seed, scale=0.2 * seed))
-        chance = random.Random(seed)
-        words = zoo._WORDS.split()[seed::2]  # texts that differ
-        rows = [{"text": " ".join(chance.choices(words, k=n))} for n in (9, 17, 5)]
-        (path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
-def config(folder, **more):
-    return {
-        "merge_method": "task_arithmetic",
-        "base_model": str(folder / "base"),
-        "models": [{"model": str(folder / n), "name": n} for n in NAMES],
-        "parameters": {"weight": 1.0},
-        **more,
-    }
-
-
-def texts(folder):
-    return {name: folder / f"{name}.jsonl" for name in NAMES}
+    return make_models(path, zoo_folder("olmoe"), (9, 17, 5), unlike=True)
 
 
 def activity(folder, name):

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from moemerge.config.calibration import CalibrationBlock, CalibrationSettings
-from moemerge.config.layers import LayerSelection
+from moemerge.config.fields import LayerSelection
 from moemerge.config.translate import parse_settings
 from moemerge.errors import ConfigError
 

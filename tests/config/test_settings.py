@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 from pydantic import Field
@@ -10,8 +10,15 @@ from pydantic import Field
 from moemerge import api
 from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
 from moemerge.config.data import DataKeywords, DataSettings
-from moemerge.config.fields import AutoOrNumber, DataFiles, Files, PositiveInt, Strict
-from moemerge.config.layers import LayerSelection
+from moemerge.config.fields import (
+    DataFiles,
+    Files,
+    LayerSelection,
+    PositiveInt,
+    Strict,
+    read_by,
+)
+from moemerge.config.refit import Ridge, ridge_value
 from moemerge.config.settings import (
     CollectingKeywords,
     CollectingSettings,
@@ -99,7 +106,7 @@ def test_wrong_values_are_our_errors_with_every_problem() -> None:
 class Many(Strict):
     """A field of every kind."""
 
-    ridge: AutoOrNumber = Field("auto", description="strength")
+    ridge: Annotated[Ridge, read_by(ridge_value, Ridge)] = Field("auto", description="strength")
     count: PositiveInt | None = None
     parts: tuple[str, ...] = ()
     files: Files | None = None

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import moemerge
-from moemerge.cli.refit_table import refit_report
+from moemerge.cli.routing_table import refit_report
 from moemerge.report.words import Quantity
 from refitting.cases import Case, make_case
 

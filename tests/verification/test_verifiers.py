@@ -9,9 +9,14 @@ import pytest
 
 from moemerge.errors import DataError, UsageError
 from moemerge.verification.cache import CachedVerifier
-from moemerge.verification.custom import CustomVerifier
 from moemerge.verification.judgement import RIGHT, Grade, Judgement
-from moemerge.verification.verifiers import NAMES, check_all, check_rows, make_verifier
+from moemerge.verification.verifiers import (
+    NAMES,
+    CustomVerifier,
+    check_all,
+    check_rows,
+    make_verifier,
+)
 from moemerge.verification.words import ChoiceVerifier, ExactVerifier, chosen
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from moemerge.api.jobs import Model, files_of, settings_for, uploaded
+from moemerge.api.jobs import Model, files_of, output_for, settings_for, uploaded
 from moemerge.checkpoint.locate import is_local
 from moemerge.config.data import DataKeywords, DataSettings
 from moemerge.config.evaluation import (
@@ -15,7 +15,6 @@ from moemerge.config.evaluation import (
     EvaluationSettings,
 )
 from moemerge.config.settings import with_keywords
-from moemerge.config.translate import parse_settings
 from moemerge.config.tuning import (
     TuningKeywords,
     TuningOutputKeywords,
@@ -127,10 +126,7 @@ def tune(
     """
     from moemerge.tuning import TuningRequest, run_tuning
 
-    names = TuningOutputSettings.model_fields
-    given = {name: value for name, value in keywords.items() if name in names}
-    values = {name: value for name, value in keywords.items() if name not in names}
-    output = parse_settings(TuningOutputSettings, given, "settings of tune")
+    output, values = output_for(TuningOutputSettings, keywords, "tune")
     request = TuningRequest(
         model=model,
         out=Path(out),
@@ -163,13 +159,12 @@ def evaluate(
     """
     from moemerge.evaluation import EvaluationRequest, run_evaluation
 
-    values = {n: v for n, v in keywords.items() if n in EvaluationOutputSettings.model_fields}
-    others = {n: v for n, v in keywords.items() if n not in values}
+    output, values = output_for(EvaluationOutputSettings, keywords, "evaluate")
     request = EvaluationRequest(
         models=[models] if isinstance(models, Model) else list(models),
         tasks=[tasks] if isinstance(tasks, str) else list(tasks),
-        settings=settings_for(EvaluationSettings, settings, others, "evaluate"),
-        output=parse_settings(EvaluationOutputSettings, values, "settings of evaluate"),
+        settings=settings_for(EvaluationSettings, settings, values, "evaluate"),
+        output=output,
         data={name: files_of(files) for name, files in (data or {}).items()},
     )
     return run_evaluation(request, Silent() if progress is None else progress)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from moemerge.architectures.opened import open_model
 from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
-from moemerge.config.fields import Strict
-from moemerge.config.layers import LayerSelection
+from moemerge.config.fields import LayerSelection, Strict
 from moemerge.config.models import ModelRef
 from moemerge.config.refit import RefitKeywords, RefitSettings
 from moemerge.config.settings import (
@@ -67,11 +66,11 @@ def settings_for(model: type[S], settings: S | None, values: Mapping[str, Any], 
     return settings
 
 
-def output_for(keywords: Mapping[str, Any], job: str) -> tuple[OutputSettings, dict[str, Any]]:
+def output_for(model: type[S], keywords: Mapping[str, Any], job: str) -> tuple[S, dict[str, Any]]:
     """The keywords that say how an output is written, as settings, and the others."""
-    values = {n: v for n, v in keywords.items() if n in OutputSettings.model_fields}
+    values = {n: v for n, v in keywords.items() if n in model.model_fields}
     others = {n: v for n, v in keywords.items() if n not in values}
-    return parse_settings(OutputSettings, values, f"settings of {job}"), others
+    return parse_settings(model, values, f"settings of {job}"), others
 
 
 @with_keywords(CalibrateKeywords, CalibrationSettings, OutputSettings)
@@ -97,7 +96,7 @@ def calibrate(
     """
     from moemerge.calibration import CalibrationRequest, run_calibration
 
-    output, values = output_for(keywords, "calibrate")
+    output, values = output_for(OutputSettings, keywords, "calibrate")
     request = CalibrationRequest(
         merged=merged,
         out=Path(out),
@@ -137,7 +136,7 @@ def refit(
     """
     from moemerge.refitting import RefitRequest, run_refit
 
-    output, values = output_for(keywords, "refit")
+    output, values = output_for(OutputSettings, keywords, "refit")
     request = RefitRequest(
         merged=merged,
         out=Path(out),

@@ -196,7 +196,7 @@ def run(
     while this runs; a killed run that is resumed merges again and goes on with the first unfinished
     layer. `report` is an HTML page to write, as of `calibrate`.
     """
-    output, values = output_for(keywords, "run")
+    output, values = output_for(OutputSettings, keywords, "run")
     if "overwrite" in keywords:
         values["overwrite"] = output.overwrite
     settings = settings_for(MergeSettings, settings, values, "run")

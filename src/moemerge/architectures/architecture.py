@@ -101,7 +101,7 @@ class Architecture:
         self._reader = NameReader(family, self._layout)
         self._named = self._reader.read_all(tensors)
         if family is not None:
-            self._check_against_tensors(family)
+            self._check_against_tensors()
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tensors: Mapping[str, Header]) -> Architecture:
@@ -113,7 +113,7 @@ class Architecture:
         model_type = inner or outer or (family.model_type if family else None)
         return cls(config, tensors, family=family, section=section, model_type=model_type)
 
-    def _check_against_tensors(self, family: Family) -> None:
+    def _check_against_tensors(self) -> None:
         """What the config counts is there: nothing is ever made by a number alone."""
         layers = {named.layer for named in self._named.values() if named.layer is not None}
         if layers and self.num_layers > 1 + max(layers):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
@@ -86,43 +86,26 @@ def fetch(repo: str, revision: str | None, similar: str) -> Path:
 
 
 def _download(repo: str, revision: str | None, weights: str) -> Path:
-    """The snapshot with its weights; without a network, what the cache holds of it."""
+    """The snapshot with its weights."""
+    patterns = [*SMALL_FILES, weights]
+    return _snapshot(
+        repo, revision=revision, allow_patterns=patterns, ignore_patterns=NEVER_FETCHED
+    )
 
-    def snapshot(*, cached: bool) -> Path:
-        folder = snapshot_download(
-            repo,
-            revision=revision,
-            allow_patterns=[*SMALL_FILES, weights],
-            ignore_patterns=NEVER_FETCHED,
-            local_files_only=cached,
-        )
-        return Path(folder)
 
+def _snapshot(repo: str, **wanted: Any) -> Path:
+    """Files of a repository; without a network, what the cache holds of them."""
     try:
-        return snapshot(cached=False)
+        return Path(snapshot_download(repo, **wanted))
     except OfflineModeIsEnabled:
         # Some versions of the hub's client ask the network even for what the cache holds whole.
-        return snapshot(cached=True)
+        return Path(snapshot_download(repo, local_files_only=True, **wanted))
 
 
 def fetch_data(repo: str, revision: str | None, pattern: str) -> list[Path]:
     """Files of a data set whose path matches `pattern`, from the local hub cache or the hub."""
-
-    def snapshot(*, cached: bool) -> Path:
-        folder = snapshot_download(
-            repo,
-            repo_type="dataset",
-            revision=revision,
-            allow_patterns=[pattern],
-            local_files_only=cached,
-        )
-        return Path(folder)
-
     try:
-        try:
-            folder = snapshot(cached=False)
-        except OfflineModeIsEnabled:
-            folder = snapshot(cached=True)
+        folder = _snapshot(repo, repo_type="dataset", revision=revision, allow_patterns=[pattern])
     except (RepositoryNotFoundError, HFValidationError, RevisionNotFoundError) as error:
         at = f" at {revision}" if revision else ""
         raise DataError(

@@ -90,9 +90,8 @@ def run(
     Flags of the repair beat the block.
     """
     from moemerge import api
-    from moemerge.cli.refit_table import refit_report
     from moemerge.cli.render import merge_report
-    from moemerge.cli.routing_table import calibration_report
+    from moemerge.cli.routing_table import calibration_report, refit_report
 
     with interruptible(what_is_left(out_folder)), reporting.progress() as bar:
         done = api.run(

@@ -40,7 +40,7 @@ def refit(
 ) -> None:
     """Refit every linear map of MERGED, in closed form, to what its sources give on their text."""
     from moemerge import api
-    from moemerge.cli.refit_table import refit_report
+    from moemerge.cli.routing_table import refit_report
 
     with interruptible(what_is_left(out_folder)), reporting.progress() as bar:
         done = api.refit(

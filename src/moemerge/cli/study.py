@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Group
 from rich.text import Text
 
 from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Reporting, add_verb
 from moemerge.config.study import StudySettings
-from moemerge.errors import NumericalError
 
 if TYPE_CHECKING:
     from moemerge.cli.render import NumberTable
     from moemerge.experiments.estimate import StudyEstimate
-    from moemerge.experiments.study import StudyReport
 
 EXAMPLES = """
   moemerge study examples/paper/small/study.yml results/
@@ -50,8 +47,10 @@ def study(
 
     A repeated run goes on where the last one ended, and only measures what is new.
     """
+    from moemerge.cli.testbed_table import refuse_failures, shown_tables
     from moemerge.config.study_load import load_study, parse_overrides
     from moemerge.experiments.plan import plan_study
+    from moemerge.experiments.report import legend
     from moemerge.experiments.study import expect, run_study
 
     plan = plan_study(load_study(file, parse_overrides(overrides or ())))
@@ -62,13 +61,8 @@ def study(
     left = "what is finished is kept, repeat it to go on"
     with interruptible(lambda: left), reporting.progress() as bar:
         report = run_study(plan, out_folder, settings, bar)
-    reporting.show(report.to_json(), _shown(report))
-    if report.failures:
-        raise NumericalError(
-            f"{len(report.failures)} parts of the study could not be made; the first: "
-            f"{report.failures[0].what}: {report.failures[0].why}",
-            hint="what was finished is kept; repeat the command to go on",
-        )
+    reporting.show(report.to_json(), shown_tables(report, legend(report.summaries)))
+    refuse_failures(report.failures, "study")
 
 
 def _expected(expected: StudyEstimate) -> list[Text | NumberTable]:
@@ -98,18 +92,3 @@ def _expected(expected: StudyEstimate) -> list[Text | NumberTable]:
             missing.add(one.what, one.where, one.needed_for)
         parts += [missing, Text("")]
     return [*parts, Text(str(expected))]
-
-
-def _shown(report: StudyReport) -> Group:
-    from moemerge.cli.testbed_table import drawn
-    from moemerge.experiments.report import heading, legend, main_table, verdicts
-
-    parts: list[Text | NumberTable] = []
-    for summary in report.summaries:
-        parts.append(Text(heading(summary), style="bold"))
-        parts.append(drawn(main_table(summary)))
-        parts += [Text(line) for line in verdicts(summary)]
-        parts.append(Text(""))
-    parts.append(Text(legend(report.summaries), style="dim"))
-    parts.append(Text(f"All tables and figures: {report.written[0]}"))
-    return Group(*parts)

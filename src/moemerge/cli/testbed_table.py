@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,8 @@ from moemerge.errors import NumericalError, UsageError
 
 if TYPE_CHECKING:
     from moemerge.cli.render import NumberTable
+    from moemerge.experiments.cells import Failure
+    from moemerge.experiments.study import StudyReport
     from moemerge.experiments.text_tables import TextTable
     from moemerge.testbed.experiments import TableRequest, TablesResult
 
@@ -136,17 +139,23 @@ def table(
     Models are trained where they are missing, merged, calibrated and measured, several at once.
     A repeated run goes on where the last one ended, and only measures what is new.
     """
+    from moemerge.experiments.report import LEGEND
     from moemerge.testbed.experiments import run_tables
 
     request = tables.request(experiments, out_folder)
     left = "what is finished is kept, repeat it to go on"
     with interruptible(lambda: left), reporting.progress() as bar:
         result = run_tables(request, bar, figures=figures)
-    reporting.show(result.to_json(), _shown(result))
-    if result.failures:
+    reporting.show(result.to_json(), shown_tables(result, LEGEND))
+    refuse_failures(result.failures, "tables")
+
+
+def refuse_failures(failures: Sequence[Failure], of: str) -> None:
+    """What could not be made is an error once all the rest is shown."""
+    if failures:
         raise NumericalError(
-            f"{len(result.failures)} parts of the tables could not be made; the first: "
-            f"{result.failures[0].what}: {result.failures[0].why}",
+            f"{len(failures)} parts of the {of} could not be made; the first: "
+            f"{failures[0].what}: {failures[0].why}",
             hint="what was finished is kept; repeat the command to go on",
         )
 
@@ -163,8 +172,9 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def _shown(result: TablesResult) -> Group:
-    from moemerge.experiments.report import LEGEND, heading, main_table, verdicts
+def shown_tables(result: TablesResult | StudyReport, legend: str) -> Group:
+    """The main table of every experiment, and what it says."""
+    from moemerge.experiments.report import heading, main_table, verdicts
 
     parts: list[Text | NumberTable] = []
     for summary in result.summaries:
@@ -172,7 +182,7 @@ def _shown(result: TablesResult) -> Group:
         parts.append(drawn(main_table(summary)))
         parts += [Text(line) for line in verdicts(summary)]
         parts.append(Text(""))
-    parts.append(Text(LEGEND, style="dim"))
+    parts.append(Text(legend, style="dim"))
     parts.append(Text(f"All tables and figures: {result.written[0]}"))
     return Group(*parts)
 

@@ -11,13 +11,13 @@ from moemerge.config.data import NamedTexts
 from moemerge.config.faults import FaultsError, shown
 from moemerge.config.fields import (
     Fraction,
+    LayerSelection,
     ModelForm,
     PositiveInt,
     Strict,
     model_ref,
     read_by,
 )
-from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.config.settings import (
     DEVICE,

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from moemerge.config.data import DataRecipe
-from moemerge.config.layers import LayerSelection
+from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import Conditional, Gradient, plain
 from moemerge.config.schema import RunConfig

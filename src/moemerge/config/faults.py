@@ -31,8 +31,8 @@ class FaultsError(ValueError):
         self.faults = tuple(faults)
 
     @classmethod
-    def one(cls, message: str, *path: str | int, ignorable: bool = False) -> FaultsError:
-        return cls([Fault(path, message, ignorable)])
+    def one(cls, message: str, *path: str | int) -> FaultsError:
+        return cls([Fault(path, message)])
 
 
 def path_text(path: Iterable[str | int]) -> str:

@@ -5,10 +5,10 @@ A validator raises `FaultsError`, so that a fault deep in a value keeps its own 
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
@@ -31,13 +31,77 @@ from moemerge.config.faults import (
     path_text,
     shown,
 )
-from moemerge.config.layers import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import ParameterValue, parse_value
 from moemerge.config.translate import faults_of
 from moemerge.errors import ConfigError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.dtypes import FLOAT_NAMES
+
+FORMS: Final = "all, last:4, 8-15, 3 or 0,2,5-7"
+_LAST: Final = re.compile(r"last:([0-9]+)")
+_RANGE: Final = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+
+
+@dataclass(frozen=True)
+class LayerSelection:
+    """Layers as a user names them; both ends of a range are meant."""
+
+    text: str = "all"
+
+    @classmethod
+    def parse(cls, value: object) -> LayerSelection:
+        """Check the form; whether the layers exist is known only to `resolve`."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, (list, tuple)):
+            text = ",".join(str(item) for item in value)
+        elif isinstance(value, (int, str)) and not isinstance(value, bool):
+            text = str(value)
+        else:
+            raise UsageError(f"layers must be {FORMS}, not {value!r}")
+        selection = cls(re.sub(r"\s+", "", text))
+        selection._ranges()
+        return selection
+
+    def resolve(self, count: int) -> tuple[int, ...]:
+        """The layer numbers, ascending, in a model (or list of MoE layers) of `count` layers."""
+        chosen: set[int] = set()
+        for low, high in self._ranges():
+            start = count + low if low < 0 else low
+            stop = count if high is None else high + 1
+            if start < 0 or stop > count:
+                raise UsageError(
+                    f"layers {self.text!r}: the model has {count} layers, 0 to {count - 1}",
+                    hint=f"choose among them: {FORMS}",
+                )
+            chosen.update(range(start, stop))
+        return tuple(sorted(chosen))
+
+    def _ranges(self) -> list[tuple[int, int | None]]:
+        """Inclusive (first, last); `last:4` is (-4, None), `all` is (0, None)."""
+        if self.text == "all":
+            return [(0, None)]
+        if match := _LAST.fullmatch(self.text):
+            if int(match[1]) == 0:
+                raise UsageError("layers 'last:0' selects none", hint=f"use {FORMS}")
+            return [(-int(match[1]), None)]
+        return [self._range(part) for part in self.text.split(",")]
+
+    def _range(self, part: str) -> tuple[int, int | None]:
+        match = _RANGE.fullmatch(part)
+        if not match:
+            raise UsageError(f"layers {self.text!r}: cannot read {part!r}", hint=f"use {FORMS}")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if high < low:
+            raise UsageError(
+                f"layers {self.text!r}: {part!r} runs backwards", hint=f"write {high}-{low}"
+            )
+        return low, high
+
+    def __str__(self) -> str:
+        return self.text
+
 
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 MIN_TEMPLATE_LENGTH: Final = 20  # mergekit's rule: anything shorter is a misspelt name
@@ -185,15 +249,6 @@ def auto_or_share(raw: object) -> Literal["auto"] | float:
     raise FaultsError.one(f"must be auto or a number from 0 to less than 1, not {shown(raw)}")
 
 
-def auto_or_number(raw: object) -> Literal["auto"] | float:
-    """`auto`, or a number that is not negative."""
-    if raw == "auto":
-        return "auto"
-    if isinstance(raw, (int, float)) and not isinstance(raw, bool) and 0 <= raw < math.inf:
-        return float(raw)
-    raise FaultsError.one(f"must be auto or a number that is at least 0, not {shown(raw)}")
-
-
 def layer_range(raw: object) -> tuple[int, int]:
     """`[a, b]`: layers a to b - 1."""
     numbers = raw if isinstance(raw, (list, tuple)) else ()
@@ -250,8 +305,4 @@ Files = Annotated[
 ]
 DataFiles = Annotated[dict[str, Files], NotEmpty]
 PositiveInt = Annotated[int, Field(strict=True, ge=1)]
-AutoOrNumber = Annotated[
-    Literal["auto"] | float,
-    read_by(auto_or_number, Literal["auto"] | Annotated[float, Field(ge=0)]),
-]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]

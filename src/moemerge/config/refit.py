@@ -9,8 +9,7 @@ from pydantic import Field
 
 from moemerge.config.calibration import RepairBlock
 from moemerge.config.faults import FaultsError, listed, shown
-from moemerge.config.fields import PositiveInt, Strict, read_by
-from moemerge.config.layers import LayerSelection
+from moemerge.config.fields import LayerSelection, PositiveInt, Strict, read_by
 from moemerge.config.settings import (
     DEVICE,
     DTYPE,

@@ -28,6 +28,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from moemerge.config.fields import (
+    LayerSelection,
     Name,
     PositiveInt,
     Strict,
@@ -37,7 +38,6 @@ from moemerge.config.fields import (
     model_ref,
     read_by,
 )
-from moemerge.config.layers import LayerSelection
 from moemerge.config.parameters import StatisticsKind
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -13,7 +13,7 @@ from torch import Tensor
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.checkpoint import CheckpointPatch, check_output, require_space
-from moemerge.config.layers import LayerSelection
+from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.lockstep.models import layers_among, pair_routing, require_same_family

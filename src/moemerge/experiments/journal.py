@@ -6,7 +6,6 @@ versions have none, and are taken as they are.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import Any
 from moemerge.errors import DataError
 from moemerge.experiments.tables import Measurement, Repeat
 from moemerge.runtime.files import parse_object, write_whole
+from moemerge.runtime.journals import DIGEST, line_digest
 
 CELLS = "cells.jsonl"
 TASKS = "tasks.jsonl"
-DIGEST = "digest"
 HINT = "remove the line, or the file"
 
 Key = tuple[str, str]  # a set, a cell's name
@@ -52,7 +51,7 @@ class CellJournal:
             raise DataError(f"{where} is not UTF-8", hint=HINT) from error
         entry = parse_object(text, where, HINT, DataError, halves=True)
         digest = entry.pop(DIGEST, None)
-        if digest is not None and digest != _digest(entry):
+        if digest is not None and digest != line_digest(entry):
             raise DataError(f"{where} is not as it was written", hint=HINT)
         kinds = {"set": dict, "cell": str, "scale": dict}
         for name, kind in kinds.items():
@@ -63,7 +62,7 @@ class CellJournal:
     def add(self, key: Repeat, cell: Measurement, result: Mapping[str, Any]) -> None:
         """Note a finished cell; it is on disk when this returns."""
         entry = {"set": key.to_json(), "cell": cell.name, "scale": self._scale, **result}
-        line = json.dumps({**entry, DIGEST: _digest(entry)}, ensure_ascii=False)
+        line = json.dumps({**entry, DIGEST: line_digest(entry)}, ensure_ascii=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         self._found[_text(key.to_json()), cell.name] = entry
@@ -83,12 +82,6 @@ class CellJournal:
 
     def get(self, key: Repeat, cell: Measurement) -> dict[str, Any] | None:
         return self._found.get((_text(key.to_json()), cell.name))
-
-
-def _digest(entry: Mapping[str, Any]) -> str:
-    """The same for what was written and for what was read again."""
-    text = json.dumps(json.loads(json.dumps(entry)), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _text(of_set: Mapping[str, Any]) -> str:

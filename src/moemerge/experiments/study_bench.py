@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from moemerge import api
-from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import locate_data
 from moemerge.config.calibration import CalibrationSettings
 from moemerge.config.data import DataRecipe
@@ -249,12 +248,6 @@ def with_paths(config: Any, paths: Mapping[str, str]) -> Any:
         named = key in ("model", "base_model") and isinstance(value, str)
         result[key] = paths.get(value, value) if named else with_paths(value, paths)
     return result
-
-
-def model_bytes(path: str) -> int:
-    """Of the weights in a folder or the local hub cache."""
-    with Checkpoint.open(path) as checkpoint:
-        return sum(info.nbytes for info in checkpoint.tensors.values())
 
 
 def _stems(tasks: Sequence[str]) -> set[str]:

@@ -16,11 +16,10 @@ from moemerge.errors import ResourceError
 from moemerge.features.loading import build_skeleton
 from moemerge.features.settings import stored_dtype
 from moemerge.features.weights import Weights
-from moemerge.generation.continuous import ContinuousBatch, prefill
+from moemerge.generation.continuous import PROMPTS, ContinuousBatch, prefill, why_not
 from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
 from moemerge.generation.padded import PaddedBatches
 from moemerge.generation.slots import bytes_per_token
-from moemerge.generation.soundness import PROMPTS, why_not
 from moemerge.runtime.devices import available_memory, resolve_device
 from moemerge.runtime.dtypes import parse_dtype
 from moemerge.runtime.progress import Progress

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moemerge.architectures.opened import OpenModel
-from moemerge.config.layers import LayerSelection
+from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.config.yaml_lines import read_yaml
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError

@@ -14,7 +14,7 @@ from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
-from moemerge.config.layers import LayerSelection
+from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.runtime.dtypes import FLOAT_NAMES, FLOATS, dtype_name
@@ -97,11 +97,9 @@ def pair_routing(
     return {name: theirs[key] for key, name in ours.items()}
 
 
-def with_routers_of(
-    model: OpenModel, donor: OpenModel, layers: Collection[int] | None = None
-) -> OpenModel:
+def with_routers_of(model: OpenModel, donor: OpenModel) -> OpenModel:
     """`model` as it would be with the routers of `donor`; nothing is written."""
-    names = pair_routing(model, donor, layers)
+    names = pair_routing(model, donor)
     overlay = {name: partial(donor.checkpoint.read, other) for name, other in names.items()}
     checkpoint = OverlaidCheckpoint(model.checkpoint, overlay)
     checkpoint.label = f"{model.label} with the routers of {donor.label}"

@@ -60,7 +60,7 @@ def read_file(
     return data
 
 
-def write_whole(path: Path, data: bytes, raises: Raises = CheckpointError) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """A file that appears whole or not at all: written beside, made durable, and renamed."""
     target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
@@ -75,7 +75,7 @@ def write_whole(path: Path, data: bytes, raises: Raises = CheckpointError) -> No
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise raises(
+        raise CheckpointError(
             f"{path} cannot be written: {error.strerror or error}",
             hint="check the disk and your permissions there, or choose another place",
         ) from error

@@ -136,12 +136,17 @@ class LineFile:
         return "remove it, or start anew with `overwrite=True`"
 
     def _digest(self, line: Mapping[str, Any]) -> str:
-        return hashlib.sha256((self._head + _text(line)).encode()).hexdigest()[:32]
+        return line_digest(line, self._head)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         # A text cut within a character may hold halves of it, which JSON can and UTF-8 cannot say.
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
+
+
+def line_digest(line: Mapping[str, Any], head: str = "") -> str:
+    """Tells a line, of a file that begins with `head`, from every other."""
+    return hashlib.sha256((head + _text(line)).encode()).hexdigest()[:32]
 
 
 def _text(value: Mapping[str, Any]) -> str:

@@ -54,7 +54,7 @@ def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
         told = progress if ranks.leads() else Silent()
         trained = _train(job, folder, saved, told)
         report = _report(job, trained, time.monotonic() - begun)
-        _write(job, trained, output, report)
+        _write(trained, output, report)
         if states is not None:
             states.finished = True
     return report
@@ -113,7 +113,7 @@ def _train(job: TuningJob, folder: Path, saved: Path | None, progress: Progress)
     return _Trained(trainer, resumed, time.monotonic() - begun)
 
 
-def _write(job: TuningJob, trained: _Trained, output: TunedOutput, report: TuningReport) -> None:
+def _write(trained: _Trained, output: TunedOutput, report: TuningReport) -> None:
     """What was trained into OUT; of a sharded model every process has a part to give."""
     accelerator: Any = trained.trainer.accelerator
     state = accelerator.get_state_dict(trained.trainer.model_wrapped)

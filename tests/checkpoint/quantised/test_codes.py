@@ -31,7 +31,7 @@ def test_rows_of_codes(kind: tuple[Codes, torch.Tensor], columns: int) -> None:
     rng = torch.Generator().manual_seed(columns)
     chosen = torch.randint(len(values), (5, columns), generator=rng)
     packed = codes.pack(chosen.to(torch.uint8))
-    assert packed.shape == (5, codes.bytes_for(columns))
+    assert packed.shape == (5, -(-columns * codes.bits // 8))
     read = codes.decode(packed, columns)
     assert read.shape == (5, columns)
     expected = values[chosen]

@@ -35,10 +35,6 @@ class Codes:
     offset: int = 0  # integers: what is stored is the number plus this
     dtype: Dtype | None = None  # of elements that are not packed
 
-    def bytes_for(self, count: int) -> int:
-        """Bytes of a row of `count` elements without padding."""
-        return -(-count * self.bits // 8)
-
     def decode(self, stored: Tensor, columns: int) -> Tensor:
         """The values as float32 (rows, columns) of rows as they lie in memory, of any dtype."""
         rows = stored.shape[0]

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from moemerge.checkpoint.quantised.codes import E4M3, INT8, PACKED_INT4, PACKED_INT8, Codes
-from moemerge.checkpoint.quantised.headers import (
+from moemerge.checkpoint.quantised.scheme import Scheme, asymmetric, symmetric
+from moemerge.checkpoint.quantised.tensor import (
     HINT,
     Headers,
+    QuantisedInfo,
     count_pair,
     is_count,
     require_scales,
     siblings,
 )
-from moemerge.checkpoint.quantised.scheme import Scheme, asymmetric, symmetric
-from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import Dtype

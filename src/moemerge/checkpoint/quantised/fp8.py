@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from moemerge.checkpoint.quantised.codes import E4M3, E5M2
-from moemerge.checkpoint.quantised.headers import (
+from moemerge.checkpoint.quantised.scheme import Scheme, largest, largest_power_of_two
+from moemerge.checkpoint.quantised.tensor import (
     Headers,
+    QuantisedInfo,
     count_pair,
     require_scales,
     siblings,
 )
-from moemerge.checkpoint.quantised.scheme import Scheme, largest, largest_power_of_two
-from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import Dtype

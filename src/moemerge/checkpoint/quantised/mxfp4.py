@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from moemerge.checkpoint.quantised.codes import FP4
-from moemerge.checkpoint.quantised.headers import Headers, require_scales
 from moemerge.checkpoint.quantised.scheme import Scheme, largest_power_of_two
-from moemerge.checkpoint.quantised.tensor import QuantisedInfo
+from moemerge.checkpoint.quantised.tensor import Headers, QuantisedInfo, require_scales
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import Dtype

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from moemerge.checkpoint.quantised import compressed, fp8, mxfp4
 from moemerge.checkpoint.quantised.experts import stack_experts
-from moemerge.checkpoint.quantised.headers import Headers
-from moemerge.checkpoint.quantised.tensor import QuantisedInfo
+from moemerge.checkpoint.quantised.tensor import Headers, QuantisedInfo
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import FLOAT_NAMES, Dtype, parse_dtype

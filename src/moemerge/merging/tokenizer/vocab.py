@@ -79,10 +79,6 @@ class Vocabulary:
     def ids(self) -> dict[str, int]:
         return {**self.model_ids, **self.added_ids}
 
-    @property
-    def next_id(self) -> int:
-        return next_id(self.model_ids, self.added_ids)
-
 
 def next_id(model_ids: Mapping[str, int], added_ids: Mapping[str, int]) -> int:
     """The id the next added token gets: the rule of the `tokenizers` library."""

@@ -18,6 +18,7 @@ from moemerge.testbed.training.data import HARD_SHARE
 TEXT_SEED = 20_001
 TEST_SEED = 20_002
 VALIDATION_SEED = 20_003
+GENERAL_ROWS = 64  # of the base's text
 GENERAL_SEED = 20_004
 # A model that answers hardly anything right would leave nothing to calibrate with.
 FEWEST_CORRECT = 32
@@ -50,11 +51,11 @@ def general_text(rows: int) -> list[dict[str, str]]:
     return [{"text": p.prompt + p.answer} for p in drawn[:rows]]
 
 
-def general_file(folder: Path, rows: int = 64) -> Path:
+def general_file(folder: Path) -> Path:
     """General text as a file, written where it is not there."""
-    file = folder / f"general-{rows}.jsonl"
+    file = folder / f"general-{GENERAL_ROWS}.jsonl"
     if not file.exists():
-        lines = "".join(json.dumps(row) + "\n" for row in general_text(rows))
+        lines = "".join(json.dumps(row) + "\n" for row in general_text(GENERAL_ROWS))
         part = file.with_name(f"{file.name}.{os.getpid()}.part")  # several merges may want it
         part.write_text(lines)
         part.replace(file)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moemerge.config.layers import LayerSelection
+from moemerge.config.fields import LayerSelection
 from moemerge.errors import UsageError
 
 
