@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -23,6 +22,7 @@ from moemerge.checkpoint.companions import CARRIED_FOLDERS, is_companion, is_wei
 from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.runtime.devices import free_disk
+from moemerge.runtime.files import lock_folder
 from moemerge.runtime.process import is_alive
 
 # Folders that other tools leave in a model folder; nothing of the user's own is in them.
@@ -297,15 +297,9 @@ class OutputFolder:
 def _lock(folder: Path) -> int | None:
     """An exclusive lock on a folder, or None where somebody holds it or locks do not work."""
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return lock_folder(folder)
     except OSError:
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
 
 
 def sync_folder(folder: Path) -> None:

@@ -260,6 +260,14 @@ def progress(*, quiet: bool) -> Iterator[Bar]:
         bar.finish()
 
 
+GOES_ON = "the same command goes on with the answers that are there"
+
+
+def waiting(path: Path, words: str) -> Callable[[], str | None]:
+    """For `interruptible`: the words, where `path` then waits to be resumed."""
+    return lambda: words if path.exists() else None
+
+
 @contextmanager
 def interruptible(what_is_left: Callable[[], str | None]) -> Iterator[None]:
     """On Ctrl-C say what is left, and end; None leaves the word to the caller.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemerge.cli.console import interruptible
+from moemerge.cli.console import GOES_ON, interruptible, waiting
 from moemerge.cli.flags import Model, Overwrite, Reporting, add_verb
 from moemerge.config.data import DataSettings
 from moemerge.runtime.journals import completions_path
@@ -61,7 +60,8 @@ def data(
     """Make calibration text: let MODEL answer prompts, judge its answers, keep the right ones."""
     from moemerge import api
 
-    with interruptible(_what_is_left(out_file)), reporting.progress() as bar:
+    left = waiting(completions_path(out_file), GOES_ON)
+    with interruptible(left), reporting.progress() as bar:
         report = api.make_data(
             model,
             out_file,
@@ -72,14 +72,6 @@ def data(
             progress=bar,
         )
     reporting.show(report.to_json(), _summary(report), notices=report.notices)
-
-
-def _what_is_left(out_file: Path) -> Callable[[], str | None]:
-    def left() -> str | None:
-        waits = completions_path(out_file).exists()
-        return "the same command goes on with the answers that are there" if waits else None
-
-    return left
 
 
 def _summary(report: DataReport) -> RenderableType:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moemerge.cli.console import interruptible
+from moemerge.cli.console import GOES_ON, interruptible, waiting
 from moemerge.cli.flags import Reporting, add_verb
 from moemerge.config.evaluation import EvaluationOutputSettings, EvaluationSettings
 
@@ -51,7 +50,8 @@ def evaluate(
     from moemerge import api
     from moemerge.cli.evaluation_table import evaluation_report
 
-    with interruptible(lambda: _what_is_left(output.out)), reporting.progress() as bar:
+    left = waiting(output.out / "completions", GOES_ON)
+    with interruptible(left), reporting.progress() as bar:
         report = api.evaluate(
             models or (),
             task or (),
@@ -62,8 +62,3 @@ def evaluate(
         )
     table = evaluation_report(report, verbose=reporting.verbose)
     reporting.show(report.to_json(), table, notices=report.notices, page=output.report)
-
-
-def _what_is_left(out: Path) -> str | None:
-    kept = (out / "completions").is_dir()
-    return "the same command goes on with the answers that are there" if kept else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemerge.cli import testbed_table
-from moemerge.cli.console import interruptible
+from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import CommandGroup, Device, Out, Reporting, Resume, add_verb
 from moemerge.runtime.journals import saved_path
 
@@ -81,11 +81,7 @@ def train(
         tuple(training.domain or DOMAINS),
         training.steps_scale,
     )
-    saved = saved_path(out_folder)
-
-    def left() -> str | None:
-        return "--resume goes on with what was trained" if saved.exists() else None
-
+    left = waiting(saved_path(out_folder), "--resume goes on with what was trained")
     with interruptible(left), reporting.progress() as bar:
         trained = run(job, device=training.device, resume=resume, progress=bar)
     reporting.show(trained.manifest, _table(trained))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemerge.cli.console import interruptible
+from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import Model, Out, Reporting, add_verb, given
 from moemerge.config.tuning import TuningOutputSettings, TuningSettings
 from moemerge.runtime.journals import saved_path
@@ -52,7 +50,8 @@ def tune(
     """Fine-tune MODEL on the answers of rows, by trl, and write it to OUT in its own layout."""
     from moemerge import api
 
-    with interruptible(_what_is_left(out_folder)), reporting.progress() as bar:
+    left = waiting(saved_path(out_folder), "--resume goes on from the last saved state")
+    with interruptible(left), reporting.progress() as bar:
         report = api.tune(
             model,
             out_folder,
@@ -62,14 +61,6 @@ def tune(
             **given(output),
         )
     reporting.show(report.to_json(), _summary(report), notices=report.notices)
-
-
-def _what_is_left(out_folder: Path) -> Callable[[], str | None]:
-    def left() -> str | None:
-        waits = saved_path(out_folder).exists()
-        return "--resume goes on from the last saved state" if waits else None
-
-    return left
 
 
 def _summary(report: TuningReport) -> RenderableType:

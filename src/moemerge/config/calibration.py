@@ -162,5 +162,4 @@ class CalibrationBlock(CalibrationSettings, RepairBlock):
     @property
     def settings(self) -> CalibrationSettings:
         """The settings alone."""
-        names = CalibrationSettings.model_fields
-        return CalibrationSettings.model_construct(**{n: getattr(self, n) for n in names})
+        return self.narrowed(CalibrationSettings)

@@ -70,8 +70,7 @@ class DataRecipe(DataSettings):
     @property
     def settings(self) -> DataSettings:
         """The settings alone."""
-        names = DataSettings.model_fields
-        return DataSettings.model_construct(**{n: getattr(self, n) for n in names})
+        return self.narrowed(DataSettings)
 
 
 _FILES: TypeAdapter[tuple[str, ...]] = TypeAdapter(Files)

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -111,6 +111,9 @@ _OVERRIDE: Final = (
 )
 
 
+Base = TypeVar("Base", bound="Strict")
+
+
 class Strict(BaseModel):
     """Frozen; unknown keys are faults with a suggestion; an explicit null means "not given"."""
 
@@ -130,6 +133,10 @@ class Strict(BaseModel):
 
         # Says that validation need not come by here, as it does for an `__init__` with effects.
         __init__.__pydantic_base_init__ = True
+
+    def narrowed(self, base: type[Base]) -> Base:
+        """The fields of one of its base classes alone."""
+        return base.model_construct(**{name: getattr(self, name) for name in base.model_fields})
 
     @model_validator(mode="before")
     @classmethod

@@ -127,5 +127,4 @@ class RefitBlock(RefitSettings, RepairBlock):
     @property
     def settings(self) -> RefitSettings:
         """The settings alone."""
-        names = RefitSettings.model_fields
-        return RefitSettings.model_construct(**{n: getattr(self, n) for n in names})
+        return self.narrowed(RefitSettings)

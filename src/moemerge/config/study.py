@@ -128,8 +128,7 @@ class EvaluateBlock(EvaluationSettings):
     @property
     def settings(self) -> EvaluationSettings:
         """The settings alone."""
-        names = EvaluationSettings.model_fields
-        return EvaluationSettings.model_construct(**{n: getattr(self, n) for n in names})
+        return self.narrowed(EvaluationSettings)
 
 
 class DiagnoseBlock(DiagnosisSettings):
@@ -142,8 +141,7 @@ class DiagnoseBlock(DiagnosisSettings):
     @property
     def settings(self) -> DiagnosisSettings:
         """The settings alone."""
-        names = DiagnosisSettings.model_fields
-        return DiagnosisSettings.model_construct(**{n: getattr(self, n) for n in names})
+        return self.narrowed(DiagnosisSettings)
 
 
 class TableEntry(Strict):

@@ -10,7 +10,6 @@ entries are read back when they are asked for.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.documents import JournalDocument, parse_document
 from moemerge.errors import CheckpointError, MoeMergeError, UsageError
 from moemerge.runtime.dtypes import dtype_name, parse_dtype
-from moemerge.runtime.files import open_plain, read_object
+from moemerge.runtime.files import lock_folder, open_plain, read_object
 from moemerge.runtime.journals import journal_path
 
 KEY_FILE = "key.json"
@@ -158,16 +157,10 @@ class Journal:
         write_file(self.folder / KEY_FILE, json.dumps(self._key, indent=1).encode())
 
     def _take_lock(self, what: Path) -> None:
-        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock_folder(self.folder)
         except BlockingIOError:
-            os.close(fd)
             raise self._in_use(what) from None
-        except OSError:  # a file system without locks: others cannot be seen, so nothing is refused
-            os.close(fd)
-            return
-        self._lock = fd
 
     def _in_use(self, what: Path) -> CheckpointError:
         return CheckpointError(

@@ -6,6 +6,7 @@ never by whatever a parser happens to raise.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -35,6 +36,21 @@ def open_plain(path: Path) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(0, "it is no plain file")
+    return fd
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Lock a folder for this process, until the descriptor is closed; None where the file system
+    knows no locks. Raises BlockingIOError where another process has it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise
+    except OSError:
+        os.close(fd)
+        return None
     return fd
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from moemerge.testbed.experiments.merges import (
 )
 from moemerge.testbed.experiments.texts import asked_problems, held_out_text
 from moemerge.testbed.training import TrainedSet
+from moemerge.text.rows import write_rows
 
 DOMAINS = ("math", "code")
 SHOWN = ("wudi", "ties")
@@ -162,8 +162,7 @@ class Demo:
 
     def _write_held_out(self, domain: str) -> Path:
         path = self.folder / f"{domain}-held-out.jsonl"
-        rows = [json.dumps({"text": text}) + "\n" for text in self._held_out[domain]]
-        path.write_text("".join(rows), encoding="utf-8")
+        write_rows(path, ({"text": text} for text in self._held_out[domain]))
         return path
 
 

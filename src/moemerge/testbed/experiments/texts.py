@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from moemerge.testbed.accuracy import generate
 from moemerge.testbed.tasks import DOMAINS, Problem, check_all, problems
 from moemerge.testbed.training.data import HARD_SHARE
+from moemerge.text.rows import write_rows
 
 # Problems of calibration text, and of tests: any fixed numbers that no training seed uses.
 TEXT_SEED = 20_001
@@ -55,10 +55,7 @@ def general_file(folder: Path) -> Path:
     """General text as a file, written where it is not there."""
     file = folder / f"general-{GENERAL_ROWS}.jsonl"
     if not file.exists():
-        lines = "".join(json.dumps(row) + "\n" for row in general_text(GENERAL_ROWS))
-        part = file.with_name(f"{file.name}.{os.getpid()}.part")  # several merges may want it
-        part.write_text(lines)
-        part.replace(file)
+        write_rows(file, general_text(GENERAL_ROWS))
     return file
 
 
@@ -114,6 +111,4 @@ def _unrelated(domain: str, rows: int) -> list[Problem]:
 
 def _write(path: Path, texts: Sequence[Problem]) -> None:
     rows = [{"text": p.prompt + p.answer, "prompt_length": len(p.prompt)} for p in texts]
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    part.replace(path)
+    write_rows(path, rows)

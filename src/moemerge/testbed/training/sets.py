@@ -18,6 +18,7 @@ from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.testbed.network.layout import EOS, Shape, character_tokenizer, config_of, to_tensors
 from moemerge.testbed.tasks import problems
+from moemerge.text.rows import write_rows
 
 MANIFEST = "testbed.json"
 BUNDLE = "bundle"  # the set that comes with the package
@@ -101,8 +102,8 @@ def write_data(folder: Path, domains: tuple[str, ...], seed: int) -> None:
     (folder / DATA).mkdir()
     for domain in domains:
         rows = problems(domain, split="train", count=CALIBRATION_ROWS, seed=seed)
-        lines = [json.dumps({"text": p.prompt + p.answer + EOS}) + "\n" for p in rows]
-        (folder / DATA / f"{domain}.jsonl").write_text("".join(lines))
+        texts = ({"text": p.prompt + p.answer + EOS} for p in rows)
+        write_rows(folder / DATA / f"{domain}.jsonl", texts)
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

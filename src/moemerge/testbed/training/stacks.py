@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from moemerge.checkpoint.output import writing
 from moemerge.errors import CheckpointError, UsageError
+from moemerge.runtime.files import lock_folder
 from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import Progress
 from moemerge.testbed.network.layout import Shape, initial
@@ -106,19 +106,13 @@ class Saved:
 
 def _lock(folder: Path, out: Path) -> int | None:
     """Held as long as the training runs; None where the file system knows no locks."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_folder(folder)
     except BlockingIOError:
-        os.close(fd)
         raise CheckpointError(
             f"another training is writing {out} ({folder} is in use)",
             hint="wait for it, or choose another output folder",
         ) from None
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
 
 
 def _read_key(folder: Path) -> dict[str, Any] | None:
