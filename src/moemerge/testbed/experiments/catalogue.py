@@ -18,7 +18,7 @@ from moemerge.experiments.tables import (
     TableForm,
 )
 from moemerge.registry import did_you_mean
-from moemerge.testbed.experiments import ablations, refits
+from moemerge.testbed.experiments import ablations
 from moemerge.testbed.experiments.ablations import (
     FORCED,
     SOURCE_ROUTERS,
@@ -128,15 +128,15 @@ def _repairs(domains: tuple[str, ...]) -> Callable[[Scope], list[Row[Cell]]]:
     """What mends a merge, from several merges."""
 
     def rows(scope: Scope) -> list[Row[Cell]]:
-        methods = [m for m in refits.LEADING if m in scope.methods] or scope.methods[:1]
+        methods = [m for m in ablations.LEADING if m in scope.methods] or scope.methods[:1]
         merges = [Merged(method, domains) for method in methods]
-        own = [row for merged in merges for row in _rows_of(merged, refits.repairs(merged))]
+        own = [row for merged in merges for row in _rows_of(merged, ablations.repairs(merged))]
         return [*_references(domains), *own]
 
     return rows
 
 
-def _refit_ablation(of: Callable[[Merged], refits.Swept]) -> Callable[[Scope], list[Row[Cell]]]:
+def _refit_ablation(of: Callable[[Merged], ablations.Swept]) -> Callable[[Scope], list[Row[Cell]]]:
     """Variants of one refit, where refit matters most: of the average where it is in scope."""
 
     def rows(scope: Scope) -> list[Row[Cell]]:
@@ -314,7 +314,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             TWO,
             _repairs(TWO),
             figure="groups",
-            compare=refits.COMPARED,
+            compare=ablations.COMPARED,
         ),
         Experiment(
             "refit-qwen3",
@@ -323,7 +323,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             TWO,
             _repairs(TWO),
             figure="groups",
-            compare=refits.COMPARED,
+            compare=ablations.COMPARED,
             arch="qwen3_moe",
         ),
         Experiment(
@@ -333,14 +333,14 @@ EXPERIMENTS: dict[str, Experiment] = {
             THREE,
             _repairs(THREE),
             figure="groups",
-            compare=refits.COMPARED,
+            compare=ablations.COMPARED,
         ),
         Experiment(
             "refit-ridge",
             "Refit: how strongly maps are held",
             "λ as held-out rows want it, and fixed ones.",
             TWO,
-            _refit_ablation(refits.ridges),
+            _refit_ablation(ablations.ridges),
             figure="lines",
             axis="log10 λ",
         ),
@@ -349,7 +349,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Refit: how much text is needed",
             "Rows of each domain's text.",
             TWO,
-            _refit_ablation(refits.texts),
+            _refit_ablation(ablations.texts),
             figure="lines",
             axis="rows of text a domain",
         ),
@@ -358,7 +358,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Refit: what each part brings",
             "All maps, all but those of one part, and experts alone.",
             TWO,
-            _refit_ablation(refits.parts),
+            _refit_ablation(ablations.parts),
             figure="bars",
         ),
     )
