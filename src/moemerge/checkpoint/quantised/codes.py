@@ -1,5 +1,5 @@
 """The numbers that a few bits can stand for (eight-bit and four-bit floats and integers), and the
-cells of a matrix whose codes share a scale.
+zones of a matrix whose codes share a scale.
 
 Reading looks two codes up at a time in a table, which is several times as fast as the conversions
 that torch has for eight-bit floats. Writing rounds to the nearest value, ties to the even code.
@@ -116,17 +116,17 @@ def _fp4_borders() -> Tensor:
 
 
 @dataclass(frozen=True)
-class Cells:
-    """The cells of an (out, in) matrix; those at its far edges may be cut short."""
+class Zones:
+    """The zones of an (out, in) matrix; those at its far edges may be cut short."""
 
     rows: int  # of the matrix
     columns: int
-    height: int  # of one cell
+    height: int  # of one zone
     width: int
 
     @property
     def down(self) -> int:
-        """Cells in a column of cells."""
+        """Zones in a column of zones."""
         return -(-self.rows // self.height)
 
     @property
@@ -134,13 +134,13 @@ class Cells:
         return -(-self.columns // self.width)
 
     def rows_of(self, start: int, stop: int) -> tuple[int, int]:
-        """The rows of cells that hold the matrix rows [start, stop)."""
+        """The rows of zones that hold the matrix rows [start, stop)."""
         return start // self.height, -(-stop // self.height)
 
     def for_rows(self, grid: Tensor, start: int, stop: int) -> Tensor:
         """One row of numbers for every matrix row of [start, stop): (rows, across).
 
-        `grid` are the rows of cells that `rows_of` names.
+        `grid` are the rows of zones that `rows_of` names.
         """
         if self.height == 1:
             return grid
@@ -153,7 +153,7 @@ class Cells:
         return wide.reshape(len(numbers), -1)[:, : self.columns]
 
     def multiply_(self, values: Tensor, factors: Tensor) -> None:
-        """values (rows, columns) times what each cell has in factors (rows, across)."""
+        """values (rows, columns) times what each zone has in factors (rows, across)."""
         whole = self.columns // self.width
         if whole:
             part = values[:, : whole * self.width].view(-1, whole, self.width)
@@ -162,8 +162,8 @@ class Cells:
             values[:, whole * self.width :].mul_(factors[:, whole:])
 
     def gather(self, values: Tensor) -> Tensor:
-        """values (rows, columns), rows beginning with a cell, as (down, across, elements of a
-        cell); what is cut short is filled up with zeros."""
+        """values (rows, columns), rows beginning with a zone, as (down, across, elements of a
+        zone); what is cut short is filled up with zeros."""
         down = -(-len(values) // self.height)
         pad = (0, self.across * self.width - self.columns, 0, down * self.height - len(values))
         if any(pad):
@@ -171,8 +171,8 @@ class Cells:
         blocks = values.view(down, self.height, self.across, self.width)
         return blocks.transpose(1, 2).reshape(down, self.across, -1)
 
-    def scatter(self, cells: Tensor, rows: int) -> Tensor:
+    def scatter(self, zones: Tensor, rows: int) -> Tensor:
         """The inverse of `gather`, for a matrix of `rows` rows."""
-        down = len(cells)
-        blocks = cells.view(down, self.across, self.height, self.width).transpose(1, 2)
+        down = len(zones)
+        blocks = zones.view(down, self.across, self.height, self.width).transpose(1, 2)
         return blocks.reshape(down * self.height, -1)[:rows, : self.columns]

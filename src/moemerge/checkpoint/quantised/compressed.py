@@ -243,21 +243,21 @@ def _checked(
             stacked=len(shape) == 3,
         )
     )
-    cells = unit.cells
+    zones = unit.zones
     if scheme.fit is asymmetric:
-        packed = -(-cells.down * scheme.codes.bits // _WORD_BITS), cells.across
-        fitting = {Dtype.INT8: (cells.down, cells.across), Dtype.INT32: packed}
+        packed = -(-zones.down * scheme.codes.bits // _WORD_BITS), zones.across
+        fitting = {Dtype.INT8: (zones.down, zones.across), Dtype.INT32: packed}
         if zeros is None or zeros.shape != fitting.get(zeros.dtype):
             shown = "none" if zeros is None else f"{list(zeros.shape)} {zeros.dtype}"
             raise CheckpointError(
                 f"{unit.name!r} is asymmetric: its weight_zero_point is {shown}, expected "
-                f"{list(packed)} int32 or {[cells.down, cells.across]} int8",
+                f"{list(packed)} int32 or {[zones.down, zones.across]} int8",
                 hint=HINT,
             )
-    if order is not None and (order.shape != (cells.columns,) or order.dtype.is_floating_point):
+    if order is not None and (order.shape != (zones.columns,) or order.dtype.is_floating_point):
         raise CheckpointError(
             f"{order.name!r} is {list(order.shape)} {order.dtype}, expected a whole number for "
-            f"each of {cells.columns} columns",
+            f"each of {zones.columns} columns",
             hint=HINT,
         )
     return unit

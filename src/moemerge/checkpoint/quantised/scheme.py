@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from moemerge.checkpoint.quantised.codes import Cells, Codes
+from moemerge.checkpoint.quantised.codes import Codes, Zones
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LEAST_EXPONENT: Final = -127  # that a scale of eight bits can have
-# Weights that a format's coarseness is measured on: normally distributed, a few cells of them.
+# Weights that a format's coarseness is measured on: normally distributed, a few zones of them.
 _SAMPLE_ROWS: Final = 256
 _SAMPLE_COLUMNS: Final = 1024
 
 
 class Grid(NamedTuple):
-    """What the cells of a matrix have: value = (code - zero) * scale, in float32."""
+    """What the zones of a matrix have: value = (code - zero) * scale, in float32."""
 
     scale: Tensor
     zero: Tensor | None
 
 
-# From the least and the greatest value of each cell, neither beyond zero, to its scale.
+# From the least and the greatest value of each zone, neither beyond zero, to its scale.
 Fit = Callable[["Tensor", "Tensor", Codes], Grid]
 
 
@@ -41,8 +41,8 @@ class Scheme:
     fit: Fit
     scale_dtype: Dtype  # exponents of two are UINT8 or FLOAT8_E8M0FNU
 
-    def cells(self, rows: int, columns: int) -> Cells:
-        return Cells(rows, columns, self.height or max(1, rows), self.width or max(1, columns))
+    def zones(self, rows: int, columns: int) -> Zones:
+        return Zones(rows, columns, self.height or max(1, rows), self.width or max(1, columns))
 
     @property
     def words(self) -> str:
@@ -69,19 +69,19 @@ class Scheme:
             return scales.to(torch.float8_e8m0fnu).view(torch.uint8)
         return scales.to(self.scale_dtype.torch)
 
-    def fitted(self, cells: Tensor) -> Grid:
-        """The scales (down, across) of values (down, across, elements of a cell)."""
-        low, high = cells.amin(dim=-1).clamp_(max=0), cells.amax(dim=-1).clamp_(min=0)
+    def fitted(self, zones: Tensor) -> Grid:
+        """The scales (down, across) of values (down, across, elements of a zone)."""
+        low, high = zones.amin(dim=-1).clamp_(max=0), zones.amax(dim=-1).clamp_(min=0)
         return self.rounded(self.fit(low, high, self.codes))
 
-    def encode(self, cells: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def encode(self, zones: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Codes of values (down, across, n), and what will be read of them in `dtype`."""
         scale = grid.scale[:, :, None]
         if grid.zero is None:  # nothing is added: zero keeps its sign
-            codes = self.codes.round(cells / scale)
+            codes = self.codes.round(zones / scale)
             return codes, (self.codes.values_of(codes) * scale).to(dtype)
         zero = grid.zero[:, :, None]
-        codes = self.codes.round(cells / scale + zero)
+        codes = self.codes.round(zones / scale + zero)
         return codes, ((self.codes.values_of(codes) - zero) * scale).to(dtype)
 
 
@@ -94,9 +94,9 @@ def relative_error(scheme: Scheme) -> float:
 def _relative_error(scheme: Scheme) -> float:
     rng = torch.Generator().manual_seed(0)
     values = torch.randn(_SAMPLE_ROWS, _SAMPLE_COLUMNS, generator=rng)
-    cells = scheme.cells(*values.shape).gather(values)
-    read = scheme.encode(cells, scheme.fitted(cells), torch.float32)[1]
-    return float((read - cells).norm() / cells.norm())
+    zones = scheme.zones(*values.shape).gather(values)
+    read = scheme.encode(zones, scheme.fitted(zones), torch.float32)[1]
+    return float((read - zones).norm() / zones.norm())
 
 
 # --- scales from extents, as the tools of each format choose them --------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from moemerge.checkpoint.quantised.codes import Cells, Codes
+from moemerge.checkpoint.quantised.codes import Codes, Zones
 from moemerge.checkpoint.quantised.scheme import Grid, Scheme
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
@@ -85,16 +85,16 @@ class QuantisedInfo(TensorInfo):
         return (columns, rows) if self.transposed else (rows, columns)
 
     @property
-    def cells(self) -> Cells:
-        return self.scheme.cells(*self.matrix)
+    def zones(self) -> Zones:
+        return self.scheme.zones(*self.matrix)
 
     @property
     def step(self) -> int:
-        """Rows that can only be written together: whole cells, whole words of zero points."""
+        """Rows that can only be written together: whole zones, whole words of zero points."""
         if self.stacked:
             return 1
         words = 1 if self.zeros is None else _rows_in_a_word(self.zeros, self.scheme.codes)
-        return math.lcm(self.cells.height, words)
+        return math.lcm(self.zones.height, words)
 
     def holds_whole(self, rows: Rows) -> bool:
         """Whether these rows can be written without their neighbours."""
@@ -131,13 +131,13 @@ class QuantisedInfo(TensorInfo):
     ) -> Iterator[Written]:
         """The parts of a float32 block that goes to the rows from `row` on.
 
-        Each cell takes the scale that the format's tools would choose, or the one that it has in
+        Each zone takes the scale that the format's tools would choose, or the one that it has in
         the stored tensor, whichever reads nearer: what was only read comes back as it was.
         """
         written: dict[str, list[Tensor]] = {}
         for matrix, begin, values in self._matrices(fetch, row, row + len(block), block):
             pieces: dict[str, list[Tensor]] = {}
-            height = self.cells.height if self.stacked else self.step
+            height = self.zones.height if self.stacked else self.step
             for first, last in _bands(begin, begin + len(values), self.matrix[1], height):
                 band = values[first - begin : last - begin]
                 for name, stored in matrix.encode(band, first, rounding):
@@ -155,7 +155,7 @@ class QuantisedInfo(TensorInfo):
         """The parts that new values change, and how many rows one row of each belongs to."""
         stacked = self.stacked
         yield self.codes, 1
-        yield self.scales, 1 if stacked else self.cells.height
+        yield self.scales, 1 if stacked else self.zones.height
         if self.zeros is not None:
             yield self.zeros, 1 if stacked else _rows_in_a_word(self.zeros, self.scheme.codes)
 
@@ -201,19 +201,19 @@ class _Matrix:
         return shape[0] if shape else 1
 
     def decode(self, start: int, stop: int) -> Tensor:
-        info, cells = self.info, self.info.cells
+        info, zones = self.info, self.info.zones
         stored = self._part(info.codes, (start, stop))
-        values = info.scheme.codes.decode(stored.reshape(stop - start, -1), cells.columns)
+        values = info.scheme.codes.decode(stored.reshape(stop - start, -1), zones.columns)
         grid = self.grid(start, stop)
-        scales = cells.for_rows(grid.scale, start, stop)
-        zeros = None if grid.zero is None else cells.for_rows(grid.zero, start, stop)
+        scales = zones.for_rows(grid.scale, start, stop)
+        zeros = None if grid.zero is None else zones.for_rows(grid.zero, start, stop)
         order = self.order()
         if order is not None:
             zeros = None if zeros is None else zeros.index_select(1, order)
             return (values if zeros is None else values - zeros) * scales.index_select(1, order)
         if zeros is not None:
-            values = values - cells.spread(zeros)
-        cells.multiply_(values, scales)
+            values = values - zones.spread(zeros)
+        zones.multiply_(values, scales)
         return values
 
     def order(self) -> Tensor | None:
@@ -223,24 +223,24 @@ class _Matrix:
         order = self._part(self.info.order, None).to(torch.int64)
         if bool((order == -1).all()):  # a place that was kept free and not used
             return None
-        cells = self.info.cells
-        inside = order.clamp(0, cells.across - 1)
-        counts = torch.bincount(inside, minlength=cells.across)
-        if not torch.equal(inside, order) or bool((counts != cells.width).any()):
+        zones = self.info.zones
+        inside = order.clamp(0, zones.across - 1)
+        counts = torch.bincount(inside, minlength=zones.across)
+        if not torch.equal(inside, order) or bool((counts != zones.width).any()):
             raise CheckpointError(
-                f"{self.info.order.name!r} does not give {cells.width} columns of "
-                f"{self.info.name!r} to each of {cells.across} groups",
+                f"{self.info.order.name!r} does not give {zones.width} columns of "
+                f"{self.info.name!r} to each of {zones.across} groups",
                 hint="the file is damaged, or its quantization_config states another group size",
             )
         return order
 
     def grid(self, start: int, stop: int) -> Grid:
-        """Scales and zero points of the cells that hold these rows, (down, across)."""
-        info, cells = self.info, self.info.cells
-        first, last = cells.rows_of(start, stop)
-        whole = self._rows_of(info.scales) == 1 and cells.down > 1
+        """Scales and zero points of the zones that hold these rows, (down, across)."""
+        info, zones = self.info, self.info.zones
+        first, last = zones.rows_of(start, stop)
+        whole = self._rows_of(info.scales) == 1 and zones.down > 1
         stored = self._part(info.scales, None if not info.scales.shape or whole else (first, last))
-        scales = info.scheme.read_scales(stored.reshape(last - first, cells.across))
+        scales = info.scheme.read_scales(stored.reshape(last - first, zones.across))
         if not bool(((scales > 0) & scales.isfinite()).all()):
             bad = scales[~((scales > 0) & scales.isfinite())]
             raise CheckpointError(
@@ -268,14 +268,14 @@ class _Matrix:
     def encode(
         self, values: Tensor, start: int, rounding: Rounding
     ) -> Iterator[tuple[str, Tensor]]:
-        """The parts of rows that begin with a cell, named as they are stored."""
-        info, scheme, cells = self.info, self.info.scheme, self.info.cells
+        """The parts of rows that begin with a zone, named as they are stored."""
+        info, scheme, zones = self.info, self.info.scheme, self.info.zones
         values = values.to(torch.float32).contiguous()
         order = self.order()
         place = None if order is None else torch.argsort(order, stable=True)
         if place is not None:
             values = values.index_select(1, place)
-        wanted = cells.gather(values)
+        wanted = zones.gather(values)
         grid = self.grid(start, start + len(values))
         codes, read = scheme.encode(wanted, grid, info.dtype.torch)
         error = (read.to(torch.float32) - wanted).square_().sum(dim=-1)
@@ -286,7 +286,7 @@ class _Matrix:
         codes = torch.where(better[:, :, None], other, codes)
         rounding.error += float(torch.where(better, others_error, error).sum(dtype=torch.float64))
         rounding.size += float(wanted.square().sum(dtype=torch.float64))
-        flat = cells.scatter(codes, len(values))
+        flat = zones.scatter(codes, len(values))
         if place is not None:
             flat = torch.empty_like(flat).index_copy_(1, place, flat)
         yield info.codes.name, self._packed(flat)
@@ -353,12 +353,12 @@ def require_scales(info: QuantisedInfo) -> QuantisedInfo:
             "of matrices",
             hint=HINT,
         )
-    cells = info.cells
+    zones = info.zones
     lead = (info.rows,) if info.stacked else ()
-    fitting = [(*lead, cells.down, cells.across)]
-    if cells.across == 1:
-        fitting.append((*lead, cells.down))
-    if cells.across == cells.down == 1:
+    fitting = [(*lead, zones.down, zones.across)]
+    if zones.across == 1:
+        fitting.append((*lead, zones.down))
+    if zones.across == zones.down == 1:
         fitting.append(lead)
     if info.scales.shape not in fitting or info.scales.dtype not in _SCALE_DTYPES:
         raise CheckpointError(
