@@ -44,7 +44,7 @@ from moemerge.runtime.process import give_back_freed_memory
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import StatisticsWriter
 from moemerge.statistics.file import stored_shape
-from moemerge.text.batches import Batch
+from moemerge.text.batches import Batch, rows_of
 
 
 class Measure(Protocol):
@@ -388,13 +388,4 @@ def _row_groups(batch: Batch, tokens: int) -> Iterator[tuple[slice, Batch]]:
     step = max(1, tokens // length)
     for first in range(0, count, step):
         rows = slice(first, first + step)
-        yield (
-            rows,
-            Batch(
-                batch.domain,
-                batch.holdout,
-                batch.input_ids[rows],
-                batch.mask[rows],
-                batch.places[rows],
-            ),
-        )
+        yield rows, rows_of(batch, rows)

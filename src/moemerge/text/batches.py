@@ -82,7 +82,7 @@ def divided(batches: Sequence[Batch], among: int) -> list[list[Batch]]:
     return [
         group
         if len(group) >= BATCHES_FOR_EACH * among
-        else [_rows_of(batch, part) for batch in group for part in _parts(batch, among)]
+        else [rows_of(batch, part) for batch in group for part in _parts(batch, among)]
         for group in groups.values()
     ]
 
@@ -93,7 +93,7 @@ def _parts(batch: Batch, count: int) -> list[slice]:
     return [slice(first, None, count) for first in range(count)]
 
 
-def _rows_of(batch: Batch, rows: slice) -> Batch:
+def rows_of(batch: Batch, rows: slice) -> Batch:
     """Some of a batch's rows, padded as they were."""
     return replace(
         batch,
