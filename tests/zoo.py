@@ -392,6 +392,17 @@ def tiny_tokenizer(
     return Path(folder)
 
 
+def assert_loads(folder: Path) -> None:
+    """transformers reads all of it, and it runs."""
+    name = read_config(folder)["architectures"][0]
+    with _quiet():
+        loaded, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    with torch.no_grad():
+        logits = loaded(input_ids=torch.arange(3, 12).unsqueeze(0), use_cache=False).logits
+    assert torch.isfinite(logits).all()
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The saved config.json."""
     loaded: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 import zoo
 from calibration import cases
@@ -36,17 +34,7 @@ def test_a_family_calibrates(family: str, case_of: CaseOf, tmp_path: Path) -> No
         assert after < before, row
     changed = {place.weight for place in served} | {p.bias for p in served if p.bias}
     assert cases.changed_tensors(case.merged, out) == changed
-    assert_loads(out)
-
-
-def assert_loads(folder: Path) -> None:
-    name = zoo.read_config(folder)["architectures"][0]
-    with zoo._quiet():
-        model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"]
-    with torch.no_grad():
-        logits = model(input_ids=torch.arange(3, 12).unsqueeze(0), use_cache=False).logits
-    assert torch.isfinite(logits).all()
+    zoo.assert_loads(out)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 import moemerge
@@ -44,17 +43,7 @@ def test_the_output_has_exactly_the_others_routers(
     assert set(report.tensors) == names
     for name, tensor in out.items():
         assert torch.equal(tensor, (theirs if name in names else mine)[name]), name
-    loads(tmp_path / "out")
-
-
-def loads(folder: Path) -> None:
-    name = zoo.read_config(folder)["architectures"][0]
-    with zoo._quiet():
-        model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"]
-    with torch.no_grad():
-        logits = model(input_ids=torch.arange(3, 12).unsqueeze(0), use_cache=False).logits
-    assert torch.isfinite(logits).all()
+    zoo.assert_loads(tmp_path / "out")
 
 
 def test_some_layers_and_links(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:

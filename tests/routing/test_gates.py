@@ -19,19 +19,11 @@ from moemerge.routing.gates import (
     select,
     slope,
 )
+from routing.problems import GATES
 
 D, E, K = 16, 12, 3
 SCORES, LOGITS = BiasPlace.SCORES, BiasPlace.LOGITS
 
-GATES = {
-    "softmax": Gate(Score.SOFTMAX, 2),
-    "softmax capped": Gate(Score.SOFTMAX, 2, soft_cap=3.0),
-    "sigmoid": Gate(Score.SIGMOID, 2),
-    "sigmoid capped": Gate(Score.SIGMOID, 2, soft_cap=2.0),
-    "bernoulli": Gate(Score.SIGMOID, 2, normalised=False),
-    "bernoulli capped": Gate(Score.SIGMOID, 2, normalised=False, soft_cap=2.0),
-    "sqrt softplus": Gate(Score.SQRT_SOFTPLUS, 2),
-}
 each_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 
 
