@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from moemerge.cli.render import NumberTable, facts
-from moemerge.report.words import short
+from moemerge.report.words import p_value, short
 
 if TYPE_CHECKING:
     from moemerge.evaluation import EvaluationReport
@@ -57,7 +57,7 @@ def _pair_cells(pair: PairedDifference) -> list[str | Text]:
     return [
         f"{100 * pair.difference:+.1f}",
         f"{low} to {high}",
-        f"{p:.3f}" if p >= 0.001 else "<0.001",
+        p_value(p),
         str(pair.won),
         str(pair.lost),
         sure if pair.significant else "",

@@ -93,6 +93,11 @@ def percent(share: float | None) -> str:
     return f"{value:.1f}%" if value == 0 or abs(value) >= 1 else f"{value:.2g}%"
 
 
+def p_value(p: float) -> str:
+    """Of a test; below a thousandth only that it is."""
+    return f"{p:.3f}" if p >= 0.001 else "<0.001"
+
+
 def plain(value: float | None, digits: int = 3) -> str:
     """Significant digits, no exponent unless it is tiny."""
     if value is None:

@@ -78,7 +78,7 @@ class LineFile:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Write a line; it is the operating system's when this returns."""
-        self._write({**line, DIGEST: self._digest(line)})
+        self._write({**line, DIGEST: line_digest(line, self._head)})
 
     def close(self) -> None:
         self._file.close()
@@ -116,7 +116,7 @@ class LineFile:
             raise OtherRunError(self.path, stored)
         for number, text in enumerate(others, start=2):
             line = self._parse(text, number)
-            if line.pop(DIGEST, None) != self._digest(line):
+            if line.pop(DIGEST, None) != line_digest(line, self._head):
                 raise self._damaged(f"line {number} is not as it was written")
             self.lines.append(line)
 
@@ -134,9 +134,6 @@ class LineFile:
     @property
     def _hint(self) -> str:
         return "remove it, or start anew with `overwrite=True`"
-
-    def _digest(self, line: Mapping[str, Any]) -> str:
-        return line_digest(line, self._head)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         # A text cut within a character may hold halves of it, which JSON can and UTF-8 cannot say.

@@ -10,6 +10,7 @@ from typing import Any, Final
 from moemerge.report.files import packed
 from moemerge.report.frame import render_in_frame
 from moemerge.report.page import save_page
+from moemerge.report.words import p_value
 
 COLOURS: Final = 6  # of models, in the style sheet
 
@@ -28,7 +29,7 @@ def render_scores(document: Mapping[str, Any]) -> str:
         title=f"{', '.join(models)} · evaluation",
         top="scores",
         version=document["version"],
-        filters={"points": _points, "signed": _signed, "p": _p, "place": _place},
+        filters={"points": _points, "signed": _signed, "p": p_value, "place": _place},
         document=document,
         models=models,
         colours={model: place % COLOURS for place, model in enumerate(models)},
@@ -63,10 +64,6 @@ def _points(share: float | None) -> str:
 
 def _signed(share: float) -> str:
     return f"{100 * share:+.1f}".replace("-", "−")
-
-
-def _p(value: float) -> str:
-    return f"{value:.3f}" if value >= 0.001 else "<0.001"
 
 
 def _place(value: float, reach: float) -> str:
