@@ -31,6 +31,15 @@ class OpenModel:
         """What messages call it; a model that goes by its label is no source."""
         return self.label if self.name == self.label else f"source {self.name!r} ({self.label})"
 
+    def require_readable(self, hint: str) -> None:
+        """Refuse weights of few bits whose format is not known."""
+        if self.architecture.quantised:
+            raise ArchitectureError(
+                f"{self.label} is quantised in a way that is not read "
+                f"({self.architecture.quantised})",
+                hint=hint,
+            )
+
 
 def open_model(name: str, ref: str | Path | ModelRef) -> OpenModel:
     """Read a model's headers. A LoRA counts as part of the model it is applied to."""

@@ -159,6 +159,15 @@ def is_inside(name: str) -> bool:
     return not bad and bool(path.parts)
 
 
+def place_in(folder: Path, name: str, out: Path) -> Path:
+    """Where a file of the output `out` goes, whose files are collected in `folder`."""
+    if not is_inside(name):
+        raise CheckpointError(f"the file name {name!r} would leave the output {out}")
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def _union(
     files: Mapping[str, TensorFile], weight_map: Mapping[str, str], index: Path | None
 ) -> dict[str, TensorFile]:

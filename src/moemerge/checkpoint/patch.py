@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from moemerge.checkpoint.companions import CARRIED_FOLDERS, copied_files, folder_files, is_weights
-from moemerge.checkpoint.folder import INDEX, PICKLED_INDEX, TensorFile, is_inside
+from moemerge.checkpoint.folder import INDEX, PICKLED_INDEX, TensorFile, place_in
 from moemerge.checkpoint.output import OutputFolder, copy_file, write_file, writing
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
@@ -266,11 +266,7 @@ class _PatchedCopy:
             raise CheckpointError(f"the output {self._out} was given up")
 
     def _place(self, name: str) -> Path:
-        if not is_inside(name):
-            raise CheckpointError(f"the file name {name!r} would leave the output {self._out}")
-        path = self._folder.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        return place_in(self._folder.path, name, self._out)
 
     def _check_open(self) -> None:
         if self._closed:

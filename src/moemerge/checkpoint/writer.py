@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from moemerge.checkpoint.direct import LEAST_BYTES, Buffer, Buffers, OutputFile
-from moemerge.checkpoint.folder import INDEX, SINGLE, is_inside
+from moemerge.checkpoint.folder import INDEX, SINGLE, place_in
 from moemerge.checkpoint.output import OutputFolder, copy_file, output_error, write_file, writing
 from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_label
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
@@ -245,12 +245,9 @@ class CheckpointWriter:
     def _place(self, filename: str) -> Path:
         with self._condition:
             self._check_open()
-        if not is_inside(filename):
-            raise CheckpointError(f"the file name {filename!r} would leave the output {self.out}")
-        path = self.folder / filename
+        path = place_in(self.folder, filename, self.out)
         if filename == INDEX or any(shard.file.path == path for shard in self._shards):
             raise CheckpointError(f"{filename} is written by the checkpoint writer itself")
-        path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def hand_over(self) -> list[str]:

@@ -15,7 +15,7 @@ from moemerge.checkpoint import require_space
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import StatisticsKind
 from moemerge.config.settings import CollectingSettings
-from moemerge.errors import ArchitectureError, DataError
+from moemerge.errors import DataError
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
@@ -79,12 +79,7 @@ def prepare(request: CollectRequest) -> CollectingJob:
     check_files({DOMAIN: request.data})
     device = ranks.own_device(resolve_device(settings.device))
     model = open_model("model", request.model)
-    if model.architecture.quantised:
-        raise ArchitectureError(
-            f"{model.label} is quantised in a way that is not read "
-            f"({model.architecture.quantised})",
-            hint="dequantise it to bfloat16 first and use that folder",
-        )
+    model.require_readable("dequantise it to bfloat16 first and use that folder")
     units = all_units(model.checkpoint, model.architecture)
     shapes = [unit.shape for unit in units.values() if len(unit.shape) == 2]
     if ranks.leads():

@@ -195,11 +195,7 @@ def require_calibratable(merged: OpenModel, verb: str = "calibrate") -> None:
             f"{architecture.family.reason}",
             hint="`moemerge ls architectures` lists the families that can be",
         )
-    if architecture.quantised:
-        raise ArchitectureError(
-            f"{merged.label} is quantised in a way that is not read ({architecture.quantised})",
-            hint=f"dequantise it to bfloat16 first and {verb} that",
-        )
+    merged.require_readable(f"dequantise it to bfloat16 first and {verb} that")
 
 
 def require_same_family(

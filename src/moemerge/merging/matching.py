@@ -75,12 +75,7 @@ def require_one_family(models: Sequence[OpenModel]) -> None:
                 hint="only models of one family, fine-tunes of one base, can be merged",
             )
     for model in models:
-        if model.architecture.quantised:
-            raise ArchitectureError(
-                f"{model.label} is quantised in a way that is not read "
-                f"({model.architecture.quantised})",
-                hint="dequantise it first",
-            )
+        model.require_readable("dequantise it first")
 
 
 def require_layers(models: Sequence[OpenModel]) -> None:

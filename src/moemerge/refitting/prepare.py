@@ -10,7 +10,7 @@ import torch
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.refit import RefitSettings
-from moemerge.errors import ArchitectureError, UsageError
+from moemerge.errors import UsageError
 from moemerge.features.settings import batch_tokens, forward_dtype
 from moemerge.lockstep.inputs import (
     JobText,
@@ -115,12 +115,7 @@ def prepare(request: RefitRequest, warm_up: WarmUp) -> RefitJob:
 
 def require_refittable(merged: OpenModel) -> None:
     """Refuse what cannot be streamed in full precision."""
-    architecture = merged.architecture
-    if architecture.quantised:
-        raise ArchitectureError(
-            f"{merged.label} is quantised in a way that is not read ({architecture.quantised})",
-            hint="dequantise it to bfloat16 first and refit that",
-        )
+    merged.require_readable("dequantise it to bfloat16 first and refit that")
 
 
 def _require_wide_enough(merged: OpenModel, dtype: torch.dtype) -> None:
