@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from moemerge.calibration.job import CalibrationJob
 from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.report import layer_row
 from moemerge.config.calibration import CalibrationSettings
-from moemerge.errors import ArchitectureError, NumericalError, ResourceError
+from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.router_stream import RouterStop
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.journal import Entry
 from moemerge.lockstep.models import MERGED, PairedRouter, RouterWeights
 from moemerge.lockstep.output import RefusedResultError
+from moemerge.lockstep.repairs import errors_of
 from moemerge.lockstep.streams import Need, Stops
 from moemerge.lockstep.walk import Visitor
 from moemerge.lockstep.warm_up import WarmUp
@@ -122,19 +123,12 @@ def _mean(values: Mapping[str, float | None]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-@contextlib.contextmanager
-def _errors_of(layer: int) -> Iterator[None]:
-    """Errors of the mathematics name the layer; a full memory says what to change."""
-    try:
-        yield
-    except NumericalError as error:
-        raise NumericalError(f"layer {layer}: {error.message}", hint=error.hint) from error
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ResourceError(
-            f"layer {layer}: out of memory while solving for its router",
-            hint='lower `max_tokens`, use `preconditioner="jacobi"`, or `offload="disk"`; '
-            "`resume=True` keeps the finished layers if settings stay the same",
-        ) from error
+def _errors_of(layer: int) -> AbstractContextManager[None]:
+    return errors_of(
+        f"layer {layer}",
+        "while solving for its router",
+        'lower `max_tokens`, use `preconditioner="jacobi"`, or `offload="disk"`',
+    )
 
 
 # --- one layer's problem ------------------------------------------------------------------------

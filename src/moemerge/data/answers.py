@@ -53,7 +53,7 @@ def answer_prompts(
     if isinstance(verifier, CodeVerifier):
         for line in verifier.protections.sentences():
             progress.note(line)
-    tokens = tokenized(prompts, tokenizer, settings.prefill)
+    _, tokens = tokenized(prompts, tokenizer, settings.prefill)
     make_engine = engine_maker(request.model, tokenizer, settings, progress)
     common = made_by(request.model, settings)
     path = completions_path(request.out)

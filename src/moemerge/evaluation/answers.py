@@ -12,12 +12,12 @@ from moemerge.evaluation.job import EvaluationJob, Model, PosedTask, generation_
 from moemerge.generation.engine import Completion, Finish
 from moemerge.generation.engines import drawn_by, engine_maker, made_by
 from moemerge.generation.journal import CompletionJournal, prompt_key
-from moemerge.generation.prompts import open_tokenizer
+from moemerge.generation.prompts import open_tokenizer, tokenized
 from moemerge.generation.run import complete
 from moemerge.report.words import display_names
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.templates import has_template
-from moemerge.text.tokens import Tokenizer, prompt_text, prompt_tokens
+from moemerge.text.tokens import Tokenizer
 
 Completions = tuple[tuple[Completion, ...], ...]  # by problem and sample
 
@@ -82,11 +82,7 @@ def _asked(job: EvaluationJob, name: str, model: Model) -> AskedModel:
                 f"{model}: task {posed.name} needs a chat template, and the tokenizer has none",
                 hint="add chat_template.jinja to the model folder; `plain=True` asks in plain text",
             )
-        texts = [prompt_text(r.turns, tokenizer, task.prefill, r.where) for r in posed.problems]
-        ids = prompt_tokens(texts, tokenizer)
-        for row, line in zip(posed.problems, ids, strict=True):
-            if not line:
-                raise DataError(f"{row.where}: the prompt is empty, expected a question")
+        texts, ids = tokenized(posed.problems, tokenizer, task.prefill)
         prompts[posed.name] = tuple(texts)
         tokens[posed.name] = tuple(tuple(line) for line in ids)
     return AskedModel(name, model, tokenizer, prompts, tokens)

@@ -30,10 +30,10 @@ from transformers.core_model_loading import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, CheckpointError, library_errors
 
-_CONFIG_HINT = "compare it with the config.json of the model that this one was made of"
 _CONSTRUCTION = threading.Lock()  # `_parameters_on_meta` changes a class for a moment
 
 
@@ -52,7 +52,7 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMode
         del config.quantization_config  # the checkpoint reads as plain floats
     cls = _model_class(config, checkpoint)
     what = f"{checkpoint.label}: no model can be built as its config.json says"
-    ours = library_errors(ArchitectureError, what, hint=_CONFIG_HINT)
+    ours = library_errors(ArchitectureError, what, hint=CONFIG_HINT)
     with ours, _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = cls._from_config(config, dtype=dtype)
     model.requires_grad_(False)

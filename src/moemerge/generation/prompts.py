@@ -61,13 +61,16 @@ def open_tokenizer(model: str | Path | ModelRef) -> Tokenizer:
         return load_tokenizer(checkpoint.tokenizer_folder)
 
 
-def tokenized(prompts: Sequence[PromptRow], tokenizer: Tokenizer, prefill: str) -> list[list[int]]:
+def tokenized(
+    prompts: Sequence[PromptRow], tokenizer: Tokenizer, prefill: str
+) -> tuple[list[str], list[list[int]]]:
+    """What the model is given of each prompt, as text and as tokens; an empty one is an error."""
     texts = [prompt_text(row.turns, tokenizer, prefill, row.where) for row in prompts]
     tokens = prompt_tokens(texts, tokenizer)
     for row, ids in zip(prompts, tokens, strict=True):
         if not ids:
             raise DataError(f"{row.where}: the prompt is empty, expected a question")
-    return tokens
+    return texts, tokens
 
 
 def read_prompts(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -22,7 +23,7 @@ from moemerge.config.schema import RunConfig
 from moemerge.config.settings import as_flags
 from moemerge.config.translate import parse_settings
 from moemerge.config.yaml_lines import read_yaml
-from moemerge.errors import MoeMergeError
+from moemerge.errors import MoeMergeError, NumericalError, ResourceError
 from moemerge.features.known_configs import require_loadable
 from moemerge.lockstep.inputs import JobText, check_names, settings_data, source_weights
 from moemerge.lockstep.models import MERGED, require_same_family
@@ -112,6 +113,20 @@ def open_output(
         in_background=resolve_device(request.settings.device).type != "cpu",
         quantised=quantised,
     )
+
+
+@contextmanager
+def errors_of(where: str, doing: str, remedy: str) -> Iterator[None]:
+    """Errors of the mathematics name the layer; a full memory says what to change."""
+    try:
+        yield
+    except NumericalError as error:
+        raise NumericalError(f"{where}: {error.message}", hint=error.hint) from error
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ResourceError(
+            f"{where}: out of memory {doing}",
+            hint=f"{remedy}; `resume=True` keeps the finished layers if settings stay the same",
+        ) from error
 
 
 # --- the key ------------------------------------------------------------------------------------

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from moemerge.errors import ArchitectureError, NumericalError, ResourceError
+from moemerge.errors import ArchitectureError
 from moemerge.features.stops import Stop
 from moemerge.features.taps import UnitMap
 from moemerge.features.tokens import real_rows
+from moemerge.lockstep.repairs import errors_of
 from moemerge.refitting.domains import Affine, DomainScales, parameter
 from moemerge.refitting.drift import AsMerged, followed_batches, layer_drift
 from moemerge.refitting.head import fit_head
@@ -237,16 +238,6 @@ class RefitLoop:
         return stream.checkpoint.tensors[recipe.sources[0][1]].dtype.torch
 
 
-@contextlib.contextmanager
-def _errors_of(where: str) -> Iterator[None]:
-    """Errors of the mathematics name the layer; a full memory says what to change."""
-    try:
-        yield
-    except NumericalError as error:
-        raise NumericalError(f"{where}: {error.message}", hint=error.hint) from error
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ResourceError(
-            f"{where}: out of memory while its maps were refitted",
-            hint='lower `max_tokens`, or use `offload="disk"`; `resume=True` keeps the finished '
-            "layers if settings stay the same",
-        ) from error
+def _errors_of(where: str) -> AbstractContextManager[None]:
+    remedy = 'lower `max_tokens`, or use `offload="disk"`'
+    return errors_of(where, "while its maps were refitted", remedy)
