@@ -55,6 +55,11 @@ class FigureWords:
         shown = self.quantity.text(figures.get(self.name))
         return f"{shown}/{figures[self.out_of]}" if figures.get(self.out_of) else shown
 
+    def raw(self, figures: Mapping[str, Any]) -> str:
+        """Its value for programs that read tables."""
+        value = amount(figures.get(self.name))
+        return "" if value is None else f"{value:.6g}"
+
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(FigureWords)}
 
