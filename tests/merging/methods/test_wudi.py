@@ -66,6 +66,19 @@ def test_exact_by_hand(merge):
     torch.testing.assert_close(out, torch.tensor([[1.0, 0.0], [2.0, 0.0]]))
 
 
+def test_exact_keeps_float32s_digits_in_weak_directions(merge):
+    """Of sums in float32 no more than five digits were left here."""
+    vectors = task_vectors(2, 12, 24)
+    vectors[0] *= torch.logspace(0, -5, 24, dtype=torch.float64)
+    vectors = [v.float().double() for v in vectors]
+    S = torch.cat([v / v.norm() for v in vectors])
+    K = torch.cat([vectors[1] @ S[:12].T, vectors[0] @ S[12:].T], dim=1)
+    expected = sum(vectors) - K @ torch.linalg.pinv(S).T
+    merged = merge("wudi", [v.float() for v in vectors], base=torch.zeros(12, 24), solver="exact")
+    assert merged.dtype == torch.float32
+    assert (merged - expected).norm() < 1e-7 * expected.norm()
+
+
 def test_orthogonal_task_vectors_do_not_interfere(merge):
     a, b = torch.tensor([[2.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 3.0], [0.0, 1.0]])
     for solver in ("adam", "exact"):

@@ -71,6 +71,8 @@ def wudi(
     deltas = changes(inputs, base)
     if not deltas:
         return base.clone(memory_format=torch.contiguous_format)
+    if options.solver == "exact":  # float32's rounding of weak directions would be blown up
+        deltas = [delta.double() for delta in deltas]
     start, problem = _problem(deltas, options.targets)
     if options.solver == "exact":
         correction = problem.exact()
@@ -80,7 +82,7 @@ def wudi(
         correction = problem.filtered(effective_rank)
     else:
         correction = problem.adam(options.lr, options.steps, each_step=unit.check_stopped)
-    return (base + start + correction).contiguous()
+    return (base + start + correction).to(base.dtype).contiguous()
 
 
 def _problem(deltas: list[Tensor], targets: str) -> tuple[Tensor, Interference]:
