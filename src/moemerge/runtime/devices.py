@@ -101,8 +101,11 @@ def gpu_memory(device: torch.device) -> int:
 
 def available_memory(device: torch.device) -> int:
     """Bytes that this process may allocate now: its share of the free GPU memory, or of what Linux
-    calls available."""
-    return _free_memory(device) // (ranks.sharing(device) * _workers.get(device.type, 1))
+    calls available. Ranks begin together; workers find some of it taken by the others already, and
+    may count on their share of all memory as long as so much is free."""
+    free = _free_memory(device) // ranks.sharing(device)
+    workers = _workers.get(device.type, 1)
+    return free if workers == 1 else min(free, _all_memory(device) // workers)
 
 
 _workers: dict[str, int] = {}  # that share the memory of each kind of device, this one among them
@@ -111,6 +114,12 @@ _workers: dict[str, int] = {}  # that share the memory of each kind of device, t
 def share_memory(**workers: int) -> None:
     """From now on, count on a share: so many processes do work of their own on the same device."""
     _workers.update(workers)
+
+
+def _all_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return gpu_memory(device)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _free_memory(device: torch.device) -> int:
@@ -122,7 +131,7 @@ def _free_memory(device: torch.device) -> int:
     for line in _meminfo():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _all_memory(device)
 
 
 def _meminfo() -> list[str]:
