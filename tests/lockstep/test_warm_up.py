@@ -16,7 +16,7 @@ from moemerge.errors import DataError
 from moemerge.linalg.cg import Status
 from moemerge.lockstep import warm_up
 from moemerge.lockstep.warm_up import WarmUp, random_router, router_like
-from moemerge.refitting.warm_up import fit_once
+from moemerge.refitting.prepare import fit_once
 from moemerge.routing import SolveSettings
 from moemerge.runtime import ranks
 

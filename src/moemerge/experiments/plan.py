@@ -27,9 +27,18 @@ from moemerge.config.study import (
 )
 from moemerge.config.study_load import SOURCES, LoadedStudy
 from moemerge.evaluation.catalogue import BenchmarkTask, find_task
-from moemerge.experiments.inputs import given_model, recipes, task_words, text_files
 from moemerge.experiments.tables import AS_MERGED, REFERENCE, Row, TableForm
-from moemerge.experiments.tree import Kind, StudyCell, StudyNode, at_seed, digest_of
+from moemerge.experiments.tree import (
+    Kind,
+    StudyCell,
+    StudyNode,
+    at_seed,
+    digest_of,
+    given_model,
+    recipes,
+    task_words,
+    text_files,
+)
 from moemerge.registry import did_you_mean
 
 ALL = "table"  # the table of a study that names none

@@ -1,17 +1,29 @@
-"""The models and texts of a study, and what is measured of them. Names only, no work.
+"""The models and texts of a study, and what is measured of them. Nothing is made here.
 
 A node says how a thing comes about: what it is made of, and with which settings. Nodes that say the
 same are the same node, whatever they are called, so that what tables share is made once.
+What a study is given is known by its content.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
+
+from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.locate import hub_ids, is_local
+from moemerge.config.data import DataRecipe
+from moemerge.config.dump import plain_settings
+from moemerge.config.models import ModelRef
+from moemerge.config.study import StudyConfig
+from moemerge.errors import MoeMergeError
+from moemerge.evaluation.catalogue import BenchmarkTask
+from moemerge.runtime.files import file_digest
 
 Kind = Literal["given", "files", "text", "merge", "routers", "calibrate", "refit", "tune"]
 MODELS: tuple[Kind, ...] = ("given", "merge", "routers", "calibrate", "refit", "tune")
@@ -108,3 +120,34 @@ class StudySet:
 def at_seed(name: str, seed: int) -> str:
     """What a cell is called in one of several seeds."""
     return f"{name}, seed {seed}"
+
+
+def given_model(name: str, ref: ModelRef) -> StudyNode:
+    """A model that is there: known by its content where it is a folder, by its id on the hub."""
+    spec = {"model": str(ref), "content": None}
+    if not hub_ids(str(ref)):
+        try:
+            with Checkpoint.open(ref) as checkpoint:
+                spec["content"] = checkpoint.fingerprint()
+        except MoeMergeError:
+            pass  # told with all that is missing
+    return StudyNode.of("given", name, spec)
+
+
+def text_files(name: str, files: Sequence[str]) -> StudyNode:
+    """Files by their content; those of the hub by their names."""
+    content = [file_digest(Path(file)) if is_local(file) else None for file in files]
+    return StudyNode.of("files", f"text of {name}", {"files": list(files), "content": content})
+
+
+def recipes(config: StudyConfig) -> Iterator[tuple[str, tuple[str, DataRecipe]]]:
+    """Files that the study makes, which other keys may name as they are."""
+    for data in (config.data or {}, *config.texts.values()):
+        for name, text in data.items():
+            if isinstance(text, DataRecipe):
+                yield text.file, (name, text)
+
+
+def task_words(task: BenchmarkTask, config: StudyConfig) -> list[Any]:
+    data = config.evaluate.data.get(task.name) or ([task.data] if task.data else [])
+    return [task.name, plain_settings(task.settings), text_files(task.name, data).values["content"]]
