@@ -28,6 +28,7 @@ from moemerge.errors import (
 )
 from moemerge.features.router_stream import RouterStream
 from moemerge.features.settings import StreamSettings
+from moemerge.features.stream import ModelStream
 from moemerge.features.tokens import finite
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch, make_batches
@@ -276,6 +277,27 @@ def test_one_layer_at_a_time(zoo_folder: Folder) -> None:
             assert real == {str(stop.layer)}
         assert stream.model.lm_head.weight.device.type == "meta"  # never needed
     assert all(value.device.type == "meta" for value in stream.model.parameters())
+
+
+def test_embeddings_and_layers_can_go_when_they_are_passed(zoo_folder: Folder) -> None:
+    """Of a head that shares the embedding's matrix, too; what is computed stays the same."""
+    folder, batches = zoo_folder("olmoe", tie_word_embeddings=True), reference.batches()
+    states: dict[bool, list[Tensor]] = {True: [], False: []}
+    for early, found in states.items():
+        with ModelStream(Checkpoint.open(folder), batches) as stream:
+            stream.drop_embeddings()  # no batch has read them yet: they stay
+            stream.stop_at_layers(inputs=True)
+            for stop in stream:
+                found += [arrival.given[0].clone() for arrival in stop.arrivals]
+                if early:
+                    stream.drop_embeddings()
+                    assert stream.model.get_input_embeddings().weight.is_meta
+                if early and stop.kind == "end":
+                    stream.drop_layer()
+                    inside = stream.model.model.layers.parameters()
+                    assert all(value.is_meta for value in inside)
+    assert all(map(torch.equal, states[True], states[False]))
+    assert len(states[True]) == len(states[False]) > 0
 
 
 def test_leaving_early_ends_every_thread_and_frees_the_inputs(

@@ -13,6 +13,7 @@ from rich.console import Console
 import moemerge
 from moemerge.cli.routing_table import refit_report
 from moemerge.report.words import Quantity
+from moemerge.runtime.progress import Silent
 from refitting.cases import Case, make_case
 
 
@@ -64,3 +65,24 @@ def test_it_can_be_left_out(case: Case, tmp_path: Path) -> None:
     assert "own features" not in shown(report, 200)
     without = case.refit(tmp_path / "none", ridge=0.01, router="keep", holdout=0)
     assert without.diagnosis is None  # no row is held out
+
+
+def test_what_cannot_be_added_to_the_card_is_told(case: Case, tmp_path: Path) -> None:
+    """OUT is whole by then: its weights, report and card stand."""
+    out, notes = tmp_path / "out", []
+
+    class Sabotaged(Silent):
+        def start(self, what: str, total: int, *, unit: str) -> None:
+            card = out / "README.md"
+            if card.is_file():  # OUT has appeared, and is being measured
+                card.rename(out / "CARD.md")
+                card.mkdir()
+
+        def note(self, message: str) -> None:
+            notes.append(message)
+
+    report = case.refit(out, ridge=0.01, router="keep", progress=Sabotaged())
+    assert report.diagnosis is not None
+    assert any("does not tell what was measured on rows held out" in note for note in notes)
+    assert json.loads((out / "moemerge_report.json").read_text())["refit"]["diagnosis"]
+    assert "refitted in closed form" in (out / "CARD.md").read_text()

@@ -49,7 +49,9 @@ def test_few_kernels_are_kept_unless_the_user_says_otherwise(
 
 ONE_HEAP = """
 import threading
-from moemerge.runtime.process import own_process, share_one_heap
+from moemerge.runtime.process import (
+    give_back_freed_memory, give_back_large_buffers, own_process, share_one_heap
+)
 
 def resident():
     with open("/proc/self/status") as lines:
@@ -70,6 +72,15 @@ for _ in range(6):
 # Each thread reuses what the one before freed: nothing is given back, and nothing grows.
 assert sizes[-1] < sizes[0] + 5_000, sizes
 assert sizes[0] > 25_000, sizes
+# Until large buffers are wanted back.
+give_back_large_buffers()
+give_back_freed_memory()
+before = resident()
+kept = []
+for _ in range(6):
+    work()
+    kept.append(bytearray(100))  # what lies above a freed buffer keeps none of it
+assert resident() < before + 5_000, (before, resident())
 """
 
 

@@ -193,11 +193,16 @@ def repair(
             raise
         ranks.told_by_lead(progress).note(error.message)
         return report
-    if diagnosis is not None and measure and both.holds_out:
-        from moemerge.lockstep.repairs import add_diagnosis
+    if diagnosis is None or not measure or not both.holds_out:
+        return report
+    from moemerge.lockstep.repairs import add_diagnosis
 
-        report = add_diagnosis(report, both.figures(diagnosis))
-    return report
+    figures = both.figures(diagnosis)
+    try:
+        add_diagnosis(report, figures)
+    except MoeMergeError as error:  # OUT is whole without it
+        progress.note(f"{error.message}, so it does not tell what was measured on rows held out")
+    return replace(report, diagnosis=figures)
 
 
 def _measured(both: BeforeAndAfter, progress: Progress) -> Diagnosis | None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -177,10 +178,9 @@ class ModelStream:
             hook.remove()
         self.weights.close()
         self.weights.free(self._root)
-        self._drop_layer()
+        self.drop_layer()
         self._room.close()
-        if self.device.type == "cpu":
-            give_back_freed_memory()
+        self.give_back()
 
     def __iter__(self) -> Iterator[Any]:
         if self._stops is not None:
@@ -204,7 +204,10 @@ class ModelStream:
             self.weights.place(self.weights.fetch(self._root))
         self.weights.check(self._root, "the resident part")
         self.weights.require_finite(self._root)
-        self._require_finite_rest()
+        layers = tuple(f"{path}." for path in self.anatomy.layers)
+        outside = (name for name in self.names.recipes if not name.startswith(layers))
+        self.weights.require_finite_on_disk(name for name in outside if name not in self._root)
+        self.give_back()
         if self.settings.prefetches:
             self._read_ahead(0)
         for path in self.anatomy.layers:
@@ -228,21 +231,6 @@ class ModelStream:
             # What comes after the last stop is not run, so hidden states cannot show its NaN.
             self.weights.require_finite(self.weights.names_under(self.anatomy.layers[self._layer]))
         self._progress.finish()
-
-    def _require_finite_rest(self) -> None:
-        """The same of what lies outside the layers and is not run: final norm, head."""
-        layers = tuple(f"{path}." for path in self.anatomy.layers)
-        for target, recipe in self.names.recipes.items():
-            if target in self._root or target.startswith(layers):
-                continue
-            for _, stored in recipe.sources:
-                value = self.checkpoint.read(stored)
-                if value.is_floating_point() and not bool(value.isfinite().all()):
-                    raise NumericalError(
-                        f"{self.checkpoint.label}: {stored} holds NaN or infinity, in "
-                        f"{self.checkpoint.place_of(stored)}",
-                        hint="repair that model: the checkpoint is damaged",
-                    )
 
     @property
     def _to_the_end(self) -> bool:
@@ -304,7 +292,7 @@ class ModelStream:
         path = self.anatomy.layers[layer]
         names = self.weights.names_under(path)
         with self.stopwatch.span("wait for weights"):
-            self._drop_layer()
+            self.drop_layer()
             self.weights.place(self.weights.fetched(path, names))
             self.weights.check(names, path)
             # Hidden states do not show what no token meets: an expert that nobody is sent to.
@@ -330,14 +318,30 @@ class ModelStream:
         if layer < last:
             self.weights.advise(self.weights.names_under(layers[layer + 1]))
 
-    def _drop_layer(self) -> None:
+    def drop_layer(self) -> None:
+        """Free the layer that is in memory: the batches have passed it."""
         if self._layer is not None:
             path = self.anatomy.layers[self._layer]
             self.weights.free(self.weights.names_under(path))
             self._layer = None
-            if self.device.type == "cpu":
-                # What a layer's batches freed would else lie beside the next layer's weights.
-                give_back_freed_memory()
+            self.give_back()
+
+    def drop_embeddings(self) -> None:
+        """Free the table of embeddings once every batch waits behind it."""
+        if self._layer is None and self._at == "start":
+            return
+        with suppress(NotImplementedError):  # the model does not say which module it is
+            table = self.model.get_input_embeddings()
+            paths = [path for path, module in self.model.named_modules() if module is table]
+            own = {name for path in paths for name in self.weights.names_under(path)}
+            # Where logits are wanted, a head may share its matrix with it.
+            self.weights.free(own if self._runs is not self.model else ())
+            self.give_back()
+
+    def give_back(self) -> None:
+        """On a CPU, hand freed memory to the system: it would else lie beside what comes next."""
+        if self.device.type == "cpu":
+            give_back_freed_memory()
 
     # --- what runs inside the batches' threads ---
 

@@ -318,15 +318,23 @@ class Weights:
         sums = torch.stack([_sum(value) for value in there.values()])
         if bool(sums.isfinite().all()):
             return
-        bad = [name for name, value in there.items() if not bool(value.isfinite().all())]
+        bad = [name for name, value in there.items() if not _is_finite(value)]
         if bad:
             raise self._not_finite(bad)
+
+    def require_finite_on_disk(self, names: Iterable[str]) -> None:
+        """The same of those that are not run: final norm, head."""
+        for name in names:
+            for _, stored in self.names.recipes[name].sources:
+                value = self.checkpoint.read(stored)
+                if value.is_floating_point() and not _is_finite(value):
+                    raise self._not_finite([name])
 
     def _not_finite(self, names: Sequence[str]) -> NumericalError:
         """Names the tensors on disk that these parameters are not finite by, and their file."""
         recipes = [recipe for recipe in map(self._recipe, names) if recipe is not None]
         stored = [name for recipe in recipes for _, name in recipe.sources]
-        damaged = [n for n in stored if not bool(self.checkpoint.read(n).isfinite().all())]
+        damaged = [n for n in stored if not _is_finite(self.checkpoint.read(n))]
         if not damaged:
             return NumericalError(
                 f"{self.checkpoint.label}: {', '.join(names)} overflows in this dtype",
@@ -384,9 +392,19 @@ def _set(model: nn.Module, name: str, value: nn.Parameter) -> None:
         parent._parameters[leaf] = value
 
 
+def _is_finite(value: Tensor) -> bool:
+    """Whether no value is NaN or infinite: a finite sum has only finite terms."""
+    return bool(_sum(value).isfinite()) or bool(value.isfinite().all())
+
+
 def _sum(value: Tensor) -> Tensor:
     """In float32. A CPU would first copy all of a half-precision tensor to that."""
     if value.device.type != "cpu" or value.dtype == torch.float32:
         return value.sum(dtype=torch.float32)
     parts = torch.split(value.reshape(-1), SUMMED_AT_ONCE)
-    return torch.stack([part.sum(dtype=torch.float32) for part in parts]).sum()
+    # One buffer for all: of many, each would lie above the last one's sum, and none come free.
+    wide = torch.empty(parts[0].shape, dtype=torch.float32)
+    total = torch.zeros((), dtype=torch.float32)
+    for part in parts:
+        total += wide[: part.numel()].copy_(part).sum()
+    return total

@@ -7,9 +7,9 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -52,7 +52,6 @@ from moemerge.version import __version__
 NOT_IN_KEY = ("offload", "strict", "measure", "device", "dtype")
 
 Reference = str | Path | ModelRef
-R = TypeVar("R", bound="RepairReport")
 
 
 @dataclass(frozen=True)
@@ -370,22 +369,21 @@ def merge_config(path: Path, blocks: Mapping[str, Any]) -> RunConfig | None:
 # --- what is measured when OUT is there ---------------------------------------------------------
 
 
-def add_diagnosis(report: R, figures: Mapping[str, Any]) -> R:
-    """The report with what was measured afterwards, which also goes into OUT's report and card."""
+def add_diagnosis(report: RepairReport, figures: Mapping[str, Any]) -> None:
+    """What was measured afterwards also goes into OUT's report and card."""
     if not ranks.leads():
-        return replace(report, diagnosis=figures)
+        return
     folder = Path(report.output)
     path = folder / REPORT_NAME
     document = read_object(path)
     document[report.part]["diagnosis"] = dict(figures)
     write_whole(path, report_bytes(document))
     path = folder / CARD_NAME
-    card = path.read_text(encoding="utf-8", errors="replace")
+    card = read_file(path).decode("utf-8", errors="replace")
     at = card.find("\n## ", card.rfind(f"## {report.section}\n") + 1)
     at = len(card) if at < 0 else at + 1
     words = "\n".join(diagnosis_words(figures, report.held_out))
     write_whole(path, f"{card[:at].rstrip(chr(10))}\n\n{words}\n\n{card[at:]}".encode())
-    return replace(report, diagnosis=figures)
 
 
 def diagnosis_words(figures: Mapping[str, Any], rows: str) -> list[str]:

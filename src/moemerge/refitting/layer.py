@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from moemerge.refitting.linear import Inputs, Missing, fit_linear, fitted_by_lea
 from moemerge.refitting.plan import LayerPlan
 from moemerge.refitting.report import ExpertsRow, MapRow, Row, kind_of_map
 from moemerge.refitting.ridge import RidgeRule
-from moemerge.refitting.targets import HiddenState, LayerView
+from moemerge.refitting.rounding import Likeness, of_experts, of_output
+from moemerge.refitting.targets import HiddenState, LayerView, roundings_of
 from moemerge.refitting.writes import Write
 from moemerge.text.batches import Batch
 
@@ -89,7 +91,7 @@ class LayerFitter:
     def _linear(self, stop: Stop, tap: LinearTap) -> MapRow:
         place = self.structure.place(tap.path)
         inputs = self._inputs(stop, alone=place is not None)
-        missing = self._own(tap) if place is None else self._residual(tap, place)
+        missing = self._own(tap) if place is None else self._residual(stop, tap, place)
         sums = sum_up(inputs, tap.shape[0], missing, self.scales)
         old = parameter(self.merged.model, tap.weight)
         stored = self.stored(tap.weight)
@@ -125,16 +127,35 @@ class LayerFitter:
 
         return missing
 
-    def _residual(self, tap: LinearTap, place: int) -> Missing:
+    def _residual(self, stop: Stop, tap: LinearTap, place: int) -> Missing:
         """The target is the source's hidden state after this write."""
         now = Affine.of(self.merged.model, tap.weight).widened()
         state, write = self.structure.state, self.structure.writes[place]
 
-        def missing(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
-            wanted = state.after(self.sources[batch.domain], batch, place + 1, rows)
+        def said(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
             factor = state.coefficient(self.merged, batch, write, rows)
-            says = factor * now(x)
-            return wanted - state.after(self.merged, batch, place, rows) - says, factor
+            return factor * now(x), factor
+
+        def lacking(batch: Batch, rows: slice, says: Tensor) -> Tensor:
+            wanted = state.after(self.sources[batch.domain], batch, place + 1, rows)
+            return wanted - state.after(self.merged, batch, place, rows) - says
+
+        def compared(batch: Batch, inputs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            says, _ = said(batch, rows, inputs[rows])
+            bound = of_output(says, inputs.dtype, tap.shape[1], roundings_of(write))
+            bound += state.rounding(self.merged, batch, place, rows, says)
+            return lacking(batch, rows, says), bound
+
+        likeness = Likeness(self.sources)
+        for arrival in stop.arrivals:
+            likeness.look(arrival.batch, partial(compared, arrival.batch, arrival.given[0]))
+        alike = likeness.alike()
+
+        def missing(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
+            says, factor = said(batch, rows, x)
+            if batch.domain in alike:
+                return torch.zeros_like(says), factor
+            return lacking(batch, rows, says), factor
 
         return missing
 
@@ -204,7 +225,6 @@ class LayerFitter:
     def _last(self, stack: ExpertStack, routed: list[RoutedBatch], place: int) -> Any:
         """What the hidden state still lacks with the new first projections, by domain; divided by
         the sum of a token's routing weights, as all of its experts share it."""
-        state, write = self.structure.state, self.structure.writes[place]
         sizes: dict[DomainKey, int] = {}
         for routing in routed:
             key = (routing.batch.domain, routing.batch.holdout)
@@ -212,25 +232,49 @@ class LayerFitter:
         shares: dict[DomainKey, Tensor] = {}
         filled = dict.fromkeys(sizes, 0)
         factors: dict[DomainKey, list[Tensor | float]] = {}
-        everything = slice(None)
+        likeness = Likeness(self.sources)
         for routing in routed:
-            batch = routing.batch
-            key = (batch.domain, batch.holdout)
-            with torch.no_grad():
-                says: Tensor = stack.module(routing.x, routing.chosen, routing.weights)
-            factor = state.coefficient(self.merged, batch, write, everything)
-            gap = state.after(self.sources[batch.domain], batch, place + 1, everything)
-            gap = gap - state.after(self.merged, batch, place, everything)
-            gap = (gap - factor * says) / routing.total()
+            key = (routing.batch.domain, routing.batch.holdout)
+            gap, factor = self._gap(stack, routing, place, likeness)
+            gap = gap / routing.total()
             # Put below the others at once: held apart and then joined, they would be there twice.
             if key not in shares:
                 shares[key] = gap.new_empty(sizes[key], gap.shape[1])
             shares[key][filled[key] : filled[key] + gap.shape[0]] = gap
             filled[key] += gap.shape[0]
             factors.setdefault(key, []).append(factor)
+        alike = likeness.alike()
+        for (domain, _), gaps in shares.items():
+            if domain in alike:
+                gaps.zero_()
         return last_projection(
             stack, shares, {key: _together(parts) for key, parts in factors.items()}
         )
+
+    def _gap(
+        self, stack: ExpertStack, routing: RoutedBatch, place: int, likeness: Likeness
+    ) -> tuple[Tensor, Tensor | float]:
+        """What one batch lacks after the experts, and the factor of what they say."""
+        batch, everything = routing.batch, slice(None)
+        state, write = self.structure.state, self.structure.writes[place]
+        with torch.no_grad():
+            says: Tensor = stack.module(routing.x, routing.chosen, routing.weights)
+        factor = state.coefficient(self.merged, batch, write, everything)
+        gap = state.after(self.sources[batch.domain], batch, place + 1, everything)
+        gap = gap - state.after(self.merged, batch, place, everything)
+        said = factor * says
+        gap -= said
+        terms = stack.weight("down", 0).shape[1]
+        roundings = roundings_of(write) + of_experts(routing.chosen.shape[1])
+
+        def compared(rows: slice) -> tuple[Tensor, Tensor]:
+            wide = said[rows].to(gap.dtype)
+            bound = of_output(wide, routing.x.dtype, terms, roundings)
+            bound += state.rounding(self.merged, batch, place, rows, wide)
+            return gap[rows], bound
+
+        likeness.look(batch, compared)
+        return gap, factor
 
 
 def _together(factors: list[Tensor | float]) -> Tensor | float:

@@ -81,6 +81,7 @@ class RefitLoop:
             with merged.stopwatch.span("store"):
                 self._finish_layer()
             if stop.kind == "end":
+                self.streams.drop_layers()
                 with merged.stopwatch.span("fit the head"), _errors_of("the head"):
                     self._head()
             else:
@@ -93,6 +94,8 @@ class RefitLoop:
     def _begin_layer(self, plan: LayerPlan, stop: Stop) -> None:
         if plan.number in self.done_before:
             plan = plan.without_maps()
+        if plan.number == 0:
+            self.streams.drop_embeddings()
         structure = self.streams.begin_layer(plan, stop)
         self._left = set(plan.pauses)
         self._fitter = LayerFitter(
@@ -108,6 +111,7 @@ class RefitLoop:
     def _fit(self, stop: Stop) -> None:
         fitter = self._fitter
         assert fitter is not None
+        self.streams.merged.stream.give_back()
         if len(self._left) == len(fitter.plan.pauses):  # nothing of this layer has moved yet
             self._run_as_merged(fitter.plan)
         self._left.discard(stop.path)

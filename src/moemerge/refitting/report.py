@@ -143,9 +143,12 @@ class LayerRow:
     def warnings(self) -> list[str]:
         """What a user should look at: maps that stay as merged, and routers without an end."""
         warnings = []
+        complete = [row for row in self.rows if lacks_nothing(row.to_json())]
         for row in self.rows:
             if isinstance(row, RouterRow) and row.fit.status is not Status.CONVERGED:
                 warnings.append(f"{self.where}: {row.name} did not converge ({row.fit.status})")
+            if row in complete:
+                continue
             if not isinstance(row, ExpertsRow) and row.fit.kept:
                 warnings.append(
                     f"{self.where}: {row.name} stays as merged, held-out rows would lose"
@@ -154,7 +157,18 @@ class LayerRow:
                 warnings.append(
                     f"{self.where}: all of {row.name} stays as merged, held-out rows lose"
                 )
+        if complete:
+            warnings.append(
+                f"{self.where}: nothing is missing beyond rounding in {len(complete)} of "
+                f"{counted(len(self.rows), 'map')}, which stay as merged"
+            )
         return warnings
+
+
+def lacks_nothing(row: Mapping[str, Any]) -> bool:
+    """Whether a map, all experts of one, or a router gives what its sources give, on every row."""
+    sides = (errors_on(row, held_out=held) for held in (False, True))
+    return all(side is None or side[0] == 0.0 for side in sides)
 
 
 def few_tokens(layers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -263,6 +277,7 @@ class RefitReport(RepairReport):
                 len(row["kept"]) if isinstance(row["kept"], list) else int(row["kept"])
                 for row in fits
             ),
+            "complete": sum(map(_complete, fits)),
             "routers": sum("router" in row for row in maps),
             "error_left": both_left(self.layers),
             "drift_before": dict(last[-1]["drift_before"]) if last else {},
@@ -283,11 +298,15 @@ class RefitReport(RepairReport):
         texts = ", ".join(
             f"{name} ({counted(tokens, 'token')})" for name, tokens in self.tokens.items()
         )
+        complete = ""
+        if total["complete"]:
+            complete = f", and {total['complete']}, since nothing was missing on this text"
         lines = [
             f"{counted(total['maps'], 'linear map')} and {counted(total['routers'], 'router')} "
             f"fitted to what each source gives on its own text: {texts}. Ridge "
             f"{settings['ridge']}, parts {', '.join(settings['parts'])}; "
-            f"{counted(total['kept'], 'map')} left as merged, since rows held out would have lost. "
+            f"{counted(total['kept'] - total['complete'], 'map')} left as merged, since rows held "
+            f"out would have lost{complete}. "
             "What is left of each kind of map's error, as means over maps:",
             "",
             "| map | error left, calibration rows | rows held out |",
@@ -304,6 +323,15 @@ class RefitReport(RepairReport):
                 shown = "" if before is None else f"{before:.3g}"
                 lines.append(f"| {in_markdown(name)} | {shown} | {after:.3g} |")
         return "\n".join(lines)
+
+
+def _complete(row: Mapping[str, Any]) -> int:
+    """How many maps of a row stay as merged for want of anything missing."""
+    if "experts" not in row:
+        return int(row["kept"] and lacks_nothing(row))
+    side = row["experts"]
+    errors = list(zip(side["error_before"], side["held_out"]["error_before"], strict=True))
+    return sum(not any(errors[expert]) for expert in row["kept"])
 
 
 def _share(value: float | None) -> str:

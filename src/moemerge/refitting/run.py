@@ -29,7 +29,13 @@ from moemerge.refitting.linear import BLOCK_VALUES
 from moemerge.refitting.loop import FinishedLayer, RefitLoop
 from moemerge.refitting.plan import RefitPlan, make_plan, planned_names
 from moemerge.refitting.prepare import RefitJob, RefitRequest, prepare
-from moemerge.refitting.report import RefitReport, few_tokens, kind_of, map_errors
+from moemerge.refitting.report import (
+    RefitReport,
+    few_tokens,
+    kind_of,
+    lacks_nothing,
+    map_errors,
+)
 from moemerge.refitting.ridge import RidgeRule
 from moemerge.refitting.routers import RouterJob
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
@@ -160,7 +166,7 @@ class _Run:
         """With `strict`, also of layers that a run without it had finished."""
         if self.job.request.settings.strict and row["notices"]:
             bad = [m for m in row["maps"] if m.get("status", Status.CONVERGED) != Status.CONVERGED]
-            kept = [m for m in row["maps"] if m["kept"] is True]
+            kept = [m for m in row["maps"] if m["kept"] is True and not lacks_nothing(m)]
             if bad or kept:
                 raise RefusedResultError(
                     row["notices"][0], hint="give more text, or leave `strict` out"

@@ -25,6 +25,7 @@ from moemerge.refitting.records import LayerRecorder, Record
 from moemerge.refitting.targets import LayerView
 from moemerge.refitting.writes import Write, find_writes
 from moemerge.runtime import ranks
+from moemerge.runtime.process import give_back_large_buffers
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
@@ -140,6 +141,7 @@ class Runner:
         self.recorder.begin()
         if next(self.stops, None) is None:
             raise ArchitectureError(f"{self.stream.checkpoint.label} has no further layer to run")
+        self.stream.give_back()
 
 
 @dataclass
@@ -180,6 +182,17 @@ class RefitStreams:
             self.merged.recorder.records[id(arrival.batch)] = Record(entered=entered)
         return self.needs.structure or LayerStructure()
 
+    def drop_embeddings(self) -> None:
+        """All models wait before the first layer."""
+        for runner in self.runners:
+            runner.stream.drop_embeddings()
+
+    def drop_layers(self) -> None:
+        """All layers are done with: what comes is the head."""
+        for runner in self.runners:
+            runner.recorder.begin()
+            runner.stream.drop_layer()
+
     def source_record(self, batch: Batch) -> Record:
         return self.sources[batch.domain].recorder.records[id(batch)]
 
@@ -206,6 +219,8 @@ def build_streams(
         for runner in runners.values():
             runner.stream.close()
         raise
+    if job.device.type == "cpu":
+        give_back_large_buffers()  # Grams and their factors, expert after expert
     return RefitStreams(runners.pop(""), runners, needs)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moemerge.refitting.domains import Affine
 from moemerge.refitting.records import Key, Record
+from moemerge.refitting.rounding import GATED_ROUNDINGS, OWN_ROUNDINGS, unit
 from moemerge.refitting.writes import Write
 from moemerge.text.batches import Batch
 
@@ -49,6 +50,29 @@ class HiddenState:
             state += self.coefficient(view, batch, write, rows) * said
         return state
 
+    def rounding(
+        self, view: LayerView, batch: Batch, place: int, rows: slice, says: Tensor
+    ) -> Tensor:
+        """How far apart sums alone may put a source's state after write `place` and this model's,
+        whose write `says` (tokens, d) what it adds. What they are of: see `rounding`."""
+        record = view.record(batch)
+        assert record.entered is not None
+        state = _wide(record.entered[rows]).clone()
+        sums, products = state.abs(), torch.zeros_like(state)
+        for write in self.writes[:place]:
+            said = self.coefficient(view, batch, write, rows) * _wide(
+                record.outputs[write.path][rows]
+            )
+            state += said
+            sums += state.abs()
+            products += said.abs() * roundings_of(write)
+        sums += (state + says).abs()
+        own = 2.0 * unit(state.dtype) * sums
+        if place + 1 < len(self.writes):
+            return own  # summed here, not by the model
+        products += says.abs() * roundings_of(self.writes[place])
+        return own.add_(sums.add_(products), alpha=unit(record.entered.dtype))
+
     def coefficient(
         self, view: LayerView, batch: Batch, write: Write, rows: slice
     ) -> Tensor | float:
@@ -58,6 +82,11 @@ class HiddenState:
         x = view.record(batch).inputs[self.leaders[write.gate]][rows]
         gate = Affine.of(view.model, f"{write.gate}.weight").widened()
         return write.factor * torch.sigmoid(gate(x))
+
+
+def roundings_of(write: Write) -> float:
+    """Of what a module adds to the hidden state, before it is added."""
+    return OWN_ROUNDINGS if write.gate is None else GATED_ROUNDINGS
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -20,6 +20,9 @@ _M_ARENA_MAX = -8
 # Buffers up to this size are reused. Each that is given back instead comes again as zeroed pages,
 # one fault at a time, which costs more than merging what they hold.
 REUSED_BYTES = 256 * 2**20
+# And where memory matters more than that, up to this size only: larger ones are the system's again
+# as soon as they are freed, and leave no gaps that others do not fit into.
+SMALL_BYTES = 8 * 2**20
 # oneDNN keeps a kernel, about half a megabyte, for every shape of the last 1024 that it met. Every
 # expert gets another number of tokens, so hardly any of them comes again.
 KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
@@ -77,6 +80,15 @@ def share_one_heap() -> bool:
         reuse_freed_memory()
         return True
     return False
+
+
+def give_back_large_buffers() -> None:
+    """From now on every large buffer goes back to the system when it is freed, in a process that is
+    ours alone. For work with a few large matrices at a time, each of which takes long."""
+    if not _process_is_ours or not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, SMALL_BYTES)
 
 
 def give_back_freed_memory() -> None:

@@ -1,0 +1,158 @@
+"""A source that gives what the merged model gives: nothing is learnt from rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from calibration import cases as calibrating
+from moemerge.refitting.records import Record
+from moemerge.refitting.rounding import Likeness, of_output, unit
+from moemerge.refitting.targets import HiddenState, LayerView
+from moemerge.refitting.writes import Write
+from moemerge.text.batches import Batch
+from refitting.cases import Case, make_case
+
+DTYPES = (torch.float32, torch.bfloat16)
+# qwen2_moe has a shared expert that a gate weighs, and a dense layer.
+FAMILIES = ("olmoe", "qwen2_moe")
+OPTIONS: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "measure": False}
+
+
+@pytest.fixture(scope="module")
+def case_of(
+    zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Case]:
+    """A merge of two, stored in a dtype; one domain's rows are of unequal length."""
+    made: dict[tuple[str, torch.dtype], Case] = {}
+
+    def case(family: str, dtype: torch.dtype) -> Case:
+        if (family, dtype) not in made:
+            base = zoo_folder(family, dtype=dtype, num_hidden_layers=2)
+            made[family, dtype] = make_case(base, tmp_path_factory.mktemp("case"), rows=12)
+        return made[family, dtype]
+
+    return case
+
+
+# --- whole models -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_that_is_its_own_source_stays_as_it_is(
+    family: str, dtype: torch.dtype, case_of: Callable[..., Case], tmp_path: Path
+) -> None:
+    case, out = case_of(family, dtype), tmp_path / "out"
+    sources = dict.fromkeys(case.sources, case.merged)
+    report = case.refit(out, sources=sources, strict=True, **OPTIONS)
+    assert calibrating.changed_tensors(case.merged, out) == set()
+    total = report.totals
+    assert total["kept"] == total["complete"] == total["maps"]
+    assert all(drift == 0 for layer in report.layers for drift in layer["drift_after"].values())
+    first = len(report.layers[0]["maps"])
+    told = f"nothing is missing beyond rounding in {first} of {first} maps, which stay as merged"
+    assert f"layer 0: {told}" in report.notices
+    assert not any("would lose" in notice for notice in report.notices)
+    card = (out / "README.md").read_text()
+    assert (
+        f"0 maps left as merged, since rows held out would have lost, and {total['maps']}" in card
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_of_two_sources_is_the_merged_model(
+    dtype: torch.dtype, case_of: Callable[..., Case], tmp_path: Path
+) -> None:
+    """The other one is learnt from, and what it moves is missing to the first."""
+    case, out = case_of("olmoe", dtype), tmp_path / "out"
+    report = case.refit(out, sources={**case.sources, "math": case.merged}, **OPTIONS)
+    moved = {f"model.layers.0.self_attn.{which}_proj.weight" for which in "qkvo"}
+    assert moved <= calibrating.changed_tensors(case.merged, out)
+    for layer in report.layers[:-1]:
+        assert layer["drift_before"]["math"] == 0 < layer["drift_after"]["math"]
+        assert layer["drift_after"]["code"] < layer["drift_before"]["code"]
+    assert not any("beyond rounding" in notice for notice in report.notices)
+
+
+@pytest.mark.parametrize(("dtype", "moved"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
+def test_a_source_that_differs_a_little_is_learnt_from(
+    dtype: torch.dtype, moved: float, case_of: Callable[..., Case], tmp_path: Path
+) -> None:
+    """A map that writes to the hidden state, and nothing else of the first layer, is another."""
+    case = case_of("olmoe", dtype)
+    tensors, name = zoo.tensors(case.merged), "model.layers.0.self_attn.o_proj.weight"
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(tensors[name].shape, generator=generator) * tensors[name].float().std()
+    tensors[name] = (tensors[name].float() + moved * noise).to(dtype)
+    other = calibrating.average([case.merged], tmp_path / "other")
+    from safetensors.torch import save_file
+
+    save_file(tensors, next(other.glob("*.safetensors")), metadata={"format": "pt"})
+    sources = dict.fromkeys(case.sources, other)
+    report = case.refit(tmp_path / "out", sources=sources, parts="attention", **OPTIONS)
+    rows = {row["map"]: row for row in report.layers[0]["maps"]}
+    assert rows[name]["error_before"] > 0
+    assert not rows[name]["kept"]
+    assert rows[name]["error_after"] < 0.5 * rows[name]["error_before"]
+    others = [row for key, row in rows.items() if key != name]
+    assert all(row["kept"] and row["error_before"] == 0 for row in others)
+
+
+# --- the bound ----------------------------------------------------------------------------------
+
+
+def test_an_outputs_rounding_by_hand() -> None:
+    """(|3| + √12.5) · (2 · 2⁻⁸ + 4 · 3 · 2⁻²⁴) of a token that says 3 and 4, by nine terms."""
+    assert unit(torch.bfloat16) == 2.0**-8
+    says = torch.tensor([[3.0, -4.0]])
+    share = 2 * 2.0**-8 + 12 * 2.0**-24
+    wanted = torch.tensor([[3.0, 4.0]]) * share + math.sqrt(12.5) * share
+    torch.testing.assert_close(of_output(says, torch.bfloat16, 9, 2.0), wanted)
+
+
+def test_a_states_rounding_by_hand() -> None:
+    """A state of 8 that 2 and then 1 are added to, bfloat16: rounded at 10 and 11 and, in front of
+    that, 2 and 1 twice each; float32's own roundings come on top, of 8, 10 and 11."""
+    batch = batch_of("math", 1)
+    value = torch.full((1, 1), 8.0, dtype=torch.bfloat16)
+    record = Record(entered=value, outputs={"o": torch.full((1, 1), 2.0, dtype=torch.bfloat16)})
+    view = LayerView(torch.nn.Module(), {id(batch): record})
+    state = HiddenState((Write("o", 1.0), Write("e", 1.0)), {})
+    own = 2 * 2.0**-24
+    first = state.rounding(view, batch, 0, slice(None), torch.full((1, 1), 2.0))
+    assert float(first) == pytest.approx(own * (8 + 10))
+    last = state.rounding(view, batch, 1, slice(None), torch.full((1, 1), 1.0))
+    assert float(last) == pytest.approx((8 + 10 + 11 + 2 * 2 + 2 * 1) * 2.0**-8 + own * 29)
+
+
+def batch_of(domain: str, tokens: int) -> Batch:
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    return Batch(domain, False, ids, torch.ones(1, tokens, dtype=torch.bool), (0,))
+
+
+@pytest.mark.parametrize(
+    ("value", "alike"), [(0.5, True), (-1.0, True), (1.01, False), (float("nan"), False)]
+)
+def test_one_value_of_one_token_is_enough(value: float, alike: bool) -> None:
+    gap = torch.zeros(3000, 2)
+    gap[2999, 1] = value
+    likeness = Likeness(["math", "code"])
+    seen = []
+
+    def compared(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(rows)
+        return gap[rows], torch.ones_like(gap[rows])
+
+    likeness.look(batch_of("math", 3000), compared)
+    assert ("math" in likeness.alike()) is alike
+    assert "code" in likeness.alike()
+    looks = len(seen)
+    likeness.look(batch_of("math", 3000), compared)  # once it differs, nothing is looked at
+    assert len(seen) == (2 * looks if alike else looks)
