@@ -22,7 +22,7 @@ _M_ARENA_MAX = -8
 REUSED_BYTES = 256 * 2**20
 # And where memory matters more than that, up to this size only: larger ones are the system's again
 # as soon as they are freed, and leave no gaps that others do not fit into.
-SMALL_BYTES = 8 * 2**20
+SMALL_BYTES = 2**20
 # oneDNN keeps a kernel, about half a megabyte, for every shape of the last 1024 that it met. Every
 # expert gets another number of tokens, so hardly any of them comes again.
 KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
