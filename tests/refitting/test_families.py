@@ -11,7 +11,6 @@ import pytest
 
 import zoo
 from calibration import cases as calibrating
-from calibration.test_families import assert_loads
 from moemerge.errors import ArchitectureError
 from refitting.cases import make_case
 
@@ -45,7 +44,7 @@ def test_a_family_is_refitted(family: str, zoo_folder: Callable[..., Path], tmp_
     assert changed
     assert [name for name in changed if UNTOUCHED.search(name)] == []
     assert family not in NORMED or {row["target"] for row in rows} == {"output"}
-    assert_loads(out)
+    zoo.assert_loads(out)
 
 
 @pytest.mark.parametrize("family", REFUSED)
