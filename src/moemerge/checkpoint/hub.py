@@ -138,6 +138,8 @@ def cached(repo: str, revision: str | None, *, data: str | None = None) -> Path 
     return Path(folder) if any(Path(folder).rglob(pattern.rpartition("/")[2])) else None
 
 
+# --- uploads --------------------------------------------------------------------------------------
+
 # What the hub's client raises of the network: the base of its own error, from whichever HTTP
 # library it is built on.
 _NETWORK: type[Exception] = HfHubHTTPError.__mro__[1]

@@ -83,6 +83,8 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
+# --- sizes in words -------------------------------------------------------------------------------
+
 _UNITS: Final[dict[str, int]] = {
     "": 1,
     "k": 10**3,

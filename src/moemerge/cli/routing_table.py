@@ -310,6 +310,9 @@ def _change(row: Mapping[str, Any], column: Column, name: str) -> str:
     return "" if None in ends else "→".join(map(quantity.text, ends))
 
 
+# --- a refit --------------------------------------------------------------------------------------
+
+
 def refit_report(report: RefitReport, *, verbose: bool) -> RenderableType:
     """A row for each layer, totals below; with `verbose` a row for each map as well."""
     total = report.totals

@@ -186,6 +186,8 @@ def _has_base(schema: MethodSchema, merge: NormalisedMerge) -> bool:
     return schema.base is BasePolicy.REQUIRED
 
 
+# --- how they are found ---------------------------------------------------------------------------
+
 CoefficientMethod = Literal["acm", "sens", "neuron", "adamerging"]
 FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -88,6 +88,9 @@ class EvaluationOutKeywords(EvaluationKeywords, total=False):
     card: bool
 
 
+# --- task files -----------------------------------------------------------------------------------
+
+
 class PublishedScoring(Strict):
     """What protocol `paper` does otherwise."""
 

@@ -38,7 +38,7 @@ from moemerge.errors import ConfigError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.dtypes import FLOAT_NAMES
 
-FORMS: Final = "all, last:4, 8-15, 3 or 0,2,5-7"
+LAYER_FORMS: Final = "all, last:4, 8-15, 3 or 0,2,5-7"
 _LAST: Final = re.compile(r"last:([0-9]+)")
 _RANGE: Final = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
@@ -59,7 +59,7 @@ class LayerSelection:
         elif isinstance(value, (int, str)) and not isinstance(value, bool):
             text = str(value)
         else:
-            raise UsageError(f"layers must be {FORMS}, not {value!r}")
+            raise UsageError(f"layers must be {LAYER_FORMS}, not {value!r}")
         selection = cls(re.sub(r"\s+", "", text))
         selection._ranges()
         return selection
@@ -73,7 +73,7 @@ class LayerSelection:
             if start < 0 or stop > count:
                 raise UsageError(
                     f"layers {self.text!r}: the model has {count} layers, 0 to {count - 1}",
-                    hint=f"choose among them: {FORMS}",
+                    hint=f"choose among them: {LAYER_FORMS}",
                 )
             chosen.update(range(start, stop))
         return tuple(sorted(chosen))
@@ -84,14 +84,16 @@ class LayerSelection:
             return [(0, None)]
         if match := _LAST.fullmatch(self.text):
             if int(match[1]) == 0:
-                raise UsageError("layers 'last:0' selects none", hint=f"use {FORMS}")
+                raise UsageError("layers 'last:0' selects none", hint=f"use {LAYER_FORMS}")
             return [(-int(match[1]), None)]
         return [self._range(part) for part in self.text.split(",")]
 
     def _range(self, part: str) -> tuple[int, int | None]:
         match = _RANGE.fullmatch(part)
         if not match:
-            raise UsageError(f"layers {self.text!r}: cannot read {part!r}", hint=f"use {FORMS}")
+            raise UsageError(
+                f"layers {self.text!r}: cannot read {part!r}", hint=f"use {LAYER_FORMS}"
+            )
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
             raise UsageError(

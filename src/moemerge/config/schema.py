@@ -36,8 +36,8 @@ from moemerge.config.refit import RefitBlock
 from moemerge.config.settings import CollectingSettings
 
 Keep = Literal["tall", "emr", "twin"]
-PLACE: Path = ("tasks",)
-_OWN = {"threshold": "tall", "rank": "twin"}
+TASKS: Path = ("tasks",)
+_KEPT_BY = {"threshold": "tall", "rank": "twin"}
 
 
 class KeptTasks(Strict):
@@ -51,32 +51,10 @@ class KeptTasks(Strict):
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        for name, keep in _OWN.items():
+        for name, keep in _KEPT_BY.items():
             if name in data and data.get("keep") != keep:
                 raise FaultsError.one(f"is for `keep: {keep}` alone: remove it", name)
         return data
-
-
-def kept_faults(config: Any, schemas: Mapping[str, MethodSchema]) -> Iterator[Fault]:
-    """What a merge that keeps tasks cannot do besides."""
-    if config.tasks is None:
-        return
-    method = schemas.get(config.merge_method)
-    if method is not None and method.base is BasePolicy.MEMBER:
-        text = f"{method.name!r} takes the base for a model like the others, and masks need it"
-        yield Fault(PLACE, f"{text} apart: use 'task_arithmetic'")
-    elif config.base_model is None:
-        yield Fault(PLACE, "masks are taken against a base_model, and there is none")
-    if config.body.slices:
-        yield Fault(PLACE, "is for models merged whole, not for slices")
-    for key in ("tokenizer", "tokenizer_source"):
-        if getattr(config, key) is not None:
-            yield Fault((key,), "cannot be changed where `tasks` are kept: remove it")
-    for key in ("calibration", "refit"):
-        if getattr(config, key) is not None:
-            yield Fault((key,), "changes the merge that `tasks` refer to: remove one of them")
-    if config.router is not None and config.router.keep is not None:
-        yield Fault(("router", "keep"), "leaves no mask of the routers: remove it, or `tasks`")
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -322,3 +300,25 @@ class RunConfig(Body):
     def body(self) -> Body:
         """Where `models` or `slices` are: here, or in the only module."""
         return self.modules["default"] if self.modules else self
+
+
+def kept_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> Iterator[Fault]:
+    """What a merge that keeps tasks cannot do besides."""
+    if config.tasks is None:
+        return
+    method = schemas.get(config.merge_method)
+    if method is not None and method.base is BasePolicy.MEMBER:
+        text = f"{method.name!r} takes the base for a model like the others, and masks need it"
+        yield Fault(TASKS, f"{text} apart: use 'task_arithmetic'")
+    elif config.base_model is None:
+        yield Fault(TASKS, "masks are taken against a base_model, and there is none")
+    if config.body.slices:
+        yield Fault(TASKS, "is for models merged whole, not for slices")
+    for key in ("tokenizer", "tokenizer_source"):
+        if getattr(config, key) is not None:
+            yield Fault((key,), "cannot be changed where `tasks` are kept: remove it")
+    for key in ("calibration", "refit"):
+        if getattr(config, key) is not None:
+            yield Fault((key,), "changes the merge that `tasks` refer to: remove one of them")
+    if config.router is not None and config.router.keep is not None:
+        yield Fault(("router", "keep"), "leaves no mask of the routers: remove it, or `tasks`")

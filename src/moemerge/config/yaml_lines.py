@@ -221,6 +221,8 @@ class _Builder:
             self.result.faults.append(fault)
 
 
+# --- files, and faults in them --------------------------------------------------------------------
+
 _UNNAMED: Final = "config"
 _MOST_BYTES: Final = 2**24  # no config has so many; /dev/zero has
 

@@ -86,6 +86,8 @@ def forget(out: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+# --- rows as they are written ---------------------------------------------------------------------
+
 Row = dict[str, Any]
 
 

@@ -100,6 +100,9 @@ _FRONT: Final = re.compile(r"\A---\n(.*?)^---\n", re.S | re.M)
 _INDEX: Final = re.compile(r"^model-index:[^\n]*\n(?:(?:[ \t-][^\n]*)?\n)*", re.M)
 
 
+# --- the model card -------------------------------------------------------------------------------
+
+
 def model_index(report: EvaluationReport, model: str) -> str:
     """YAML of one model's results. Strings are quoted as JSON has them, which YAML reads alike."""
     return "\n".join(_lines(report, model)) + "\n"

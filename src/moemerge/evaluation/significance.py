@@ -127,6 +127,8 @@ def _away(number: float) -> float:
     return number if abs(number) > _TINY else _TINY
 
 
+# --- by drawing again -----------------------------------------------------------------------------
+
 Array = NDArray[np.float64]
 LEVEL: Final = 0.95
 AT_ONCE: Final = 1 << 22  # drawn problems that are in memory together

@@ -122,6 +122,9 @@ def at_seed(name: str, seed: int) -> str:
     return f"{name}, seed {seed}"
 
 
+# --- what a study is given ------------------------------------------------------------------------
+
+
 def given_model(name: str, ref: ModelRef) -> StudyNode:
     """A model that is there: known by its content where it is a folder, by its id on the hub."""
     spec = {"model": str(ref), "content": None}

@@ -244,6 +244,8 @@ def _groups(taken: Sequence[Wanted], budget: int) -> Iterator[list[Wanted]]:
         yield group
 
 
+# --- whether a model can --------------------------------------------------------------------------
+
 # Relative error of the last logits. Rounding of float32 stays below 1e-4; in bfloat16 a token may
 # choose other experts. A cache that is read wrongly errs by about 1.
 TOLERANCE: Final = {torch.float32: 1e-2, torch.float64: 1e-2}

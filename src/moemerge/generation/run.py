@@ -84,6 +84,9 @@ def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens / max(seconds, 1e-9):.0f} tokens/s"
 
 
+# --- what became of them --------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Counts:
     """Answers of some prompts, by what became of them."""

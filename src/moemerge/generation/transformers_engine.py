@@ -157,6 +157,8 @@ def _context(model: PreTrainedModel) -> int:
     return int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
 
 
+# --- how likely texts are -------------------------------------------------------------------------
+
 AT_ONCE: Final = 1 << 12  # tokens of a batch, padding included
 
 Likelihood = tuple[float, bool]  # log-probability, and whether every token is the likeliest

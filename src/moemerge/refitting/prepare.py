@@ -156,6 +156,8 @@ def _check_text(text: JobText, sources: Mapping[str, OpenModel]) -> list[str]:
     return notices
 
 
+# --- the warm-up ----------------------------------------------------------------------------------
+
 RIDGE = 0.1
 
 

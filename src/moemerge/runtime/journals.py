@@ -47,6 +47,8 @@ def _sibling(out: Path, what: str) -> Path:
     return out.with_name(f".{out.name}.{what}")
 
 
+# --- lines ----------------------------------------------------------------------------------------
+
 DIGEST = "digest"
 
 

@@ -169,6 +169,9 @@ def _encoded(
         return [[int(token) for token in row] for row in ids]
 
 
+# --- prompts --------------------------------------------------------------------------------------
+
+
 def prompt_text(
     turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, prefill: str, where: str
 ) -> str:

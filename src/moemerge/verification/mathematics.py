@@ -142,6 +142,8 @@ def _candidates(response: str) -> list[str]:
     return [f"${clause or last_line(response)}$", response]
 
 
+# --- where the answer stands ----------------------------------------------------------------------
+
 _BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MARK: Final = re.compile(r"####[ \t]*([^\n]*)")
 _PHRASE: Final = re.compile(r"\banswer\s*(?:is|:|=)+\s*:?\s*", re.I)

@@ -75,6 +75,8 @@ def unit_of(text: str) -> tuple[str, int] | None:
     return None
 
 
+# --- numbers --------------------------------------------------------------------------------------
+
 _DIGITS: Final = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _PLAIN: Final = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
 # A sign belongs to a number unless something stands before it: 10-5 holds 10 and 5.

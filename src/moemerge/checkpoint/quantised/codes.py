@@ -115,6 +115,9 @@ def _fp4_borders() -> Tensor:
     return torch.where(odd, below, borders)
 
 
+# --- zones ----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Zones:
     """The zones of an (out, in) matrix; those at its far edges may be cut short."""

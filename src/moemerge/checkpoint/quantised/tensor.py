@@ -320,6 +320,8 @@ class _Matrix:
         return codes.pack(raw.T).contiguous().view(torch.int32).T.contiguous()
 
 
+# --- what formats ask of headers ------------------------------------------------------------------
+
 Headers = Mapping[str, TensorInfo]
 _SCALE_DTYPES = (*FLOATS, Dtype.UINT8, Dtype.FLOAT8_E8M0FNU)
 HINT = "the file is damaged, or config.json's quantization_config is another model's"

@@ -124,6 +124,8 @@ def fine_tuning(merged: Merged, scope: Scope) -> Mapping[str, Variant]:
     }
 
 
+# --- refit ----------------------------------------------------------------------------------------
+
 # Averaging is where refit starts as well as anywhere; the others show that.
 LEADING = ("average", "wudi", "regmean")
 GENERAL = 64  # rows of general text for the base

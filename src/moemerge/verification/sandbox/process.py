@@ -213,6 +213,8 @@ def _by_limit(exit_code: int, seconds: float, limits: Limits) -> Ended:
     return Ended.TIME if out_of_time else Ended.KILLED
 
 
+# --- what it sees ---------------------------------------------------------------------------------
+
 SYSTEM: Final = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache")
 
 
