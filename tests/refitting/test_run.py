@@ -288,6 +288,16 @@ def test_nan_is_named_and_nothing_is_written(
     assert calibrating.leftovers(tmp_path / "out") == []
 
 
+def test_states_of_a_source_that_overflow_are_named(case: Case, tmp_path: Path) -> None:
+    """Its weights are finite; what they give is not."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    bad = spoil(case.sources["code"], tmp_path / "bad", name, 3e38)
+    with pytest.raises(NumericalError, match=r"bad: non-finite .* layer 0.* domain code"):
+        case.refit(tmp_path / "out", sources={**case.sources, "code": bad}, **FAST)
+    assert not (tmp_path / "out").exists()
+    assert calibrating.leftovers(tmp_path / "out") == []
+
+
 def test_a_source_of_another_shape(
     case: Case, zoo_folder: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -111,9 +111,9 @@ class RefitLoop:
     def _fit(self, stop: Stop) -> None:
         fitter = self._fitter
         assert fitter is not None
-        self.streams.merged.stream.give_back()
         if len(self._left) == len(fitter.plan.pauses):  # nothing of this layer has moved yet
             self._run_as_merged(fitter.plan)
+        self.streams.merged.stream.give_back()
         self._left.discard(stop.path)
         stopwatch = self.streams.merged.stream.stopwatch
         self._log_memory(stop)
