@@ -300,6 +300,19 @@ def test_embeddings_and_layers_can_go_when_they_are_passed(zoo_folder: Folder) -
     assert len(states[True]) == len(states[False]) > 0
 
 
+def test_what_the_embeddings_gave_goes_with_the_first_layer(zoo_folder: Folder) -> None:
+    given: list[Tensor] = []
+    with RouterStream(Checkpoint.open(zoo_folder("olmoe")), reference.batches()) as stream:
+        embeddings = stream.model.get_submodule("model.embed_tokens")
+        embeddings.register_forward_hook(lambda module, args, out: given.append(out))
+        next(iter(stream))
+    assert len(given) == len(reference.batches())
+    for out in given:  # the model's own variable: its shape, one number of memory, no one's to read
+        assert out.dim() == 3
+        assert out.untyped_storage().nbytes() == out.element_size()
+        assert bool(out.isnan().all())
+
+
 def test_leaving_early_ends_every_thread_and_frees_the_inputs(
     zoo_folder: Folder, batch_threads: Threads
 ) -> None:

@@ -210,6 +210,7 @@ class ModelStream:
         self.give_back()
         if self.settings.prefetches:
             self._read_ahead(0)
+        self._let_go_of_embeddings()
         for path in self.anatomy.layers:
             self._pause_before(Pause("layer", path))
         for pause in self._points.values():
@@ -369,6 +370,25 @@ class ModelStream:
         module = self.model.get_submodule(at.key)
         self._hooks.append(module.register_forward_pre_hook(pause, with_kwargs=True))
 
+    def _let_go_of_embeddings(self) -> None:
+        """A model's code keeps what its embeddings gave in a variable until it returns, and so a
+        state of every token, though only the first layer reads it. That layer takes it over."""
+
+        def take_over(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if current_worker() is None:
+                return None
+            if args:
+                return (_taken_over(args[0]), *args[1:]), kwargs
+            name = next(iter(kwargs), None)
+            return None if name is None else (args, {**kwargs, name: _taken_over(kwargs[name])})
+
+        # Before those who listen there: they would keep the variable's tensor.
+        first = self.model.get_submodule(self.anatomy.layers[0])
+        hook = first.register_forward_pre_hook(take_over, with_kwargs=True, prepend=True)
+        self._hooks.append(hook)
+
     # --- what a batch brings ---
 
     def _brings_the_same(self, worker: Worker) -> bool:
@@ -441,6 +461,16 @@ class ModelStream:
             layer = "before the first layer" if self._layer is None else f"in layer {self._layer}"
             where = f"{self.checkpoint.label}: {layer}, domain {worker.batch.domain}"
             raise_forward_error(worker.error, where, self.memory)
+
+
+def _taken_over(value: Any) -> Any:
+    """The same values in another tensor. The one that is left holds NaN in one place of memory:
+    code that reads it after all is found out."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    taken = value.detach()
+    value.data = value.new_full((), torch.nan).expand(value.shape)
+    return taken
 
 
 def _real(tokens: Tensor, worker: Worker, copy: bool) -> Tensor:

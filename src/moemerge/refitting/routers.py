@@ -23,8 +23,6 @@ from moemerge.routing.products import features_of, logits_of, working_dtype
 from moemerge.routing.solve import build_operator, solve_system
 from moemerge.runtime import ranks
 
-ROUGHLY = 1e-3  # Newton steps begin at the quadratic problem's solution, and need no more of it
-
 
 @dataclass(frozen=True)
 class RouterProblem:
@@ -55,7 +53,7 @@ def fit_router(
     problem: RouterProblem, dtypes: tuple[torch.dtype, torch.dtype | None], *, exact: bool
 ) -> RouterFit:
     """Solve, round to the stored dtypes, and keep the result where held-out tokens agree."""
-    settings = SolveSettings(rtol=ROUGHLY) if exact else SolveSettings()
+    settings = SolveSettings()
     merged = problem.merged
     solution = solve_system(
         build_operator(problem.gate, problem.domains, settings), merged, settings
