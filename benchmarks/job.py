@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import synthetic
+from moemerge.runtime.process import own_process
 from synthetic import SHAPES, Shape
 
 Row = tuple[str, float, float | None, str]  # a part, its seconds, their floor, what the floor is
@@ -47,6 +48,7 @@ def run(
         return
     if args.work is None:
         parser.error("--work is needed")
+    own_process()  # its settings must be there before the job's process loads torch
     benchmark(args)
 
 
