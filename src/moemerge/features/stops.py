@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -149,3 +150,33 @@ class Stop:
 
     def release(self) -> None:
         self._arrivals = ()
+
+
+def take_over_inputs(first_layer: nn.Module) -> RemovableHandle:
+    """Let the layer alone hold what embeddings gave it.
+
+    A model's code keeps that in a variable until it returns, and so a state of every token, though
+    nothing reads it any more. The hook comes before all others: they would keep the variable's.
+    """
+
+    def take_over(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if current_worker() is None:
+            return None
+        if args:
+            return (_taken_over(args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs), None)
+        return None if name is None else (args, {**kwargs, name: _taken_over(kwargs[name])})
+
+    return first_layer.register_forward_pre_hook(take_over, with_kwargs=True, prepend=True)
+
+
+def _taken_over(value: Any) -> Any:
+    """The same values in another tensor. The one that is left holds NaN in one place of memory:
+    code that reads it after all is found out."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    taken = value.detach()
+    value.data = value.new_full((), torch.nan).expand(value.shape)
+    return taken

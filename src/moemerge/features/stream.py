@@ -46,7 +46,7 @@ from moemerge.features.settings import (
     raise_forward_error,
 )
 from moemerge.features.spill import Emptied, Gathered, SpillRoom, held_by
-from moemerge.features.stops import Arrival, CallLog, OnCalls, Stop
+from moemerge.features.stops import Arrival, CallLog, OnCalls, Stop, take_over_inputs
 from moemerge.features.taps import Taps, find_taps
 from moemerge.features.tokens import check_tokens, finite, flat_tokens, real_rows
 from moemerge.features.weights import Weights
@@ -210,7 +210,7 @@ class ModelStream:
         self.give_back()
         if self.settings.prefetches:
             self._read_ahead(0)
-        self._let_go_of_embeddings()
+        self._hooks.append(take_over_inputs(self.model.get_submodule(self.anatomy.layers[0])))
         for path in self.anatomy.layers:
             self._pause_before(Pause("layer", path))
         for pause in self._points.values():
@@ -370,25 +370,6 @@ class ModelStream:
         module = self.model.get_submodule(at.key)
         self._hooks.append(module.register_forward_pre_hook(pause, with_kwargs=True))
 
-    def _let_go_of_embeddings(self) -> None:
-        """A model's code keeps what its embeddings gave in a variable until it returns, and so a
-        state of every token, though only the first layer reads it. That layer takes it over."""
-
-        def take_over(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            if current_worker() is None:
-                return None
-            if args:
-                return (_taken_over(args[0]), *args[1:]), kwargs
-            name = next(iter(kwargs), None)
-            return None if name is None else (args, {**kwargs, name: _taken_over(kwargs[name])})
-
-        # Before those who listen there: they would keep the variable's tensor.
-        first = self.model.get_submodule(self.anatomy.layers[0])
-        hook = first.register_forward_pre_hook(take_over, with_kwargs=True, prepend=True)
-        self._hooks.append(hook)
-
     # --- what a batch brings ---
 
     def _brings_the_same(self, worker: Worker) -> bool:
@@ -410,7 +391,7 @@ class ModelStream:
             return Arrival(worker.batch, ())
         if gathered is None or worker.at.kind == "layer":
             others = self._others(worker, copy=self._room.active)
-            return Arrival(worker.batch, (_real(tokens, worker, self._room.active), *others))
+            return Arrival(worker.batch, (worker.real(tokens, copy=self._room.active), *others))
         others = self._others(worker, copy=True)
         block = gathered.take(worker.batch, tokens, worker.rows)
         if not self._room.active:
@@ -420,7 +401,7 @@ class ModelStream:
     def _others(self, worker: Worker, *, copy: bool) -> list[Tensor]:
         """Further tensors that the module is given, where their rows are tokens too."""
         others = (flat_tokens(other, worker.batch) for other in worker.others)
-        return [_real(other, worker, copy) for other in others if other is not None]
+        return [worker.real(other, copy=copy) for other in others if other is not None]
 
     def _shared_storages(self) -> set[int]:
         inside = () if self._layer is None else (self.anatomy.layers[self._layer],)
@@ -461,20 +442,3 @@ class ModelStream:
             layer = "before the first layer" if self._layer is None else f"in layer {self._layer}"
             where = f"{self.checkpoint.label}: {layer}, domain {worker.batch.domain}"
             raise_forward_error(worker.error, where, self.memory)
-
-
-def _taken_over(value: Any) -> Any:
-    """The same values in another tensor. The one that is left holds NaN in one place of memory:
-    code that reads it after all is found out."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    taken = value.detach()
-    value.data = value.new_full((), torch.nan).expand(value.shape)
-    return taken
-
-
-def _real(tokens: Tensor, worker: Worker, copy: bool) -> Tensor:
-    """The rows of real tokens, (tokens, d)."""
-    if worker.rows is not None:
-        return tokens.index_select(0, worker.rows)
-    return tokens.clone() if copy else tokens

@@ -64,6 +64,12 @@ class Worker(threading.Thread):
         self._parked = threading.Semaphore(0)
         self._cancelled = False
 
+    def real(self, tokens: Tensor, *, copy: bool) -> Tensor:
+        """The rows of real tokens, (tokens, d)."""
+        if self.rows is not None:
+            return tokens.index_select(0, self.rows)
+        return tokens.clone() if copy else tokens
+
     # --- called by the scheduler ---
 
     def step(self) -> None:
