@@ -35,9 +35,9 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the la
 
 
 def own_process() -> None:
-    """Said by a program that does nothing but this package's work, before it loads torch: how it takes
-    memory, of the host and of a GPU, may be changed for good. In a caller's process it is not ours
-    to change."""
+    """Said by a program that does nothing but this package's work, before it loads torch: how it
+    takes memory, of the host and of a GPU, may be changed for good. In a caller's process it is not
+    ours to change."""
     global _process_is_ours
     _process_is_ours = True
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
