@@ -409,14 +409,18 @@ def context_can_be_made() -> bool:
     """In another process, as this one must not have a context that it does not need."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", PROBE], check=False, timeout=20, capture_output=True
+            [sys.executable, "-c", PROBE], check=False, timeout=20, capture_output=True, text=True
         )
     except subprocess.TimeoutExpired:
+        say("no context within 20 s")
         return False
+    if done.returncode:
+        say(f"no context: {done.stderr.strip() or f'CUDA error {done.returncode}'}")
     return done.returncode == 0
 
 
 PROBE = """
+import ctypes, sys
 cuda = ctypes.CDLL("libcuda.so.1")
 device, context, memory = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
 status = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0)
