@@ -46,10 +46,9 @@ def calibrate(spec: dict[str, Any]) -> None:
     from moemerge.calibration import CalibrationRequest, run_calibration
     from moemerge.config.calibration import CalibrationSettings
     from moemerge.config.translate import parse_settings
-    from moemerge.runtime.process import keep_few_kernels, own_process
+    from moemerge.runtime.process import keep_few_kernels
     from moemerge.runtime.progress import Silent
 
-    own_process()
     keep_few_kernels()
     request = CalibrationRequest(
         merged=spec["merged"],

@@ -43,12 +43,12 @@ def run(
 ) -> None:
     """The benchmark; or its job, in a process that `in_own_process` has started."""
     args = parser.parse_args()
+    own_process()  # as the command says; its settings must be there before the job loads torch
     if args.child is not None:
         job(json.loads(args.child.read_text()))
         return
     if args.work is None:
         parser.error("--work is needed")
-    own_process()  # its settings must be there before the job's process loads torch
     benchmark(args)
 
 

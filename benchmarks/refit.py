@@ -67,9 +67,8 @@ def refit(spec: dict[str, Any]) -> None:
     from moemerge.config.refit import RefitSettings
     from moemerge.config.translate import parse_settings
     from moemerge.refitting import RefitRequest, run_refit
-    from moemerge.runtime.process import keep_few_kernels, own_process
+    from moemerge.runtime.process import keep_few_kernels
 
-    own_process()
     keep_few_kernels()
     if spec["verbose"]:
         logging.basicConfig(format="%(message)s")

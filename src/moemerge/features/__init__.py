@@ -1,0 +1,3 @@
+from moemerge.runtime.imports import import_transformers
+
+import_transformers()

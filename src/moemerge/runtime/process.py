@@ -1,4 +1,4 @@
-"""This process: what it keeps of freed memory, its pools of threads, quicker imports."""
+"""This process: whose it is, what it keeps of freed memory, its threads, quicker imports."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def own_process() -> None:
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
+def is_ours() -> bool:
+    """Whether `own_process` was said."""
+    return _process_is_ours
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process of this number runs."""
     try:
@@ -74,7 +79,7 @@ def share_one_heap() -> bool:
     its own pages in, and keep them. Lasts as long as the process, so it is done where that is ours
     alone (see `own_process`); tells whether it was.
     """
-    if not _process_is_ours or not sys.platform.startswith("linux"):
+    if not is_ours() or not sys.platform.startswith("linux"):
         return False
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
@@ -86,7 +91,7 @@ def share_one_heap() -> bool:
 def give_back_large_buffers() -> None:
     """From now on every large buffer goes back to the system when it is freed, in a process that is
     ours alone. For work with a few large matrices at a time, each of which takes long."""
-    if not _process_is_ours or not sys.platform.startswith("linux"):
+    if not is_ours() or not sys.platform.startswith("linux"):
         return
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, SMALL_BYTES)
