@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
-from moemerge.features.fused import use_fused_experts, use_fused_norms
+from moemerge.features.fused import fuse
 from moemerge.features.loading import NameMap, build_skeleton
 from moemerge.features.routers import Anatomy, anatomy, names_outside_layers
 from moemerge.features.settings import (
@@ -86,8 +86,7 @@ class ModelStream:
         if self.device.type == "cpu":
             share_one_heap()
         self.model = build_skeleton(checkpoint, settings.dtype)
-        use_fused_experts(self.model, self.device, settings.dtype)
-        use_fused_norms(self.model, self.device, settings.dtype)
+        fuse(self.model, self.device, settings.dtype)
         self.anatomy: Anatomy = anatomy(self.model)
         check_tokens(self.model, batches, checkpoint.label)
         self._on_output = on_output
