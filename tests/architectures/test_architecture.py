@@ -14,6 +14,7 @@ import torch
 import zoo
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.roles import Role, Unit
+from moemerge.architectures.rules import Experts, Family, GateRule, Key, Router
 from moemerge.errors import ArchitectureError
 
 FAMILIES = zoo.FAMILIES
@@ -413,3 +414,37 @@ def test_deepseek_v3_s_names_are_read_quickly() -> None:
     units = [unit for name in tensors for unit in architecture.units(name)]
     assert len(units) == len(tensors) == 44_544
     assert time.process_time() - start < 3.0  # about 0.7 s on a quiet machine
+
+
+def test_a_row_may_call_experts_and_their_number_as_it_likes() -> None:
+    family = Family(
+        ("toy_moe",),
+        "Toy",
+        GateRule(top_k=Key(("toys_per_token",), 1)),
+        routers=(Router("mlp.router.weight"),),
+        experts=(Experts("mlp.toys", ("w1", "w3", "w2")),),
+        expert_counts=("num_toys",),
+    )
+    config = {"hidden_size": 4, "num_hidden_layers": 1, "num_toys": 2, "toys_per_token": 1}
+    prefix = "model.layers.0.mlp"
+    names = [f"{prefix}.toys.{n}.{w}.weight" for n in (0, 1) for w in ("w1", "w2", "w3")]
+    tensors = {name: Info((4, 4)) for name in names} | {f"{prefix}.router.weight": Info((2, 4))}
+    toy = Architecture(config, tensors, family=family, section=(), model_type="toy_moe")
+    assert toy.num_experts == 2
+    read = [(u.key, u.role, u.expert, u.projection) for name in names for u in toy.units(name)]
+    assert read == [
+        (name, Role.EXPERT, int(name.split(".")[5]), {"w1": "gate", "w2": "down", "w3": "up"}[w])
+        for name in names
+        for w in [name.split(".")[6]]
+    ]
+    stack = {
+        f"{prefix}.toys.gate_up_proj": Info((2, 8, 4)),
+        f"{prefix}.router.weight": Info((2, 4)),
+    }
+    fused = Architecture(config, stack, family=family, section=(), model_type="toy_moe")
+    units = fused.units(f"{prefix}.toys.gate_up_proj")
+    assert [unit.key for unit in units] == [n for n in names if ".w2." not in n]
+    with pytest.raises(ArchitectureError, match="counts 3 experts"):
+        Architecture(
+            config | {"num_toys": 3}, tensors, family=family, section=(), model_type="toy_moe"
+        )

@@ -13,7 +13,16 @@ from moemerge.architectures.layout import ExpertLayout, Piece, equal_parts
 from moemerge.architectures.quantisation import find_quantised
 from moemerge.architectures.reading import Header, Named, NameReader
 from moemerge.architectures.roles import WHOLE, Role, Unit
-from moemerge.architectures.rules import CONFIG_HINT, DEPTH, MOST, Family, Gate, Router, look_up
+from moemerge.architectures.rules import (
+    CONFIG_HINT,
+    DEPTH,
+    EXPERT_COUNTS,
+    MOST,
+    Family,
+    Gate,
+    Router,
+    look_up,
+)
 from moemerge.errors import ArchitectureError
 
 
@@ -59,13 +68,6 @@ _TEXT_SECTIONS = (
 )
 _ZERO_EXPERTS = "zero_expert_num"  # experts that do nothing, and still have a logit
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
-_EXPERT_COUNTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "ffn_config.moe_num_experts",
-)
 # Lists of layer numbers: one may be as long as the model is deep, and still not go by layer.
 _INDEX_LISTS = frozenset({"moe_layers", "mlp_only_layers", "ple_layer_ids", "full_attn_idxs"})
 _LEADING = ("first_k_dense_replace", "num_dense_layers")
@@ -107,9 +109,9 @@ class Architecture:
     def of(cls, config: Mapping[str, Any], tensors: Mapping[str, Header]) -> Architecture:
         """Recognise a checkpoint by `model_type` (also of a nested text config), then by class."""
         section, text = _text_section(config)
-        _check_counts(text)
         outer, inner = (_name(part.get("model_type")) for part in (config, text))
         family = family_of(inner) or family_of(outer) or _family_by_class(config)
+        _check_counts(text, family)
         model_type = inner or outer or (family.model_type if family else None)
         return cls(config, tensors, family=family, section=section, model_type=model_type)
 
@@ -141,7 +143,10 @@ class Architecture:
     @property
     def _counts_differ(self) -> bool:
         """Whether layers have unlike numbers of experts."""
-        return any(isinstance(look_up(self.text_config, path), list) for path in _EXPERT_COUNTS)
+        return any(
+            isinstance(look_up(self.text_config, path), list)
+            for path in _expert_counts(self.family)
+        )
 
     # --- the model as a whole -----------------------------------------------------------------
     @property
@@ -181,7 +186,7 @@ class Architecture:
         """Routed experts in a layer (the largest number, where layers differ); None when dense."""
         if self.family is None:
             return None
-        for path in _EXPERT_COUNTS:
+        for path in self.family.expert_counts:
             value = look_up(self.text_config, path)
             if isinstance(value, list) and value:
                 return max(int(v) for v in value)
@@ -383,9 +388,13 @@ def _name(value: object) -> str | None:
     )
 
 
-def _check_counts(text: Mapping[str, Any]) -> None:
+def _expert_counts(family: Family | None) -> tuple[str, ...]:
+    return EXPERT_COUNTS if family is None else family.expert_counts
+
+
+def _check_counts(text: Mapping[str, Any], family: Family | None) -> None:
     """Numbers that everything else is derived from are numbers."""
-    names = (*_WIDTHS, *(name for name, _ in DEPTH), *_EXPERT_COUNTS)
+    names = (*_WIDTHS, *(name for name, _ in DEPTH), *_expert_counts(family))
     for name in names:
         value = look_up(text, name)
         for count in value if isinstance(value, list) else [value]:

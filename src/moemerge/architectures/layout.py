@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moemerge.architectures.names import split_expert
 from moemerge.architectures.roles import Part, Role, Slot, Unit
 from moemerge.architectures.rules import Experts, Family
 
@@ -90,13 +91,24 @@ class ExpertLayout:
         """Whether a name is a table whose rows are experts, merged as one tensor."""
         return rest in self.tables
 
+    def split_expert(self, rest: str) -> tuple[str, int, str] | None:
+        """(`.mlp.experts`, 3, `.up_proj.weight`) of one expert's tensor, None for other names."""
+        one = split_expert(rest)
+        if one is None:
+            for root in self.roots:  # which a row may call something else than experts
+                number, _, tail = rest.removeprefix(root + ".").partition(".")
+                if rest.startswith(root + ".") and number.isdecimal() and tail:
+                    return root, int(number), "." + tail
+        return one
+
     def one_expert(self, rest: str, expert: int) -> tuple[str, str | None]:
         """The original spelling and the projection of one expert's own tensor.
 
         `rest` is the name without the expert's number.
         """
-        root, dot, tail = rest.partition("experts.")
-        root = root + dot.removesuffix(".")
+        named = (root for root in self.roots if rest.startswith(root + "."))
+        root = next(named, None) or rest.partition("experts.")[0] + "experts"
+        tail = rest.removeprefix(root + ".")
         module, _, leaf = tail.partition(".")
         experts = self.roots.get(root)
         projection = _KNOWN.get(module)

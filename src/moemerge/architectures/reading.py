@@ -65,7 +65,7 @@ class NameReader:
         if found is None:
             return self._read_root(name)
         box = self._box(found.box)
-        one = names.split_expert(found.rest)
+        one = self._layout.split_expert(found.rest)
         if one is not None:
             root, expert, tail = one
             rest, projection = self._layout.one_expert(self._rename(root + tail), expert)

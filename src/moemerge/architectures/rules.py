@@ -200,6 +200,14 @@ class Router:
     real_rows: bool = False  # rows beyond the number of experts are no routed experts
 
 
+# Config keys of the number of experts in a layer, `a.b` being b of a nested section.
+EXPERT_COUNTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "ffn_config.moe_num_experts",
+)
 # Config keys of the number of layers, and how many each counts for one.
 DEPTH = (("num_hidden_layers", 1), ("n_layers", 1), ("num_layers", 1), ("n_layer", 1))
 
@@ -220,6 +228,7 @@ class Family:
     concats: tuple[Concat, ...] = ()
     dense: str | None = None  # the config key that makes some layers dense
     depth: tuple[tuple[str, int], ...] = DEPTH
+    expert_counts: tuple[str, ...] = EXPERT_COUNTS
     served: bool = True
     reason: str | None = None  # why routers of this family are not calibrated
     passed_over: tuple[str, str] | None = None  # (tensor that marks such a layer, reason)
