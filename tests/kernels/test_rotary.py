@@ -23,6 +23,10 @@ def normal(*shape):
     return torch.randn(*shape).to(DEVICE, torch.bfloat16)
 
 
+def layout(x):
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not (torch.cuda.is_available() or INTERPRETED),
@@ -59,7 +63,7 @@ def test_queries_and_keys_are_those_of_plain_torch(
             torch.testing.assert_close(made, plain, rtol=0.02, atol=0.05)
         else:
             assert torch.equal(made, plain)
-        assert made.stride() == plain.stride()
+        assert layout(made) == layout(plain)
 
 
 @pytest.mark.gpu
