@@ -23,6 +23,7 @@ from typing import Any
 
 import job
 from job import Row, Subject
+from moemerge.runtime.process import wake_gpu
 from synthetic import Shape
 
 
@@ -43,6 +44,7 @@ def main() -> None:
 
 
 def calibrate(spec: dict[str, Any]) -> None:
+    wake_gpu(spec["settings"]["device"])  # as the command does
     from moemerge.calibration import CalibrationRequest, run_calibration
     from moemerge.config.calibration import CalibrationSettings
     from moemerge.config.translate import parse_settings

@@ -32,6 +32,7 @@ import torch
 import job
 import synthetic
 from job import Row, Subject
+from moemerge.runtime.process import wake_gpu
 from moemerge.runtime.progress import Silent
 from synthetic import Shape
 
@@ -64,6 +65,7 @@ class Notes(Silent):
 
 
 def refit(spec: dict[str, Any]) -> None:
+    wake_gpu(spec["settings"]["device"])  # as the command does
     from moemerge.config.refit import RefitSettings
     from moemerge.config.translate import parse_settings
     from moemerge.refitting import RefitRequest, run_refit

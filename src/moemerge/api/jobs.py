@@ -26,6 +26,7 @@ from moemerge.config.translate import parse_settings
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
 from moemerge.features.known_configs import require_loadable
 from moemerge.runtime import ranks
+from moemerge.runtime.process import wake_gpu
 from moemerge.runtime.progress import Progress, Silent
 
 if TYPE_CHECKING:
@@ -94,15 +95,17 @@ def calibrate(
     `resume` goes on where a killed run ended. Under torchrun every process must call it: each runs
     a share of the text, and rank 0 writes.
     """
+    output, values = output_for(OutputSettings, keywords, "calibrate")
+    settings = settings_for(CalibrationSettings, settings, values, "calibrate")
+    wake_gpu(settings.device)
     from moemerge.calibration import CalibrationRequest, run_calibration
 
-    output, values = output_for(OutputSettings, keywords, "calibrate")
     request = CalibrationRequest(
         merged=merged,
         out=Path(out),
         sources=sources,
         data={name: files_of(files) for name, files in data.items()},
-        settings=settings_for(CalibrationSettings, settings, values, "calibrate"),
+        settings=settings,
         weights=weights or {},
         overwrite=output.overwrite,
         resume=output.resume,
@@ -134,15 +137,17 @@ def refit(
     torchrun every process must call it: each runs a share of the text and fits a share of the
     experts, and rank 0 writes.
     """
+    output, values = output_for(OutputSettings, keywords, "refit")
+    settings = settings_for(RefitSettings, settings, values, "refit")
+    wake_gpu(settings.device)
     from moemerge.refitting import RefitRequest, run_refit
 
-    output, values = output_for(OutputSettings, keywords, "refit")
     request = RefitRequest(
         merged=merged,
         out=Path(out),
         sources=sources,
         data={name: files_of(files) for name, files in data.items()},
-        settings=settings_for(RefitSettings, settings, values, "refit"),
+        settings=settings,
         weights=weights or {},
         overwrite=output.overwrite,
         resume=output.resume,

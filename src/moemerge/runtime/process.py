@@ -155,6 +155,27 @@ def _no_thread(name: str, error: BaseException) -> ResourceError:
     )
 
 
+def wake_gpu(device: str) -> None:
+    """Begin to make a GPU's context: that takes as long as many an import, which can go on
+    meanwhile, as the driver needs no lock of Python's. Whether the device is there is for others
+    to tell, and processes of one job find theirs later."""
+    number = device.partition(":")[2] or "0"
+    if device == "cpu" or not number.isdecimal() or "WORLD_SIZE" in os.environ:
+        return
+    waking = threading.Thread(target=_make_context, args=(int(number),), daemon=True)
+    with suppress(ResourceError):
+        start_thread(waking)
+
+
+def _make_context(number: int) -> None:
+    """Of the device's primary context, which torch will use, too."""
+    with suppress(OSError, AttributeError):  # no driver here, or one that is very old
+        driver = ctypes.CDLL("libcuda.so.1")
+        ordinal, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(ordinal), number) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal)
+
+
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """For imports: what they make stays, so looking through it for garbage, over and over as it
