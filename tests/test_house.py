@@ -77,8 +77,12 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
 def attributes(tree: ast.AST) -> Iterator[str]:
     """Dotted names that a file uses: `torch.cuda.Stream`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.append(node.attr)
+            node = node.value
+        if names and isinstance(node, ast.Name):
+            yield ".".join([node.id, *reversed(names)])
 
 
 @pytest.mark.parametrize("part", CONFINED)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import processes
 
 # Every job is a function of the package by name, with its arguments; its report goes to a file.
 # Round by round the last processes drop out: importing torch takes longer than most jobs do.
@@ -51,21 +51,13 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def start(rounds: Mapping[int, Jobs], *, before: str = "") -> list[subprocess.Popen[str]]:
+def start(rounds: Mapping[int, Jobs], *, before: str = "") -> list[processes.Process]:
     """Jobs by so many processes, with `before` run in each. torchrun would end the others when
     one dies; here they must end by themselves."""
     plan = [(ranks, _free_port(), list(jobs)) for ranks, jobs in sorted(rounds.items())[::-1]]
-    words = [sys.executable, "-c", before + SCRIPT, json.dumps(plan)]
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            words,
-            env={**common, "RANK": str(n), "LOCAL_RANK": str(n)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for n in range(max(rounds))
-    ]
+    ranks = [{**common, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(max(rounds))]
+    return [processes.start(before + SCRIPT, json.dumps(plan), env=rank) for rank in ranks]
 
 
 def _free_port() -> str:
@@ -75,6 +67,6 @@ def _free_port() -> str:
 
 def together(rounds: Mapping[int, Jobs], *, before: str = "") -> list[tuple[int, str]]:
     """Exit code and words of every rank."""
-    processes = start(rounds, before=before)
-    errors = [process.communicate(timeout=LIMIT)[1] for process in processes]
-    return [(p.returncode, error) for p, error in zip(processes, errors, strict=True)]
+    started = start(rounds, before=before)
+    errors = [process.communicate(timeout=LIMIT)[1] for process in started]
+    return [(p.returncode, error) for p, error in zip(started, errors, strict=True)]

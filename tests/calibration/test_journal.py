@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from calibration import cases
 from moemerge.errors import CheckpointError, NumericalError, UsageError
 from moemerge.features import settings
 from moemerge.runtime.journals import journal_path
+from processes import python
 
 CaseOf = Callable[..., cases.Case]
 
@@ -52,7 +51,7 @@ def kill_after_two_layers(case: cases.Case, settings_of: Mapping[Path, dict[str,
         }
         for out, settings in settings_of.items()
     ]
-    subprocess.run([sys.executable, "-c", KILLED, json.dumps(jobs)], check=True)
+    python(KILLED, json.dumps(jobs)).check_returncode()
     for out in settings_of:
         assert not out.exists()
         assert (journal_path(out) / "0001.json").exists()

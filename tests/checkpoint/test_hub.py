@@ -22,6 +22,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import moemerge as package
+import processes
 from calibration import cases
 from moemerge.errors import CheckpointError, NumericalError
 
@@ -147,18 +148,26 @@ def config(zoo_folder: Any, tmp_path: Path) -> Path:
     return path
 
 
-def moemerge(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the hub's address is read when its client is imported."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **variables}
-    command = [sys.executable, "-m", "moemerge", *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+def environment(**variables: str) -> dict[str, str]:
+    others = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    return others | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **variables}
+
+
+# The hub's address is read when its client is imported: here once more, in a process of its own.
+READ_AGAIN = "import importlib, huggingface_hub.constants as read; importlib.reload(read)\n"
+
+
+def moemerge(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return processes.python(READ_AGAIN + processes.COMMAND, *words, env=environment(**variables))
 
 
 def test_a_merge_is_uploaded_with_its_card(hub: Hub, config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.known_token, "HF_HOME": str(tmp_path)}
-    done = moemerge("merge", config, out, "--push-to-hub", "me/m", **variables)
+    command = [sys.executable, "-m", "moemerge", "merge", config, out, "--push-to-hub", "me/m"]
+    done = subprocess.run(
+        command, env=environment(**variables), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert f"uploaded: {hub.url}/me/m" in done.stderr
     assert hub.repositories == ["m"]

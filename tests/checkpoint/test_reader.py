@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from safetensors.torch import save_file
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError
+from processes import python
 
 from .conftest import MakeFolder, sample_tensors
 
@@ -243,8 +242,8 @@ def test_memory_stays_bounded(make_folder: MakeFolder) -> None:
     tensors = {f"t{i}": torch.ones(2**20) for i in range(20)}
     kinds = ("model.safetensors", "pytorch_model.bin")
     folders = [str(make_folder(kind, {kind: tensors})) for kind in kinds]
-    command = [sys.executable, "-c", MEASURE, *folders]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    run = python(MEASURE, *folders)
+    assert run.returncode == 0, run.stderr
     assert all(int(grown) < 40 * 1024 for grown in run.stdout.split()), run.stdout  # kilobytes
 
 

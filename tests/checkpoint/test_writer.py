@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +19,7 @@ from moemerge.checkpoint.safetensors_file import DTYPE_OF
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.checkpoint.writer import plan_shards
 from moemerge.errors import CheckpointError
+from processes import python
 
 from .conftest import sample_tensors
 
@@ -197,15 +196,14 @@ def test_other_files(tmp_path: Path) -> None:
 
 
 KILLED = """
-import sys, torch
+import os, signal, sys, torch
 from pathlib import Path
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
 infos = [TensorInfo.of(f"t{i}", torch.float32, (1000,)) for i in range(100)]
 w = CheckpointWriter(Path(sys.argv[1]), infos, shard_bytes=10**4, overwrite=True)
 for i in range(50):
     w.write(f"t{i}", torch.zeros(1000))
-print("half", flush=True)
-sys.stdin.read()
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -215,17 +213,7 @@ def test_a_killed_run_leaves_out_as_it_was(tmp_path: Path, existing: bool) -> No
     if existing:
         out.mkdir()
         (out / "config.json").write_text("old")
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(out)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    with process:
-        assert process.stdout.readline() == "half\n"
-        process.send_signal(signal.SIGKILL)
+    assert python(KILLED, out).returncode == -signal.SIGKILL
     assert out.exists() == existing
     partial = [p for p in os.listdir(tmp_path) if p != "out"]
     assert len(partial) == 1  # what the killed run left, hidden
@@ -274,12 +262,8 @@ with CheckpointWriter(Path(sys.argv[1]), infos, shard_bytes=10**4, overwrite=Tru
 
 def test_a_failing_write_stops_everything(tmp_path: Path) -> None:
     """A file-size limit fails inside pwrite, as a full disk does."""
-    result = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    result = python(FULL, tmp_path / "out")
+    assert result.returncode == 0, result.stderr
     assert result.stdout.count("CheckpointError") == 2, result
     assert "File too large" in result.stdout
     assert os.listdir(tmp_path) == []

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import processes
 import zoo
 from calibration import cases
 from moemerge.cli.app import app
@@ -204,14 +202,9 @@ def test_its_own_config_makes_a_run_again_from_anywhere(
 def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: Path) -> None:
     """Ctrl-C once a layer is finished: exit code 130, and a word about --resume."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "moemerge", "calibrate", case.merged, out, *flags(case)]
     slow = ["--rtol", "1e-300", "--max-steps", "600", "--preconditioner", "none"]
-    process = subprocess.Popen(
-        list(map(str, [*command, *slow])),
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
-    )
+    command = ["calibrate", case.merged, out, *flags(case), *slow]
+    process = processes.start(processes.COMMAND, *command, env=processes.environment())
     deadline = time.monotonic() + 60
     while not (journal_path(out) / "0000.json").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -231,8 +224,7 @@ def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: P
 
 
 def test_twice_verbose_logs_every_read_and_every_solve(case: cases.Case, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "moemerge", "calibrate", case.merged, tmp_path / "out"]
-    done = subprocess.run([*words, *flags(case), "-vv"], capture_output=True, text=True)
+    done = processes.moemerge("calibrate", case.merged, tmp_path / "out", *flags(case), "-vv")
     assert done.returncode == 0, done.stderr
     assert "moemerge.lockstep.streams: 1 model(s) in step, offload " in done.stderr
     assert f"moemerge.features.weights: model.layers.2 of {case.merged}: " in done.stderr

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,16 +17,7 @@ import zoo
 from moemerge import __version__ as moemerge_version
 from moemerge import api
 from moemerge.errors import MoeMergeError
-
-
-def moemerge(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moemerge", *map(str, args)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", **env},
-        timeout=120,
-    )
+from processes import COMMAND, environment, fresh, moemerge, start
 
 
 @pytest.fixture
@@ -59,7 +49,7 @@ def refused(result, code: int, *words: str) -> None:
 
 
 def test_merge_writes_a_folder_and_says_so(config, tmp_path):
-    result = moemerge("merge", config, tmp_path / "out")
+    result = fresh("merge", config, tmp_path / "out")
     assert result.returncode == 0, result.stderr
     assert "ties" in result.stdout
     assert (tmp_path / "out" / "config.json").exists()
@@ -222,12 +212,7 @@ def test_ctrl_c_exits_130_and_leaves_nothing(models, tmp_path):
         f"merge_method: wudi\nbase_model: {base}\nmodels: [{{model: {a}}}, {{model: {b}}}]\n"
         "parameters: {steps: 100000}\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moemerge", "merge", str(config), str(tmp_path / "out")],
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        text=True,
-    )
+    process = start(COMMAND, "merge", config, tmp_path / "out", env=environment())
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".out.partial*")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -240,7 +225,7 @@ def test_ctrl_c_exits_130_and_leaves_nothing(models, tmp_path):
 
 
 def test_the_version_and_what_a_bug_report_needs():
-    short = moemerge("--version")
+    short = fresh("--version")
     assert short.returncode == 0
     assert short.stdout.split() == ["moemerge", moemerge_version]
     assert len(short.stdout.splitlines()) == 1

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 import moemerge
+import processes
 import zoo
 from calibration import cases
 from moemerge.api import list_methods, list_wrappers
@@ -194,29 +194,24 @@ def test_a_diagnosis_shows_every_figure(case: cases.Case) -> None:
 def test_terminals_without_our_characters(
     encoding: str, report: RunReport, config: Path, tmp_path: Path
 ) -> None:
-    def run(*arguments: str | Path) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(
-            [sys.executable, "-m", "moemerge", *map(str, arguments)],
-            capture_output=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": encoding},
-            timeout=120,
-        )
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        variables = {**os.environ, "PYTHONIOENCODING": encoding}
+        return processes.python(processes.COMMAND, *arguments, env=variables)
 
     out = tmp_path / "größe→ü"
     result = run("run", config, out)
     assert result.returncode == 0, result.stderr
     assert (out / "config.json").exists()
-    text = result.stdout.decode(encoding)
-    words = text.split()
+    words = result.stdout.split()
     numbers = [number.replace("→", "->") for number in numbers_of(report)]
     assert [number for number in numbers if number not in words] == []
-    assert b"\\u2192" not in result.stderr
+    assert "\\u2192" not in result.stderr
     content = json.loads(config.read_text())
     content["models"][0]["name"] = "größe→ü"
     del content["calibration"]
     (tmp_path / "named.yml").write_text(json.dumps(content))
     checked = run("validate", tmp_path / "named.yml", "--json", "-")
-    assert "größe→ü" in json.loads(checked.stdout.decode(encoding))["inputs"]
+    assert "größe→ü" in json.loads(checked.stdout)["inputs"]
 
 
 def test_what_stands_in_for_a_character() -> None:

@@ -6,8 +6,6 @@ import gzip
 import json
 import random
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from moemerge.testbed.accuracy import accuracy
 from moemerge.testbed.tasks import problems
 from moemerge.testbed.training import bundled_set
 from moemerge.text.rows import read_rows, row_fields
+from processes import python
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +308,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_rows(folder, pr
     rng = random.Random(0)
     kills = [(rng.randrange(1, 12), rng.random() * 0.02) for _ in range(10)]
     words = json.dumps([str(folder), str(out), str(prompts), COMMON | values, kills])
-    subprocess.run([sys.executable, "-c", KILLED, words], check=True, timeout=200)
+    python(KILLED, words, timeout=200).check_returncode()
     report = run_data(asked, Silent())
     assert 10 <= report.reused < 120
     assert out.read_bytes() == whole.read_bytes()

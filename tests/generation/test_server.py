@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+import processes
 from moemerge.config.generation import GenerationSettings
 from moemerge.config.translate import parse_settings
 from moemerge.errors import ResourceError, UsageError
@@ -56,11 +55,7 @@ def real_server(folder) -> Iterator[str]:
         port = free.getsockname()[1]
     words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     start = "from transformers.cli.transformers import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", start, *words, "--dtype", "float32"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = processes.start(start, *words, "--dtype", "float32")
     url = f"http://127.0.0.1:{port}/v1"
     try:
         deadline = time.monotonic() + 120
@@ -71,7 +66,7 @@ def real_server(folder) -> Iterator[str]:
         yield url
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def test_a_real_server_writes_what_the_testbed_writes(real_server, folder, tokenizer):

@@ -6,8 +6,6 @@ import gzip
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from moemerge.text.answers import load_answers
 from moemerge.text.domains import TextSettings, load_domain
 from moemerge.text.reading import Rows
 from moemerge.text.tokens import load_tokenizer
+from processes import python
 
 WORDS = ["one", "two", "three", "four", "five"]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
@@ -181,9 +180,8 @@ def test_a_large_file_is_read_in_less_memory(tmp_path: Path) -> None:
         "print(len(rows), [row_fields(row)['text'] for row in rows.take([150, 3, 8])])\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
-    )
+    done = python(code, file)
+    assert done.returncode == 0, done.stderr
     told, grown = done.stdout.splitlines()
     assert told == f"{count} ['row 150', 'row 3', 'row 8']"
     assert int(grown) < 2 * (reading.HELD_BYTES >> 20) < count
