@@ -97,6 +97,10 @@ def _parameters_on_meta() -> Iterator[None]:
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
             param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+        if param is not None:
+            # Without this mark transformers would draw its values, of which there are none here:
+            # milliseconds each, since torch draws on meta by functions written in Python.
+            param._is_hf_initialized = True  # type: ignore[attr-defined]
         register(module, name, param)
 
     with _CONSTRUCTION:
