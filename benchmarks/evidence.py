@@ -32,11 +32,11 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
-from moemerge.experiments.cells import SetCells, batch_tasks  # noqa: E402
-from moemerge.experiments.journal import CELLS, TASKS, CellJournal  # noqa: E402
+from moemerge.experiments.cells import SetCells, work_of  # noqa: E402
+from moemerge.experiments.journal import CELLS, SECONDS, CellJournal  # noqa: E402
 from moemerge.experiments.report import ALL_TABLES, PAGE, write_report  # noqa: E402
 from moemerge.experiments.tables import EXACT_BASE, REFIT_FIXED  # noqa: E402
-from moemerge.experiments.tasks import Outcome, Task, Workers, run_tasks  # noqa: E402
+from moemerge.experiments.work import Outcome, Workers, WorkItem, run_work  # noqa: E402
 from moemerge.runtime.devices import resolve_device  # noqa: E402
 from moemerge.runtime.progress import Silent  # noqa: E402
 from moemerge.testbed.experiments.ablations import Scope  # noqa: E402
@@ -218,7 +218,7 @@ def wait_for_sets(folders: Sequence[Path], ended: Path) -> None:
 
 
 def warm_up(device: str) -> None:
-    """What a worker's first task would wait for: imports, a context, the libraries it loads."""
+    """What a worker's first item would wait for: imports, a context, the libraries it loads."""
     for name in ("calibration.run", "refitting.run", "diagnosis.run", "features.loading"):
         importlib.import_module(f"moemerge.{name}")
     importlib.import_module("transformers.models.olmoe.modeling_olmoe")
@@ -241,14 +241,16 @@ def measure(args: argparse.Namespace) -> None:
         every = replace(request, experiments=OF_METHODS, methods=())
         plans = make_plan(request), make_plan(every)
         journal = CellJournal(request.out, asdict(request.scale))
-        gates, tasks = tasks_of(plans, journal, archs)
-        alarm = Task(TIME_IS_UP, sleep_until, (BEGIN + args.limit - WRITING,), rank=(-1,))
-        say(f"{sum(': measure ' in task.key for task in tasks)} cells to measure")
+        gates, items = items_of(plans, journal, archs)
+        alarm = WorkItem(TIME_IS_UP, sleep_until, (BEGIN + args.limit - WRITING,), rank=(-1,))
+        say(f"{sum(': measure ' in item.key for item in items)} cells to measure")
         jobs = args.jobs or len(os.sched_getaffinity(0))
-        warming = [Task(f"warm up {n}", warm_up, (args.device,), rank=(-1,)) for n in range(jobs)]
+        warming = [
+            WorkItem(f"warm up {n}", warm_up, (args.device,), rank=(-1,)) for n in range(jobs)
+        ]
         workers = Workers(jobs + len(gates) + 1)
-        outcomes = run_tasks([alarm, *gates, *warming, *tasks], workers)
-        follow(outcomes, journal, len(tasks) + len(gates) + jobs)
+        outcomes = run_work([alarm, *gates, *warming, *items], workers)
+        follow(outcomes, journal, len(items) + len(gates) + jobs)
         write_tables(plans, journal)
         for trainer in trainers:
             trainer.kill()
@@ -264,13 +266,13 @@ def follow(outcomes: Iterator[Outcome], journal: CellJournal, count: int) -> Non
     """Note what ends, until all or the time has ended."""
     left, cells, failures = count, 0, 0
     for outcome in outcomes:
-        key = outcome.task.key
+        key = outcome.item.key
         if key == TIME_IS_UP:
-            say(f"the time is up; {left} tasks are left")
+            say(f"the time is up; {left} items are left")
             return
         left -= 1
         if outcome.error is None:
-            journal.add_task(key, outcome.seconds, outcome.cpu_seconds)
+            journal.add_seconds(key, outcome.seconds, outcome.cpu_seconds)
             if ": measure " in key:
                 journal.add(*outcome.result)
                 cells += 1
@@ -286,10 +288,10 @@ def follow(outcomes: Iterator[Outcome], journal: CellJournal, count: int) -> Non
             return
 
 
-def tasks_of(
+def items_of(
     plans: Sequence[Plan], journal: CellJournal, archs: Sequence[str]
-) -> tuple[list[Task], list[Task]]:
-    """A gate for each regime of an architecture, and all tasks of its sets behind it."""
+) -> tuple[list[WorkItem], list[WorkItem]]:
+    """A gate for each regime of an architecture, and all items of its sets behind it."""
     request = plans[0].request
     assert request.sets is not None
     left: dict[SetKey, dict[str, Cell]] = {}
@@ -298,7 +300,7 @@ def tasks_of(
             left.setdefault(key, {}).update({cell.name: cell for cell in some})
     order = weights()
     gates: dict[tuple[str, str], list[Path]] = {}
-    tasks: list[Task] = []
+    items: list[WorkItem] = []
     for number, (key, named) in enumerate(left.items()):
         if key.arch not in archs:
             continue
@@ -307,10 +309,10 @@ def tasks_of(
         gates.setdefault((key.arch, key.regime), []).append(folder)
         models = models_of(request) / key.name
         bench = Bench(folder, models, DOMAINS, request.scale, request.device)
-        own = list(batch_tasks(SetCells(key, bench, cells), number))
-        tasks += ranked(own, key, cells, order, f"wait for {key.arch} {key.regime}")
+        own = list(work_of(SetCells(key, bench, cells), number))
+        items += ranked(own, key, cells, order, f"wait for {key.arch} {key.regime}")
     waiting = [
-        Task(
+        WorkItem(
             f"wait for {arch} {regime}",
             wait_for_sets,
             (tuple(folders), request.sets / f"{arch}.{ENDED}"),
@@ -318,7 +320,7 @@ def tasks_of(
         )
         for (arch, regime), folders in gates.items()
     ]
-    return waiting, tasks
+    return waiting, items
 
 
 def weights() -> list[tuple[str, set[str]]]:
@@ -343,14 +345,14 @@ def weights() -> list[tuple[str, set[str]]]:
 
 
 def ranked(
-    tasks: list[Task],
+    items: list[WorkItem],
     key: SetKey,
     cells: Sequence[Cell],
     order: Sequence[tuple[str, set[str]]],
     gate: str,
-) -> list[Task]:
+) -> list[WorkItem]:
     """Tasks by the weight of what needs them, then by set, then as they were."""
-    after = {task.key: task.after for task in tasks}
+    after = {item.key: item.after for item in items}
     rank = dict.fromkeys(after, len(order) + 1)
 
     def needed(name: str, weight: int) -> None:
@@ -363,8 +365,8 @@ def ranked(
         places = [n for n, (arch, own) in enumerate(order) if arch == key.arch and cell.name in own]
         needed(f"{key.name}: measure {cell.name}", min(places, default=len(order)))
     return [
-        replace(task, rank=(rank[task.key], *task.rank), after=task.after or (gate,))
-        for task in tasks
+        replace(item, rank=(rank[item.key], *item.rank), after=item.after or (gate,))
+        for item in items
     ]
 
 
@@ -376,7 +378,7 @@ def write_tables(plans: Sequence[Plan], journal: CellJournal) -> None:
         write_report(Path(made), [s for s in summaries if s.rows], figures=False)
         for name in (ALL_TABLES, PAGE):
             shutil.copy(Path(made) / name, out / name)
-    say(f"{out / ALL_TABLES}, {PAGE}, {CELLS}, {TASKS}")
+    say(f"{out / ALL_TABLES}, {PAGE}, {CELLS}, {SECONDS}")
 
 
 # --- one GPU for many processes -----------------------------------------------------------------

@@ -14,7 +14,7 @@ from moemerge.config.study_load import load_study
 from moemerge.config.translate import parse_settings
 from moemerge.data.job import DataRequest, select_prompts
 from moemerge.errors import CheckpointError, ConfigError, ResourceError
-from moemerge.experiments.cells import SetCells, batch_tasks
+from moemerge.experiments.cells import SetCells, work_of
 from moemerge.experiments.estimate import estimate
 from moemerge.experiments.plan import plan_study
 from moemerge.experiments.study import SET, bench_of
@@ -238,7 +238,7 @@ def test_what_was_made_last_is_measured_first(tmp_path):
     plan = plan_of()
     settings = parse_settings(StudySettings, {"device": "cpu"}, "settings")
     cells = SetCells(SET, bench_of(plan, tmp_path, settings), list(plan.cells.values()))
-    ranks = {task.key: task.rank for task in batch_tasks(cells, 0)}
+    ranks = {item.key: item.rank for item in work_of(cells, 0)}
     made = {key: rank for key, rank in ranks.items() if ": make " in key}
     measured = [rank for key, rank in ranks.items() if ": measure " in key]
     assert max(measured) < min(made.values())  # the lesser goes first

@@ -1,4 +1,4 @@
-"""From cells that are wanted to tasks: models in the order they need each other, measurements."""
+"""From wanted cells to work items: models in the order they need each other, measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from moemerge.errors import MoeMergeError
 from moemerge.experiments.journal import CellJournal
 from moemerge.experiments.tables import Measurement, Repeat
-from moemerge.experiments.tasks import Outcome, Task, Workers, run_tasks
+from moemerge.experiments.work import Outcome, Workers, WorkItem, run_work
 from moemerge.runtime.progress import Progress
 
 
@@ -40,7 +40,7 @@ class Workbench(Protocol[N, C]):
         ...
 
     def urgency(self, node: N) -> float:
-        """Of two tasks that are ready, the more urgent goes first."""
+        """Of two items that are ready, the more urgent goes first."""
         ...
 
     def prepare(self) -> None:
@@ -81,46 +81,46 @@ def run_cells(
     batches: Sequence[SetCells], journal: CellJournal, workers: Workers, progress: Progress
 ) -> list[Failure]:
     """Make and measure every cell, and note it in the journal."""
-    tasks: list[Task] = []
+    items: list[WorkItem] = []
     for number, batch in enumerate(batches):
-        tasks += batch_tasks(batch, number)
-    measured = sum(task.call is _measure for task in tasks)
+        items += work_of(batch, number)
+    measured = sum(item.call is _measure for item in items)
     if not measured:
         return []
     failures: list[Failure] = []
     progress.start("measuring", measured, unit="cells")
-    for outcome in run_tasks(tasks, workers):
+    for outcome in run_work(items, workers):
         failures += _note(outcome, journal, progress)
     progress.finish()
     return failures
 
 
-def batch_tasks(batch: SetCells, number: int) -> Iterator[Task]:
+def work_of(batch: SetCells, number: int) -> Iterator[WorkItem]:
     """What everything waits for first, then nodes in the order they need each other, and cells.
 
     Sets are worked on one after the other, so that what a killed run leaves is of use.
     """
     bench, name = batch.bench, batch.key.name
     first = f"{name}: prepare"
-    yield Task(first, bench.prepare, (), rank=(number, 0))
-    made: dict[Any, Task] = {}
+    yield WorkItem(first, bench.prepare, (), rank=(number, 0))
+    made: dict[Any, WorkItem] = {}
 
     def make(node: Any) -> str:
-        """The task that makes a node, and the tasks of what it needs."""
+        """The item that makes a node, and the items of what it needs."""
         if bench.is_given(node):
             return first
         if node not in made:
             after = tuple(dict.fromkeys([first, *(make(parent) for parent in node.parents)]))
             words, rank = f"{name}: make {node.name}", (number, -bench.urgency(node))
-            if any(task.key == words for task in made.values()):  # as in another seed
+            if any(item.key == words for item in made.values()):  # as in another seed
                 words += f" ({len(made)})"
-            made[node] = Task(words, bench.make, (node,), after, _remover(bench, node), rank)
+            made[node] = WorkItem(words, bench.make, (node,), after, _remover(bench, node), rank)
         return made[node].key
 
     for cell in batch.cells:
         after = tuple(dict.fromkeys([first, *(make(node) for node in bench.nodes(cell))]))
         words = f"{name}: measure {cell.name}"
-        yield Task(
+        yield WorkItem(
             words, _measure, (bench, batch.key, cell), after, rank=(number, -bench.measuring)
         )
     yield from made.values()
@@ -137,18 +137,18 @@ def _measure(
 
 
 def _note(outcome: Outcome, journal: CellJournal, progress: Progress) -> list[Failure]:
-    task = outcome.task
-    is_cell = task.call is _measure
+    item = outcome.item
+    is_cell = item.call is _measure
     if is_cell:
         progress.advance(1)
     if outcome.error is None:
-        journal.add_task(task.key, outcome.seconds, outcome.cpu_seconds)
+        journal.add_seconds(item.key, outcome.seconds, outcome.cpu_seconds)
         if is_cell:
             journal.add(*outcome.result)
         return []
     error = outcome.error
     if isinstance(error, str):
-        return []  # told with the task that it waited for
+        return []  # told with the item that it waited for
     why = str(error) if isinstance(error, MoeMergeError) else f"{type(error).__name__}: {error}"
-    progress.note(f"failed: {task.key}: {why}")
-    return [Failure(task.key, why)]
+    progress.note(f"failed: {item.key}: {why}")
+    return [Failure(item.key, why)]

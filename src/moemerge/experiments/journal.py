@@ -17,7 +17,7 @@ from moemerge.runtime.files import parse_object, write_whole
 from moemerge.runtime.journals import DIGEST, line_digest
 
 CELLS = "cells.jsonl"
-TASKS = "tasks.jsonl"
+SECONDS = "tasks.jsonl"  # what each work item took
 HINT = "remove the line, or the file"
 
 Key = tuple[str, str]  # a set, a cell's name
@@ -67,10 +67,10 @@ class CellJournal:
             file.write(line + "\n")
         self._found[_text(key.to_json()), cell.name] = entry
 
-    def add_task(self, key: str, seconds: float, cpu_seconds: float) -> None:
-        """Note what a task took; nothing depends on it, but it tells where the time goes."""
+    def add_seconds(self, key: str, seconds: float, cpu_seconds: float) -> None:
+        """Note what a work item took; nothing depends on it, but it tells where the time goes."""
         entry = {"task": key, "seconds": round(seconds, 2), "cpu_seconds": round(cpu_seconds, 2)}
-        with self.path.with_name(TASKS).open("a", encoding="utf-8") as file:
+        with self.path.with_name(SECONDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     def has(self, key: Repeat, cell: Measurement, **made_of: str | None) -> bool:

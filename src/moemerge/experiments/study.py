@@ -22,8 +22,8 @@ from moemerge.experiments.report import write_report
 from moemerge.experiments.study_bench import StudyBench
 from moemerge.experiments.summary import Summary, summarise
 from moemerge.experiments.tables import Measurement, Repeat
-from moemerge.experiments.tasks import Workers
 from moemerge.experiments.tree import StudyCell, StudySet, at_seed
+from moemerge.experiments.work import Workers
 from moemerge.runtime.devices import available_memory, cpu_count, gpu_ids, resolve_device
 from moemerge.runtime.progress import Progress, Silent
 

@@ -15,7 +15,7 @@ from moemerge.verification.programs import Tests, program_of, row_tests
 from moemerge.verification.sandbox.process import Ended, Limits, Sandbox, SandboxError
 from moemerge.verification.sandbox.protections import Protections, strongest
 
-TASK: Final = "moemerge.verification.harness:judge"
+JUDGE: Final = "moemerge.verification.harness:judge"
 # A row's own solution says how long its tests take on this machine.
 TIMES_THE_REFERENCE: Final = 4.0
 LONGEST_REFERENCE: Final = 300.0
@@ -94,7 +94,7 @@ class CodeVerifier:
         secret = secrets.token_hex(16)
         job = {"program": program, "tests": tests.source, "secret": secret}
         try:
-            result = self._sandbox.run(TASK, json.dumps(job).encode(), limits)
+            result = self._sandbox.run(JUDGE, json.dumps(job).encode(), limits)
         except (SandboxError, OSError) as error:  # a machine out of processes or memory
             return _ProgramRun(Judgement(Grade.UNDECIDED, str(error)), 0.0)
         if result.ended is Ended.TIME:

@@ -100,7 +100,7 @@ class Bench:
         return MEASURING
 
     def urgency(self, model: Model) -> float:
-        """About how long a model takes to make: long tasks first, so that no worker ends alone."""
+        """About how long a model takes to make: long work first, so that no worker ends alone."""
         if isinstance(model, Merged):
             return MERGING.get(model.method, 1.0)
         if isinstance(model, Calibrated):

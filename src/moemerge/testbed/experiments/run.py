@@ -1,4 +1,4 @@
-"""A run: experiments to cells, cells to tasks, and what comes of them."""
+"""A run: experiments to cells, cells to work, and what comes of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moemerge.experiments.plots import require_matplotlib
 from moemerge.experiments.report import write_report
 from moemerge.experiments.summary import Summary, summarise
 from moemerge.experiments.tables import Row
-from moemerge.experiments.tasks import Workers
+from moemerge.experiments.work import Workers
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import cpu_count, resolve_device
 from moemerge.runtime.journals import saved_path

@@ -1,7 +1,7 @@
 """Whether a completion is right: equal to the answer, or a program that does the same.
 
-Programs are expressions of `s`, run in the sandbox. The task that runs them
-(`expression_task.py`) refuses all syntax but slices, operators and a few string methods before it
+Programs are expressions of `s`, run in the sandbox. What runs them
+(`expressions.py`) refuses all syntax but slices, operators and a few string methods before it
 runs anything. It answers program by program, so when one brings its process down, the next
 process goes on from there.
 """
@@ -17,7 +17,7 @@ from moemerge.testbed.tasks.drawing import HIDDEN_INPUTS, SYNTHESIS, Problem, pr
 from moemerge.verification.sandbox.process import MIB, Limits
 from moemerge.verification.sandbox.protections import strongest
 
-TASK = "moemerge.testbed.tasks.expression_task:evaluate"
+EVALUATE = "moemerge.testbed.tasks.expressions:evaluate"
 # For all programs of one process; a healthy thousand takes a tenth of a second.
 LIMITS = Limits(cpu_seconds=5, wall_seconds=10, memory=512 * MIB, file_bytes=MIB)
 
@@ -79,6 +79,6 @@ def all_answers(programs: Sequence[str], ask: Callable[[Sequence[str]], Results]
 def _confined(programs: Sequence[str], inputs: Sequence[str]) -> Results:
     request = json.dumps({"programs": list(programs), "inputs": list(inputs)})
     sandbox, _protections = strongest()
-    answer = sandbox.run(TASK, request.encode(), LIMITS).answer
+    answer = sandbox.run(EVALUATE, request.encode(), LIMITS).answer
     whole = answer[: answer.rfind(b"\n") + 1].splitlines()
     return [json.loads(line) for line in whole[: len(programs)]]

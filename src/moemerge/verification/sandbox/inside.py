@@ -1,4 +1,4 @@
-"""What runs in the confined process: give up everything, then do the task.
+"""What runs in the confined process: give up everything, then call the function.
 
 Started by `process` as `python -c`, with its orders as JSON in the first argument, the request on
 stdin, and stdout for the answer. Imports only the standard library, as little of it as can be.
@@ -18,12 +18,12 @@ from typing import Any
 
 from moemerge.verification.sandbox import landlock, namespaces, seccomp, system
 
-READY = b"ready\n"  # the first line of an answer: everything before the task has worked
+READY = b"ready\n"  # the first line of an answer: everything before the call has worked
 
 
 def main() -> None:
     orders = json.loads(sys.argv[1])
-    task = _task(orders["task"])
+    function = _function(orders["function"])
     request = sys.stdin.buffer.read()
     limits = orders["limits"]
     if orders["how"] == "namespaces":
@@ -38,16 +38,16 @@ def main() -> None:
     sys.path += orders["packages"]
     sys.argv = [""]
     answer(READY)
-    task(request, answer)
+    function(request, answer)
     os._exit(0)  # threads that a program left behind do not matter
 
 
-def _task(name: str) -> Callable[[bytes, Callable[[bytes], None]], None]:
-    module, _, function = name.partition(":")
-    task: Callable[[bytes, Callable[[bytes], None]], None] = getattr(
-        importlib.import_module(module), function
+def _function(name: str) -> Callable[[bytes, Callable[[bytes], None]], None]:
+    module, _, own_name = name.partition(":")
+    function: Callable[[bytes, Callable[[bytes], None]], None] = getattr(
+        importlib.import_module(module), own_name
     )
-    return task
+    return function
 
 
 def _channel() -> Callable[[bytes], None]:

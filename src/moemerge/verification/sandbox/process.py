@@ -93,14 +93,14 @@ class ProcessResult:
 
 
 class Sandbox:
-    """Runs tasks of ours, each in a confined process of its own. Threads may share one."""
+    """Runs functions of ours, each in a confined process of its own. Threads may share one."""
 
     def __init__(self, how: str) -> None:
         self.how = how
         self._readable = readable()
 
-    def run(self, task: str, request: bytes, limits: Limits | None = None) -> ProcessResult:
-        """Do `module:function`, a function of (request, answer), and return what it answered."""
+    def run(self, function: str, request: bytes, limits: Limits | None = None) -> ProcessResult:
+        """Call `module:function`, a function of (request, answer), and return what it answered."""
         limits = limits or Limits()
         with (
             _folder() as folder,
@@ -111,7 +111,7 @@ class Sandbox:
             stdin.seek(0)
             began = time.monotonic()
             process = subprocess.Popen(
-                self._command(task, folder, limits),
+                self._command(function, folder, limits),
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=log,  # until the program's turn comes
@@ -129,10 +129,10 @@ class Sandbox:
             ended = _by_limit(process.returncode, seconds, limits)
         return ProcessResult(answer[len(READY) :], ended, process.returncode, seconds)
 
-    def _command(self, task: str, folder: str, limits: Limits) -> list[str]:
+    def _command(self, function: str, folder: str, limits: Limits) -> list[str]:
         orders = {
             "how": self.how,
-            "task": task,
+            "function": function,
             "folder": folder,
             "readable": self._readable,
             "packages": packages(),
@@ -146,7 +146,7 @@ class Sandbox:
 
 
 class SandboxError(ResourceError):
-    """The confined process did not come as far as the task."""
+    """The confined process did not come as far as the function."""
 
     def __init__(self, how: str, exit_code: int, complaint: str) -> None:
         last = complaint.splitlines()[-1] if complaint else f"exit code {exit_code}"

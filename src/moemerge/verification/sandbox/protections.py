@@ -92,7 +92,7 @@ def protections(sandbox: Sandbox) -> Protections:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         outside = {"port": listener.getsockname()[1], "pid": os.getpid(), "file": file.name}
-        task = f"{__package__}.probe:try_everything"
-        outcome = sandbox.run(task, json.dumps(outside).encode())
+        function = f"{__package__}.probe:try_everything"
+        outcome = sandbox.run(function, json.dumps(outside).encode())
         untouched = Path(file.name).read_text() == "kept"
     return Protections(sandbox.how, writing=untouched, **json.loads(outcome.answer))

@@ -1,4 +1,4 @@
-"""Tasks that wait for each other, run by worker processes as they become ready."""
+"""Work items that wait for each other, run by worker processes as they become ready."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
-class Task:
-    """A call that can be sent to another process, once the tasks `after` are done."""
+class WorkItem:
+    """A call that can be sent to another process, once the items `after` are done."""
 
     key: str
     call: Callable[..., Any]
     args: tuple[Any, ...]
     after: tuple[str, ...] = ()
     then: Callable[[], None] = field(default=lambda: None)  # here, when all that needed it is done
-    rank: tuple[float, ...] = ()  # of two tasks that are ready, the lower goes first
+    rank: tuple[float, ...] = ()  # of two items that are ready, the lower goes first
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a task ended. `error` is what it raised, or names the task that it waited for in vain."""
+    """How an item ended. `error` is what it raised, or names the item it waited for in vain."""
 
-    task: Task
+    item: WorkItem
     result: Any = None
     error: BaseException | str | None = None
     seconds: float = 0.0
@@ -56,20 +56,20 @@ class Workers:
     gpus: tuple[str, ...] = ()  # one for each worker, in turn; as CUDA_VISIBLE_DEVICES names them
 
 
-def run_tasks(tasks: Sequence[Task], workers: Workers) -> Iterator[Outcome]:
-    """Run all tasks, some at once, and tell how each ended, as it ends.
+def run_work(items: Sequence[WorkItem], workers: Workers) -> Iterator[Outcome]:
+    """Run all work items, some at once, and tell how each ended, as it ends.
 
-    A task whose predecessor failed is not run. A single worker is this very process, unless it has
+    An item whose predecessor failed is not run. A single worker is this very process, unless it has
     a GPU: where that fails, only a new process can use it again. Where a worker dies, what was at
     work is done again, one by one; what a worker dies of twice alone has failed.
     """
-    state = _State(tasks)
+    state = _State(items)
     if workers.count == 1 and not workers.gpus:
         while state.ready:
-            task = state.take_ready(1)[0]
-            yield from state.finish(_outcome(task, _attempt(task.call, task.args)))
+            item = state.take_ready(1)[0]
+            yield from state.finish(_outcome(item, _attempt(item.call, item.args)))
         return
-    suspects: list[Task] = []  # that were at work when a worker died
+    suspects: list[WorkItem] = []  # that were at work when a worker died
     deadly: set[str] = set()  # those that were at work alone
     with _Crew(workers) as crew:
         while state.ready or suspects or crew.running:
@@ -77,12 +77,12 @@ def run_tasks(tasks: Sequence[Task], workers: Workers) -> Iterator[Outcome]:
                 crew.start(suspects.pop(0))
             elif not suspects and not crew.stale:
                 # No more than can run: what becomes ready meanwhile may be more urgent.
-                for task in state.take_ready(workers.count - len(crew.running)):
-                    crew.start(task)
+                for item in state.take_ready(workers.count - len(crew.running)):
+                    crew.start(item)
             ended, lost = crew.wait()
             for outcome in ended:
                 yield from state.finish(outcome)
-            alone = {task.key for task in lost if len(lost) == 1}
+            alone = {item.key for item in lost if len(lost) == 1}
             if alone & deadly:
                 yield from state.finish(Outcome(lost[0], error=_died()))
             else:
@@ -129,8 +129,8 @@ def _work(call: Callable[..., Any], args: tuple[Any, ...]) -> _Attempt:
     return attempt
 
 
-def _outcome(task: Task, attempt: _Attempt) -> Outcome:
-    return Outcome(task, attempt.result, attempt.error, attempt.seconds, attempt.cpu_seconds)
+def _outcome(item: WorkItem, attempt: _Attempt) -> Outcome:
+    return Outcome(item, attempt.result, attempt.error, attempt.seconds, attempt.cpu_seconds)
 
 
 def _sendable(error: Exception) -> Exception:
@@ -157,10 +157,10 @@ class _Crew:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._pool: ProcessPoolExecutor | None = None
-        self.running: dict[Future[_Attempt], Task] = {}
-        self.stale = False  # no more tasks until these workers are replaced
+        self.running: dict[Future[_Attempt], WorkItem] = {}
+        self.stale = False  # no more items until these workers are replaced
 
-    def start(self, task: Task) -> None:
+    def start(self, item: WorkItem) -> None:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(
@@ -171,28 +171,28 @@ class _Crew:
             )
         try:
             with _without_main():
-                self.running[self._pool.submit(_work, task.call, task.args)] = task
+                self.running[self._pool.submit(_work, item.call, item.args)] = item
         except BrokenProcessPool as error:  # a worker died while nobody looked
             future: Future[_Attempt] = Future()
             future.set_exception(error)
-            self.running[future] = task
+            self.running[future] = item
 
-    def wait(self) -> tuple[list[Outcome], list[Task]]:
-        """What has ended, at least one; and tasks that are lost with their worker, or another."""
+    def wait(self) -> tuple[list[Outcome], list[WorkItem]]:
+        """What has ended, at least one; and items that are lost with their worker, or another."""
         done, _ = wait(self.running, return_when=FIRST_COMPLETED)
         if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
             done, _ = wait(self.running)  # which have all ended with it
             self.stale = True
         ended: list[Outcome] = []
-        lost: list[Task] = []
+        lost: list[WorkItem] = []
         for future in done:
-            task, error = self.running.pop(future), future.exception()
+            item, error = self.running.pop(future), future.exception()
             if isinstance(error, BrokenProcessPool):
-                lost.append(task)
+                lost.append(item)
             elif error is not None:
-                ended.append(Outcome(task, error=error))
+                ended.append(Outcome(item, error=error))
             else:
-                ended.append(_outcome(task, future.result()))
+                ended.append(_outcome(item, future.result()))
                 self.stale |= future.result().lame
         if self.stale and not self.running:
             self._end()
@@ -216,45 +216,45 @@ class _Crew:
 
 
 class _State:
-    """Which tasks wait for which."""
+    """Which items wait for which."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self._waiting = {task.key: set(task.after) for task in tasks}
-        self._tasks = {task.key: task for task in tasks}
-        self._order = {task.key: number for number, task in enumerate(tasks)}
-        self._needed_by: dict[str, set[str]] = {task.key: set() for task in tasks}
-        for task in tasks:
-            for key in task.after:
-                self._needed_by[key].add(task.key)
-        self.ready = [task for task in tasks if not task.after]
+    def __init__(self, items: Sequence[WorkItem]) -> None:
+        self._waiting = {item.key: set(item.after) for item in items}
+        self._items = {item.key: item for item in items}
+        self._order = {item.key: number for number, item in enumerate(items)}
+        self._needed_by: dict[str, set[str]] = {item.key: set() for item in items}
+        for item in items:
+            for key in item.after:
+                self._needed_by[key].add(item.key)
+        self.ready = [item for item in items if not item.after]
 
-    def take_ready(self, count: int) -> list[Task]:
+    def take_ready(self, count: int) -> list[WorkItem]:
         """The most urgent of what can be run now."""
-        self.ready.sort(key=lambda task: (task.rank, self._order[task.key]))
+        self.ready.sort(key=lambda item: (item.rank, self._order[item.key]))
         taken, self.ready = self.ready[:count], self.ready[count:]
         return taken
 
     def finish(self, outcome: Outcome) -> Iterator[Outcome]:
         """Note an end: release who waited for it, or give those up; let go what was used last."""
         yield outcome
-        key = outcome.task.key
+        key = outcome.item.key
         for other in sorted(self._needed_by[key], key=self._order.__getitem__):
             waiting = self._waiting.get(other)
             if waiting is None:
                 continue  # given up already
             if outcome.error is not None:
                 del self._waiting[other]
-                yield from self.finish(Outcome(self._tasks[other], error=f"needed: {key}"))
+                yield from self.finish(Outcome(self._items[other], error=f"needed: {key}"))
                 continue
             waiting.discard(key)
             if not waiting:
-                self.ready.append(self._tasks[other])
-        for earlier in outcome.task.after:
+                self.ready.append(self._items[other])
+        for earlier in outcome.item.after:
             self._needed_by[earlier].discard(key)
             if not self._needed_by[earlier]:
-                self._tasks[earlier].then()
+                self._items[earlier].then()
         if not self._needed_by[key]:
-            outcome.task.then()
+            outcome.item.then()
 
 
 @contextmanager
@@ -287,7 +287,7 @@ def _start_worker(number: Any, workers: Workers) -> None:
         # CUDA looks at it when it is first used, which nothing has done yet.
         os.environ[VISIBLE_GPUS] = workers.gpus[mine % len(workers.gpus)]
     share_memory(cpu=workers.count, cuda=-(-workers.count // max(1, len(workers.gpus))))
-    for name in THREADS:  # torch looks at it when it is imported, with the first task that needs it
+    for name in THREADS:  # torch looks at it when it is imported, with the first item that needs it
         os.environ[name] = str(workers.threads)
 
 

@@ -1,4 +1,4 @@
-"""Tasks run in an order that fits, and a failure takes down only what needed it."""
+"""Items run in an order that fits, and a failure takes down only what needed it."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from typing import Any
 import pytest
 
 from moemerge.errors import ResourceError
-from moemerge.experiments.tasks import Task, Workers, run_tasks
+from moemerge.experiments.work import Workers, WorkItem, run_work
 
 
 def chain(done):
-    """a -> b -> c, and a division by zero with two tasks behind it."""
+    """a -> b -> c, and a division by zero with two items behind it."""
 
     def free(name):
         return lambda: done.append(name)
 
     return [
-        Task("c", operator.add, (1, 2), ("b",), free("c")),
-        Task("b", operator.add, (1, 1), ("a",), free("b")),
-        Task("a", operator.add, (1, 0), (), free("a")),
-        Task("bad", operator.truediv, (1, 0), (), free("bad")),
-        Task("after bad", operator.add, (0, 0), ("bad", "a"), free("after bad")),
-        Task("later", operator.add, (0, 0), ("after bad",), free("later")),
+        WorkItem("c", operator.add, (1, 2), ("b",), free("c")),
+        WorkItem("b", operator.add, (1, 1), ("a",), free("b")),
+        WorkItem("a", operator.add, (1, 0), (), free("a")),
+        WorkItem("bad", operator.truediv, (1, 0), (), free("bad")),
+        WorkItem("after bad", operator.add, (0, 0), ("bad", "a"), free("after bad")),
+        WorkItem("later", operator.add, (0, 0), ("after bad",), free("later")),
     ]
 
 
 def test_order_results_and_failures():
     freed = []
-    outcomes = list(run_tasks(chain(freed), Workers(1)))
-    by = {o.task.key: o for o in outcomes}
+    outcomes = list(run_work(chain(freed), Workers(1)))
+    by = {o.item.key: o for o in outcomes}
     assert len(outcomes) == 6
-    order = [o.task.key for o in outcomes]
+    order = [o.item.key for o in outcomes]
     assert order.index("a") < order.index("b") < order.index("c")
     assert [by[k].result for k in "abc"] == [1, 2, 3]
     assert isinstance(by["bad"].error, ZeroDivisionError)
     assert by["after bad"].error == "needed: bad"
     assert by["later"].error == "needed: after bad"
-    # What a task made is let go once, at the latest when all that needed it has ended.
+    # What an item made is let go once, at the latest when all that needed it has ended.
     assert set(freed) == set(by)
     assert freed.index("a") > freed.index("b")  # one that was given up needed it, too
 
 
 def test_nothing_to_do():
-    assert list(run_tasks([], Workers(1))) == []
+    assert list(run_work([], Workers(1))) == []
 
 
 def test_the_more_urgent_goes_first():
-    tasks = [Task(name, operator.neg, (1,), rank=(n,)) for n, name in enumerate("cab")]
-    tasks.append(Task("first of all", operator.neg, (1,), rank=(-1,)))
-    assert [o.task.key for o in run_tasks(tasks, Workers(1))] == ["first of all", "c", "a", "b"]
+    items = [WorkItem(name, operator.neg, (1,), rank=(n,)) for n, name in enumerate("cab")]
+    items.append(WorkItem("first of all", operator.neg, (1,), rank=(-1,)))
+    assert [o.item.key for o in run_work(items, Workers(1))] == ["first of all", "c", "a", "b"]
 
 
 # Calls that worker processes can import.
@@ -102,16 +102,16 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_worker_that_dies_takes_nothing_else_with_it(tmp_path: Path, calls: Any) -> None:
-    tasks = [
-        Task("deadly", calls.die, (None,)),
-        Task("killed once", calls.die, (tmp_path / "mark",)),
-        Task("after it", operator.add, (1, 2), ("killed once",)),
-        Task("after deadly", operator.add, (1, 2), ("deadly",)),
-        Task("unreadable", calls.refuse, ()),
-        *(Task(f"plain {n}", operator.neg, (n,)) for n in range(4)),
+    items = [
+        WorkItem("deadly", calls.die, (None,)),
+        WorkItem("killed once", calls.die, (tmp_path / "mark",)),
+        WorkItem("after it", operator.add, (1, 2), ("killed once",)),
+        WorkItem("after deadly", operator.add, (1, 2), ("deadly",)),
+        WorkItem("unreadable", calls.refuse, ()),
+        *(WorkItem(f"plain {n}", operator.neg, (n,)) for n in range(4)),
     ]
-    outcomes = {o.task.key: o for o in run_tasks(tasks, Workers(2))}
-    assert len(outcomes) == len(tasks)
+    outcomes = {o.item.key: o for o in run_work(items, Workers(2))}
+    assert len(outcomes) == len(items)
     assert isinstance(outcomes["deadly"].error, ResourceError)
     assert outcomes["after deadly"].error == "needed: deadly"
     assert outcomes["killed once"].result == "done"
@@ -122,26 +122,26 @@ def test_a_worker_that_dies_takes_nothing_else_with_it(tmp_path: Path, calls: An
 
 def test_a_worker_whose_gpu_has_failed_gets_no_more_to_do(tmp_path: Path, calls: Any) -> None:
     mark = tmp_path / "pid"
-    tasks = [
-        Task("lost", calls.lose_the_gpu, (mark,), rank=(0,)),
-        *(Task(f"later {n}", os.getpid, (), rank=(1,)) for n in range(4)),
+    items = [
+        WorkItem("lost", calls.lose_the_gpu, (mark,), rank=(0,)),
+        *(WorkItem(f"later {n}", os.getpid, (), rank=(1,)) for n in range(4)),
     ]
-    outcomes = list(run_tasks(tasks, Workers(2)))
+    outcomes = list(run_work(items, Workers(2)))
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     assert [str(error) for error in errors] == ["no"]
-    place = [outcome.task.key for outcome in outcomes].index("lost")
+    place = [outcome.item.key for outcome in outcomes].index("lost")
     later = [outcome.result for outcome in outcomes[place + 1 :]]
     assert int(mark.read_text()) not in later
 
 
 def test_workers_with_gpus_are_processes_of_their_own(calls: Any) -> None:
     """Even a single one: a process whose GPU has failed can use it no more."""
-    (alone,) = run_tasks([Task("a", calls.where, ())], Workers(1, gpus=("7",)))
+    (alone,) = run_work([WorkItem("a", calls.where, ())], Workers(1, gpus=("7",)))
     pid, seen, shares = alone.result
     assert pid != os.getpid()
     assert (seen, shares) == ("7", {"cpu": 1, "cuda": 1})
-    tasks = [Task(name, calls.where, ()) for name in "abc"]
-    found = [o.result for o in run_tasks(tasks, Workers(3, gpus=("2", "GPU-5")))]
+    items = [WorkItem(name, calls.where, ()) for name in "abc"]
+    found = [o.result for o in run_work(items, Workers(3, gpus=("2", "GPU-5")))]
     assert {seen for _, seen, _ in found} <= {"2", "GPU-5"}
     assert all(shares == {"cpu": 3, "cuda": 2} for *_, shares in found)
 
@@ -150,10 +150,10 @@ def test_a_script_that_does_not_ask_for_its_name_is_run_once(tmp_path: Path) -> 
     script = tmp_path / "script.py"
     script.write_text(
         "import operator\n"
-        "from moemerge.experiments.tasks import Task, Workers, run_tasks\n"
+        "from moemerge.experiments.work import WorkItem, Workers, run_work\n"
         "print('begun')\n"
-        "tasks = [Task(str(n), operator.neg, (n,)) for n in range(3)]\n"
-        "print(sorted(o.result for o in run_tasks(tasks, Workers(2))))\n"
+        "items = [WorkItem(str(n), operator.neg, (n,)) for n in range(3)]\n"
+        "print(sorted(o.result for o in run_work(items, Workers(2))))\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("begun\n[-2, -1, 0]\n", "")
