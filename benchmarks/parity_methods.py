@@ -23,10 +23,10 @@ from torch import Tensor
 
 import moemerge.merging.wrappers  # noqa: F401  (registers methods and wrappers)
 from moemerge.architectures.roles import Role
-from moemerge.config.schema import KeptTasks
+from moemerge.config.schema import KeptModels
+from moemerge.merging.kept.kinds import keep_unit, sizes, unpack_bits
 from moemerge.merging.method import METHODS, ModelTensor, UnitInfo
 from moemerge.merging.methods._spectra import Spectrum
-from moemerge.merging.tasks.kinds import keep_unit, sizes, unpack_bits
 from moemerge.merging.wrapper import WRAPPERS, Wrap, around
 
 TOLERANCE = 1e-5
@@ -134,7 +134,7 @@ def wrapped(name: str, models: Models) -> Tensor:
 
 def masks(keep: str, models: Models, merged: Tensor) -> Tensor:
     values = {"keep": keep, "threshold": THRESHOLD} if keep == "tall" else {"keep": keep}
-    settings = KeptTasks.model_validate(values)
+    settings = KeptModels.model_validate(values)
     shape = tuple(models.base.shape)
     kept = [keep_unit(settings, t, models.base, merged)["mask"] for t in models.tensors]
     return torch.stack([unpack_bits(mask, shape) for mask in kept]).float()

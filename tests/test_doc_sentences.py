@@ -18,7 +18,7 @@ from moemerge.config.coefficients import CoefficientMethod, CoefficientSettings
 from moemerge.config.data import DataRecipe, DataSettings
 from moemerge.config.evaluation import EvaluationSettings, load_task
 from moemerge.config.parameter_values import ROLE_NAMES
-from moemerge.config.schema import KeptTasks
+from moemerge.config.schema import KeptModels
 from moemerge.config.settings import CollectingSettings
 from moemerge.config.study import StudyConfig
 from moemerge.config.study_load import load_study
@@ -198,9 +198,9 @@ def sentences() -> list[tuple[str, str]]:
         ("methods", f"from 0.2 to 0.6; {p['consensus_ta.threshold']} is the middle. With two"),
         (
             "methods",
-            f"from 0.2 to 0.6; {default(KeptTasks, 'threshold')} is the middle. Calibration",
+            f"from 0.2 to 0.6; {default(KeptModels, 'threshold')} is the middle. Calibration",
         ),
-        ("methods", f"the `rank` ({default(KeptTasks, 'rank')}) leading singular directions"),
+        ("methods", f"the `rank` ({default(KeptModels, 'rank')}) leading singular directions"),
         ("coefficients", f"`steps` {adam}"),
         ("coefficients", f"`lr` {short(default(CoefficientSettings, 'lr'))}"),
         ("coefficients", f"`specific` ({default(CoefficientSettings, 'specific'):g})"),

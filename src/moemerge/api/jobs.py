@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moemerge.collecting import CollectReport
     from moemerge.diagnosis import Diagnosis, SwapReport
     from moemerge.diagnosis.page import BeforeAndAfter
-    from moemerge.merging.tasks.extract import ExtractReport
+    from moemerge.merging.kept.extract import ExtractReport
     from moemerge.refitting import RefitReport, RefitRequest
     from moemerge.text.rows import TextSource
 
@@ -314,15 +314,15 @@ def extract(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ExtractReport:
-    """Write the model of one `task` to `out`, taken out of a merge that kept its `tasks`.
+    """Write one model of a merge that kept them (`tasks:` in its config) to `out`; `task` names it.
 
     `base` is where the base model is now, if it is not where the merge found it.
     """
-    from moemerge.merging.tasks.extract import extract_task
+    from moemerge.merging.kept.extract import extract_model
 
     progress = Silent() if progress is None else progress
     require_loadable(open_model(str(shared), shared))
-    return extract_task(shared, task, Path(out), base=base, overwrite=overwrite, progress=progress)
+    return extract_model(shared, task, Path(out), base=base, overwrite=overwrite, progress=progress)
 
 
 @with_keywords(CollectingKeywords, CollectingSettings)

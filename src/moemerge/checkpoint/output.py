@@ -26,8 +26,8 @@ from moemerge.runtime.files import lock_folder
 from moemerge.runtime.process import is_alive
 
 # Folders that other tools leave in a model folder; nothing of the user's own is in them.
-TASKS_FOLDER: Final = "moemerge_tasks"  # what a merge keeps of its models
-_KNOWN_FOLDERS: Final = frozenset({*CARRIED_FOLDERS, ".cache", TASKS_FOLDER})
+KEPT_FOLDER: Final = "moemerge_tasks"  # what a merge keeps of its models
+_KNOWN_FOLDERS: Final = frozenset({*CARRIED_FOLDERS, ".cache", KEPT_FOLDER})
 _OF_A_MODEL: Final = frozenset(
     {"config.json", "readme.md", ".gitattributes", "moemerge_report.json", "moemerge_config.yml"}
     | {"adapter_config.json", "trainer_state.json", "all_results.json", "routing.html"}

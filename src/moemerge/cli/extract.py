@@ -23,7 +23,7 @@ def extract(
     shared: Annotated[
         str, typer.Argument(metavar="SHARED", help="A merge whose config has `tasks:`.")
     ],
-    task: Annotated[str, typer.Argument(metavar="TASK", help="The name of a merged model.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a merged model.")],
     out_folder: Out,
     reporting: Reporting,
     base: Annotated[
@@ -32,15 +32,15 @@ def extract(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Take the model of one TASK out of a merge that kept masks or low-rank rests of its models."""
+    """Take the model NAME out of a merge that kept masks or low-rank rests of its models."""
     from moemerge import api
     from moemerge.checkpoint import format_size
     from moemerge.cli.render import facts
 
     with reporting.progress() as bar:
-        report = api.extract(shared, task, out_folder, base=base, overwrite=overwrite, progress=bar)
+        report = api.extract(shared, name, out_folder, base=base, overwrite=overwrite, progress=bar)
     rows = [
-        ("task", f"{report.task} ({report.keep}, {counted(report.units, 'unit')})"),
+        ("model", f"{report.task} ({report.keep}, {counted(report.units, 'unit')})"),
         ("kept", f"{format_size(report.task_bytes)} beside the shared model"),
         ("output", format_size(report.output_bytes)),
         ("folder", report.output),

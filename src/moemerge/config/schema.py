@@ -40,7 +40,7 @@ TASKS: Path = ("tasks",)
 _KEPT_BY = {"threshold": "tall", "rank": "twin"}
 
 
-class KeptTasks(Strict):
+class KeptModels(Strict):
     """What is kept of every merged model beside the merge."""
 
     keep: Keep = Field(..., description="tall or emr: a mask; twin: a low-rank rest")
@@ -272,7 +272,7 @@ class RunConfig(Body):
     wrap: Wraps | None = Field(
         None, description="what acts around the method: `moemerge ls wrappers` lists the wrappers"
     )
-    tasks: KeptTasks | None = Field(
+    tasks: KeptModels | None = Field(
         None, description="what is kept of each model, for `moemerge extract`"
     )
     coefficients: FileName | None = Field(
@@ -303,7 +303,7 @@ class RunConfig(Body):
 
 
 def kept_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> Iterator[Fault]:
-    """What a merge that keeps tasks cannot do besides."""
+    """What a merge that keeps its models cannot do besides."""
     if config.tasks is None:
         return
     method = schemas.get(config.merge_method)
@@ -316,7 +316,7 @@ def kept_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> Itera
         yield Fault(TASKS, "is for models merged whole, not for slices")
     for key in ("tokenizer", "tokenizer_source"):
         if getattr(config, key) is not None:
-            yield Fault((key,), "cannot be changed where `tasks` are kept: remove it")
+            yield Fault((key,), "cannot be changed where models are kept (`tasks`): remove it")
     for key in ("calibration", "refit"):
         if getattr(config, key) is not None:
             yield Fault((key,), "changes the merge that `tasks` refer to: remove one of them")

@@ -20,11 +20,11 @@ from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, ResourceError
 from moemerge.merging.chunked import ChunkMerger, FiniteCheck
 from moemerge.merging.coefficients import neuron_shares
+from moemerge.merging.kept.keeping import ModelKeeper
 from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo, UnitStatistics
 from moemerge.merging.plan import Block, MergePlan, NeuronScale, UnitInput, UnitMerge
 from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
-from moemerge.merging.tasks.keeping import TaskKeeper
 from moemerge.merging.wrapper import around
 from moemerge.runtime.devices import OwnStream, cpu_count, prepare_for_threads
 from moemerge.runtime.lazy import torch
@@ -97,7 +97,7 @@ def execute(
     writer: TensorWriter,
     settings: ExecutionSettings,
     progress: Progress,
-    keeper: TaskKeeper | None = None,
+    keeper: ModelKeeper | None = None,
 ) -> MergeOutcome:
     """Compute and write every block of `plan`. Raises the first error; the caller aborts."""
     reuse_freed_memory()
@@ -146,7 +146,7 @@ class _Runner:
         writer: TensorWriter,
         settings: ExecutionSettings,
         progress: Progress,
-        keeper: TaskKeeper | None = None,
+        keeper: ModelKeeper | None = None,
     ) -> None:
         self.plan = plan
         self.keeper = keeper

@@ -29,6 +29,7 @@ from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.settings import MergeSettings, as_flags
 from moemerge.errors import UsageError
 from moemerge.merging.execute import ExecutionSettings, execute
+from moemerge.merging.kept.keeping import ModelKeeper, kept_tensors
 from moemerge.merging.output import OutputFiles, output_files
 from moemerge.merging.plan import MergePlan
 from moemerge.merging.planner import Planner, open_models
@@ -40,7 +41,6 @@ from moemerge.merging.statistics import (
     open_statistics,
     pending_bytes,
 )
-from moemerge.merging.tasks.keeping import TaskKeeper, kept_tensors
 from moemerge.merging.tokenizer.embeddings import plan_vocabularies
 from moemerge.report.files import (
     CARD_NAME,
@@ -129,7 +129,7 @@ class MergeJob:
 
     @property
     def kept_bytes(self) -> int:
-        """Of all tasks, where they are kept."""
+        """Of all models, where they are kept."""
         kept = self.loaded.config.tasks
         if kept is None:
             return 0
@@ -265,7 +265,7 @@ def _commit(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> Non
 
 
 def _require_keepable(requantise: bool) -> None:
-    """Refuse to keep tasks where what they refer to is rounded, or made by several processes."""
+    """Refuse to keep models where what they refer to is rounded, or made by several processes."""
     ranks.alone("merge (a config with `tasks:`)")
     if requantise:
         raise UsageError(
@@ -274,12 +274,12 @@ def _require_keepable(requantise: bool) -> None:
         )
 
 
-def keeping(job: MergeJob, folder: Path) -> AbstractContextManager[TaskKeeper | None]:
+def keeping(job: MergeJob, folder: Path) -> AbstractContextManager[ModelKeeper | None]:
     """Who keeps the models' parts while a merge runs, where the config asks for it."""
     kept, base = job.loaded.config.tasks, job.loaded.merge.base_model
     if kept is None or base is None:
         return nullcontext()
-    return TaskKeeper(job.plan, kept, str(base.absolute()), folder)
+    return ModelKeeper(job.plan, kept, str(base.absolute()), folder)
 
 
 def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> None:

@@ -1,4 +1,4 @@
-"""Keeping each model's part while a merge runs: a folder a task, inside OUT in the making.
+"""Keeping each model's part while a merge runs: a folder a model, inside OUT in the making.
 
 OUT/moemerge_tasks/tasks.json                 what was kept, of which base and models
 OUT/moemerge_tasks/0/model.safetensors        the first model's masks (or low-rank rest)
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
-from moemerge.checkpoint.output import TASKS_FOLDER
-from moemerge.config.schema import KeptTasks
+from moemerge.checkpoint.output import KEPT_FOLDER
+from moemerge.config.schema import KeptModels
+from moemerge.merging.kept.kinds import keep_unit, part_specs, sizes
 from moemerge.merging.plan import MergePlan, UnitMerge
-from moemerge.merging.tasks.kinds import keep_unit, part_specs, sizes
 from moemerge.report.files import report_bytes
 from moemerge.runtime.dtypes import Dtype
 
@@ -30,21 +30,21 @@ def part_name(key: str, part: str) -> str:
     return f"{key}:{part}"
 
 
-class TaskKeeper:
+class ModelKeeper:
     """Writes what is kept of every model; fed by many threads at once. A context manager."""
 
-    def __init__(self, plan: MergePlan, settings: KeptTasks, base: str, folder: Path) -> None:
+    def __init__(self, plan: MergePlan, settings: KeptModels, base: str, folder: Path) -> None:
         self._plan = plan
         self._settings = settings
         self._base = base
-        self._folder = folder / TASKS_FOLDER
+        self._folder = folder / KEPT_FOLDER
         self._lock = threading.Lock()
         merges = [merge for block in plan.blocks for merge in block.merges]
         self._models = list(dict.fromkeys(s.model for m in merges for s in m.inputs))
         self._totals = {model: [0.0, 0.0] for model in self._models}
         self._writers: dict[int, CheckpointWriter] = {}
         infos = list(kept_tensors(plan, settings))
-        self.nbytes = sum(info.nbytes for info in infos)  # of one task
+        self.nbytes = sum(info.nbytes for info in infos)  # of one model
         for number, model in enumerate(self._models):
             self._writers[model] = CheckpointWriter(
                 self._folder / str(number), infos, shard_bytes=SHARD_BYTES, overwrite=False
@@ -71,7 +71,7 @@ class TaskKeeper:
         """Make all of it durable inside the folder that is to become OUT; gives the manifest."""
         for writer in self._writers.values():
             writer.commit()
-        tasks = {
+        kept = {
             self._plan.models[model].name: {
                 "folder": str(number),
                 "model": self._plan.models[model].checkpoint.label,
@@ -80,7 +80,7 @@ class TaskKeeper:
             }
             for number, model in enumerate(self._models)
         }
-        manifest = {**self._settings.model_dump(), "base": self._base, "tasks": tasks}
+        manifest = {**self._settings.model_dump(), "base": self._base, "tasks": kept}
         (self._folder / MANIFEST).write_bytes(report_bytes(manifest))
         return manifest
 
@@ -96,8 +96,8 @@ class TaskKeeper:
             writer.abort()
 
 
-def kept_tensors(plan: MergePlan, settings: KeptTasks) -> Iterator[TensorInfo]:
-    """What is stored of each task."""
+def kept_tensors(plan: MergePlan, settings: KeptModels) -> Iterator[TensorInfo]:
+    """What is stored of each model."""
     for block in plan.blocks:
         for merge in block.merges:
             for spec in part_specs(settings, merge.unit.shape, stored_dtype(plan, merge)):

@@ -1,4 +1,4 @@
-"""A task's model taken out of a shared one: `moemerge extract`."""
+"""A model taken out of a merge that kept it: `moemerge extract`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import Checkpoint, CheckpointPatch, check_output, require_space
 from moemerge.checkpoint.folder import SINGLE
-from moemerge.checkpoint.output import TASKS_FOLDER
+from moemerge.checkpoint.output import KEPT_FOLDER
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.config.documents import KeptDocument, parse_document
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError, NumericalError, UsageError
+from moemerge.merging.kept.keeping import MANIFEST, part_name
+from moemerge.merging.kept.kinds import LEFT, MASK, REST, RIGHT, give_back
 from moemerge.merging.matching import UnitIndex, require_one_family, require_shape
-from moemerge.merging.tasks.keeping import MANIFEST, part_name
-from moemerge.merging.tasks.kinds import LEFT, MASK, REST, RIGHT, give_back
 from moemerge.registry import did_you_mean
 from moemerge.report.files import (
     CARD_NAME,
@@ -46,13 +46,13 @@ class ExtractReport:
     """What was taken out of where."""
 
     shared: str
-    task: str
+    task: str  # the model's name
     keep: str
     base: str
     scale: float
     units: int  # that were made anew
     output: str
-    task_bytes: int  # that are kept of this task
+    task_bytes: int  # that are kept of this model
     output_bytes: int
     seconds: float
 
@@ -60,25 +60,25 @@ class ExtractReport:
         return {**asdict(self), "seconds": round(self.seconds, 3)}
 
 
-def extract_task(
+def extract_model(
     shared: str | Path | ModelRef,
-    task: str,
+    name: str,
     out: Path,
     *,
     base: str | Path | ModelRef | None,
     overwrite: bool,
     progress: Progress,
 ) -> ExtractReport:
-    """Write the model of `task` to `out`, which appears whole or not at all."""
+    """Write the kept model `name` to `out`, which appears whole or not at all."""
     begin = time.perf_counter()
     ours = open_model(str(shared), shared)
-    folder = ours.checkpoint.path / TASKS_FOLDER
+    folder = ours.checkpoint.path / KEPT_FOLDER
     document = read_object(folder / MANIFEST, _HINT)
     kept = parse_document(KeptDocument, document, str(folder / MANIFEST), _HINT)
-    if task not in kept.tasks:
+    if name not in kept.tasks:
         raise UsageError(
-            f"{ours.label} keeps no task {task!r}{did_you_mean(task, kept.tasks)}",
-            hint=f"its tasks: {', '.join(kept.tasks)}",
+            f"{ours.label} keeps no model {name!r}{did_you_mean(name, kept.tasks)}",
+            hint=f"its models: {', '.join(kept.tasks)}",
         )
     reference = kept.base if base is None else base
     origin = open_model("base", reference)
@@ -86,14 +86,14 @@ def extract_task(
     inputs = [path for m in (ours, origin) for path in m.checkpoint.folders]
     check_output(out, overwrite=overwrite, inputs=inputs)
     require_space(out, ours.checkpoint.total_bytes)
-    entry = kept.tasks[task]
+    entry = kept.tasks[name]
     with _Parts(folder / entry.folder) as parts:
         extraction = _Extraction(ours, origin, parts, kept.keep, entry.scale)
         with CheckpointPatch(ours.checkpoint, out, overwrite=overwrite, inputs=inputs) as patch:
             units = extraction.write(patch, progress)
             report = ExtractReport(
                 shared=ours.label,
-                task=task,
+                task=name,
                 keep=kept.keep,
                 base=origin.label,
                 scale=entry.scale,
@@ -103,15 +103,15 @@ def extract_task(
                 output_bytes=ours.checkpoint.total_bytes,
                 seconds=time.perf_counter() - begin,
             )
-            for name, data in _companions(ours.checkpoint, report).items():
-                patch.add_bytes(name, data)
+            for file, data in _companions(ours.checkpoint, report).items():
+                patch.add_bytes(file, data)
             patch.commit()
     return report
 
 
 def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, bytes]:
     """The merge's report and card speak of another model."""
-    words = f"The model of task `{report.task}`, taken out of `{report.shared}` ({report.keep})."
+    words = f"The model `{report.task}`, taken out of `{report.shared}` ({report.keep})."
     document = report_document(__version__, extract=report.to_json())
     config = checkpoint.path / CONFIG_NAME
     text = config.read_text(encoding="utf-8") if config.is_file() else ""
@@ -127,7 +127,7 @@ def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, byte
 
 
 class _Parts:
-    """What is kept of one task."""
+    """What is kept of one model."""
 
     def __init__(self, folder: Path) -> None:
         self._file = SafetensorsFile(folder / SINGLE)
@@ -167,7 +167,7 @@ class _Extraction:
         progress.finish()
         if not count:
             raise CheckpointError(
-                f"nothing that is kept of the task fits {self.shared.label}", hint=_HINT
+                f"nothing that is kept of the model fits {self.shared.label}", hint=_HINT
             )
         return count
 

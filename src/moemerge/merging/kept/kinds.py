@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moemerge.config.schema import Keep, KeptTasks
+from moemerge.config.schema import Keep, KeptModels
 from moemerge.merging.methods._spectra import Spectrum
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch
@@ -54,7 +54,7 @@ class PartSpec:
     shape: tuple[int, ...]
 
 
-def part_specs(settings: KeptTasks, shape: tuple[int, ...], dtype: Dtype) -> list[PartSpec]:
+def part_specs(settings: KeptModels, shape: tuple[int, ...], dtype: Dtype) -> list[PartSpec]:
     """What will be kept of a unit of this shape, stored in this dtype."""
     if settings.keep != "twin":
         count = 1
@@ -68,14 +68,14 @@ def part_specs(settings: KeptTasks, shape: tuple[int, ...], dtype: Dtype) -> lis
     return [PartSpec(LEFT, dtype, (out, rank)), PartSpec(RIGHT, dtype, (width, rank))]
 
 
-def twin_rank(settings: KeptTasks, shape: tuple[int, ...]) -> int | None:
+def twin_rank(settings: KeptModels, shape: tuple[int, ...]) -> int | None:
     """How many directions are kept of a matrix; None where all of it takes no more room."""
     if len(shape) != 2 or settings.rank * sum(shape) >= shape[0] * shape[1]:
         return None
     return settings.rank
 
 
-def keep_unit(settings: KeptTasks, own: Tensor, base: Tensor, merged: Tensor) -> dict[str, Tensor]:
+def keep_unit(settings: KeptModels, own: Tensor, base: Tensor, merged: Tensor) -> dict[str, Tensor]:
     """The parts of one model's unit."""
     if settings.keep == "tall":
         change, rest = own - base, merged - own

@@ -12,7 +12,7 @@ import moemerge
 import zoo
 from merging.gathered import unit_tensors
 from moemerge.errors import CheckpointError, ConfigError, UsageError
-from moemerge.merging.tasks.kinds import pack_bits, unpack_bits
+from moemerge.merging.kept.kinds import pack_bits, unpack_bits
 
 NAMES = ("math", "code", "chat")
 
@@ -163,7 +163,7 @@ SLICES = [{"sources": [{"model": name, "layer_range": [0, 2]} for name in (*NAME
         ({"tasks": {"keep": "emr", "threshold": 0.3}}, "is for `keep: tall` alone"),
         ({"tasks": {"keep": "tall", "rank": 3}}, "is for `keep: twin` alone"),
         ({"merge_method": "linear"}, "masks need it apart"),
-        ({"tokenizer_source": "union"}, "cannot be changed where `tasks` are kept"),
+        ({"tokenizer_source": "union"}, "cannot be changed where models are kept"),
         ({"router": {"keep": "math"}}, "leaves no mask of the routers"),
         ({"calibration": {}, "data": dict.fromkeys(NAMES, "a.jsonl")}, "changes the merge"),
         ({"refit": {}, "data": dict.fromkeys(NAMES, "a.jsonl")}, "changes the merge"),
