@@ -32,12 +32,14 @@ rooms: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# A file's tests share what its fixtures make, so one worker runs them all.
+DIST := --dist loadfile --no-loadscope-reorder
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(DIST) -m "not slow"
 
 # Tests of many processes, or of whole trainings: minutes on two cores.
 slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(DIST) -m slow
 
 # Hostile files of every kind, thousands of them; `make test` runs a share.
 # FUZZ=--held-out takes other mutations, for measuring.

@@ -47,11 +47,21 @@ def main() -> int:
 
 def choose(kinds: Sequence[str], arguments: argparse.Namespace) -> Iterator[cases.Case]:
     if arguments.controls:
-        for kind in kinds:
-            yield from (cases.Case(kind, -1 - at) for at in range(len(cases.KINDS[kind].commands)))
+        yield from controls(kinds)
     for number in range(arguments.count):
         seed = arguments.seed * 1_000_000 + number // len(kinds)
         yield cases.Case(kinds[number % len(kinds)], seed, arguments.held_out)
+
+
+def controls(kinds: Sequence[str]) -> Iterator[cases.Case]:
+    """Every command with valid files, once: which of them a kind would change does not matter."""
+    seen: set[tuple[tuple[str, ...], bool]] = set()
+    for name in kinds:
+        kind = cases.KINDS[name]
+        for at, command in enumerate(kind.commands):
+            if (command, kind.journal) not in seen:
+                seen.add((command, kind.journal))
+                yield cases.Case(name, -1 - at)
 
 
 def report(chosen: Iterator[cases.Case], corpus: Path, folder: Path, *, whole: bool) -> int:

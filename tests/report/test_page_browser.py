@@ -112,8 +112,7 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (400, "dark")])
 def test_it_draws_quietly_and_legibly(browser: Browser, page: Path, width: int, theme: str) -> None:
     browser.open(page, width=width, theme=theme)
     check_quiet(browser, page)
