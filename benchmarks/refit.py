@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: in --work")
     parser.add_argument("--link", action="store_true", help="sources share the merged layers")
     parser.add_argument("--no-write", action="store_true", help="end with the last map fitted")
+    parser.add_argument("--memory", type=float, help="GB of a GPU's that the job may take at most")
     parser.add_argument("--prepare", action="store_true", help="make models and text, and end")
     parser.add_argument("--verbose", action="store_true", help="times after every layer")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of refit")
@@ -72,6 +73,9 @@ def refit(spec: dict[str, Any]) -> None:
     from moemerge.runtime.process import keep_few_kernels
 
     keep_few_kernels()
+    if spec["memory"] is not None:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(1e9 * spec["memory"] / whole)
     if spec["verbose"]:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("moemerge.refitting").setLevel(logging.DEBUG)
@@ -141,6 +145,7 @@ def run_once(args: argparse.Namespace, spec: dict[str, Any]) -> dict[str, Any]:
         "settings": {**settings, "device": args.device},
         "write": not args.no_write,
         "verbose": args.verbose,
+        "memory": args.memory,
     }
     report = job.in_own_process(__file__, args.work, spec)
     if report is None:

@@ -59,8 +59,8 @@ def test_queries_and_keys_are_those_of_plain_torch(
         assert usable(q, k, cos, sin)
     for made, x in zip(rotary(q, k, cos, sin), (q, k), strict=True):
         plain = turned(x, cos, sin)
-        if INTERPRETED:  # which cuts bf16 off where a GPU rounds
-            torch.testing.assert_close(made, plain, rtol=0.02, atol=0.05)
+        if INTERPRETED:  # which cuts the sum off where a GPU rounds: the products are rounded
+            torch.testing.assert_close(made, plain, rtol=2.0**-7, atol=0.0)
         else:
             assert torch.equal(made, plain)
         assert layout(made) == layout(plain)

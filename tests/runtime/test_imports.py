@@ -152,3 +152,31 @@ def test_models_compute_the_same_without_what_is_put_off() -> None:
         return done.stdout
 
     assert run(IN_OUR_PROCESS) == run(IN_ANY)
+
+
+SKELETON = """
+import sys
+from moemerge.runtime.process import own_process
+own_process()
+import torch
+from moemerge.checkpoint.reader import Checkpoint
+from moemerge.features.loading import build_skeleton
+from moemerge.runtime.imports import PUT_OFF
+draw = torch.Tensor.normal_
+model = build_skeleton(Checkpoint.open(sys.argv[1]), torch.float32)
+assert all(parameter.is_meta for parameter in model.parameters())
+assert torch.Tensor.normal_ is draw
+assert torch.zeros(8).normal_().any()  # elsewhere numbers are drawn as ever
+loaded = [name for name in PUT_OFF if name in sys.modules]
+assert not loaded, loaded
+"""
+
+
+def test_a_model_is_built_without_what_is_put_off(zoo_folder) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SKELETON, str(zoo_folder("olmoe"))],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

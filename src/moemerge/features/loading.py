@@ -34,7 +34,8 @@ from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, CheckpointError, library_errors
 
-_CONSTRUCTION = threading.Lock()  # `_parameters_on_meta` changes a class for a moment
+_CONSTRUCTION = threading.Lock()  # `_parameters_on_meta` changes two classes for a moment
+DRAWS = ("normal_", "uniform_")  # from which weights are drawn
 
 
 # --- the skeleton -------------------------------------------------------------------------------
@@ -90,9 +91,11 @@ def holds_scores(checkpoint: Checkpoint) -> bool:
 def _parameters_on_meta() -> Iterator[None]:
     """Inside, a parameter goes to meta as soon as a module takes it; buffers stay where they are.
 
-    `torch.device("meta")` would take the buffers (rotary frequencies, ...) along.
+    `torch.device("meta")` would take the buffers (rotary frequencies, ...) along. No numbers are
+    drawn for what is on meta: torch would load its compiler to do nothing by.
     """
     register = nn.Module.register_parameter
+    draws = {name: getattr(Tensor, name) for name in DRAWS}
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
@@ -105,10 +108,21 @@ def _parameters_on_meta() -> Iterator[None]:
 
     with _CONSTRUCTION:
         nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+        for name, draw in draws.items():
+            setattr(Tensor, name, _unless_on_meta(draw))
         try:
             yield
         finally:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
+            for name, draw in draws.items():
+                setattr(Tensor, name, draw)
+
+
+def _unless_on_meta(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def drawn(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        return tensor if tensor.is_meta else draw(tensor, *args, **options)
+
+    return drawn
 
 
 def tied_names(model: PreTrainedModel) -> Mapping[str, str]:

@@ -11,7 +11,12 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 @triton.jit
 def _rounded_product(x, y):
-    return (x.to(tl.float32) * y.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    """To bf16, to the nearest and even. By hand: of a conversion and its way back the compiler
+    makes nothing at all."""
+    product = x.to(tl.float32) * y.to(tl.float32)
+    bits = product.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(product == product, bits.to(tl.float32, bitcast=True), product)
 
 
 @triton.jit(do_not_specialize=["tokens", "batch_of_angles"])

@@ -225,8 +225,13 @@ def _mean(values: Mapping[str, float]) -> float:
 def expected_bytes(job: RefitJob, streams: RefitStreams) -> int:
     """What the device will hold of this process at the most."""
     own = PROCESS_BYTES if job.device.type == "cpu" else 0
-    models = sum(runner.stream.memory.on_device for runner in streams.runners)
-    return own + models + refit_bytes(job, streams)
+    models = [runner.stream.memory for runner in streams.runners]
+    total = sum(memory.on_device for memory in models)
+    # One of them runs at a time.
+    total -= sum(memory.running for memory in models) - max(memory.running for memory in models)
+    if streams.merged.stream.memory.offload == "device" and not any(b.padded for b in job.batches):
+        total -= sum(memory.features for memory in models)  # read where they wait
+    return own + total + refit_bytes(job, streams)
 
 
 def open_streams(job: RefitJob, checkpoint: Checkpoint, progress: Progress) -> RefitStreams:
