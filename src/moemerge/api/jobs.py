@@ -192,11 +192,11 @@ def repair(
     if page is None and not both.holds_out:
         return report
     try:
-        diagnosis = _measured(both, ranks.told_by_lead(progress))
+        diagnosis = _measured(both, ranks.progress_of_lead(progress))
     except MoeMergeError as error:
         if page is not None:
             raise
-        ranks.told_by_lead(progress).note(error.message)
+        ranks.progress_of_lead(progress).note(error.message)
         return report
     if diagnosis is None or not measure or not both.holds_out:
         return report

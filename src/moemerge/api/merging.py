@@ -132,7 +132,7 @@ def _run_checked(
         hint=f"{HINT}; `lenient=True` merges it all the same",
     ) as check:
 
-        def told() -> None:
+        def check_config() -> None:
             try:
                 check.result()
             except ArchitectureError as error:
@@ -140,7 +140,7 @@ def _run_checked(
                     raise
                 progress.note(f"warning: {error.message}")
 
-        return merging.run_merge(job, out, progress, temporary=temporary, check=told)
+        return merging.run_merge(job, out, progress, temporary=temporary, check=check_config)
 
 
 @with_keywords(MergeKeywords, MergeSettings)

@@ -246,13 +246,13 @@ class Architecture:
 
     def embedding_names(self) -> Embeddings:
         """The input embedding and the output head (per-layer embeddings are neither)."""
-        found: dict[Role, str] = {}
+        by_role: dict[Role, str] = {}
         for name, named in self._named.items():
             if named.layer is None and named.role in (Role.EMBEDDING, Role.HEAD):
                 plain = not any(part in named.rest for part in ("per_layer", "ngram", "wpe"))
                 if plain and name.endswith("weight"):
-                    found.setdefault(named.role, name)
-        return Embeddings(found.get(Role.EMBEDDING), found.get(Role.HEAD))
+                    by_role.setdefault(named.role, name)
+        return Embeddings(by_role.get(Role.EMBEDDING), by_role.get(Role.HEAD))
 
     # --- one tensor ---------------------------------------------------------------------------
     def units(self, name: str) -> tuple[Unit, ...]:
@@ -345,23 +345,23 @@ class Architecture:
         layer: int,
         by_rest: Mapping[tuple[int, str], str],
     ) -> RouterInfo:
-        def beside(rest: str | None) -> str | None:
+        def neighbour(rest: str | None) -> str | None:
             return by_rest.get((layer, "." + rest)) if rest else None
 
         weight = by_rest[layer, "." + router.weight]
         rows = int(self._tensors[weight].shape[0])
         if router.real_rows and self.num_experts:
             rows = min(rows, self.num_experts)
-        selection_bias = beside(router.selection_bias)
+        selection_bias = neighbour(router.selection_bias)
         reason = None if family.served else family.reason
         if layer >= self.num_layers:
             reason = _BEYOND
-        elif family.passed_over and beside(family.passed_over[0]):
+        elif family.passed_over and neighbour(family.passed_over[0]):
             reason = family.passed_over[1]
         return RouterInfo(
             layer=layer,
             weight=weight,
-            bias=beside(router.bias),
+            bias=neighbour(router.bias),
             selection_bias=selection_bias,
             rows=rows,
             gate=family.gate.gate(self.text_config, layer, biased=selection_bias is not None)
@@ -412,5 +412,5 @@ def _family_by_class(config: Mapping[str, Any]) -> Family | None:
         return None
     classes = config.get("architectures")
     named = classes if isinstance(classes, list) else []
-    found = (family_of_class(str(name)) for name in named)
-    return next((family for family in found if family is not None), None)
+    rows = (family_of_class(str(name)) for name in named)
+    return next((family for family in rows if family is not None), None)

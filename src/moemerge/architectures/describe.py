@@ -154,8 +154,8 @@ def _first_gate(architecture: Architecture) -> Gate | None:
 
 
 def _moe_layers(architecture: Architecture, roles: Mapping[str, Role]) -> set[int]:
-    found = (architecture.layer_of(name) for name, role in roles.items() if role is Role.EXPERT)
-    return {n for n in found if n is not None and n < architecture.num_layers}
+    layers = (architecture.layer_of(name) for name, role in roles.items() if role is Role.EXPERT)
+    return {n for n in layers if n is not None and n < architecture.num_layers}
 
 
 def _idle(routed: int, gate: Gate | None, experts: int | None) -> int:

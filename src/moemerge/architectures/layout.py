@@ -166,19 +166,19 @@ class ExpertLayout:
 def _stacks_of(experts: Experts) -> dict[str, _Stack]:
     named = [(f"{experts.root}.{name}", what) for name, what in _DEFAULT_STACKS]
     named += [(f"{experts.root}.w13_weight", "gate+up"), (f"{experts.root}.w2_weight", "down")]
-    found: dict[str, _Stack] = {}
+    stacks: dict[str, _Stack] = {}
     for name, what in (*named, *experts.stacks):
         parts = tuple(what.split("+"))
         interleaved = len(parts) > 1 and (experts.interleaved or name.endswith("w13_weight"))
         weight = _Stack(experts, parts, "weight", interleaved, transposed=experts.transposed)
-        found["." + name] = weight
+        stacks["." + name] = weight
         bias = _Stack(experts, parts, "bias", interleaved)
-        found["." + name.removesuffix(".weight") + "_bias"] = bias
+        stacks["." + name.removesuffix(".weight") + "_bias"] = bias
     for name, what, transposed in experts.flat:
-        found["." + name] = _Stack(
+        stacks["." + name] = _Stack(
             experts, (what,), "weight", False, flat=True, transposed=transposed
         )
-    return found
+    return stacks
 
 
 def _rest(stack: _Stack, expert: int, index: int) -> str:

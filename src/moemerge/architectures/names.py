@@ -52,27 +52,27 @@ class LayerName(NamedTuple):
 
 def split_layer(name: str) -> LayerName | None:
     """The parts of a decoder layer's tensor name, None for other names."""
-    found = _LAYER.match(name)
-    if found is None:
+    match = _LAYER.match(name)
+    if match is None:
         return None
-    wrap, box, layer, rest = found.groups()
+    wrap, box, layer, rest = match.groups()
     return LayerName(wrap, box, int(layer), rest)
 
 
 def with_layer(name: str, layer: int) -> str:
     """The same name in another decoder layer."""
-    found = _LAYER.match(name)
-    if found is None:
+    match = _LAYER.match(name)
+    if match is None:
         return name
-    return f"{name[: found.start('layer')]}{layer}{name[found.end('layer') :]}"
+    return f"{name[: match.start('layer')]}{layer}{name[match.end('layer') :]}"
 
 
 def split_expert(rest: str) -> tuple[str, int, str] | None:
     """(`.mlp.experts`, 3, `.up_proj.weight`) of one expert's tensor, None for other names."""
     if "experts." not in rest:
         return None
-    found = _EXPERT.match(rest)
-    return (found["root"], int(found["expert"]), found["tail"]) if found else None
+    match = _EXPERT.match(rest)
+    return (match["root"], int(match["expert"]), match["tail"]) if match else None
 
 
 def without_wrapper(name: str) -> str:
@@ -92,8 +92,8 @@ def is_head(name: str) -> bool:
 
 def tower_name(name: str) -> str | None:
     """The name in a vision or audio tower as a whole model spells it, None for other names."""
-    found = _TOWER.match(name)
-    return f"model.{name[found.end() :]}" if found else None
+    match = _TOWER.match(name)
+    return f"model.{name[match.end() :]}" if match else None
 
 
 def generic_layer_role(rest: str) -> Role:

@@ -26,8 +26,8 @@ def find_quantised(
         section = config.get("quantization_config")
         if isinstance(section, Mapping):
             return f"quantization_config: {_method_in_words(section)}"
-    found = (_quantised_tensor(name, header) for name, header in tensors.items())
-    return next((words for words in found if words), None)
+    descriptions = (_quantised_tensor(name, header) for name, header in tensors.items())
+    return next((words for words in descriptions if words), None)
 
 
 def _method_in_words(section: Mapping[str, Any]) -> str:

@@ -48,7 +48,7 @@ class NameReader:
         """Every tensor's reading. Two tensors never share a key."""
         self._base_only = not any(names.is_wrapped(name) for name in tensors)
         self._spelled = next(
-            (found.box for found in map(names.split_layer, tensors) if found is not None), "layers"
+            (place.box for place in map(names.split_layer, tensors) if place is not None), "layers"
         )
         read = {name: self._read(name, tuple(header.shape)) for name, header in tensors.items()}
         seen: dict[str, str] = {}
@@ -61,20 +61,20 @@ class NameReader:
         return read
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Named:
-        found = names.split_layer(name)
-        if found is None:
+        place = names.split_layer(name)
+        if place is None:
             return self._read_root(name)
-        box = self._box(found.box)
-        one = self._layout.split_expert(found.rest)
+        box = self._box(place.box)
+        one = self._layout.split_expert(place.rest)
         if one is not None:
             root, expert, tail = one
             rest, projection = self._layout.one_expert(self._rename(root + tail), expert)
             return Named(
-                f"{box}.{found.layer}{rest}", rest, Role.EXPERT, found.layer, expert, projection
+                f"{box}.{place.layer}{rest}", rest, Role.EXPERT, place.layer, expert, projection
             )
-        rest = self._rename(found.rest)
+        rest = self._rename(place.rest)
         role = self._layer_role(rest, shape)
-        return Named(f"{box}.{found.layer}{rest}", rest, role, found.layer)
+        return Named(f"{box}.{place.layer}{rest}", rest, role, place.layer)
 
     def _read_root(self, name: str) -> Named:
         if (tower := names.tower_name(name)) is not None:

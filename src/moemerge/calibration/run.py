@@ -39,7 +39,7 @@ def run_calibration(request: CalibrationRequest, progress: Progress) -> Calibrat
     start = time.perf_counter()
     ranks.join(resolve_device(request.settings.device))
     with WarmUp() as warm_up:
-        progress = ranks.told_by_lead(progress)
+        progress = ranks.progress_of_lead(progress)
         merged, sources = open_models(request, require_calibratable)
         stream = stream_settings(request, merged)
         settings = solve_settings(request.settings)

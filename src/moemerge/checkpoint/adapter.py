@@ -78,18 +78,18 @@ class LoraSettings:
 
     def parameters_of(self, module: str) -> list[str]:
         """The parameters of a module that `target_parameters` names, in declared order."""
-        found = {
+        names = {
             target.rpartition(".")[2]
             for target in self.target_parameters
             for owner in [target.rpartition(".")[0]]
             if module == owner or module.endswith(f".{owner}") or not owner
         }
-        if len(found) > 1 and not found <= set(_DECLARED):
+        if len(names) > 1 and not names <= set(_DECLARED):
             raise CheckpointError(
-                f"the adapter wraps {', '.join(sorted(found))} of {module}, whose order is unknown",
+                f"the adapter wraps {', '.join(sorted(names))} of {module}, whose order is unknown",
                 hint="merge the adapter with peft (merge_and_unload) and use the result",
             )
-        return sorted(found, key=lambda n: _DECLARED.index(n) if n in _DECLARED else 0)
+        return sorted(names, key=lambda n: _DECLARED.index(n) if n in _DECLARED else 0)
 
 
 def _by_pattern(patterns: Mapping[str, float], key: str, default: float) -> float:
@@ -213,9 +213,9 @@ def _sort_tensors(adapter: Adapter) -> None:
     depth: dict[str, int] = defaultdict(int)
     for module, nesting in pairs:
         depth[module] = max(depth[module], nesting)
-    for (module, nesting), found in pairs.items():
+    for (module, nesting), parts in pairs.items():
         parameter = _parameter(adapter.settings, module, depth[module] - nesting, depth[module] + 1)
-        adapter.pairs.append(_pair(adapter, parameter, found))
+        adapter.pairs.append(_pair(adapter, parameter, parts))
 
 
 def _parameter(settings: LoraSettings, module: str, position: int, count: int) -> str:
@@ -232,17 +232,17 @@ def _parameter(settings: LoraSettings, module: str, position: int, count: int) -
     return f"{module}.{wrapped[position]}"
 
 
-def _pair(adapter: Adapter, parameter: str, found: Mapping[str, str]) -> LoraPair:
-    embedding = "lora_embedding_A" in found
+def _pair(adapter: Adapter, parameter: str, parts: Mapping[str, str]) -> LoraPair:
+    embedding = "lora_embedding_A" in parts
     suffix = "embedding_" if embedding else ""
-    a, b = found.get(f"lora_{suffix}A"), found.get(f"lora_{suffix}B")
+    a, b = parts.get(f"lora_{suffix}A"), parts.get(f"lora_{suffix}B")
     if a is None or b is None:
         raise CheckpointError(
-            f"{adapter.file.path} has {', '.join(found.values())} for {parameter} without the "
+            f"{adapter.file.path} has {', '.join(parts.values())} for {parameter} without the "
             "other half of the pair",
             hint="the adapter is incomplete; save it again",
         )
-    if adapter.settings.dora and found.get("lora_magnitude_vector") is None:
+    if adapter.settings.dora and parts.get("lora_magnitude_vector") is None:
         raise CheckpointError(
             f"{adapter.file.path} has no magnitudes of {parameter}, although use_dora is set",
             hint="the adapter is incomplete; save it again",
@@ -254,8 +254,8 @@ def _pair(adapter: Adapter, parameter: str, found: Mapping[str, str]) -> LoraPai
         parameter,
         a,
         b,
-        bias=found.get("lora_B_bias"),
-        magnitude=found.get("lora_magnitude_vector"),
+        bias=parts.get("lora_B_bias"),
+        magnitude=parts.get("lora_magnitude_vector"),
         embedding=embedding,
         rank=adapter.settings.rank_of(key),
         scaling=adapter.settings.scaling_of(key),

@@ -295,11 +295,11 @@ def find_places(
         if name in tensors:
             return [Place(name, row=expert)]
         if expert is None:
-            found = _one_expert(name, out_features, tensors)
+            places = _one_expert(name, out_features, tensors)
         else:
-            found = _split(name, expert, tensors)
-        if found:
-            return found
+            places = _split(name, expert, tensors)
+        if places:
+            return places
     return []
 
 

@@ -188,10 +188,10 @@ def other_files(source: Checkpoint) -> dict[str, Path]:
     def wanted(name: str) -> bool:
         return not name.startswith(".") and not is_weights(name)
 
-    found = {p.name: p for p in copied_files(source.path, source.path, wanted)}
+    files = {p.name: p for p in copied_files(source.path, source.path, wanted)}
     for name in CARRIED_FOLDERS:
-        found |= folder_files(source.path, name)
-    return found
+        files |= folder_files(source.path, name)
+    return files
 
 
 class _PatchedCopy:

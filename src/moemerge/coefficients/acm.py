@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moemerge.coefficients.job import CoefficientsJob, Found
+from moemerge.coefficients.job import CoefficientsJob, FoundCoefficients
 from moemerge.coefficients.maths import Information, falling
 from moemerge.features.stream import ModelStream
 from moemerge.runtime.progress import Progress
 from moemerge.text.batches import Batch
 
 
-def acm(job: CoefficientsJob, progress: Progress) -> Found:
+def acm(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
     """Coefficients by model and place, and the information that they come from."""
     measured = {name: _information(job, name, progress) for name in job.models}
     sharpness = job.request.settings.sharpness
@@ -19,11 +19,11 @@ def acm(job: CoefficientsJob, progress: Progress) -> Found:
         name: [falling(information, sharpness) for information in layers]
         for name, layers in measured.items()
     }
-    found = {
+    by_model = {
         name: {"*": sum(layers) / len(layers), **dict(zip(job.places, layers, strict=True))}
         for name, layers in values.items()
     }
-    return Found(found, {"mutual_information": measured})
+    return FoundCoefficients(by_model, {"mutual_information": measured})
 
 
 def _information(job: CoefficientsJob, name: str, progress: Progress) -> list[float]:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import format_size
-from moemerge.coefficients.job import CoefficientsJob, Found
+from moemerge.coefficients.job import CoefficientsJob, FoundCoefficients
 from moemerge.coefficients.maths import entropy
 from moemerge.errors import NumericalError, ResourceError
 from moemerge.features.loading import build_skeleton
@@ -31,7 +31,7 @@ EVERYWHERE = "*"  # the group of all that lies outside the layers
 SHOWN = 10  # losses that the file records
 
 
-def adamerging(job: CoefficientsJob, progress: Progress) -> Found:
+def adamerging(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
     """Coefficients by model and place, and how the entropy went."""
     merged = BlendedModel(job)
     settings = job.request.settings
@@ -61,12 +61,14 @@ def adamerging(job: CoefficientsJob, progress: Progress) -> Found:
             lambdas.clamp_(0, 1)
         progress.advance(1)
     progress.finish()
-    found = {
+    by_model = {
         name: dict(zip(merged.groups, row, strict=True))
         for name, row in zip(job.models, lambdas.detach().double().tolist(), strict=True)
     }
     shown = losses[:: max(1, len(losses) // SHOWN)]
-    return Found(found, {"entropy": [round(loss, 6) for loss in (*shown, losses[-1])]})
+    return FoundCoefficients(
+        by_model, {"entropy": [round(loss, 6) for loss in (*shown, losses[-1])]}
+    )
 
 
 class BlendedModel:
@@ -133,10 +135,10 @@ def _require_room(job: CoefficientsJob) -> None:
 
 def _draws(job: CoefficientsJob, domain: Domain) -> Iterator[Batch]:
     """Rows of a domain at random, so many at a time, for ever; by the seed alone."""
-    chance = random.Random(f"{job.request.settings.seed}:{domain.name}")
+    rng = random.Random(f"{job.request.settings.seed}:{domain.name}")
     count = min(job.request.settings.rows, len(domain.rows))
     while True:
-        yield one_batch(domain, chance.sample(range(len(domain.rows)), count))
+        yield one_batch(domain, rng.sample(range(len(domain.rows)), count))
 
 
 def one_batch(domain: Domain, places: Sequence[int]) -> Batch:

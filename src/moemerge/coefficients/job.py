@@ -23,7 +23,7 @@ from moemerge.text.rows import TextSource, check_files
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCoefficients:
     """What a maker found: by model and place, what it comes from, and neurons by groups."""
 
     coefficients: dict[str, dict[str, float]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moemerge.architectures.layout import projection_of
 from moemerge.checkpoint.output import temporary_sibling
-from moemerge.coefficients.job import CoefficientsJob, Found
+from moemerge.coefficients.job import CoefficientsJob, FoundCoefficients
 from moemerge.coefficients.maths import served_domain
 from moemerge.collecting.job import CollectRequest
 from moemerge.collecting.run import run_collect
@@ -26,7 +26,7 @@ from moemerge.statistics.provenance import all_units
 GENERAL = "general"  # the group of neurons that serve no domain more than the others
 
 
-def neuron(job: CoefficientsJob, progress: Progress) -> Found:
+def neuron(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
     """Every neuron's group, from how active it is in the base on each model's text."""
     names, settings = list(job.models), job.request.settings
     groups = [*names, GENERAL if GENERAL not in names else f"{GENERAL} (none of them)"]
@@ -58,7 +58,9 @@ def neuron(job: CoefficientsJob, progress: Progress) -> Found:
         for i, group in enumerate(groups)
     }
     everywhere = {name: {EVERYWHERE: shared} for name in names}
-    return Found(everywhere, {"neurons": counts}, NeuronGroups(groups=shares, labels=labels))
+    return FoundCoefficients(
+        everywhere, {"neurons": counts}, NeuronGroups(groups=shares, labels=labels)
+    )
 
 
 def _powers(

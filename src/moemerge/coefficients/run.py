@@ -9,7 +9,12 @@ from typing import Any
 
 from moemerge.coefficients.acm import acm
 from moemerge.coefficients.adamerging import adamerging
-from moemerge.coefficients.job import CoefficientsJob, CoefficientsRequest, Found, prepare
+from moemerge.coefficients.job import (
+    CoefficientsJob,
+    CoefficientsRequest,
+    FoundCoefficients,
+    prepare,
+)
 from moemerge.coefficients.neuron import neuron
 from moemerge.coefficients.sens import sens
 from moemerge.config.coefficients import dump_coefficients
@@ -18,7 +23,7 @@ from moemerge.runtime.files import write_whole
 from moemerge.runtime.progress import Progress
 from moemerge.version import __version__
 
-Maker = Callable[[CoefficientsJob, Progress], Found]
+Maker = Callable[[CoefficientsJob, Progress], FoundCoefficients]
 MAKERS: Mapping[str, Maker] = {
     "acm": acm,
     "sens": sens,

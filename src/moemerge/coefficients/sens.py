@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moemerge.checkpoint.output import temporary_sibling
-from moemerge.coefficients.job import CoefficientsJob, Found
+from moemerge.coefficients.job import CoefficientsJob, FoundCoefficients
 from moemerge.coefficients.maths import balanced, transfer
 from moemerge.collecting.forward import StateStore
 from moemerge.collecting.job import CollectRequest
@@ -24,7 +24,7 @@ from moemerge.statistics import Statistics
 from moemerge.text.batches import Batch
 
 
-def sens(job: CoefficientsJob, progress: Progress) -> Found:
+def sens(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
     """Coefficients by model and place, and what they come from."""
     names = list(job.models)
     distances: dict[str, dict[str, float]] = {name: {} for name in names}
@@ -35,12 +35,12 @@ def sens(job: CoefficientsJob, progress: Progress) -> Found:
                 distances[other][name] = distance
     shares = transfer(distances)
     values = balanced(sensitivities, shares, job.request.settings.temperature)
-    found = {
+    by_model = {
         name: {"*": 1.0, **dict(zip(job.places, layers, strict=True))}
         for name, layers in values.items()
     }
-    return Found(
-        found, {"sensitivity": sensitivities, "logit_distance": distances, "transfer": shares}
+    return FoundCoefficients(
+        by_model, {"sensitivity": sensitivities, "logit_distance": distances, "transfer": shares}
     )
 
 

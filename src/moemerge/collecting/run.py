@@ -49,7 +49,7 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
     """
     begin = time.perf_counter()
     ranks.join(resolve_device(request.settings.device))
-    progress = ranks.told_by_lead(progress)
+    progress = ranks.progress_of_lead(progress)
     job = prepare(request)
     with _writer(job) as writer:
         collect = _inputs if request.settings.kind in FORMS else collect_gradients

@@ -74,8 +74,8 @@ class Coefficients:
         """The place that counts for a unit of a model: the longest that fits."""
         places, parts = self.values[model], key.split(".")
         candidates = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        found = next((name for name in candidates if name in places), None)
-        return found or (EVERYWHERE if EVERYWHERE in places else None)
+        own = next((name for name in candidates if name in places), None)
+        return own or (EVERYWHERE if EVERYWHERE in places else None)
 
     def neuron_shares(self, model: str) -> tuple[float, ...]:
         """What a model's change counts for in every group of neurons."""

@@ -76,8 +76,8 @@ def _judged(
     items = [(answer.prompt.fields, answer.response) for answer in made]
     with CachedVerifier(verifier, judgements_path(request.out)) as cached:
         judged = check_all(cached, items, workers=request.settings.workers, progress=progress)
-    found = {id(answer): judgement for answer, judgement in zip(made, judged, strict=True)}
-    return [replace(answer, judged=found.get(id(answer))) for answer in answers]
+    judgements = {id(answer): judgement for answer, judgement in zip(made, judged, strict=True)}
+    return [replace(answer, judged=judgements.get(id(answer))) for answer in answers]
 
 
 def forget(out: Path) -> None:

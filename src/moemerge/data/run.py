@@ -168,7 +168,7 @@ def _finish(
     counts = count((a.completion, a.judged) for a in answers)
     if not rows:
         raise DataError(
-            f"nothing to keep: {_told(counts)}" if answers else "nothing to keep",
+            f"nothing to keep: {_in_words(counts)}" if answers else "nothing to keep",
             hint='the answers wait beside the output: `keep="all"` keeps them, and '
             "`completions=FILE` shows them"
             if answers
@@ -199,7 +199,7 @@ def _finish(
     )
 
 
-def _told(counts: Counts) -> str:
+def _in_words(counts: Counts) -> str:
     grades = ", ".join(f"{number} {grade}" for grade, number in counts.grades.items())
     return (
         f"of {counted(counts.asked, 'answer')} {counts.answered} ended, {counts.cut} cut and "

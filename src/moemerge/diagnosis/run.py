@@ -59,7 +59,7 @@ from moemerge.version import __version__
 def run_diagnosis(request: DiagnosisRequest, progress: Progress) -> Diagnosis:
     """Stream all models over the text, and say what became of the routing."""
     ranks.join(resolve_device(request.settings.device))
-    return diagnose(prepare(request), ranks.told_by_lead(progress))
+    return diagnose(prepare(request), ranks.progress_of_lead(progress))
 
 
 def diagnose(job: DiagnosisJob, progress: Progress) -> Diagnosis:

@@ -321,17 +321,17 @@ def _peak(
 
 
 def _made(cell: StudyCell) -> list[StudyNode]:
-    found: dict[StudyNode, None] = {}
+    nodes: dict[StudyNode, None] = {}
 
     def visit(node: StudyNode) -> None:
         for parent in node.parents:
             visit(parent)
         if node.is_model and not node.is_given:
-            found[node] = None
+            nodes[node] = None
 
     for node in cell.nodes:
         visit(node)
-    return list(found)
+    return list(nodes)
 
 
 def _notices(plan: StudyPlan, peak: int | None) -> Iterator[str]:

@@ -73,25 +73,25 @@ class StudyPlan:
         own = {row.cell.name: row.cell for table in self.tables for row in table.rows}
         if not self.seeds:
             return own
-        found: dict[str, StudyCell] = {}
+        cells: dict[str, StudyCell] = {}
         for seed, plan in zip(self.config.seeds, self.seeds, strict=True):
             for name, cell in plan.cells.items():
-                found[at_seed(name, seed)] = replace(cell, name=at_seed(name, seed))
-        return found
+                cells[at_seed(name, seed)] = replace(cell, name=at_seed(name, seed))
+        return cells
 
     def nodes(self, cells: Sequence[StudyCell]) -> list[StudyNode]:
         """All that these cells need, parents first."""
-        found: dict[StudyNode, None] = {}
+        nodes: dict[StudyNode, None] = {}
 
         def visit(node: StudyNode) -> None:
             for parent in node.parents:
                 visit(parent)
-            found[node] = None
+            nodes[node] = None
 
         for cell in cells:
             for node in cell.nodes:
                 visit(node)
-        return list(found)
+        return list(nodes)
 
 
 def plan_study(loaded: LoadedStudy) -> StudyPlan:

@@ -97,9 +97,9 @@ def _colours(summary: Summary) -> dict[str, str]:
     groups = [rows for name, rows in summary.groups.items() if name != REFERENCE]
     # In the order of the fullest group: a plain average, say, has no control of its own.
     groups.sort(key=len, reverse=True)
-    found = dict.fromkeys(row.label for rows in groups for row in rows)
-    free = itertools.cycle(c for c in OTHERS if c not in {COLOURS.get(label) for label in found})
-    return {label: COLOURS.get(label) or next(free) for label in found}
+    labels = dict.fromkeys(row.label for rows in groups for row in rows)
+    free = itertools.cycle(c for c in OTHERS if c not in {COLOURS.get(label) for label in labels})
+    return {label: COLOURS.get(label) or next(free) for label in labels}
 
 
 def _plain_bars(summary: Summary, axes: Any) -> None:

@@ -188,13 +188,13 @@ class StudyBench:
             settings=settings.model_copy(update=self._device(settings)),
             out=self.answers / file_name(node.slug),
         )
-        found: dict[str, dict[str, Any]] = {}
+        by_task: dict[str, dict[str, Any]] = {}
         for task in report.tasks:
             scores = task.scores[0].tolist()
             one = {"problems": len(scores), "accuracy": sum(scores) / len(scores), **packed(scores)}
-            found.setdefault(task.domain, {})[task.name] = one
+            by_task.setdefault(task.domain, {})[task.name] = one
         by_domain = {}
-        for domain, tasks in found.items():
+        for domain, tasks in by_task.items():
             values = [task["accuracy"] for task in tasks.values()]
             problems = sum(task["problems"] for task in tasks.values())
             accuracy = sum(values) / len(values)
@@ -216,17 +216,17 @@ class StudyBench:
             data={s.name: self._files(text) for s, text in zip(sources, texts, strict=True)},
             settings=settings.model_copy(update=update),
         )
-        found = {}
+        by_source = {}
         for source in sources:
             total, rows = diagnosis.total(source.name), diagnosis.layers_of(domain=source.name)
-            found[source.name] = {
+            by_source[source.name] = {
                 "mismatch": total.mismatch,
                 "any_mismatch": total.any_mismatch,
                 "kl": total.kl,
                 "kl_layers": [row.kl for row in rows],
                 "tokens": total.tokens,
             }
-        return found
+        return by_source
 
 
 def _rows(share: float | None, texts: Sequence[list[Path]], times: int = 1) -> dict[str, int]:

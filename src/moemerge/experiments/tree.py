@@ -95,10 +95,10 @@ class StudyCell:
     @property
     def models(self) -> dict[StudyNode, tuple[str, ...]]:
         """Who solves which domains."""
-        found: dict[StudyNode, list[str]] = {}
+        solved: dict[StudyNode, list[str]] = {}
         for domain, node in self.runs:
-            found.setdefault(node, []).append(domain)
-        return {node: tuple(domains) for node, domains in found.items()}
+            solved.setdefault(node, []).append(domain)
+        return {node: tuple(domains) for node, domains in solved.items()}
 
     @property
     def nodes(self) -> tuple[StudyNode, ...]:

@@ -37,16 +37,16 @@ def complete(
 
     A failed completion is tried again by the next run.
     """
-    found: dict[tuple[int, int], Completion] = {}
+    finished: dict[tuple[int, int], Completion] = {}
     missing: list[Wanted] = []
     for place, tokens in enumerate(prompts):
         for sample in range(settings.samples):
             known = journal.find(tokens, place, sample)
             if known is not None and known.finish is not Finish.FAILED:
-                found[place, sample] = known
+                finished[place, sample] = known
             else:
                 missing.append(Wanted(place, sample, tuple(tokens)))
-    reused, tokens_made, begun = len(found), 0, time.monotonic()
+    reused, tokens_made, begun = len(finished), 0, time.monotonic()
     if reused:
         progress.note(
             f"{reused} of {counted(reused + len(missing), 'completion')} are there already"
@@ -58,7 +58,7 @@ def complete(
         try:
             for completion in engine.generate(missing, reused + len(missing)):
                 journal.add(prompts[completion.prompt], completion)
-                found[completion.prompt, completion.sample] = completion
+                finished[completion.prompt, completion.sample] = completion
                 tokens_made += completion.tokens
                 progress.status(_rate(tokens_made, time.monotonic() - begun))
                 progress.advance(1)
@@ -66,15 +66,15 @@ def complete(
             raise
         except Exception as error:  # whatever a library does when a device or a model fails it
             raise ResourceError(
-                f"the engine {engine.name} stopped after {len(found) - reused} of {len(missing)} "
-                f"completions ({type(error).__name__}: {error})",
+                f"the engine {engine.name} stopped after {len(finished) - reused} of "
+                f"{len(missing)} completions ({type(error).__name__}: {error})",
                 hint="they are kept: the same command goes on from there",
             ) from error
         finally:
             progress.finish()
             engine.close()
     completions = tuple(
-        tuple(found[place, sample] for sample in range(settings.samples))
+        tuple(finished[place, sample] for sample in range(settings.samples))
         for place in range(len(prompts))
     )
     return Generated(completions, reused, tokens_made, time.monotonic() - begun)

@@ -238,7 +238,7 @@ def run_merge(
         execution = ExecutionSettings(device, allow_nonfinite=job.settings.allow_nonfinite)
         target = QuantisingWriter(writer, plan.quantised_tensors())
         with keeping(job, writer.folder) as keeper:
-            outcome = execute(plan, target, execution, ranks.told_by_lead(progress), keeper)
+            outcome = execute(plan, target, execution, ranks.progress_of_lead(progress), keeper)
             tasks = {} if keeper is None else keeper.commit()
         put_together(writer, outcome, target)
         report = replace(

@@ -56,7 +56,7 @@ def run_refit(request: RefitRequest, progress: Progress) -> RefitReport:
     """
     start = time.perf_counter()
     ranks.join(resolve_device(request.settings.device))
-    progress = ranks.told_by_lead(progress)
+    progress = ranks.progress_of_lead(progress)
     stored: Quantised = "same" if request.settings.requantize == "same" else "floats"
     with WarmUp() as warm_up:
         job = prepare(request, warm_up)

@@ -69,7 +69,7 @@ def leads() -> bool:
     return rank() == 0
 
 
-def told_by_lead(progress: Progress) -> Progress:
+def progress_of_lead(progress: Progress) -> Progress:
     """What rank 0 shows; the others work in silence."""
     return progress if leads() else Silent()
 

@@ -72,9 +72,9 @@ class Rows:
         at_once = max(1, HELD_BYTES // mean)
         for start in range(0, len(places), at_once):
             wanted = places[start : start + at_once]
-            found = self._found(frozenset(wanted))
+            rows = self._found(frozenset(wanted))
             for place in wanted:
-                yield found.pop(place)
+                yield rows.pop(place)
 
     def shuffled(self, rng: random.Random) -> array[int]:
         """All places in a random order."""

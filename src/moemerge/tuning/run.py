@@ -51,8 +51,8 @@ def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
         saved = ranks.from_lead(states.latest() if states is not None else None)
         folder = ranks.from_lead(states.folder if states is not None else None)
         assert folder is not None
-        told = progress if ranks.leads() else Silent()
-        trained = _train(job, folder, saved, told)
+        shown = progress if ranks.leads() else Silent()
+        trained = _train(job, folder, saved, shown)
         report = _report(job, trained, time.monotonic() - begun)
         _write(trained, output, report)
         if states is not None:

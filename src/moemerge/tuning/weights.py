@@ -85,8 +85,8 @@ class TrainedLayout:
     def _check_places(self, parameters: Mapping[str, Tensor]) -> None:
         reached = {move.memory.key for moves in self._moves.values() for move in moves}
         # A second name of a tied parameter needs no place of its own.
-        found = {id(p) for name, p in parameters.items() if self._reaches(name, reached)}
-        lost = [name for name in sorted(self.trained) if id(parameters[name]) not in found]
+        trained = {id(p) for name, p in parameters.items() if self._reaches(name, reached)}
+        lost = [name for name in sorted(self.trained) if id(parameters[name]) not in trained]
         if lost:
             raise ArchitectureError(
                 f"{self._opened.label}: {lost[0]} has no place in the stored tensors "

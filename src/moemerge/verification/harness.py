@@ -39,10 +39,10 @@ def _run(job: dict[str, Any]) -> tuple[bool, str]:
         exec(compile(job["tests"], "<tests>", "exec"), module.__dict__)
         return True, ""
     except BaseException as error:  # a program may raise anything, SystemExit included
-        return False, f"{stage}: {_told(error)}"
+        return False, f"{stage}: {_in_words(error)}"
 
 
-def _told(error: BaseException) -> str:
+def _in_words(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         text = str(error)

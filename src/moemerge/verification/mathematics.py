@@ -104,12 +104,12 @@ def compare_numbers(gold: Fraction, response: str) -> Judgement | None:
     place = clause if clause is not None and numbers_in(clause) else last_line(response)
     if _COMMAND.search(place):
         return None
-    found = numbers_in(place) or numbers_in(response)
-    if not found:
+    numbers = numbers_in(place) or numbers_in(response)
+    if not numbers:
         return Judgement(Grade.NO_ANSWER, "no number in the response")
     # After "the answer is" the number comes first, unless it is computed there.
     first = place is clause and "=" not in place
-    match = found[0 if first else -1]
+    match = numbers[0 if first else -1]
     number = value(match)
     return None if number is None else _compared(gold, number, match["percent"] is not None)
 

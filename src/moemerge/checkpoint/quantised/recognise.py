@@ -52,14 +52,14 @@ def recognise(
         return None
     method = section.get("quant_method")
     dtype = _dtype(config)
-    found: Iterable[QuantisedInfo]
+    tensors: Iterable[QuantisedInfo]
     if method == "fp8":
-        found = fp8.find(section, headers, dtype)
+        tensors = fp8.find(section, headers, dtype)
     elif method == "mxfp4":
-        found = mxfp4.find(section, headers, dtype)
+        tensors = mxfp4.find(section, headers, dtype)
     else:
-        found = compressed.find(section, headers, dtype, read)
-    units = stack_experts(config, {unit.name: unit for unit in found})
+        tensors = compressed.find(section, headers, dtype, read)
+    units = stack_experts(config, {unit.name: unit for unit in tensors})
     if not units:
         raise CheckpointError(
             f"config.json says that the weights are quantised ({method}), but none of them is",

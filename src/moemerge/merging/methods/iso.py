@@ -74,7 +74,7 @@ def iso_cts(
     spectra = [shared]
     for vector in vectors:
         unit.check_stopped()
-        spectra.append(_beside(shared, vector.double(), own))
+        spectra.append(_outside(shared, vector.double(), own))
     values = torch.cat([s.values for s in spectra])
     if not len(values):
         return _plain(base, [], options.lambda_)
@@ -83,7 +83,7 @@ def iso_cts(
     return (base + options.lambda_ * merged).to(base.dtype).contiguous()
 
 
-def _beside(shared: Spectrum, tau: Tensor, most: int) -> Spectrum:
+def _outside(shared: Spectrum, tau: Tensor, most: int) -> Spectrum:
     """The leading directions of (I - U_c U_cᵀ) τ, in the small basis of that space where it is
     known."""
     if not most:

@@ -212,11 +212,11 @@ class Bench:
         }
 
     def _choice(self, best: Tuning, shares: Mapping[Tuning, float]) -> dict[str, Any]:
-        def told(tuning: Tuning) -> dict[str, float]:
+        def values_of(tuning: Tuning) -> dict[str, float]:
             return {"steps": tuning.times * self.scale.tuning_steps, "lr": tuning.lr}
 
-        tried = [{**told(tuning), "validation": share} for tuning, share in shares.items()]
-        return {"chosen": told(best), "tried": tried}
+        tried = [{**values_of(tuning), "validation": share} for tuning, share in shares.items()]
+        return {"chosen": values_of(best), "tried": tried}
 
     def remove(self, model: Model) -> None:
         """Take a model off the disk that nothing needs any more."""
@@ -253,7 +253,7 @@ class Bench:
 
     def _solved(self, domain: str, model: Model) -> dict[str, Any]:
         asked = asked_problems(domain, self.scale.problems)
-        return _told(accuracy(self.path(model), asked, device=self.device))
+        return _accuracy_row(accuracy(self.path(model), asked, device=self.device))
 
     def _forced(self, domain: str, model: Model) -> dict[str, Any]:
         asked = asked_problems(domain, self.scale.problems)
@@ -264,10 +264,10 @@ class Bench:
             max_new_tokens=LONGEST_ANSWER,
             device=self.device,
         )
-        return _told(check_all(asked, written))
+        return _accuracy_row(check_all(asked, written))
 
 
-def _told(solved: list[bool]) -> dict[str, Any]:
+def _accuracy_row(solved: list[bool]) -> dict[str, Any]:
     return {
         "problems": len(solved),
         "accuracy": sum(solved) / len(solved),

@@ -148,7 +148,7 @@ def _write(job: Job, results: Results, device: str, test_problems: int) -> Train
             write_model(folder / name, trained.flat, shape, preset.dtype)
         write_data(folder, job.domains, job.seed)
         manifest = {
-            **_told(job, device),
+            **_description(job, device),
             "final_loss": {BASE: base.loss, **{n: t.loss for n, t in specialists.items()}},
             "moved": {name: _moved(t, base, shape) for name, t in specialists.items()},
             "accuracy": _accuracy(folder, job.domains, device, test_problems),
@@ -170,7 +170,7 @@ def _command(job: Job, device: str) -> str:
     )
 
 
-def _told(job: Job, device: str) -> dict[str, Any]:
+def _description(job: Job, device: str) -> dict[str, Any]:
     return {
         "command": _command(job, device),
         "preset": job.preset,
