@@ -25,6 +25,7 @@ from moemerge.errors import (
     UsageError,
 )
 from moemerge.refitting import loop, run
+from moemerge.runtime.progress import Silent
 from refitting.cases import Case, make_case
 
 FAST: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "router": "keep"}
@@ -351,11 +352,19 @@ def test_text_too_short(case: Case, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="leaves none to calibrate on"):
         case.refit(tmp_path / "out", data=data)
     data = dict.fromkeys(case.data, short)
-    report = case.refit(tmp_path / "out", data=data, ridge=0.1, holdout=0.0)
-    told = [notice for notice in report.notices if "by fewer tokens than inputs" in notice]
-    assert len(told) == 1
-    assert "expert" in told[0]
-    assert " (0)" in told[0]
+    notes: list[str] = []
+
+    class Listening(Silent):
+        def note(self, message: str) -> None:
+            notes.append(message)
+
+    options: dict[str, Any] = {"ridge": 0.1, "holdout": 0.0, "progress": Listening()}
+    report = case.refit(tmp_path / "out", data=data, **options)
+    (told,) = [notice for notice in report.notices if "by fewer tokens than inputs" in notice]
+    assert "expert" in told
+    assert " (0 of " in told
+    assert "the result may be worse than the merge" in told
+    assert told in notes  # not only in the report
 
 
 def test_strict_refuses_a_map_that_stays_as_merged(case: Case, tmp_path: Path) -> None:

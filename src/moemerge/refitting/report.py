@@ -172,24 +172,43 @@ def lacks_nothing(row: Mapping[str, Any]) -> bool:
 
 
 def few_tokens(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """By name and count, the experts that fewer tokens reach than they have inputs."""
-    scarce = [
-        (tokens, f"layer {layer['layer']} expert {expert}")
-        for layer in layers
-        for row in layer["maps"]
-        if "experts" in row and row["map"].endswith("down_proj")
-        for expert, tokens in enumerate(row["experts"]["tokens"])
-        if tokens < row["inputs"]
-    ]
+    """By name and count, the maps that fewer tokens reach than they have inputs; and where that is
+    most of them, what it may cost."""
+    reached = _tokens_and_inputs(layers)
+    scarce = {name: pair for name, pair in reached.items() if pair[0] < pair[1]}
     if not scarce:
         return []
-    scarce.sort()
-    named = ", ".join(f"{name} ({tokens})" for tokens, name in scarce[:SHOWN])
+    fewest = sorted(scarce.items(), key=lambda item: item[1])
+    named = ", ".join(f"{name} ({t} of {inputs})" for name, (t, inputs) in fewest[:SHOWN])
     more = f" and {len(scarce) - SHOWN} more" if len(scarce) > SHOWN else ""
+    told = (
+        f"{len(scarce)} of {counted(len(reached), 'map')} and experts reached by fewer tokens than "
+        f"inputs, which cannot determine them: {named}{more}"
+    )
+    if 2 * len(scarce) <= len(reached):
+        return [f"{told}; more text helps"]
+    shares = sorted(tokens / inputs for tokens, inputs in reached.values())
+    middle = shares[len(shares) // 2]
+    times = f"{math.ceil(1 / middle)} times as much" if middle else "far more"
     return [
-        f"{counted(len(scarce), 'expert')} reached by fewer tokens than inputs, which leaves the "
-        f"merged weights almost as they are: {named}{more}; more text helps"
+        f"{told}. The text is too short for most of the model, and the result may be worse than "
+        f"the merge: give {times}, or compare the two on problems of your own"
     ]
+
+
+def _tokens_and_inputs(layers: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Of every linear map, and of every expert (for its wider projection)."""
+    reached: dict[str, tuple[int, int]] = {}
+    for layer in layers:
+        for row in layer["maps"]:
+            if "experts" in row:
+                for expert, tokens in enumerate(row["experts"]["tokens"]):
+                    name = f"layer {layer['layer']} expert {expert}"
+                    inputs = max(row["inputs"], reached.get(name, (0, 0))[1])
+                    reached[name] = (tokens, inputs)
+            elif "router" not in row:
+                reached[row["map"]] = (row["tokens"], row["inputs"])
+    return reached
 
 
 # --- totals -------------------------------------------------------------------------------------

@@ -113,7 +113,10 @@ class _Run:
             )
             loop.run()
             output.check()
-            return self._report(streams, plan)
+            report = self._report(streams, plan)
+            for notice in few_tokens(report.layers):
+                self.progress.note(notice)
+            return report
 
     def _plan(self, streams: RefitStreams) -> tuple[RefitPlan, UnitMap]:
         job, stream = self.job, streams.merged.stream
