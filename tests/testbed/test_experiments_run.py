@@ -145,6 +145,12 @@ def test_a_refit_has_the_base_beside_the_specialists_where_it_is_asked_for(bench
     assert list(plain["sources"]) == ["math", "code"]
     assert list(with_base["sources"]) == ["math", "code", "base"]
     assert with_base["tokens"]["base"] > 0
+    kept = refitted(merged, ridge=0.01, general=9, kept="chat")
+    assert kept.name == "average(math,code) refitted[ridge=0.01,base=9,kept=chat]"
+    rows = bench._sources(kept, {})["data"]["base"]
+    assert [row["text"] for row in rows] == [
+        p.prompt + p.answer for p in problems("chat", split="train", count=9, seed=GENERAL_SEED)
+    ]
 
 
 def test_of_several_fine_tunings_the_best_on_validation_problems_is_taken(bench):

@@ -16,6 +16,7 @@ from moemerge.experiments.tables import (
     REFIT,
     REFIT_BASE,
     REFIT_FIXED,
+    REFIT_KEPT,
     SOURCE,
     TUNED,
 )
@@ -34,6 +35,7 @@ from moemerge.testbed.experiments.recipes import (
     sources_with_merged_routers,
     with_source_routers,
 )
+from moemerge.testbed.tasks import DOMAINS
 
 TWO = ("math", "code")
 SOURCE_ROUTERS = "source routers"
@@ -141,6 +143,7 @@ COMPARED = (
     (TUNED, REFIT_BASE),
     (REFIT, REFIT_BASE),
 )
+COMPARED_OF_TWO = (*COMPARED, (REFIT, REFIT_KEPT))  # three models leave no domain untouched
 
 Swept = Mapping[str, Model | tuple[Model, float]]
 
@@ -149,6 +152,10 @@ def repairs(merged: Merged) -> Mapping[str, Model]:
     """Everything that mends a merge with the same text."""
     exact: dict[str, Any] = {"targets": "source-features", "objective": "exact"}
     models: dict[str, Model] = {AS_MERGED: merged}
+    kept: dict[str, Model] = {}
+    untouched = [domain for domain in DOMAINS if domain not in merged.domains]
+    if len(untouched) == 1:
+        kept[REFIT_KEPT] = refitted(merged, general=GENERAL, kept=untouched[0])
     if merged.method != AVERAGE:
         models[AVERAGED] = Grafted(merged, Merged(AVERAGE, merged.domains))
     return {
@@ -159,6 +166,7 @@ def repairs(merged: Merged) -> Mapping[str, Model]:
         REFIT: refitted(merged),
         REFIT_FIXED: refitted(merged, ridge=FIXED),
         REFIT_BASE: refitted(merged, general=GENERAL),
+        **kept,
         TUNED: Tuned(merged, merged.domains, SWEEP),
     }
 

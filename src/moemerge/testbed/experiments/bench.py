@@ -33,6 +33,7 @@ from moemerge.testbed.experiments.texts import (
     general_file,
     general_text,
     held_out_text,
+    kept_text,
     read_texts,
     text_file,
     validation_problems,
@@ -179,7 +180,9 @@ class Bench:
     def _sources(self, model: Calibrated | Refitted, texts: Mapping[str, Path]) -> dict[str, Any]:
         """The specialists with their text, and the base where it is one more source."""
         data: dict[str, Any] = dict(texts)
-        if model.general:
+        if isinstance(model, Refitted) and model.kept:
+            data[BASE] = kept_text(model.kept, model.general)
+        elif model.general:
             data[BASE] = general_text(model.general)
         return {"sources": {name: self.path(Trained(name)) for name in data}, "data": data}
 

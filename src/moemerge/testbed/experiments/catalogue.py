@@ -310,11 +310,12 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Every map refitted",
             "Merges mended with the same text: routers calibrated, all maps refitted, or "
             "everything fine-tuned (four courses, the best on validation problems); with the "
-            "base: one more source, on 64 rows of general text.",
+            "base: one more source, on 64 rows of general text, or of the domain that is "
+            "untouched.",
             TWO,
             _repairs(TWO),
             figure="groups",
-            compare=ablations.COMPARED,
+            compare=ablations.COMPARED_OF_TWO,
         ),
         Experiment(
             "refit-qwen3",
@@ -323,7 +324,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             TWO,
             _repairs(TWO),
             figure="groups",
-            compare=ablations.COMPARED,
+            compare=ablations.COMPARED_OF_TWO,
             arch="qwen3_moe",
         ),
         Experiment(

@@ -96,12 +96,14 @@ class Refitted:
     rows: int | None = None  # of each domain's text; None: all
     general: int = 0  # rows of general text on which the base is one more source
     settings: tuple[tuple[str, Any], ...] = ()
+    kept: str = ""  # the domain of the base's rows, where they are not of all
 
     @property
     def name(self) -> str:
         words = [f"{key}={value}" for key, value in self.settings]
         words += [f"rows={self.rows}"] if self.rows is not None else []
         words += [f"base={self.general}"] if self.general else []
+        words += [f"kept={self.kept}"] if self.kept else []
         return f"{self.model.name} refitted[{','.join(words)}]"
 
     @property
@@ -155,9 +157,12 @@ def calibrated(
     return Calibrated(merged, merged.domains, text, share, given, general)
 
 
-def refitted(merged: Merged, rows: int | None = None, general: int = 0, **settings: Any) -> Model:
+def refitted(
+    merged: Merged, rows: int | None = None, general: int = 0, kept: str = "", **settings: Any
+) -> Model:
     """Every map of a merge refitted."""
-    return Refitted(merged, merged.domains, rows, general, tuple(sorted(settings.items())))
+    given = tuple(sorted(settings.items()))
+    return Refitted(merged, merged.domains, rows, general, given, kept)
 
 
 @dataclass(frozen=True)

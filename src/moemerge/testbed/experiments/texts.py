@@ -51,6 +51,12 @@ def general_text(rows: int) -> list[dict[str, str]]:
     return [{"text": p.prompt + p.answer} for p in drawn[:rows]]
 
 
+def kept_text(domain: str, rows: int) -> list[dict[str, str]]:
+    """Text of one domain, of the kinds of problem that are asked of it."""
+    drawn = problems(domain, split="train", count=rows, seed=GENERAL_SEED)
+    return [{"text": p.prompt + p.answer} for p in drawn]
+
+
 def general_file(folder: Path) -> Path:
     """General text as a file, written where it is not there."""
     file = folder / f"general-{GENERAL_ROWS}.jsonl"
