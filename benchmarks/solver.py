@@ -215,7 +215,7 @@ def operator_timings(domains: Sequence[DomainFeatures], start: Tensor) -> list[T
     device, settings = start.device, SolveSettings(alpha=ALPHA)
     operator = build_operator(gate_of(start), [as_one(domains)], settings)
     apart = build_operator(gate_of(start), domains, settings)
-    blocks = [x for s in operator.statistics for x, _ in s.parts]
+    blocks = [x for s in operator.curvatures for x, _ in s.parts]
     read = timed(lambda: [x.view(torch.int64).sum() for x in blocks], device)
     square = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
     rate = 2 * MATRIX**3 / timed(lambda: square @ square, device)  # operations in a millisecond
@@ -237,7 +237,7 @@ def operator_timings(domains: Sequence[DomainFeatures], start: Tensor) -> list[T
         terms = used.precision.terms
         floor = max(read, (terms.vector + terms.weighted) / 2 * arithmetic)
         ms = timed(lambda used=used, seen=seen: used.mv(seen), device)  # type: ignore[misc]
-        truth = None if used.statistics is apart.statistics else exact.mv(seen)
+        truth = None if used.curvatures is apart.curvatures else exact.mv(seen)
         error = None if truth is None else float((used.mv(seen) - truth).norm() / truth.norm())
         rows.append(Timing(name, ms, floor, error))
     ms = timed(lambda: plain.mv(v), device)
@@ -254,10 +254,10 @@ class PlainOperator:
 
     def mv(self, v: Tensor) -> Tensor:
         out = self.operator.damping * self.operator.sum_diagonal * v
-        for statistics in self.operator.statistics:
-            for features, weights in statistics.chunks():
+        for domain in self.operator.curvatures:
+            for features, weights in domain.chunks():
                 plain = PlainFeatures(features.x, features.columns)
-                factor = self.operator.dense / statistics.tokens
+                factor = self.operator.dense / domain.tokens
                 plain.add_curvature(out, weights, v, self.precision, factor)
         return out
 

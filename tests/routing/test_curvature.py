@@ -11,8 +11,8 @@ from moemerge.linalg import Ending, cg
 from moemerge.routing import products as module
 from moemerge.routing.curvature import (
     Curvature,
+    DomainCurvature,
     DomainFeatures,
-    DomainStatistics,
     RouterCurvature,
     token_weights,
 )
@@ -34,8 +34,8 @@ each_curvature = pytest.mark.parametrize("curvature", list(Curvature))
 def operator_of(
     gate: Gate, domains: list[DomainFeatures], curvature: Curvature, dense: float, diagonal: float
 ) -> RouterCurvature:
-    statistics = [DomainStatistics(gate, domain, curvature) for domain in domains]
-    return RouterCurvature(statistics, dense=dense, diagonal=diagonal)
+    curvatures = [DomainCurvature(gate, domain, curvature) for domain in domains]
+    return RouterCurvature(curvatures, dense=dense, diagonal=diagonal)
 
 
 @each_gate
@@ -126,7 +126,7 @@ def test_precisions(dtype: torch.dtype) -> None:
     # What H's rounding does to b it does to A as well, so that it does not reach the solution.
     single = [
         RouterCurvature([s], dense=0.9, diagonal=0.1).accurate().mv(s.router)
-        for s in operator.statistics
+        for s in operator.curvatures
     ]
     torch.testing.assert_close(operator.rhs(), torch.stack(single).sum(0), rtol=1e-10, atol=1e-12)
 
@@ -178,35 +178,33 @@ def test_newton_statistics_are_gradient_and_hessian_of_the_mean_divergence() -> 
 
         flat = at.reshape(-1).clone().requires_grad_()
         (gradient,) = torch.autograd.grad(objective(flat), flat)
-        statistics = DomainStatistics(SOFTMAX, domain, at=at)
-        torch.testing.assert_close(-statistics.pull.reshape(-1), gradient)
-        assert statistics.kl == pytest.approx(float(objective(at.reshape(-1))))
+        one = DomainCurvature(SOFTMAX, domain, at=at)
+        torch.testing.assert_close(-one.pull.reshape(-1), gradient)
+        assert one.kl == pytest.approx(float(objective(at.reshape(-1))))
         hessian = torch.func.hessian(objective)(at.reshape(-1))
-        operator = RouterCurvature([statistics], dense=1.0, diagonal=0.0)
+        operator = RouterCurvature([one], dense=1.0, diagonal=0.0)
         torch.testing.assert_close(operator.as_matrix(), hessian)
 
 
 def test_mean_hessian_and_gram() -> None:
     (domain,) = make_domains(1, tokens=25, bias=True)
-    statistics = DomainStatistics(SOFTMAX, domain)
+    one = DomainCurvature(SOFTMAX, domain)
     x, targets = tokens_of(domain)
     hessians = torch.stack([autograd_hessian(SOFTMAX, z) for z in targets])
-    torch.testing.assert_close(statistics.mean_hessian(), hessians.mean(0))
-    torch.testing.assert_close(statistics.gram(), x.T @ x / len(x))
+    torch.testing.assert_close(one.mean_hessian(), hessians.mean(0))
+    torch.testing.assert_close(one.gram(), x.T @ x / len(x))
     own = hessians.diagonal(dim1=1, dim2=2)[:, 2]
-    torch.testing.assert_close(
-        statistics.gram(lambda h: h[:, 2]), (x * own[:, None]).T @ x / len(x)
-    )
+    torch.testing.assert_close(one.gram(lambda h: h[:, 2]), (x * own[:, None]).T @ x / len(x))
 
 
 def test_bad_domains_are_refused() -> None:
     (domain,) = make_domains(1)
     with pytest.raises(DataError, match="'domain0' has no token"):
-        DomainStatistics(SOFTMAX, replace(domain, features=[torch.zeros(0, 5)]))
+        DomainCurvature(SOFTMAX, replace(domain, features=[torch.zeros(0, 5)]))
     with pytest.raises(DataError, match="width 9"):
-        DomainStatistics(SOFTMAX, replace(domain, features=[torch.zeros(3, 9)]))
+        DomainCurvature(SOFTMAX, replace(domain, features=[torch.zeros(3, 9)]))
     with pytest.raises(DataError, match="target logits"):
-        DomainStatistics(SOFTMAX, replace(domain, targets=[torch.zeros(3, 4)]))
+        DomainCurvature(SOFTMAX, replace(domain, targets=[torch.zeros(3, 4)]))
     broken = [*domain.features[:-1], domain.features[-1] * float("nan")]
     with pytest.raises(NumericalError, match="'domain0': NaN"):
-        DomainStatistics(SOFTMAX, replace(domain, features=broken))
+        DomainCurvature(SOFTMAX, replace(domain, features=broken))

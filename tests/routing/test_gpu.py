@@ -55,7 +55,7 @@ def test_operator_and_right_hand_side(gate, curvature, bias) -> None:  # type: i
     settings = SolveSettings(curvature=curvature)
     cpu = build_operator(gate, domains, settings)
     gpu = build_operator(gate, [on_gpu(d) for d in domains], settings)
-    assert isinstance(features_of(gpu.statistics[0].parts[0][0], 64), FusedFeatures)
+    assert isinstance(features_of(gpu.curvatures[0].parts[0][0], 64), FusedFeatures)
     v = torch.randn(cpu.shape, dtype=torch.float64)
     exact = cpu.accurate().mv(v)
 
@@ -101,7 +101,7 @@ def test_kronecker_is_as_good_as_on_a_cpu(width: int, tokens: int) -> None:
     def error(got: torch.Tensor, want: torch.Tensor) -> float:
         return float((got.cpu().double() - want.double()).norm() / want.double().norm())
 
-    for one, other in zip(cpu.statistics, gpu.statistics, strict=True):
+    for one, other in zip(cpu.curvatures, gpu.curvatures, strict=True):
         assert error(other.mean_hessian(), one.mean_hessian()) < 1e-4
         assert error(other.gram(trace), one.gram(trace)) < 1e-2
     factors = KroneckerFactors.of(gpu)

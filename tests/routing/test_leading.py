@@ -11,7 +11,7 @@ from moemerge.architectures.rules import Gate
 from moemerge.linalg import Deflation, Diagonal, Status, cg
 from moemerge.linalg.cg import Ending, Patience
 from moemerge.routing import DomainFeatures, Preconditioner, SolveSettings, preconditioners, solve
-from moemerge.routing.curvature import Curvature, DomainStatistics, RouterCurvature
+from moemerge.routing.curvature import Curvature, DomainCurvature, RouterCurvature
 from moemerge.routing.leading import LeadingDirections, sketched_directions
 from moemerge.routing.preconditioners import (
     Attempt,
@@ -31,8 +31,8 @@ def operator_of(
     curvature: Curvature = Curvature.FULL,
     damping: float = 0.1,
 ) -> RouterCurvature:
-    statistics = [DomainStatistics(gate, domain, curvature) for domain in domains]
-    return RouterCurvature(statistics, dense=1.0 - damping, diagonal=damping)
+    curvatures = [DomainCurvature(gate, domain, curvature) for domain in domains]
+    return RouterCurvature(curvatures, dense=1.0 - damping, diagonal=damping)
 
 
 @pytest.mark.parametrize("curvature", list(Curvature))

@@ -9,7 +9,7 @@ from torch import Tensor
 from moemerge.architectures.rules import Gate
 from moemerge.linalg import Ending, cg
 from moemerge.routing import preconditioners
-from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
+from moemerge.routing.curvature import Curvature, DomainCurvature, DomainFeatures, RouterCurvature
 from moemerge.routing.inverses import cholesky
 from moemerge.routing.preconditioners import (
     INVERSE_COST,
@@ -38,8 +38,8 @@ def operator_of(
     curvature: Curvature = Curvature.FULL,
     gate: Gate = SOFTMAX,
 ) -> RouterCurvature:
-    statistics = [DomainStatistics(gate, domain, curvature) for domain in domains]
-    return RouterCurvature(statistics, dense=dense, diagonal=diagonal)
+    curvatures = [DomainCurvature(gate, domain, curvature) for domain in domains]
+    return RouterCurvature(curvatures, dense=dense, diagonal=diagonal)
 
 
 def dense_kronecker(domains: list[DomainFeatures], dense: float, diagonal: float) -> Tensor:
@@ -252,7 +252,7 @@ def test_leading_directions_are_as_many_as_their_matrix_may_cost(
 
 def test_building_is_counted_in_steps() -> None:
     operator = operator_of(make_domains(2, experts=4, width=6, tokens=50))
-    tokens = sum(domain.tokens for domain in operator.statistics)
+    tokens = sum(domain.tokens for domain in operator.curvatures)
     build = 4 * (tokens * 6**2 + INVERSE_COST * 6**3)
     step = 2 * tokens * 4 * 6 + 4 * 6**2
     assert steps_to_build(operator, Preconditioner.BLOCK) == pytest.approx(build / step)

@@ -99,7 +99,9 @@ class JournalDocument(FileSchema):
     digest: str
 
 
-class KeptTask(FileSchema):
+class KeptModel(FileSchema):
+    """Where a model's part is, and the model it was made of."""
+
     folder: Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
     model: str
     scale: Finite
@@ -110,7 +112,7 @@ class KeptDocument(FileSchema):
 
     keep: Literal["tall", "emr", "twin"]
     base: str
-    tasks: dict[str, KeptTask]
+    tasks: dict[str, KeptModel]
 
 
 class MergedModel(FileSchema):

@@ -57,7 +57,7 @@ class RowSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole table."""
+    """A table with its means, spreads and comparisons."""
 
     form: TableForm
     seeds: tuple[int, ...]

@@ -45,7 +45,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Runs a model."""
+    """Runs one model over prompts and gives its completions as they end."""
 
     name: str
 

@@ -90,7 +90,7 @@ class FiniteCheck:
                 self._note(whose, tensor)
 
     def notices(self) -> Iterator[str]:
-        """What was let through."""
+        """Tensors with NaN or infinity that `allow_nonfinite` let through."""
         for whose, tensors in sorted(self._noted.items()):
             shown = ", ".join(sorted(tensors)[:SHOWN])
             more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""

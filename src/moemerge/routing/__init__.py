@@ -1,6 +1,6 @@
 """Routing mathematics: gates, the curvature of their divergence, its solution, and figures."""
 
-from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
+from moemerge.routing.curvature import Curvature, DomainCurvature, DomainFeatures, RouterCurvature
 from moemerge.routing.exact import ExactResult, ExactSettings, minimise_divergence
 from moemerge.routing.figures import Measured
 from moemerge.routing.measure import measure_routers
@@ -9,8 +9,8 @@ from moemerge.routing.solve import RouterSolution, SolveSettings, solve_router
 
 __all__ = [
     "Curvature",
+    "DomainCurvature",
     "DomainFeatures",
-    "DomainStatistics",
     "ExactResult",
     "ExactSettings",
     "Measured",

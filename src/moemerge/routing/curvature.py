@@ -47,8 +47,8 @@ from moemerge.runtime import ranks
 
 __all__ = [
     "Curvature",
+    "DomainCurvature",
     "DomainFeatures",
-    "DomainStatistics",
     "RouterCurvature",
     "TokenWeights",
     "chunks_of",
@@ -63,14 +63,14 @@ __all__ = [
 GPU_CHECK_EVERY = 4
 
 
-class DomainStatistics:
+class DomainCurvature:
     """Everything about one domain that does not change while its router is solved for.
 
     The one pass over the features computes H and the right-hand side in float64 from logits of at
     least float32's accuracy (float64 in plain torch), and diag Σ, whose terms are all positive, in
     the working dtype.
 
-    `pull` is mean H z_i xᵀ with H at the target. With a router `at`, the statistics are those of
+    `pull` is mean H z_i xᵀ with H at the target. With a router `at`, both are those of
     a Newton step from there: H at `at`, and `pull` the negative gradient of the mean divergence.
     `kl` is the mean divergence at `at` (0 without).
     """
@@ -179,22 +179,22 @@ class RouterCurvature(LinearOperator):
 
     def __init__(
         self,
-        statistics: Sequence[DomainStatistics],
+        curvatures: Sequence[DomainCurvature],
         *,
         dense: float,
         diagonal: float,
         precision: Precision = Precision.FAST,
         floor: float = 0.0,
     ) -> None:
-        first = statistics[0].router
+        first = curvatures[0].router
         super().__init__((first.shape[0], first.shape[1]), first.device)
-        self.statistics = tuple(statistics)
+        self.curvatures = tuple(curvatures)
         self.dense = dense
         self.damping = diagonal
-        self.dtype = statistics[0].working
+        self.dtype = curvatures[0].working
         self.precision = precision
         self.floor = floor
-        total = torch.stack([s.diagonal for s in statistics]).sum(dim=0)  # Σ diag Σ_i
+        total = torch.stack([s.diagonal for s in curvatures]).sum(dim=0)  # Σ diag Σ_i
         self.sum_diagonal = torch.maximum(total, floor * total.mean(dim=0)) if floor else total
         self.damped = diagonal * self.sum_diagonal  # c diag Σ, (K, d)
 
@@ -206,7 +206,7 @@ class RouterCurvature(LinearOperator):
     @property
     def couples_experts(self) -> bool:
         """Whether H has more than a diagonal."""
-        return any(w.rank_one is not None for s in self.statistics for _, w in s.parts)
+        return any(w.rank_one is not None for s in self.curvatures for _, w in s.parts)
 
     def accurate(self) -> RouterCurvature:
         """The same operator at the highest accuracy its features are served with."""
@@ -214,12 +214,12 @@ class RouterCurvature(LinearOperator):
 
     def coarse(self) -> RouterCurvature | None:
         """The same operator at a coarser precision, where that is cheaper."""
-        cheaper = self.statistics[0].coarse_is_cheaper
+        cheaper = self.curvatures[0].coarse_is_cheaper
         return self._with(Precision.COARSE) if cheaper else None
 
     def _with(self, precision: Precision) -> RouterCurvature:
         return RouterCurvature(
-            self.statistics,
+            self.curvatures,
             dense=self.dense,
             diagonal=self.damping,
             precision=precision,
@@ -230,7 +230,7 @@ class RouterCurvature(LinearOperator):
         if self.dense == 0.0:
             return self.damped * vector
         out = self.damping_of(vector.contiguous())
-        for domain in self.statistics:
+        for domain in self.curvatures:
             domain.add_product(out, vector, self.precision, factor=self.dense)
         ranks.add_up(out)
         return out
@@ -240,7 +240,7 @@ class RouterCurvature(LinearOperator):
         return self.damped * vector if ranks.leads() else torch.zeros_like(self.damped)
 
     def representable(self, vector: Tensor) -> Tensor:
-        return self.statistics[0].representable(vector, self.precision)
+        return self.curvatures[0].representable(vector, self.precision)
 
     def diagonal(self) -> Tensor:
         return (self.dense + self.damping) * self.sum_diagonal
@@ -248,6 +248,6 @@ class RouterCurvature(LinearOperator):
     def rhs(self) -> Tensor:
         """b, (K, d) float64."""
         parts = [
-            self.dense * s.pull + self.damping * s.diagonal * s.router for s in self.statistics
+            self.dense * s.pull + self.damping * s.diagonal * s.router for s in self.curvatures
         ]
         return torch.stack(parts).sum(dim=0)

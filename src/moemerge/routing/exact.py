@@ -26,7 +26,7 @@ from torch import Tensor
 from moemerge.architectures.rules import Gate, Score
 from moemerge.errors import UsageError
 from moemerge.linalg.cg import CGResult, Ending, Resting, Status, cg
-from moemerge.routing.curvature import DomainStatistics, RouterCurvature
+from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import divergence
 from moemerge.routing.preconditioners import (
     NEWTON_STEPS,
@@ -150,18 +150,18 @@ def minimise_divergence(
 class _Point:
     """The objective and its derivatives at one router."""
 
-    statistics: tuple[DomainStatistics, ...]
+    curvatures: tuple[DomainCurvature, ...]
     kl: float
     descent: Tensor  # minus the gradient, (K, d)
     gradient_norm: float
 
     @classmethod
     def at(cls, gate: Gate, domains: Sequence[DomainFeatures], w: Tensor) -> _Point:
-        statistics = tuple(DomainStatistics(gate, domain, at=w) for domain in domains)
-        descent = torch.stack([s.pull for s in statistics]).sum(dim=0)
+        curvatures = tuple(DomainCurvature(gate, domain, at=w) for domain in domains)
+        descent = torch.stack([s.pull for s in curvatures]).sum(dim=0)
         return cls(
-            statistics,
-            sum(s.kl for s in statistics),
+            curvatures,
+            sum(s.kl for s in curvatures),
             descent,
             float(torch.linalg.vector_norm(descent)),
         )
@@ -184,7 +184,7 @@ class _Newton:
         `enough`: a decrease of the divergence that is not worth a step.
         """
         operator = RouterCurvature(
-            here.statistics, dense=1.0, diagonal=self.damping, floor=DIAGONAL_FLOOR
+            here.curvatures, dense=1.0, diagonal=self.damping, floor=DIAGONAL_FLOOR
         )
         result: CGResult | None = None
         for attempt in self._attempts(operator):

@@ -61,10 +61,10 @@ class KroneckerFactors:
 
     @classmethod
     def of(cls, operator: RouterCurvature) -> KroneckerFactors:
-        mean_h = torch.stack([s.mean_hessian() for s in operator.statistics]).sum(dim=0)
+        mean_h = torch.stack([s.mean_hessian() for s in operator.curvatures]).sum(dim=0)
         # Tokens weighted by tr H: those that are routed with certainty do not bend the divergence.
-        gram = operator.statistics[0].gram(_trace)
-        for domain in operator.statistics[1:]:
+        gram = operator.curvatures[0].gram(_trace)
+        for domain in operator.curvatures[1:]:
             gram += domain.gram(_trace)
         values_h, vectors_h = torch.linalg.eigh(_unit_diagonal(mean_h))
         values_x, vectors_x = torch.linalg.eigh(_unit_diagonal(gram))
@@ -84,7 +84,7 @@ def block_inverse(operator: RouterCurvature) -> tuple[BlockInverse, float]:
     experts, width = operator.shape
     blocks = torch.zeros(experts, width, width, dtype=operator.dtype, device=operator.device)
     for expert in range(experts):
-        for domain in operator.statistics:
+        for domain in operator.curvatures:
             blocks[expert] += domain.gram(lambda h, k=expert: h[:, k])  # type: ignore[misc]
     blocks.mul_(operator.dense).diagonal(dim1=1, dim2=2).add_(operator.damped.to(blocks.dtype))
     factors, jitter = cholesky(blocks)

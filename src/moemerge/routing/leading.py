@@ -26,7 +26,7 @@ from torch import Tensor
 from moemerge.kernels.fused import Shift
 from moemerge.kernels.splitting import split
 from moemerge.linalg.operator import Deflation, LinearOperator
-from moemerge.routing.curvature import DomainStatistics, RouterCurvature
+from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import TokenWeights
 from moemerge.routing.inverses import KroneckerFactors, cholesky
 from moemerge.routing.products import Precision, features_of
@@ -50,10 +50,10 @@ class LeadingDirections(Deflation):
 
     def __init__(self, operator: RouterCurvature, directions: Tensor) -> None:
         """`directions`: Qᵀ, (J, d)."""
-        first = operator.statistics[0]
+        first = operator.curvatures[0]
         seen = first.representable(directions, Precision.COARSE)
         self.directions = seen.to(operator.dtype).double()  # what the projections are made with
-        self.projected = [_project(domain, self.directions) for domain in operator.statistics]
+        self.projected = [_project(domain, self.directions) for domain in operator.curvatures]
         self.system = _factored(operator, self.directions, self.projected)
 
     @property
@@ -93,7 +93,7 @@ class LeadingDirections(Deflation):
         """The logits of y by domain and block, and Zᵀ A y, (K, J)."""
         product = self.restrict(operator.damping_of(y))
         logits = []
-        for domain, projected in zip(operator.statistics, self.projected, strict=True):
+        for domain, projected in zip(operator.curvatures, self.projected, strict=True):
             parts = []
             for (x, weights), along in zip(domain.parts, projected, strict=True):
                 features = features_of(x, operator.shape[1])
@@ -115,7 +115,7 @@ class LeadingDirections(Deflation):
         out = operator.damping_of(s)
         experts = operator.shape[0]
         for number, (domain, projected) in enumerate(
-            zip(operator.statistics, self.projected, strict=True)
+            zip(operator.curvatures, self.projected, strict=True)
         ):
             for part, ((x, weights), along) in enumerate(zip(domain.parts, projected, strict=True)):
                 z = along.new_zeros(len(along), experts) if logits is None else logits[number][part]
@@ -142,7 +142,7 @@ def sketched_directions(operator: RouterCurvature, count: int) -> Tensor:
     wanted = min(width, count + OVERSAMPLING)
     rng = torch.Generator().manual_seed(0)  # of the CPU: the same on every device
     basis = torch.randn(wanted, width, generator=rng, dtype=torch.float64).to(operator.device)
-    stride = -(-sum(domain.tokens for domain in operator.statistics) // SKETCH_TOKENS)
+    stride = -(-sum(domain.tokens for domain in operator.curvatures) // SKETCH_TOKENS)
     for _ in range(ROUNDS):
         basis = _orthonormal(_gram_product(operator, basis * scale, stride) * scale)
     # Rayleigh and Ritz: within the subspace, the leading directions.
@@ -166,7 +166,7 @@ def _orthonormal(rows: Tensor) -> Tensor:
 def _gram_product(operator: RouterCurvature, rows: Tensor, stride: int) -> Tensor:
     """rows · Σ_i mean tr H x xᵀ over every `stride`th token, (J, d)."""
     out = torch.zeros_like(rows)
-    for domain in operator.statistics:
+    for domain in operator.curvatures:
         taken = ranks.total(sum(-(-len(x) // stride) for x, _ in domain.parts), out.device)
         for x, weights in domain.parts:
             features = features_of(x[::stride], operator.shape[1])
@@ -181,7 +181,7 @@ def _gram_product(operator: RouterCurvature, rows: Tensor, stride: int) -> Tenso
 # --- A_Z ----------------------------------------------------------------------------------------
 
 
-def _project(domain: DomainStatistics, directions: Tensor) -> list[Tensor]:
+def _project(domain: DomainCurvature, directions: Tensor) -> list[Tensor]:
     """x̂ of every block, (tokens, J) in the working dtype."""
     columns = directions.shape[1]
     return [features_of(x, columns).working_logits(directions) for x, _ in domain.parts]
@@ -251,7 +251,7 @@ def _sums(
     experts, count = operator.shape[0], projected[0][0].shape[1]
     own = torch.zeros(experts, count, count, dtype=torch.float64, device=operator.device)
     cross: Tensor | None = None
-    for domain, parts in zip(operator.statistics, projected, strict=True):
+    for domain, parts in zip(operator.curvatures, projected, strict=True):
         share = 1.0 / domain.divisor
         for weights, along in _chunks(domain, parts, experts):
             h = weights.own(along.new_empty(len(along), experts))
@@ -268,7 +268,7 @@ def _sums(
 
 
 def _chunks(
-    domain: DomainStatistics, projected: Sequence[Tensor], experts: int
+    domain: DomainCurvature, projected: Sequence[Tensor], experts: int
 ) -> Iterator[tuple[TokenWeights, Tensor]]:
     """H and x̂ of some tokens at a time."""
     rows = max(1, CHUNK // (experts * projected[0].shape[1]))

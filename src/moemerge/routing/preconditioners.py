@@ -297,7 +297,7 @@ def choose(
 
 
 def tokens_of(operator: RouterCurvature) -> int:
-    return sum(domain.tokens for domain in operator.statistics)
+    return sum(domain.tokens for domain in operator.curvatures)
 
 
 def steps_to_build(operator: RouterCurvature, kind: Preconditioner) -> float:

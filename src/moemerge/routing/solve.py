@@ -12,7 +12,7 @@ from torch import Tensor
 from moemerge.architectures.rules import Gate
 from moemerge.errors import DataError, UsageError
 from moemerge.linalg.cg import CGResult, Ending, Status, cg
-from moemerge.routing.curvature import Curvature, DomainFeatures, DomainStatistics, RouterCurvature
+from moemerge.routing.curvature import Curvature, DomainCurvature, DomainFeatures, RouterCurvature
 from moemerge.routing.preconditioners import Preconditioner, attempts
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class RouterSolution:
 def build_operator(
     gate: Gate, domains: Sequence[DomainFeatures], settings: SolveSettings
 ) -> RouterCurvature:
-    """The statistics of all domains (one pass over their features) as an operator."""
+    """The curvature of all domains (one pass over their features) as an operator."""
     if not domains:
         raise DataError("no domain to calibrate on", hint="name at least one source with its data")
     shapes = {domain.name: tuple(domain.router.shape) for domain in domains}
@@ -98,8 +98,8 @@ def build_operator(
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise DataError(f"the sources' routers differ in shape: {listed}")
     dense, diagonal = settings.regulariser
-    statistics = [DomainStatistics(gate, domain, settings.curvature) for domain in domains]
-    return RouterCurvature(statistics, dense=dense, diagonal=diagonal)
+    curvatures = [DomainCurvature(gate, domain, settings.curvature) for domain in domains]
+    return RouterCurvature(curvatures, dense=dense, diagonal=diagonal)
 
 
 def solve_router(
