@@ -149,7 +149,7 @@ def base_notices(
     name = base or "BASE"
     return [
         "no source is the base model, so what it can do beyond these domains may be lost: a few "
-        f'rows of general text keep it (`sources={{"base": {name!r}}}` '
+        f'dozen rows of text like that keep it (`sources={{"base": {name!r}}}` '
         '`data={"base": "general.jsonl"}`)'
     ]
 
