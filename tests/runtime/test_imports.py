@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -172,11 +173,23 @@ assert not loaded, loaded
 """
 
 
-def test_a_model_is_built_without_what_is_put_off(zoo_folder) -> None:
+def test_a_model_is_built_without_what_is_put_off(zoo_folder, tmp_path) -> None:
+    # transformers imports these where they are installed, and then nothing may load them.
+    for name, package in (("torchvision", "torchvision"), ("sklearn", "scikit_learn")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('loaded')")
+        (tmp_path / name / "transforms").mkdir()
+        for module in ("io", "metrics", "transforms/functional"):
+            (tmp_path / name / f"{module}.py").touch()
+        (tmp_path / f"{package}-9.0.dist-info").mkdir()
+        about = f"Metadata-Version: 2.1\nName: {package}\nVersion: 9.0\n"
+        (tmp_path / f"{package}-9.0.dist-info" / "METADATA").write_text(about)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", SKELETON, str(zoo_folder("olmoe"))],
         check=False,
         capture_output=True,
         text=True,
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr

@@ -34,6 +34,10 @@ PUT_OFF = (
 )
 WANTED = (
     "transformers.modeling_utils",
+    "transformers.modeling_layers",
+    "transformers.modeling_rope_utils",
+    "transformers.masking_utils",
+    "transformers.processing_utils",
     "transformers.generation",
     "transformers.generation.utils",
     "transformers.models.auto.modeling_auto",
