@@ -189,7 +189,7 @@ def few_tokens(layers: Sequence[Mapping[str, Any]]) -> list[str]:
         return [f"{told}; more text helps"]
     shares = sorted(tokens / inputs for tokens, inputs in reached.values())
     middle = shares[len(shares) // 2]
-    times = f"{math.ceil(1 / middle)} times as much" if middle else "far more"
+    times = f"at least {math.ceil(1 / middle)} times as much" if middle else "far more"
     return [
         f"{told}. The text is too short for most of the model, and the result may be worse than "
         f"the merge: give {times}, or compare the two on problems of your own"
