@@ -92,3 +92,19 @@ def test_nothing_but_the_command_line_itself_comes_before_its_ctrl_c() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['__future__', 'moemerge', 'moemerge.cli']"
+
+
+@pytest.mark.parametrize(
+    ("asked", "verbs"), [("swap-routers", {"swap-routers"}), ("validate", None), ("inspct", None)]
+)
+def test_flags_of_verbs_that_are_not_asked_for_are_not_made(
+    asked: str, verbs: set[str] | None
+) -> None:
+    """All verbs are there where none has a module of that name, for `--help` and "did you mean"."""
+    code = (
+        f"from moemerge import cli; cli.asked = {asked!r}; from moemerge.cli.app import app; "
+        "print(*(command.name or command.callback.__name__ for command in app.registered_commands))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    made = set(done.stdout.split())
+    assert made == verbs if verbs else {"merge", "validate", "inspect", "study"} <= made

@@ -15,6 +15,10 @@ INTERRUPTED = 130  # the exit code after Ctrl-C
 UNFORESEEN = 1  # after an error that is not ours
 NOTHING_LEFT = "interrupted; nothing was left behind"
 
+# The verb that was asked for, once `main` knows: flags of the others need not be made. A verb
+# without a module of its name brings all of them.
+asked = ""
+
 _pressed = False
 
 
@@ -22,6 +26,8 @@ def main() -> None:
     """Entry point of the `moemerge` command."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
         signal.signal(signal.SIGINT, _note)
+    global asked
+    asked = next(iter(sys.argv[1:]), "")
     code: object = 0
     try:
         from moemerge.cli.app import app

@@ -102,7 +102,9 @@ def moemerge(
 def _add_verbs() -> None:
     names = sorted(module.name for module in pkgutil.iter_modules(cli.__path__))
     others = (n for n in names if n not in (*FIRST, *HELPERS) and not n.endswith("_table"))
-    for name in (*FIRST, *others):
+    verbs = (*FIRST, *others)
+    asked = cli.asked.replace("-", "_")
+    for name in [asked] if asked in verbs else verbs:
         importlib.import_module(f"{cli.__name__}.{name}").add_to(app)
 
 
