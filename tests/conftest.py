@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,9 +10,19 @@ from typing import Any
 
 import pytest
 
-import zoo
-from moemerge.architectures import families
-from moemerge.merging import METHODS, WRAPPERS
+# What imports make stays. Looking through it for garbage, over and over, took more time than many a
+# room: nothing is looked for until all tests are imported, and only in what came later then.
+gc.disable()
+
+import zoo  # noqa: E402
+from moemerge.architectures import families  # noqa: E402
+from moemerge.merging import METHODS, WRAPPERS  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _imports_are_no_garbage() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
