@@ -59,6 +59,7 @@ METHODS = ("average", "wudi", "regmean")
 OF_METHODS = ("methods", "methods-three")  # with every method there is
 REGIMES = ("soft", "plain")
 ARCHITECTURES = ("olmoe", "qwen3_moe")
+SLOW = ("adamerging",)  # a method whose cells come last
 ENDED = "ended"  # a trainer's last word, in the folder of its sets
 TEST_PROBLEMS = 60  # a set's own accuracy is not what is looked at here
 NEEDED = 8e9  # bytes: twenty sets of the small preset, what trains, and models being measured
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--steps-scale", type=float, default=1.0)
     parser.add_argument("--tuning-steps", type=int, default=100)
+    parser.add_argument("--first", nargs="+", default=[], metavar="TABLE", help="before all else")
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--train", choices=ARCHITECTURES, help=argparse.SUPPRESS)
     parser.add_argument("--after", choices=ARCHITECTURES, help=argparse.SUPPRESS)
@@ -241,7 +243,7 @@ def measure(args: argparse.Namespace) -> None:
         every = replace(request, experiments=OF_METHODS, methods=())
         plans = make_plan(request), make_plan(every)
         journal = CellJournal(request.out, asdict(request.scale))
-        gates, items = items_of(plans, journal, archs)
+        gates, items = items_of(plans, journal, archs, weights(args.first))
         alarm = WorkItem(TIME_IS_UP, sleep_until, (BEGIN + args.limit - WRITING,), rank=(-1,))
         say(f"{sum(': measure ' in item.key for item in items)} cells to measure")
         jobs = args.jobs or len(os.sched_getaffinity(0))
@@ -289,7 +291,10 @@ def follow(outcomes: Iterator[Outcome], journal: CellJournal, count: int) -> Non
 
 
 def items_of(
-    plans: Sequence[Plan], journal: CellJournal, archs: Sequence[str]
+    plans: Sequence[Plan],
+    journal: CellJournal,
+    archs: Sequence[str],
+    order: Sequence[tuple[str, set[str]]],
 ) -> tuple[list[WorkItem], list[WorkItem]]:
     """A gate for each regime of an architecture, and all items of its sets behind it."""
     request = plans[0].request
@@ -298,7 +303,6 @@ def items_of(
     for plan in plans:
         for key, some in left_to_measure(plan, journal).items():
             left.setdefault(key, {}).update({cell.name: cell for cell in some})
-    order = weights()
     gates: dict[tuple[str, str], list[Path]] = {}
     items: list[WorkItem] = []
     for number, (key, named) in enumerate(left.items()):
@@ -323,21 +327,23 @@ def items_of(
     return waiting, items
 
 
-def weights() -> list[tuple[str, set[str]]]:
+def weights(first: Sequence[str]) -> list[tuple[str, set[str]]]:
     """Architectures and cells, the weightiest first."""
 
     def cells(table: str, *methods: str, but: Sequence[str] = ()) -> set[str]:
         rows = EXPERIMENTS[table].rows(Scope(methods, layers=1))
         return {row.cell.name for row in rows if row.label not in but}
 
+    usual = [name for name in EVERY if name not in SLOW]
     core = cells("refit", "average", but=(EXACT_BASE, REFIT_FIXED))
     swept = [cells(f"refit-{name}", "average") for name in ("ridge", "text", "parts")]
     return [
+        *((arch, cells(table, *usual)) for table in first for arch in ARCHITECTURES),
         ("olmoe", core),
         ("qwen3_moe", core),
         ("olmoe", cells("refit", "average")),
         *(("olmoe", names) for names in swept),
-        ("olmoe", cells("methods", *EVERY)),
+        ("olmoe", cells("methods", *usual)),
         ("olmoe", cells("refit", *METHODS, but=(EXACT_BASE, REFIT_FIXED))),
         ("olmoe", cells("refit-three", "average", but=(EXACT_BASE, REFIT_FIXED))),
         ("qwen3_moe", cells("refit", "average")),

@@ -132,7 +132,9 @@ def is_plain_norm(module: Any, device: torch.device, dtype: torch.dtype) -> bool
     """Whether the module computes x / rms(x) * weight, tried on random numbers."""
     if not _looks_plain(module):
         return False
-    probe = copy.deepcopy(module).to_empty(device=device).to(dtype)
+    probe = copy.deepcopy(module)
+    # Not by `to_empty`, for which torch loads its symbolic algebra.
+    probe.weight = nn.Parameter(torch.empty(module.weight.shape, device=device, dtype=dtype))
     generator = torch.Generator(device).manual_seed(0)
     epsilon = _epsilon(module) or 0.0
     with torch.no_grad():

@@ -34,7 +34,8 @@ HOPELESS = (ArchitectureError, DataError, NumericalError, UsageError)
 
 
 class Output:
-    """Finished entries, kept in memory alone: nothing is written, not even a journal."""
+    """What is told of finished entries, in memory alone: nothing is written, not even a journal, so
+    their tensors are of no more use."""
 
     def __init__(self) -> None:
         self.entries: Sequence[Entry] = []
@@ -69,7 +70,7 @@ class Output:
         return "memory"
 
     def add(self, entry: Entry) -> None:
-        self.entries = [*self.entries, entry]
+        self.entries = [*self.entries, replace(entry, tensors={})]
 
     def check(self) -> None:
         """Raise what has gone wrong in the background, if anything has."""
@@ -89,7 +90,7 @@ class Output:
 
 
 class FollowingOutput(Output):
-    """In all ranks but the first: the first one's finished entries, and nothing written."""
+    """In all ranks but the first, which writes: its finished entries, and nothing written."""
 
     def begin(self, key: Mapping[str, Any], names: Collection[str], *, resume: bool) -> None:
         nothing: tuple[list[Entry], str | None] = [], None
@@ -97,9 +98,6 @@ class FollowingOutput(Output):
         self.resumed = len(self.entries)
         if not ranks.all_say(folder is None or Path(folder).is_dir()):
             self.entries = ranks.from_lead([])  # with their tensors
-
-    def add(self, entry: Entry) -> None:
-        super().add(replace(entry, tensors={}))  # which rank 0 has written down
 
 
 class PatchedOutput(Output):

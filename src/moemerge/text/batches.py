@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from moemerge.errors import DataError, UsageError
 from moemerge.runtime import ranks
@@ -148,12 +149,11 @@ def _pad(
     pad: int,
     side: PaddingSide,
 ) -> Batch:
-    length = max(len(rows[place]) for place in places)
-    input_ids = torch.full((len(places), length), pad, dtype=torch.int64)
-    mask = torch.zeros((len(places), length), dtype=torch.bool)
-    for at, place in enumerate(places):
-        row = rows[place]
-        span = slice(0, len(row)) if side == "right" else slice(length - len(row), length)
-        input_ids[at, span] = row
-        mask[at, span] = True
+    own = [rows[place] for place in places]
+    lengths = torch.tensor([len(row) for row in own])[:, None]
+    input_ids = pad_sequence(own, batch_first=True, padding_value=pad, padding_side=side).long()
+    columns = torch.arange(input_ids.shape[1])
+    if side == "left":
+        columns = columns.flip(0)
+    mask = columns < lengths
     return Batch(domain, holdout, input_ids, mask, tuple(places))

@@ -13,7 +13,12 @@ from typing import Any
 
 from moemerge import api
 from moemerge.experiments.problems import pack
-from moemerge.testbed.accuracy import LONGEST_ANSWER, accuracy, compare_routing
+from moemerge.testbed.accuracy import (
+    LONGEST_ANSWER,
+    RoutingAgreement,
+    accuracy,
+    compare_routing,
+)
 from moemerge.testbed.experiments.forced import generate_forced
 from moemerge.testbed.experiments.merges import EVERY, MergeFiles, graft_config, merge_config
 from moemerge.testbed.experiments.recipes import (
@@ -174,7 +179,13 @@ class Bench:
 
     def _refit(self, model: Refitted, out: Path) -> None:
         texts = {domain: self.text("correct", domain) for domain in model.domains}
-        given = {**dict(model.settings), "limit": model.rows, "device": self.device}
+        # What it comes to is measured on other text, as for every model.
+        given = {
+            "measure": False,
+            **dict(model.settings),
+            "limit": model.rows,
+            "device": self.device,
+        }
         api.refit(self.path(model.model), out, **self._sources(model, texts), **given)
 
     def _sources(self, model: Calibrated | Refitted, texts: Mapping[str, Path]) -> dict[str, Any]:
@@ -234,9 +245,12 @@ class Bench:
     def measure(self, cell: Cell) -> dict[str, Any]:
         """Accuracy and routing of a cell, by domain; of untouched domains the accuracy alone."""
         begin = time.perf_counter()
-        measured: dict[str, Any] = {
-            "domains": {domain: self._measure(domain, model, cell) for domain, model in cell.runs}
-        }
+        measure = self._forced if cell.forced else self._solved
+        rows = {domain: measure(domain, model) for domain, model in cell.runs}
+        if not cell.forced:  # whose routing is the source's, by construction
+            for domain, agreement in self._agreements(cell).items():
+                rows[domain] |= asdict(agreement)
+        measured: dict[str, Any] = {"domains": rows}
         if cell.untouched:
             measured["untouched"] = {d: self._solved(d, model) for d, model in cell.untouched}
         choices = {self.path(model) / CHOICE for _, model in cell.runs}
@@ -246,13 +260,17 @@ class Bench:
         seconds = round(time.perf_counter() - begin, 2)
         return {"trained": set_digest(self.trained), **measured, "seconds": seconds}
 
-    def _measure(self, domain: str, model: Model, cell: Cell) -> dict[str, Any]:
-        if cell.forced:
-            return self._forced(domain, model)  # its routing is the source's, by construction
-        texts = {domain: held_out_text(domain, self.scale.held_out)}
-        sources = {domain: self.path(Trained(domain))}
-        agreement = compare_routing(self.path(model), sources, texts, device=self.device)
-        return {**self._solved(domain, model), **asdict(agreement[domain])}
+    def _agreements(self, cell: Cell) -> dict[str, RoutingAgreement]:
+        """How each domain is routed beside its specialist; a model is read once for all of its."""
+        domains: dict[Model, list[str]] = {}
+        for domain, model in cell.runs:
+            domains.setdefault(model, []).append(domain)
+        found: dict[str, RoutingAgreement] = {}
+        for model, own in domains.items():
+            sources = {domain: self.path(Trained(domain)) for domain in own}
+            texts = {domain: held_out_text(domain, self.scale.held_out) for domain in own}
+            found |= compare_routing(self.path(model), sources, texts, device=self.device)
+        return found
 
     def _solved(self, domain: str, model: Model) -> dict[str, Any]:
         asked = asked_problems(domain, self.scale.problems)
