@@ -96,7 +96,7 @@ def test_what_only_the_settings_refuse_is_kept(model: Path, tmp_path: Path) -> N
     assert cases.leftovers(tmp_path / "out") == [".out.journal"]
 
 
-def test_without_writing_entries_stay_in_memory(model: Path) -> None:
+def test_without_writing_rows_stay_in_memory_and_tensors_do_not(model: Path) -> None:
     some = entries(model)
     with Output() as output:
         output.begin(KEY, [], resume=False)
@@ -104,4 +104,8 @@ def test_without_writing_entries_stay_in_memory(model: Path) -> None:
             assert output.finished(entry.name) is None
             output.add(entry)
         output.finish({})
-    assert [entry.name for entry in output.entries] == [entry.name for entry in some]
+    assert [(entry.name, entry.row) for entry in output.entries] == [
+        (entry.name, entry.row) for entry in some
+    ]
+    assert any(entry.tensors for entry in some)
+    assert not any(entry.tensors for entry in output.entries)

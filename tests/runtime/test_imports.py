@@ -174,7 +174,11 @@ model = build_skeleton(Checkpoint.open(sys.argv[1]), torch.float32)
 assert all(parameter.is_meta for parameter in model.parameters())
 assert torch.Tensor.normal_ is draw
 assert torch.zeros(8).normal_().any()  # elsewhere numbers are drawn as ever
-loaded = [name for name in PUT_OFF if name in sys.modules]
+from moemerge.features.fused import is_plain_norm
+norm = model.model.norm
+assert norm.weight.is_meta
+assert is_plain_norm(norm, torch.device("cpu"), torch.bfloat16)
+loaded = [name for name in (*PUT_OFF, "sympy") if name in sys.modules]
 assert not loaded, loaded
 """
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import _thread
+import importlib
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,6 +112,39 @@ def test_a_gpu_is_woken_beside_other_work(
     monkeypatch.setenv("WORLD_SIZE", "2")  # one of several: which GPU is its own is not known yet
     process.wake_gpu(device)
     assert len(started) == wakes
+
+
+def test_triton_is_digested_once_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other releases keep the digest elsewhere: they make it when they need it."""
+    cache = tmp_path / "triton" / "runtime" / "cache.py"
+    cache.parent.mkdir(parents=True)
+    for package in (tmp_path / "triton", cache.parent):
+        (package / "__init__.py").touch()
+    cache.write_text("made = []\ndef triton_key():\n    made.append(1)\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    process._read_compiler()
+    read = importlib.import_module("triton.runtime.cache")
+    assert read.made == [1]
+    del read.triton_key
+    process._read_compiler()
+    for name in ("triton", "triton.runtime", "triton.runtime.cache"):
+        monkeypatch.delitem(sys.modules, name)
+    shutil.rmtree(tmp_path / "triton")
+    importlib.invalidate_caches()
+    process._read_compiler()
+
+
+def test_a_woken_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    before = set(threading.enumerate())
+    process.wake_gpu("cuda")
+    process.wait_for_gpu()
+    assert set(threading.enumerate()) <= before
+    process.wait_for_gpu()  # nothing to wait for
 
 
 def refuse_threads_after(monkeypatch, allowed):

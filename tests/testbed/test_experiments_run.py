@@ -168,6 +168,18 @@ def test_of_several_fine_tunings_the_best_on_validation_problems_is_taken(bench)
     assert 0 < moved <= 1.1 * best["lr"] * best["steps"]  # Adam's steps are no longer than the rate
 
 
+def test_a_model_read_once_for_all_domains_routes_each_as_alone(bench):
+    merged = Merged("average", DOMAINS)
+    bench.make(merged)
+    found = bench.measure(measured(merged, DOMAINS))["domains"]
+    assert list(found) == list(DOMAINS)
+    for domain in DOMAINS:
+        sources = {domain: bench.path(Trained(domain))}
+        texts = {domain: held_out_text(domain, SCALE.held_out)}
+        alone = compare_routing(bench.path(merged), sources, texts, device="cpu")[domain]
+        assert asdict(alone).items() <= found[domain].items()
+
+
 def test_validation_problems_are_none_of_the_tests():
     chosen = {p.prompt for p in validation_problems("math", 40, asked=60)}
     assert len(chosen) == 40
