@@ -166,8 +166,16 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "doge": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2},
 }  # fmt: skip
 
-# Rows of the table whose config class holds a model of images beside that of text.
-_NO_TEXT_MODEL = {"qwen3_vl_moe"}
+# Rows of the table whose text model has no head of its own: it comes with a model of images.
+_NO_TEXT_MODEL = {
+    "qwen3_vl_moe",
+    "deepseek_ocr2_text",
+    "unlimited_ocr_text",
+    "mistral_large4_text",
+    "glm5_next_text",
+    "step3p5",
+    "muse_spark_text",
+}  # most of them in `multimodal_zoo`
 
 # Every row of the table is built and tested; most need no entry above.
 FAMILIES: tuple[str, ...] = tuple(

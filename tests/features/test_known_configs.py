@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import moemerge
+import multimodal_zoo
 import zoo
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.errors import ArchitectureError
@@ -67,6 +68,18 @@ def test_what_could_not_be_loaded_is_refused(
     wrong = {name: value for name, value in {**config, **values}.items() if value is not ...}
     with pytest.raises(ArchitectureError, match=f"x/config.json: .*{said}"):
         check(model, wrong, config)
+
+
+@pytest.mark.parametrize("family", multimodal_zoo.FAMILIES)
+def test_a_model_of_images_may_rotate_by_a_type_of_its_own(family: str) -> None:
+    if not zoo.installed(family):
+        pytest.skip(f"the installed transformers has no {family}")
+    config = json.loads(multimodal_zoo.config(family).to_json_string(use_diff=False))
+    assert read_config(config).filled
+    if family == "muse_spark_text":
+        for part, rope in (("text_config", "axial"), ("vision_config", "x")):
+            wrong = {**config[part], "rope_parameters": {"rope_type": rope, "rope_theta": 1.0}}
+            assert "rope_type" in str(read_config({**config, part: wrong}).refused)
 
 
 def test_models_that_transformers_does_not_know_pass(sound: Path) -> None:

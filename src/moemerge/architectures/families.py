@@ -7,12 +7,13 @@ with `save_original_format=False`); they are plain replacements on `.name.`, tri
 
 from __future__ import annotations
 
+from moemerge.architectures.families_other import OTHER_FAMILIES
 from moemerge.architectures.families_sigmoid import SIGMOID_FAMILIES
 from moemerge.architectures.families_softmax import SOFTMAX_FAMILIES
 from moemerge.architectures.rules import Family
 from moemerge.errors import UsageError
 
-FAMILIES: tuple[Family, ...] = (*SOFTMAX_FAMILIES, *SIGMOID_FAMILIES)
+FAMILIES: tuple[Family, ...] = (*SOFTMAX_FAMILIES, *SIGMOID_FAMILIES, *OTHER_FAMILIES)
 
 BY_MODEL_TYPE: dict[str, Family] = {name: row for row in FAMILIES for name in row.model_types}
 _BY_CLASS: dict[str, Family] = {name.replace("_", ""): row for name, row in BY_MODEL_TYPE.items()}

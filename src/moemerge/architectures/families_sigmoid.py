@@ -1,4 +1,4 @@
-"""Rows of the family table: gates of sigmoid or other scores, and the families not served."""
+"""Rows of the family table: gates of sigmoid scores."""
 
 from __future__ import annotations
 
@@ -329,6 +329,52 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         dense="moe_layers",
     ),
     Family(
+        ("glm5_next_text", "glm5_next"),
+        "GLM-5.3 Flash",
+        _sigmoid(top_k=8),
+        routers=CORRECTED,
+        shared=SHARED_EXPERTS,
+        container="model.language_model.layers",
+        renames=(
+            (".self_attn.forget_gate.", ".self_attn."),
+            (".attn_hc.", ".hc_attn_"),
+            (".ffn_hc.", ".hc_ffn_"),
+        ),
+        concats=(
+            Concat(
+                "self_attn.conv1d.weight",
+                (
+                    "self_attn.q_conv1d.weight",
+                    "self_attn.k_conv1d.weight",
+                    "self_attn.v_conv1d.weight",
+                ),
+            ),
+        ),
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("step3p5", "step3p7"),
+        "Step-3.7",
+        GateRule(Score.SIGMOID, top_k=key("moe_top_k", "num_experts_per_tok", default=8)),
+        routers=(Router("moe.gate.weight", selection_bias="moe.router_bias"),),
+        experts=(
+            Experts(
+                stacks=(
+                    ("moe.gate_proj.weight", "gate"),
+                    ("moe.up_proj.weight", "up"),
+                    ("moe.down_proj.weight", "down"),
+                ),
+            ),
+        ),
+        shared=("share_expert.",),
+        renames=(
+            (".mlp.gate.e_score_correction_bias", ".moe.router_bias"),
+            (".mlp.gate.weight", ".moe.gate.weight"),
+            (".mlp.shared_experts.", ".share_expert."),
+        ),
+        dense="mlp_layer_types",
+    ),
+    Family(
         ("inkling_text",),
         "Inkling",
         _sigmoid_always(6),
@@ -341,89 +387,5 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         ),
         shared=SHARED_EXPERTS,
         dense="mlp_layer_types",
-    ),
-    # sqrt(softplus) scores
-    Family(
-        ("deepseek_v4",),
-        "DeepSeek-V4",
-        GateRule(
-            score={
-                "sqrtsoftplus": Score.SQRT_SOFTPLUS,
-                "sigmoid": Score.SIGMOID,
-                "softmax": Score.SOFTMAX,
-            },
-            score_key=key("scoring_func", default="sqrtsoftplus"),
-            top_k=key("num_experts_per_tok", default=6),
-        ),
-        routers=(
-            Router(
-                "ffn.gate.weight",
-                selection_bias="ffn.gate.bias",  # a logit bias only by name
-                extra=("ffn.gate.tid2eid",),
-            ),
-        ),
-        experts=(Experts("ffn.experts", W),),
-        shared=("ffn.shared_experts.",),
-        renames=(
-            (".self_attn.sinks", ".attn.attn_sink"),
-            (".self_attn.compressor.indexer.scorer.weights_proj.", ".attn.indexer.weights_proj."),
-            (".self_attn.compressor.indexer.q_b_proj.", ".attn.indexer.wq_b."),
-            (".self_attn.compressor.indexer.", ".attn.indexer.compressor."),
-            (".self_attn.", ".attn."),
-            (".compressor.position_bias", ".compressor.ape"),
-            (".compressor.kv_norm.", ".compressor.norm."),
-            (".compressor.gate_proj.", ".compressor.wgate."),
-            (".kv_proj.", ".wkv."),
-            (".attn.kv_norm.", ".attn.norm."),
-            (".attn.q_a_norm.", ".attn.q_norm."),
-            (".q_a_proj.", ".wq_a."),
-            (".q_b_proj.", ".wq_b."),
-            (".o_a_proj.", ".wo_a."),
-            (".o_b_proj.", ".wo_b."),
-            (".input_layernorm.", ".attn_norm."),
-            (".post_attention_layernorm.", ".ffn_norm."),
-            (".attn_hc.", ".hc_attn_"),
-            (".ffn_hc.", ".hc_ffn_"),
-            (".mlp.", ".ffn."),
-            (".ffn.gate.e_score_correction_bias", ".ffn.gate.bias"),
-            (".shared_experts.gate_proj.", ".shared_experts.w1."),
-            (".shared_experts.down_proj.", ".shared_experts.w2."),
-            (".shared_experts.up_proj.", ".shared_experts.w3."),
-        ),
-        root_renames=(
-            (".lm_head.", ".head."),
-            (".embed.", ".embed_tokens."),
-            (".hc_head_", ".hc_head.hc_"),
-        ),
-        passed_over=(
-            "ffn.gate.tid2eid",
-            "hash-routed layer: a table of token ids chooses the experts, not the router",
-        ),
-    ),
-    # not served
-    Family(
-        ("zaya",),
-        "Zaya",
-        GateRule(top_k=key("num_experts_per_tok", default=1)),
-        routers=(
-            Router(
-                "mlp.gate.router_mlp.out_proj.weight",
-                selection_bias="mlp.gate.balancing_biases",
-                extra=("mlp.gate.",),
-            ),
-        ),
-        served=False,
-        reason="its router is a small network with a state carried from layer to layer, "
-        "not a matrix on the hidden state",
-    ),
-    Family(
-        ("doge",),
-        "Doge",
-        GateRule(top_k=key("num_experts_per_tok", default=64)),
-        routers=(Router("mlp.router_gate.weight"),),
-        experts=(Experts(whole=("mlp.down_embed.weight", "mlp.up_embed.weight")),),
-        dense="is_moe",
-        served=False,
-        reason="its router chooses experts by product keys, not by one row for each expert",
     ),
 )

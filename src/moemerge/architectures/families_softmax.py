@@ -18,6 +18,7 @@ from moemerge.architectures.rules import (
     Groups,
     Router,
     Score,
+    W,
     key,
 )
 
@@ -26,6 +27,20 @@ _SOFTMAX = GateRule()
 
 def _softmax(top_k: str, default: int) -> GateRule:
     return GateRule(top_k=key(top_k, default=default))
+
+
+def _deepseek_v2(top_k: int | None = None) -> GateRule:
+    """Groups scored by their best expert, where the config asks for groups."""
+    return GateRule(
+        top_k=key("num_experts_per_tok", default=top_k),
+        groups=Groups(
+            key("n_group"),
+            key("topk_group"),
+            score="max",
+            only_if=("topk_method", "group_limited_greedy"),
+            masked=0.0,
+        ),
+    )
 
 
 SOFTMAX_FAMILIES: tuple[Family, ...] = (
@@ -124,18 +139,23 @@ SOFTMAX_FAMILIES: tuple[Family, ...] = (
     Family(
         ("deepseek_v2",),
         "DeepSeek-V2",
-        GateRule(
-            top_k=key("num_experts_per_tok", default=2),
-            groups=Groups(
-                key("n_group"),
-                key("topk_group"),
-                score="max",
-                only_if=("topk_method", "group_limited_greedy"),
-                masked=0.0,
-            ),
-        ),
+        _deepseek_v2(2),
         shared=SHARED_EXPERTS,
         dense="first_k_dense_replace",
+    ),
+    Family(
+        ("deepseek_ocr2_text", "deepseek_ocr2"),
+        "DeepSeek-OCR-2",
+        _deepseek_v2(),
+        shared=SHARED_EXPERTS,
+        dense="mlp_layer_types",
+    ),
+    Family(
+        ("unlimited_ocr_text", "unlimited_ocr"),
+        "Unlimited-OCR",
+        _deepseek_v2(6),
+        shared=SHARED_EXPERTS,
+        dense="mlp_layer_types",
     ),
     Family(
         ("mistral4",),
@@ -143,6 +163,40 @@ SOFTMAX_FAMILIES: tuple[Family, ...] = (
         GateRule(top_k=key("num_experts_per_tok", default=4), groups=TOP_GROUPS_OR_ZERO),
         shared=SHARED_EXPERTS,
         dense="first_k_dense_replace",
+    ),
+    Family(
+        ("mistral_large4_text", "mistral_large4"),
+        "Mistral Large 4",
+        GateRule(top_k=key("num_experts_per_tok", default=4), groups=TOP_GROUPS_OR_ZERO),
+        routers=(Router("gate.weight"),),
+        experts=(Experts("experts", W),),
+        shared=("shared_experts.",),
+        container="layers",
+        renames=(
+            (".mlp.gate.", ".gate."),
+            (".mlp.experts.", ".experts."),
+            (".mlp.shared_experts.", ".shared_experts."),
+            (".mlp.", ".feed_forward."),
+            (".gate_proj.", ".w1."),
+            (".down_proj.", ".w2."),
+            (".up_proj.", ".w3."),
+            (".self_attn.", ".attention."),
+            (".attention.q_proj.", ".attention.wq."),
+            (".attention.o_proj.", ".attention.wo."),
+            (".kv_a_proj_with_mqa.", ".wkv_a_with_mqa."),
+            (".kv_b_proj.", ".wkv_b."),
+            (".kv_a_layernorm.", ".kv_a_norm."),
+            (".input_layernorm.", ".attention_norm."),
+            (".post_attention_layernorm.", ".ffn_norm."),
+            (".softmax_scaling.scale", ".ssmax_scaling.s"),
+            (".softmax_scaling.bias", ".ssmax_scaling.b"),
+        ),
+        root_renames=(
+            (".embed_tokens.", ".tok_embeddings."),
+            (".rotary_emb.alpha", ".lerope.alpha"),
+            (".lm_head.", ".output."),
+        ),
+        dense="mlp_layer_types",
     ),
     Family(
         ("gpt_oss",),

@@ -58,14 +58,18 @@ def read_config(config: Mapping[str, Any]) -> ReadConfig:
         cls = CONFIG_MAPPING[kind]
         # Reading a file undoes how transformers writes infinity; reading a dictionary does not.
         plain = getattr(cls, "_decode_special_floats", dict)(dict(config))
-        filled = cls.from_dict(plain).to_dict()
+        made = cls.from_dict(plain)
+        filled = made.to_dict()
         filled = json.loads(json.dumps(filled, default=str))  # keys are texts
     except Exception as error:  # classes promise little about what they raise
         words = " ".join(str(error).split())[:300]
         return ReadConfig(refused=f"{type(error).__name__}: {words}")
-    for rope in _values(filled, "rope_type"):
-        if rope not in (None, "default", *ROPE_INIT_FUNCTIONS):
-            return ReadConfig(refused=f"rope_type {rope!r} is none that it has")
+    for part in _parts(made):
+        # A model of images may have a type of its own, which its class then names as the default.
+        known = (None, "default", *ROPE_INIT_FUNCTIONS, getattr(part, "default_rope_type", None))
+        for rope in _values(vars(part), "rope_type"):
+            if rope not in known:
+                return ReadConfig(refused=f"rope_type {rope!r} is none that it has")
     own = {name: value for name, value in filled.items() if name != "quantization_config"}
     for dtype in _values(own, "dtype"):
         if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
@@ -169,6 +173,14 @@ def require_loadable(model: OpenModel) -> None:
     where = str(checkpoint.path / "config.json")
     with ConfigCheck(checkpoint.config, checkpoint.tensors, {}, where) as check:
         check.result()
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A config of transformers and those inside it."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(getattr(type(value), "model_type", None), str):
+            yield from _parts(value)
 
 
 def _values(config: Mapping[str, Any], key: str) -> Iterator[Any]:
