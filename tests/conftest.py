@@ -14,6 +14,7 @@ import pytest
 # room: nothing is looked for until all tests are imported, and only in what came later then.
 gc.disable()
 
+import multimodal_zoo  # noqa: E402
 import zoo  # noqa: E402
 from moemerge.architectures import families  # noqa: E402
 from moemerge.merging import METHODS, WRAPPERS  # noqa: E402
@@ -63,7 +64,8 @@ def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         key = (model_type, *sorted((name, repr(value)) for name, value in options.items()))
         if key not in built:
             path = tmp_path_factory.mktemp(model_type)
-            built[key] = zoo.build(model_type, path, **options)
+            whole = model_type in multimodal_zoo.FAMILIES
+            built[key] = (multimodal_zoo if whole else zoo).build(model_type, path, **options)
         return built[key]
 
     return folder

@@ -18,7 +18,6 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.families import family_of
 from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.errors import ArchitectureError
 from moemerge.features.loading import build_skeleton, map_names
 from moemerge.features.router_stream import RouterStream
 from moemerge.features.routers import anatomy
@@ -26,24 +25,6 @@ from moemerge.features.settings import StreamSettings
 
 Folder = Callable[..., Path]
 FAMILIES = multimodal_zoo.FAMILIES
-REFUSED = ("muse_spark_text",)
-SERVED = tuple(name for name in FAMILIES if name not in REFUSED)
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    built: dict[tuple[str, bool], Path] = {}
-
-    def folder(model_type: str, *, fused: bool = False) -> Path:
-        if not zoo.installed(model_type):
-            pytest.skip(f"the installed transformers has no {model_type}")
-        key = (model_type, fused)
-        if key not in built:
-            path = tmp_path_factory.mktemp(model_type)
-            built[key] = multimodal_zoo.build(model_type, path, fused=fused)
-        return built[key]
-
-    return folder
 
 
 def text_units(folder: Path) -> dict[str, tuple[Unit, torch.Tensor]]:
@@ -66,8 +47,8 @@ def text_units(folder: Path) -> dict[str, tuple[Unit, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_layouts_pair_up_by_key(folder_of: Folder, model_type: str) -> None:
-    disk, fused = (text_units(folder_of(model_type, fused=fused)) for fused in (False, True))
+def test_layouts_pair_up_by_key(zoo_folder: Folder, model_type: str) -> None:
+    disk, fused = (text_units(zoo_folder(model_type, fused=fused)) for fused in (False, True))
     assert disk.keys() == fused.keys()
     for key, (unit, value) in disk.items():
         other, again = fused[key]
@@ -83,27 +64,27 @@ def test_layouts_pair_up_by_key(folder_of: Folder, model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_original_names_are_their_own_keys(folder_of: Folder, model_type: str) -> None:
-    for key, (unit, _) in text_units(folder_of(model_type)).items():
+def test_original_names_are_their_own_keys(zoo_folder: Folder, model_type: str) -> None:
+    for key, (unit, _) in text_units(zoo_folder(model_type)).items():
         if unit.role is not Role.EXPERT:
             assert key == unit.tensor
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_numbers_of_the_config(folder_of: Folder, model_type: str) -> None:
-    folder = folder_of(model_type)
+def test_numbers_of_the_config(zoo_folder: Folder, model_type: str) -> None:
+    folder = zoo_folder(model_type)
     config = zoo.read_config(folder)
     architecture = Architecture.of(config, zoo.tensors(folder))
     assert architecture.family is family_of(model_type) is family_of(config["model_type"])
     assert (architecture.num_layers, architecture.num_experts) == (3, zoo.EXPERTS)
     assert architecture.notice is None
     assert architecture.layer_key.section == ("text_config",)
-    assert [place.served for place in architecture.routers()] == [model_type in SERVED] * 2
+    assert [place.served for place in architecture.routers()] == [True, True]
 
 
-@pytest.mark.parametrize("model_type", SERVED)
-def test_modules_and_tables_agree(folder_of: Folder, model_type: str) -> None:
-    checkpoint = Checkpoint.open(folder_of(model_type))
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_modules_and_tables_agree(zoo_folder: Folder, model_type: str) -> None:
+    checkpoint = Checkpoint.open(zoo_folder(model_type))
     table = Architecture.of(checkpoint.config, checkpoint.tensors)
     model = build_skeleton(checkpoint, torch.float32)
     names = map_names(model, checkpoint)
@@ -112,8 +93,8 @@ def test_modules_and_tables_agree(folder_of: Folder, model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_family_merges_and_loads(folder_of: Folder, model_type: str, tmp_path: Path) -> None:
-    base = folder_of(model_type)
+def test_a_family_merges_and_loads(zoo_folder: Folder, model_type: str, tmp_path: Path) -> None:
+    base = zoo_folder(model_type)
     models = [zoo.perturb(base, tmp_path / str(seed), seed) for seed in (1, 2)]
     weighted = [{"model": str(model), "parameters": {"weight": 0.5}} for model in models]
     config = {"merge_method": "task_arithmetic", "base_model": str(base), "models": weighted}
@@ -128,11 +109,11 @@ def test_a_family_merges_and_loads(folder_of: Folder, model_type: str, tmp_path:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_features_are_those_of_the_whole_model(
-    folder_of: Folder, model_type: str, fused: bool
+    zoo_folder: Folder, model_type: str, fused: bool
 ) -> None:
-    folder = folder_of(model_type, fused=fused)
+    folder = zoo_folder(model_type, fused=fused)
     batches = reference.batches()
     found: reference.Features = {}
     with RouterStream(Checkpoint.open(folder), batches, StreamSettings()) as stream:
@@ -153,9 +134,9 @@ def test_features_are_those_of_the_whole_model(
             assert torch.equal(got, want), path
 
 
-@pytest.mark.parametrize("model_type", SERVED)
-def test_a_family_calibrates(folder_of: Folder, model_type: str, tmp_path: Path) -> None:
-    case = cases.make_case(folder_of(model_type), tmp_path / "case")
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_calibrates(zoo_folder: Folder, model_type: str, tmp_path: Path) -> None:
+    case = cases.make_case(zoo_folder(model_type), tmp_path / "case")
     report = case.calibrate(tmp_path / "out")
     served = [row["router"] for row in report.layers]
     assert len(served) == 2
@@ -166,23 +147,13 @@ def test_a_family_calibrates(folder_of: Folder, model_type: str, tmp_path: Path)
     zoo.assert_loads(tmp_path / "out")
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_model_routes_exactly_as_itself(
-    folder_of: Folder, model_type: str, tmp_path: Path
+    zoo_folder: Folder, model_type: str, tmp_path: Path
 ) -> None:
-    case = cases.make_case(folder_of(model_type), tmp_path, sources=1, rows=4)
+    case = cases.make_case(zoo_folder(model_type), tmp_path, sources=1, rows=4)
     found = moemerge.diagnose(
         case.merged, sources={"math": case.merged}, data=case.data, device="cpu"
     )
     assert [(row.mismatch, row.kl, row.drift) for row in found.layers] == [(0, 0, 0)] * 2
     assert found.total("math").loss == found.total("math").loss_source
-
-
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_one_that_is_not_served_is_refused(
-    folder_of: Folder, model_type: str, tmp_path: Path
-) -> None:
-    case = cases.make_case(folder_of(model_type), tmp_path / "case", rows=4)
-    with pytest.raises(ArchitectureError, match=f"routers of {model_type} cannot be calibrated"):
-        case.calibrate(tmp_path / "out")
-    assert not (tmp_path / "out").exists()

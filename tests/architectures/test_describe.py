@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,8 +89,9 @@ def test_quantised_is_not_calibratable(zoo_folder: Callable[..., Path]) -> None:
 
 def test_gate_in_words() -> None:
     gate = Gate(Score.SIGMOID, 2, normalised=False, selection_bias=BiasPlace.LOGITS, soft_cap=5.0)
+    gate = replace(gate, scale=0.25)
     assert gate_in_words(gate) == (
-        "sigmoid, not renormalised over the top 2, logits capped at 5, "
+        "sigmoid, not renormalised over the top 2, logits times 0.25, logits capped at 5, "
         "choice moved by a bias on the logits"
     )
 

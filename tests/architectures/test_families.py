@@ -18,9 +18,10 @@ from moemerge.architectures import families_softmax, rules
 from moemerge.architectures.architecture import Architecture, RouterInfo
 from moemerge.architectures.families import FAMILIES, family_of, family_of_class
 from moemerge.architectures.rules import BiasPlace, Gate, Score
+from moemerge.errors import ArchitectureError
 
 INSTALLED = tuple(f for f in (*zoo.FAMILIES, *multimodal_zoo.FAMILIES) if zoo.installed(f))
-NOT_SERVED = ("zaya", "doge", "muse_spark_text")
+NOT_SERVED = ("zaya", "doge")
 
 RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
@@ -59,6 +60,7 @@ def architecture_in_memory(model: Any) -> Architecture:
 
 
 def scores_of(gate: Gate, logits: Tensor) -> Tensor:
+    logits = gate.scale * logits
     if gate.soft_cap is not None:
         logits = gate.soft_cap * torch.tanh(logits / gate.soft_cap)
     return {
@@ -232,6 +234,15 @@ def test_gate_reads_lists_by_layer_and_both_scores() -> None:
     sigmoid = {"expert_selection_fn": "sigmoid", "norm_topk_prob": False}
     gate = cohere.gate.gate(sigmoid, 0, biased=False)
     assert (gate.score, gate.normalised) == (Score.SIGMOID, False)
+
+
+def test_a_factor_on_the_logits_is_above_zero() -> None:
+    family = family_of("muse_spark")
+    assert family is not None
+    assert family.gate.gate({"output_multiplier": 0.5}, 0, biased=True).scale == 0.5
+    for wrong in (0, -0.5, "x", True):
+        with pytest.raises(ArchitectureError, match="output_multiplier is"):
+            family.gate.gate({"output_multiplier": wrong}, 0, biased=True)
 
 
 def test_group_limit_only_where_the_config_asks_for_it() -> None:

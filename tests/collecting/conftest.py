@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import multimodal_zoo
 import zoo
 from collecting.cases import Collect
 from moemerge.collecting import CollectReport, CollectRequest, run_collect
@@ -39,7 +40,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
             pytest.skip(f"the installed transformers has no {family}")
         key = (family, *sorted((name, repr(value)) for name, value in options.items()))
         if key not in built:
-            path = zoo.build(family, tmp_path_factory.mktemp(family), **options)
+            rooms = multimodal_zoo if family in multimodal_zoo.FAMILIES else zoo
+            path = rooms.build(family, tmp_path_factory.mktemp(family), **options)
             built[key] = zoo.tiny_tokenizer(path)
         return built[key]
 

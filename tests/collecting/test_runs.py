@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moemerge
+import multimodal_zoo
 import zoo
 from collecting.cases import Collect, Folder
 from moemerge.architectures.architecture import Architecture
@@ -274,13 +275,15 @@ def test_rows_that_predict_nothing_are_refused(model_folder: Folder, tmp_path: P
 
 # Families without statistics, and how each is refused.
 NONE = {
-    **dict.fromkeys(("dbrx", "jetmoe", "llama4_text", "longcat_flash"), "expert by expert"),
+    **dict.fromkeys(
+        ("dbrx", "jetmoe", "llama4_text", "longcat_flash", "step3p5"), "expert by expert"
+    ),
     **dict.fromkeys(("doge", "zaya"), "not a single linear map"),
 }
 # Those without gradients.
 FORWARD_ONLY = {
     "gemma4_text": "gradients cannot be sent back",
-    **dict.fromkeys(("deepseek_v4", "hy_v4"), "one norm after the last layer"),
+    **dict.fromkeys(("deepseek_v4", "glm5_next_text", "hy_v4"), "one norm after the last layer"),
 }
 
 
@@ -313,7 +316,10 @@ def test_the_page_names_the_families_that_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in zoo.FAMILIES if f not in {*NONE, *FORWARD_ONLY}])
+@pytest.mark.parametrize(
+    "family",
+    [f for f in (*zoo.FAMILIES, *multimodal_zoo.FAMILIES) if f not in {*NONE, *FORWARD_ONLY}],
+)
 def test_all_other_families_have_statistics(
     family: str, model_folder: Folder, collect: Collect, tmp_path: Path
 ) -> None:

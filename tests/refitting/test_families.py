@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import multimodal_zoo
 import zoo
 from calibration import cases as calibrating
 from moemerge.errors import ArchitectureError
@@ -17,12 +18,14 @@ from refitting.cases import make_case
 # Their routers are no linear maps, so nothing stops before them.
 UNROUTED: tuple[str, ...] = ("zaya", "doge")
 # Their experts cannot be read one by one.
-REFUSED: tuple[str, ...] = ("dbrx", "jetmoe", "longcat_flash", "llama4_text")
+REFUSED: tuple[str, ...] = ("dbrx", "jetmoe", "longcat_flash", "llama4_text", "step3p5")
 # A norm behind the attention: no sum of outputs gives the hidden state.
-NORMED: tuple[str, ...] = ("flex_olmo", "gemma4_text", "afmoe")
+NORMED: tuple[str, ...] = ("flex_olmo", "gemma4_text", "afmoe", "muse_spark_text")
 # What stays as merged in every family.
 UNTOUCHED = re.compile(r"norm|embed|bias|conv1d|conv\.(conv\.)?weight|shared_expert_gate")
-SERVED = tuple(name for name in zoo.FAMILIES if name not in (*REFUSED, *UNROUTED))
+SERVED = tuple(
+    name for name in (*zoo.FAMILIES, *multimodal_zoo.FAMILIES) if name not in (*REFUSED, *UNROUTED)
+)
 CHEAP: dict[str, Any] = {"ridge": 0.1, "holdout": 0.0, "router": "keep"}
 
 

@@ -18,6 +18,9 @@ GATES = {
     "bernoulli": Gate(Score.SIGMOID, 2, normalised=False),
     "bernoulli capped": Gate(Score.SIGMOID, 2, normalised=False, soft_cap=2.0),
     "sqrt softplus": Gate(Score.SQRT_SOFTPLUS, 2),
+    "softmax scaled": Gate(Score.SOFTMAX, 2, scale=0.4),
+    "sigmoid scaled": Gate(Score.SIGMOID, 2, scale=0.4),
+    "bernoulli scaled and capped": Gate(Score.SIGMOID, 2, False, soft_cap=2.0, scale=0.4),
 }
 
 
@@ -68,6 +71,7 @@ def naive_divergence(gate: Gate, target: Tensor, z: Tensor) -> Tensor:
     """KL of one token, differentiable, from the definition."""
 
     def scores(v: Tensor) -> Tensor:
+        v = gate.scale * v
         if gate.soft_cap is not None:
             v = gate.soft_cap * torch.tanh(v / gate.soft_cap)
         if gate.score is Score.SOFTMAX:

@@ -101,6 +101,13 @@ NEWER: list[tuple[str, str, dict[str, Any], Gate, str | None]] = [
         "e_score_correction_bias",
     ),
     (
+        "muse_spark",
+        "MuseSparkTopkRouter",
+        {"output_multiplier": 0.3},
+        Gate(Score.SIGMOID, K, True, SCORES, scale=0.3),
+        "e_score_correction_bias",
+    ),
+    (
         "kolibri1",
         "Kolibri1TopKRouter",
         {"norm_topk_prob": True},
@@ -181,7 +188,7 @@ def test_selection_equals_the_models_own(
         z, _, indices = outputs
         expected = torch.zeros(400, E, dtype=torch.bool).scatter_(1, indices, value=True)
     raw = z
-    if gate.soft_cap is not None:  # this family records its logits after the cap
+    if gate.soft_cap is not None or gate.scale != 1.0:  # these record their logits after it
         raw = x @ router.weight.T.detach()  # type: ignore[union-attr,operator]
     chosen = select(gate, raw, None if bias_place is None else bias)
     ours = torch.zeros(400, E, dtype=torch.bool).scatter_(1, chosen, value=True)
@@ -222,6 +229,7 @@ def test_impossible_groups_are_refused() -> None:
 
 
 def naive_scores(gate: Gate, z: Tensor) -> Tensor:
+    z = gate.scale * z
     if gate.soft_cap is not None:
         z = gate.soft_cap * torch.tanh(z / gate.soft_cap)
     if gate.score is Score.SOFTMAX:

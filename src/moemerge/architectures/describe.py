@@ -126,6 +126,8 @@ def gate_in_words(gate: Gate) -> str:
     if gate.groups > 1:
         how = "best expert" if gate.group_score == "max" else "two best experts"
         words.append(f"from the best {gate.top_groups} of {gate.groups} groups (by their {how})")
+    if gate.scale != 1.0:
+        words.append(f"logits times {gate.scale:.3g}")
     if gate.soft_cap is not None:
         words.append(f"logits capped at {gate.soft_cap:g}")
     if gate.selection_bias is not None:

@@ -4,7 +4,6 @@ routers are not served."""
 from __future__ import annotations
 
 from moemerge.architectures.rules import (
-    CORRECTED,
     Experts,
     Family,
     GateRule,
@@ -98,16 +97,5 @@ OTHER_FAMILIES: tuple[Family, ...] = (
         dense="is_moe",
         served=False,
         reason="its router chooses experts by product keys, not by one row for each expert",
-    ),
-    Family(
-        ("muse_spark_text", "muse_spark"),
-        "Muse Spark",
-        GateRule(Score.SIGMOID, top_k=key("num_experts_per_tok", default=8)),
-        routers=CORRECTED,
-        container="model.language_model.layers",
-        dense="mlp_layer_types",
-        served=False,
-        reason="its logits are multiplied by a number of the config before the sigmoid, "
-        "which no gate here does",
     ),
 )

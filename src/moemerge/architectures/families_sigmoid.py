@@ -375,6 +375,18 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         dense="mlp_layer_types",
     ),
     Family(
+        ("muse_spark_text", "muse_spark"),
+        "Muse Spark",
+        GateRule(
+            Score.SIGMOID,
+            top_k=key("num_experts_per_tok", default=8),
+            scale=key("output_multiplier", default=0.1767766952966369),
+        ),
+        routers=CORRECTED,
+        container="model.language_model.layers",
+        dense="mlp_layer_types",
+    ),
+    Family(
         ("inkling_text",),
         "Inkling",
         _sigmoid_always(6),

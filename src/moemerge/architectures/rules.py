@@ -41,6 +41,7 @@ class Gate:
     soft_cap: float | None = None  # z -> c tanh(z / c)
     approximate: str | None = None  # why this gate is only approximated, in words
     masked_score: float = float("-inf")  # what experts outside the kept groups score (axk2: 0)
+    scale: float = 1.0  # z -> s z, before all else; above 0
 
 
 def look_up(config: Mapping[str, Any], path: str) -> Any:
@@ -124,6 +125,7 @@ class GateRule:
     groups: Groups | None = None
     soft_cap: Key | None = None
     approximate: str | None = None
+    scale: Key | None = None
 
     def gate(self, config: Mapping[str, Any], layer: int, *, biased: bool) -> Gate:
         """The gate of one layer; `biased`: the checkpoint holds a selection bias there."""
@@ -143,7 +145,19 @@ class GateRule:
             soft_cap=_number(cap, self.soft_cap) if cap else None,
             approximate=self.approximate,
             masked_score=self.groups.masked if self.groups and groups > 1 else float("-inf"),
+            scale=self._scale(config, layer),
         )
+
+    def _scale(self, config: Mapping[str, Any], layer: int) -> float:
+        if self.scale is None:
+            return 1.0
+        scale = _number(self.scale.read(config, layer), self.scale)
+        if scale <= 0:  # the best expert would be the one with the least logit
+            raise ArchitectureError(
+                f"config.json: {self.scale.names[0]} is {scale:g}, expected more than 0",
+                hint=CONFIG_HINT,
+            )
+        return scale
 
     def _score(self, config: Mapping[str, Any]) -> Score:
         if isinstance(self.score, Score):

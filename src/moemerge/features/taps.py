@@ -193,10 +193,18 @@ def projections(module: Any, values: Tensor) -> dict[str, Tensor]:
 # --- the head without the body ----------------------------------------------------------------
 
 
+class _BodyOutput(MoeModelOutputWithPast):
+    """What a body gives. A head may pass on more of it (states of images); here there is none."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 @contextlib.contextmanager
 def body_gives(model: PreTrainedModel, owner: str, hidden: Tensor) -> Iterator[None]:
     """Inside, the body (which holds `owner`) is passed over: the head gets `hidden` at once."""
-    given: Any = MoeModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+    given: Any = _BodyOutput(last_hidden_state=hidden)  # type: ignore[arg-type]
     with _forward_of(model, owner.split(".")[0], lambda *args, **kwargs: given):
         yield
 

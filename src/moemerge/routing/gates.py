@@ -29,10 +29,21 @@ def is_bernoulli(gate: Gate) -> bool:
 
 
 def capped(gate: Gate, logits: Tensor) -> Tensor:
-    """The logits after the gate's soft cap, c tanh(z / c)."""
+    """The logits times the gate's scale and after its soft cap, c tanh(z / c)."""
+    if gate.scale != 1.0:
+        logits = logits * gate.scale
     if gate.soft_cap is None:
         return logits
     return gate.soft_cap * torch.tanh(logits / gate.soft_cap)
+
+
+def _bend(gate: Gate, logits: Tensor) -> Tensor | None:
+    """d `capped` / dz; None where it is 1 everywhere."""
+    if gate.soft_cap is None:
+        return None if gate.scale == 1.0 else torch.full_like(logits, gate.scale)
+    if gate.scale == 1.0:
+        return 1.0 - torch.tanh(logits / gate.soft_cap) ** 2
+    return gate.scale * (1.0 - torch.tanh(logits * gate.scale / gate.soft_cap) ** 2)
 
 
 def _log_softplus(z: Tensor) -> Tensor:
@@ -63,16 +74,17 @@ def probabilities(gate: Gate, logits: Tensor) -> Tensor:
 
 
 def slope(gate: Gate, logits: Tensor) -> Tensor | None:
-    """g = d log f / dz, soft cap included; None where it is 1 everywhere (a plain softmax)."""
+    """g = d log f / dz, scale and soft cap included; None where it is 1 everywhere (a plain
+    softmax)."""
     z = capped(gate, logits)
     g: Tensor | None = None
     if gate.score is Score.SIGMOID:
         g = torch.sigmoid(-z)
     elif gate.score is Score.SQRT_SOFTPLUS:
         g = 0.5 * torch.exp(functional.logsigmoid(z) - _log_softplus(z))
-    if gate.soft_cap is None:
+    bend = _bend(gate, logits)
+    if bend is None:
         return g
-    bend = 1.0 - torch.tanh(logits / gate.soft_cap) ** 2
     return bend if g is None else g * bend
 
 
@@ -92,10 +104,9 @@ def divergence_gradient(gate: Gate, target_logits: Tensor, logits: Tensor) -> Te
     """d KL(target ‖ model) / dz, (tokens, experts): g (p − r), or s − r for Bernoulli gates."""
     gap = probabilities(gate, logits) - probabilities(gate, target_logits)
     if is_bernoulli(gate):
-        # d/dz [-r log s - (1-r) log(1-s)] = s - r; only the soft cap's bend remains of g.
-        if gate.soft_cap is None:
-            return gap
-        return gap * (1.0 - torch.tanh(logits / gate.soft_cap) ** 2)
+        # d/dz [-r log s - (1-r) log(1-s)] = s - r; only scale and soft cap remain of g.
+        bend = _bend(gate, logits)
+        return gap if bend is None else gap * bend
     g = slope(gate, logits)
     return gap if g is None else gap * g
 
@@ -222,8 +233,9 @@ def token_weights(
     p = probabilities(gate, logits)
     if is_bernoulli(gate):
         h = p * torch.sigmoid(-capped(gate, logits))
-        if gate.soft_cap is not None:
-            h = h * (1.0 - torch.tanh(logits / gate.soft_cap) ** 2) ** 2
+        bend = _bend(gate, logits)
+        if bend is not None:
+            h = h * bend**2
         return TokenWeights(h.to(dtype), None)
     g = slope(gate, logits)
     a = p if g is None else p * g

@@ -198,6 +198,7 @@ def _is_plain(gate: Gate) -> bool:
     return (
         gate.score is Score.SOFTMAX
         and gate.soft_cap is None
+        and gate.scale == 1.0
         and gate.selection_bias is None
         and gate.groups == 1
     )
