@@ -56,7 +56,8 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "glm5_next",
         {**_DENSE_FIRST, "num_key_value_heads": 4, "head_dim": None, "qk_rope_head_dim": 0,
          "index_kpool": 2,
-         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"]},
+         # What the checkpoint says; each release has a name of its own for the second.
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
         {"vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32,
                            "intermediate_size": 16, "projection_intermediate_size": 16,
                            "image_size": 28}},
