@@ -10,6 +10,7 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 EVIDENCE = (DOCS / "evidence.md").read_text(encoding="utf-8")
 CHOOSING = (DOCS / "choosing.md").read_text(encoding="utf-8")
+EVERY = EVIDENCE.partition("## Every merge method")[2]
 Table = list[list[str]]
 
 
@@ -25,78 +26,82 @@ def table(text: str, after: str) -> Table:
     return rows[2:]
 
 
-def means(regime: str) -> dict[str, dict[str, str]]:
-    """Mean accuracy by merge and variant, five seeds."""
-    found: dict[str, dict[str, str]] = {}
-    name = ""
-    for merge, variant, _, _, mean, *_ in table(EVIDENCE, f"## Two models, {regime} specialists"):
-        name = merge or name
-        found.setdefault(name, {})[variant] = mean.partition(" ±")[0]
-    return found
-
-
-def test_five_seeds_are_those_of_the_evidence() -> None:
-    soft, plain = means("soft"), means("plain")
-    merges = {
-        "RegMean": "RegMean", "WUDI": "WUDI", "Fisher": "Fisher", "TIES": "TIES", "DARE": "DARE",
-        "weight averaging": "Weight averaging",
-    }  # fmt: skip
-    rows = table(CHOOSING, "**Five seeds, six methods.**")
-    assert len(rows) == len(merges)
-    for label, _, *numbers in rows:
-        merge = merges[label.partition(" (")[0]]
-        assert numbers == [
-            regime[merge][variant] for regime in (soft, plain) for variant in ("as merged", "HARC")
-        ], label
-    ends = [soft["reference"]["specialists"], plain["reference"]["specialists"]]
-    base = soft["reference"]["base"]
-    assert f"{ends[0]} (soft) and {ends[1]} (plain); base {base}" in CHOOSING
-
-
-ROWS = {row[0]: row for row in table(EVIDENCE, "## Every merge method")}
-# How the one-seed table of choosing.md calls a row of the evidence.
+# Columns: as merged, against averaging, HARC, by HARC, against averaging with HARC, refit,
+# mismatches, chat.
+SOFT = {row[0]: row[1:] for row in table(EVERY, "**Soft specialists, five seeds.**")}
+PLAIN = {row[0]: row[1:] for row in table(EVERY, "**Plain specialists, seeds 0 to 3**")}
+MERGED, HARC, WITH_HARC, REFIT, CHAT = 0, 2, 4, 5, 7
+# How choosing.md calls a row of the evidence.
 NAMES = {
-    "`regmean`": "RegMean", "`lot`": "LOT", "`fisher`": "Fisher", "`doge`": "DOGE",
-    "`acm` on a sum": "Sum by ACM", "`neuron`": "NeuronMerge", "`ram`": "RAM", "`slta`": "SLTA",
-    "`sens`": "Average by Sens", "`aim` around a sum": "Sum in AIM", "`pcb`": "PCB",
-    "`iso_c`": "Iso-C", "`iso_cts`": "Iso-CTS", "`knots` around TIES": "TIES in KnOTS",
-    "`svc` around a sum": "Sum in SVC", "`emr`": "EMR, its united model", "`tsv`": "TSV-M",
-    "`wudi`": "WUDI", "ASWUDI": "ASWUDI", "SWUDI": "SWUDI", "`cat`": "CAT", "`awd`": "AWD",
-    "a plain sum": "Sum of task vectors", "OptMerge (`targets: leading`)": "OptMerge, leading",
-    "OptMerge (`leading`)": "OptMerge, leading", "OptMerge (`centred`)": "OptMerge, centred",
-    "OptMerge (`targets: centred`)": "OptMerge, centred",
+    "`lot`": "LOT", "`regmean`": "RegMean", "`wudi`": "WUDI", "`tsv`": "TSV-M", "`slta`": "SLTA",
+    "`wudi` with `solver: spectral`": "SWUDI", "`wudi` with `solver: adaptive`": "ASWUDI",
+    "`wudi` with `solver: exact`": "WUDI, exact",
+    "`wudi` with `targets: centred`": "OptMerge, centred",
+    "`wudi` with `targets: leading`": "OptMerge, leading", "`cat`": "CAT", "`sce`": "SCE",
+    "a sum by `neuron`": "NeuronMerge", "a sum in `svc`": "Sum in SVC", "`fisher`": "Fisher",
+    "`ties` in `knots`": "TIES in KnOTS", "a sum in `aim`": "Sum in AIM", "`pcb`": "PCB",
+    "`emr`": "EMR, its united model", "an average by `sens`": "Average by Sens", "`ram`": "RAM",
+    "`ramplus_tl`": "RAM+", "`nuslerp`": "NuSLERP", "`multislerp`": "Multi-SLERP",
+    "`karcher`": "Karcher mean", "`della_linear`": "DELLA, linear", "`della`": "DELLA",
+    "`dare_linear`": "DARE, linear", "`breadcrumbs_ties`": "Breadcrumbs, TIES", "`awd`": "AWD",
+    "`breadcrumbs`": "Breadcrumbs", "`ties`": "TIES", "a sum (`task_arithmetic`)":
+    "Sum of task vectors", "`iso_c`": "Iso-C", "`iso_cts`": "Iso-CTS", "`doge`": "DOGE",
+    "`dare_ties`": "DARE", "a sum by `acm`": "Sum by ACM", "`model_stock`": "Model Stock",
+    "`linear`": "Weight averaging", "coefficients by `neuron`": "NeuronMerge",
+    "`wudi`, `targets: leading`": "OptMerge, leading",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("column", "place"), [(1, 1), (2, 3)], ids=["as merged", "HARC"])
-def test_one_seed_is_that_of_the_evidence(column: int, place: int) -> None:
-    seen = set()
-    for row in table(CHOOSING, "**One seed, two dozen methods.**"):
-        for names, number in re.findall(
-            r"([^,]+?) (\d+\.\d)", row[column].partition("all others")[0]
-        ):
-            for name in names.split(" and "):
-                assert ROWS[NAMES[name.strip()]][place] == number, name
-                seen.add(NAMES[name.strip()])
-    if column == 1:  # nobody is left out
-        assert seen == set(ROWS) - {"Weight averaging"}
-    average = ROWS["Weight averaging"]
-    assert f"Averaging gives {average[1]} as merged and {average[3]} after HARC" in CHOOSING
+def test_both_regimes_have_every_method() -> None:
+    assert len(SOFT) == 40
+    assert SOFT.keys() == PLAIN.keys()
 
 
-def test_groups_as_merged_follow_the_intervals() -> None:
-    rows = table(CHOOSING, "**One seed, two dozen methods.**")
-    for row, sign in zip(rows, (1, 0, -1), strict=True):
-        for name in re.findall(r"([^,]+?) \d+\.\d", row[1]):
-            change, spread = (
-                float(part.replace("−", "-")) for part in ROWS[NAMES[name.strip()]][2].split(" ± ")
-            )
-            assert (change > spread) - (change < -spread) == sign, name
+def test_the_six_methods_with_five_seeds_are_those_of_the_first_table() -> None:
+    found: dict[str, dict[str, str]] = {}
+    name = ""
+    for merge, variant, _, _, mean, *_ in table(EVIDENCE, "## Two models, soft specialists"):
+        name = merge or name
+        found.setdefault(name, {})[variant] = mean.partition(" ±")[0]
+    merges = found.keys() - {"reference"}
+    assert len(merges) == 6
+    for merge in merges:
+        assert [SOFT[merge][MERGED], SOFT[merge][HARC]] == [
+            found[merge]["as merged"],
+            found[merge]["HARC"],
+        ], merge
+
+
+@pytest.mark.parametrize("row", table(CHOOSING, "Forty methods, our own"), ids=lambda row: row[0])
+def test_the_best_are_as_measured(row: list[str]) -> None:
+    label, _, *numbers, chat = row
+    names = [NAMES.get(label, "")]
+    if label == "`wudi`, `solver: spectral` or `adaptive`":
+        names = ["SWUDI", "ASWUDI"]
+    columns = [(rows, column) for rows in (SOFT, PLAIN) for column in (MERGED, HARC)]
+    assert numbers == [", ".join(rows[name][column] for name in names) for rows, column in columns]
+    assert chat == "; ".join(", ".join(SOFT[name][CHAT].split(", ")[:2]) for name in names)
+
+
+def test_groups_with_harc_follow_the_tests_over_seeds() -> None:
+    seen = []
+    for (_, methods), sign in zip(
+        table(CHOOSING, "All of them with HARC"), (1, 0, -1), strict=True
+    ):
+        for label, change in re.findall(r"([^,]+?) ([+−]?\d+\.\d)(?:, |$)", methods):
+            row = SOFT[NAMES[label.strip()]]
+            value = row[WITH_HARC].strip("*").partition(" ±")[0]
+            assert float(change.replace("−", "-")) == float(value.replace("−", "-")), label
+            beyond_chance = row[WITH_HARC].startswith("**")
+            assert sign == beyond_chance * (1 if value.startswith("+") else -1), label
+            seen.append(NAMES[label.strip()])
+    assert sorted(seen) == sorted(SOFT.keys() - {"Weight averaging"})
 
 
 def test_refit_brings_all_to_one_place() -> None:
-    fitted = {name: float(row[5]) for name, row in ROWS.items() if row[5]}
-    merged = [float(ROWS[name][1]) for name in fitted]
-    assert len(fitted) == 12
-    assert f"from {min(merged)} to {max(merged)} as merged" in CHOOSING
-    assert f"all came to between {min(fitted.values())} and {max(fitted.values())}" in CHOOSING
+    ends = [
+        f"between {min(fitted)} and {max(fitted)} ({regime})"
+        for regime, rows in (("soft", SOFT), ("plain", PLAIN))
+        for fitted in [[float(row[REFIT]) for row in rows.values()]]
+    ]
+    assert f"all forty came to {ends[0]} and {ends[1]}" in CHOOSING

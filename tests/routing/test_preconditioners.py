@@ -228,8 +228,10 @@ def test_auto_takes_blocks_for_newton_systems_of_narrow_models() -> None:
         return choose((experts, width), tokens, torch.float32, NEWTON_STEPS)
 
     assert taken(24, 96, 20_000) is Preconditioner.BLOCK
-    assert taken(64, 512, 8_000) is Preconditioner.TWO_LEVEL
-    assert taken(64, 2048, 1 << 20) is Preconditioner.TWO_LEVEL
+    assert taken(32, 128, 23_000) is Preconditioner.BLOCK
+    assert taken(64, 512, 8_000) is Preconditioner.KRONECKER
+    assert taken(64, 2048, 1 << 20) is Preconditioner.KRONECKER
+    assert taken(64, 2048, 4_000) is Preconditioner.TWO_LEVEL  # too few tokens for one Gram matrix
 
 
 @pytest.mark.parametrize(

@@ -92,13 +92,13 @@ SOLVE_STEPS: Steps = {
     Preconditioner.BLOCK: 55,
     Preconditioner.TWO_LEVEL: 40,
 }
-# Steps of all Newton systems of a router together (`exact`); measured on trained features (K 24,
-# d 96), where the slowest of five layers weighs most.
+# Steps of all Newton systems of a router together (`exact`), hardly damped: of trained and hardly
+# trained models' features (K 24 and 32, d 96 and 128) and synthetic ones up to d 2048.
 NEWTON_STEPS: Steps = {
-    Preconditioner.JACOBI: 500,
+    Preconditioner.JACOBI: 1500,
     Preconditioner.KRONECKER: 140,
     Preconditioner.BLOCK: 12,
-    Preconditioner.TWO_LEVEL: 60,
+    Preconditioner.TWO_LEVEL: 200,
 }
 # Kronecker is tried before the two-level method where it costs at most so many times as much: kind
 # features need no more, and for others its factors go on to serve below the directions.
