@@ -324,6 +324,18 @@ def test_too_little_memory_is_told_before_a_weight_is_read(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_head_is_expected_to_take_memory_by_its_rows(
+    zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Their sums are of what it reads: the square of its rows is nowhere."""
+    expected = []
+    for rows in (2048, 4096):
+        base = zoo_folder("olmoe", num_hidden_layers=1, vocab_size=rows)
+        own = make_case(base, tmp_path / f"case-{rows}", rows=8)
+        expected.append(own.refit(tmp_path / f"out-{rows}", parts="head", **FAST).memory)
+    assert 0 < expected[1] - expected[0] < 2**26  # squares would differ by ten times as much
+
+
 def test_names_text_and_weights_must_fit(case: Case, tmp_path: Path) -> None:
     bad: list[tuple[type[MoeMergeError], str, dict[str, Any]]] = [
         (UsageError, "source 'code' has no data", {"data": {"math": case.data["math"]}}),

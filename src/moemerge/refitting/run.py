@@ -298,7 +298,7 @@ def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
     resident = 0
     if head is not None and "head" in job.request.settings.parts:
         rows, inputs = head.shape
-        largest = max(largest, SUM_COPIES * _values((min(rows, GROUP), inputs)))
+        largest = max(largest, SUM_COPIES * inputs * (inputs + min(rows, GROUP)))
         resident = (2 + len(job.sources)) * rows * inputs * job.dtype.itemsize
         resident += 2 * tokens * inputs * job.dtype.itemsize
     block = BLOCK_VALUES.get(job.device.type, BLOCK_VALUES["cpu"])
