@@ -1,8 +1,10 @@
-"""Numbers that docs/choosing.md takes over from the tables of docs/evidence.md."""
+"""Numbers that docs/choosing.md takes over from docs/evidence.md, and that from measured cells."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,17 @@ NAMES = {
     "`linear`": "Weight averaging", "coefficients by `neuron`": "NeuronMerge",
     "`wudi`, `targets: leading`": "OptMerge, leading",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("regime", "seeds"), [("soft", "0-4"), ("plain", "0-3")])
+def test_tables_of_every_method_are_those_of_the_cells(regime: str, seeds: str) -> None:
+    script = DOCS.parent / "benchmarks" / "evidence_methods.py"
+    cells = DOCS / "data" / "evidence-methods.jsonl.xz"
+    done = subprocess.run(
+        [sys.executable, script, cells, regime, seeds], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.count("\n") == 42
+    assert done.stdout in EVERY
 
 
 def test_both_regimes_have_every_method() -> None:
