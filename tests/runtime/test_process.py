@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import _thread
-import importlib
-import shutil
+import os
 import subprocess
 import sys
 import threading
@@ -114,28 +113,37 @@ def test_a_gpu_is_woken_beside_other_work(
     assert len(started) == wakes
 
 
-def test_triton_is_digested_once_where_it_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other releases keep the digest elsewhere: they make it when they need it."""
+DIGEST = """
+import shutil, sys
+from moemerge.runtime.process import _read_compiler
+
+_read_compiler()
+from triton.runtime import cache
+assert cache.made == [1]
+del cache.triton_key  # other releases keep it elsewhere, and make the digest when they need it
+_read_compiler()
+for name in ("triton", "triton.runtime", "triton.runtime.cache"):
+    del sys.modules[name]
+shutil.rmtree(sys.argv[1])
+_read_compiler()
+"""
+
+
+def test_triton_is_digested_where_it_is_installed(tmp_path: Path) -> None:
     cache = tmp_path / "triton" / "runtime" / "cache.py"
     cache.parent.mkdir(parents=True)
     for package in (tmp_path / "triton", cache.parent):
         (package / "__init__.py").touch()
     cache.write_text("made = []\ndef triton_key():\n    made.append(1)\n")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
-    process._read_compiler()
-    read = importlib.import_module("triton.runtime.cache")
-    assert read.made == [1]
-    del read.triton_key
-    process._read_compiler()
-    for name in ("triton", "triton.runtime", "triton.runtime.cache"):
-        monkeypatch.delitem(sys.modules, name)
-    shutil.rmtree(tmp_path / "triton")
-    importlib.invalidate_caches()
-    process._read_compiler()
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", DIGEST, tmp_path / "triton"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_woken_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

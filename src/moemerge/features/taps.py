@@ -192,12 +192,15 @@ def projections(module: Any, values: Tensor) -> dict[str, Tensor]:
 
 # --- the head without the body ----------------------------------------------------------------
 
+OTHER_STATES = "_hidden_states"  # how a body's output calls those of images and sounds
+
 
 class _BodyOutput(MoeModelOutputWithPast):
-    """What a body gives. A head may pass on more of it (states of images); here there is none."""
+    """What a body gives. A head may pass on states of images or sounds, of which there are none;
+    one that asks for more than that cannot do without the body."""
 
     def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
+        if not name.endswith(OTHER_STATES):
             raise AttributeError(name)
 
 
