@@ -39,6 +39,12 @@ def _sigmoid_always(top_k: int) -> GateRule:
     return GateRule(Score.SIGMOID, top_k=key("num_experts_per_tok", default=top_k))
 
 
+def _one_convolution(attention: str) -> tuple[Concat, ...]:
+    """In memory those of queries, keys and values are one."""
+    parts = tuple(f"{attention}.{part}_conv1d.weight" for part in "qkv")
+    return (Concat(f"{attention}.conv1d.weight", parts),)
+
+
 SIGMOID_FAMILIES: tuple[Family, ...] = (
     # sigmoid scores
     Family(
@@ -141,16 +147,7 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         experts=MIXTRAL,
         shared=("block_sparse_moe.shared_experts.",),
         renames=((".self_attn.forget_gate.", ".self_attn."), *TO_SPARSE_BLOCK),
-        concats=(
-            Concat(
-                "self_attn.conv1d.weight",
-                (
-                    "self_attn.q_conv1d.weight",
-                    "self_attn.k_conv1d.weight",
-                    "self_attn.v_conv1d.weight",
-                ),
-            ),
-        ),
+        concats=_one_convolution("self_attn"),
         dense="mlp_layer_types",
     ),
     Family(
@@ -166,16 +163,7 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
             (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
         ),
         root_renames=((".embed_tokens.", ".word_embeddings."),),
-        concats=(
-            Concat(
-                "attention.conv1d.weight",
-                (
-                    "attention.q_conv1d.weight",
-                    "attention.k_conv1d.weight",
-                    "attention.v_conv1d.weight",
-                ),
-            ),
-        ),
+        concats=_one_convolution("attention"),
         dense="first_k_dense_replace",
     ),
     Family(("beam",), "Beam", _sigmoid(top_k=8), routers=CORRECTED, dense="mlp_layer_types"),
@@ -340,16 +328,7 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
             (".attn_hc.", ".hc_attn_"),
             (".ffn_hc.", ".hc_ffn_"),
         ),
-        concats=(
-            Concat(
-                "self_attn.conv1d.weight",
-                (
-                    "self_attn.q_conv1d.weight",
-                    "self_attn.k_conv1d.weight",
-                    "self_attn.v_conv1d.weight",
-                ),
-            ),
-        ),
+        concats=_one_convolution("self_attn"),
         dense="mlp_layer_types",
     ),
     Family(
