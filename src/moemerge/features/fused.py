@@ -197,21 +197,40 @@ def use_fused_rotations(model: nn.Module, device: torch.device, dtype: torch.dty
     for module in model.modules():
         kind = type(module)
         if kind not in forwards:
-            forwards[kind] = _with_fused_rotation(kind.forward, device)
+            forwards[kind] = _with_fused_rotation(kind.forward, device, heads=_heads(module))
         if forwards[kind] is not None:
             module.forward = types.MethodType(forwards[kind], module)
             switched += 1
     return switched
 
 
+# Heads of queries and of keys, and their width: odd ones, which show most.
+SOME_HEADS = (3, 1, 16)
+
+
+def _heads(module: Any) -> tuple[int, int, int]:
+    """An attention's own: a kernel that is compiled to try it out is then the one to be used."""
+    config: Any = getattr(module, "config", None)
+    queries: Any = getattr(config, "num_attention_heads", None)
+    keys: Any = getattr(config, "num_key_value_heads", None)
+    width: Any = getattr(module, "head_dim", None)
+    known = all(isinstance(number, int) for number in (queries, keys, width))
+    if not known or not rotary.fits(max(queries, keys), width):
+        return SOME_HEADS
+    return queries, keys, width
+
+
 def _with_fused_rotation(
-    forward: Any, device: torch.device, turn: Callable[..., Any] = rotary.rotary
+    forward: Any,
+    device: torch.device,
+    turn: Callable[..., Any] = rotary.rotary,
+    heads: tuple[int, int, int] = SOME_HEADS,
 ) -> Any:
     """A copy of an attention's forward; None of what calls no such function, or an unknown one."""
     if not isinstance(forward, types.FunctionType) or ROTATION not in forward.__code__.co_names:
         return None
     plain = forward.__globals__.get(ROTATION)
-    if not callable(plain) or not is_plain_rotation(plain, device, turn):
+    if not callable(plain) or not is_plain_rotation(plain, device, turn, heads):
         return None
 
     def rotation(
@@ -234,7 +253,12 @@ def _with_fused_rotation(
     return made
 
 
-def is_plain_rotation(function: Any, device: torch.device, turn: Callable[..., Any]) -> bool:
+def is_plain_rotation(
+    function: Any,
+    device: torch.device,
+    turn: Callable[..., Any],
+    heads: tuple[int, int, int] = SOME_HEADS,
+) -> bool:
     """Whether the function turns queries and keys as `turn` does, tried on random numbers."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -242,8 +266,9 @@ def is_plain_rotation(function: Any, device: torch.device, turn: Callable[..., A
         return torch.randn(*shape, device=device, generator=generator).to(torch.bfloat16)
 
     # Heads lie inside tokens, as they do behind a linear map.
-    q, k = normal(2, 5, 3, 16).transpose(1, 2), normal(2, 5, 1, 16).transpose(1, 2)
-    angles = normal(2, 5, 16), normal(2, 5, 16)
+    width = heads[2]
+    q, k = (normal(2, 5, count, width).transpose(1, 2) for count in heads[:2])
+    angles = normal(2, 5, width), normal(2, 5, width)
     try:
         made = function(q, k, *angles)
     except (RuntimeError, TypeError, ValueError, IndexError):

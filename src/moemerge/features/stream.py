@@ -230,6 +230,7 @@ class ModelStream:
         if not self._to_the_end and self._layer is not None:
             # What comes after the last stop is not run, so hidden states cannot show its NaN.
             self.weights.require_finite(self.weights.names_under(self.anatomy.layers[self._layer]))
+        self.weights.settle()
         self._progress.finish()
 
     @property

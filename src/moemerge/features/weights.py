@@ -80,6 +80,7 @@ class Weights:
         readers = READERS if device.type == "cpu" else UPLOAD_READERS
         self._uploads = uploads_to(device, UPLOAD_BUFFERS)
         self._ahead: tuple[str, Future[dict[str, Tensor]]] | None = None
+        self._unrun: Future[None] | None = None  # a check of what is not run
         with ExitStack() as undo:  # threads that were started end if what follows fails
             self._pool = thread_pool(readers, "moemerge-read")
             undo.callback(self._pool.shutdown)
@@ -259,6 +260,8 @@ class Weights:
 
     def place(self, tensors: Mapping[str, Tensor]) -> None:
         """Put fetched tensors into the model, on its device."""
+        if self._unrun is not None and self._unrun.done():
+            self.settle()
         if self._uploads is not None:
             self._uploads.finish()
         moved: dict[int, nn.Parameter] = {}  # tied names get one parameter, as in the whole model
@@ -323,7 +326,20 @@ class Weights:
             raise self._not_finite(bad)
 
     def require_finite_on_disk(self, names: Iterable[str]) -> None:
-        """The same of those that are not run: final norm, head."""
+        """The same of those that are not run: final norm, head. Towards a GPU they are read beside
+        the first layer, and told of with a later one; `settle` waits for that."""
+        if self._uploads is None:
+            self._check_on_disk(tuple(names))
+        else:
+            self._unrun = self._pool.submit(self._check_on_disk, tuple(names))
+
+    def settle(self) -> None:
+        """Wait for what is checked in the background."""
+        unrun, self._unrun = self._unrun, None
+        if unrun is not None:
+            unrun.result()
+
+    def _check_on_disk(self, names: Iterable[str]) -> None:
         for name in names:
             for _, stored in self.names.recipes[name].sources:
                 value = self.checkpoint.read(stored)

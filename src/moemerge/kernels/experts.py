@@ -9,10 +9,15 @@ up; a row times its weight is rounded (where the weight is as narrow), then summ
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
+
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
+
+from moemerge.runtime.process import side_by_side
 
 WARPS = 4
 
@@ -106,6 +111,7 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: T
 def _experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     tokens, top_k = chosen.shape
     count = gate_up.shape[0]
+    _compile(x.device, gate_up.shape, top_k, (x.dtype, weights.dtype))
     flat = chosen.reshape(-1)
     ordered, order = torch.sort(flat)  # rows by expert
     edges = torch.arange(1, count + 1, device=x.device, dtype=ordered.dtype)
@@ -116,6 +122,33 @@ def _experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: 
     hidden = gated(hidden)
     hidden = _grouped(hidden, down, ends)
     return combined(hidden, places.reshape(tokens, top_k), weights.contiguous(), ends)
+
+
+@cache
+def _compile(
+    device: torch.device,
+    gate_up: tuple[int, ...],
+    top_k: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """Launch the three kernels on one token, side by side: a first launch compiles."""
+    count, both, width = gate_up
+    hidden, dtype = dtypes
+    row = torch.zeros(1, width, dtype=hidden, device=device)
+    one = torch.zeros(1, top_k, dtype=torch.int64, device=device)
+    weights = torch.zeros(1, top_k, dtype=dtype, device=device)
+    ends = torch.ones(count, dtype=torch.int32, device=device)
+    launches = (
+        lambda: gathered(row, one.reshape(-1), top_k),
+        lambda: gated(row.new_zeros(1, both)),
+        lambda: combined(row, one, weights, ends),
+    )
+
+    def on_device(launch: Callable[[], Tensor]) -> None:
+        with torch.cuda.device(device):  # which is each thread's own
+            launch()
+
+    side_by_side([partial(on_device, launch) for launch in launches], "compilers")
 
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

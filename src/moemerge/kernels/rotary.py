@@ -27,14 +27,18 @@ def usable(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
+def fits(heads: int, width: int) -> bool:
+    """Whether the kernel takes so many heads of this width."""
+    return width % 2 == 0 and heads * width <= MOST_VALUES
+
+
 def _fits(x: Tensor, cos: Tensor) -> bool:
     if x.dim() != 4 or cos.dim() != 3 or x.numel() == 0:
         return False
     batch, heads, tokens, width = x.shape
     return (
         cos.shape in ((batch, tokens, width), (1, tokens, width))
-        and width % 2 == 0
-        and heads * width <= MOST_VALUES
+        and fits(heads, width)
         and x.stride(3) == 1
         and _is_dense(x)
     )

@@ -105,7 +105,9 @@ NEWTON_STEPS: Steps = {
 TRIAL = 2.0
 # When a solve with each is given up for the next.
 PATIENCE = {
-    Preconditioner.KRONECKER: Patience(window=8, steps=16),  # with a few directions
+    # With a few directions. Making many costs as much as 8 (by arithmetic) to 25 steps (on a GPU),
+    # and with them it takes 15 more.
+    Preconditioner.KRONECKER: Patience(window=8, steps=32),
     Preconditioner.BLOCK: Patience(window=12, steps=60),
     Preconditioner.TWO_LEVEL: Patience(window=24, steps=150),
 }
@@ -195,7 +197,7 @@ def _two_level(operator: RouterCurvature, factors: KroneckerFactors | None) -> B
 
 def _few_directions(operator: RouterCurvature, factors: KroneckerFactors) -> BuiltPreconditioner:
     """Kronecker, with the first of the leading directions."""
-    count = max(1, min(FEW_DIRECTIONS, operator.shape[1] // 2))
+    count = few_direction_count(operator.shape)
     deflation = LeadingDirections(operator, directions_of(factors, operator, count))
     rest = _kronecker(operator, factors).operator
     return BuiltPreconditioner(Preconditioner.KRONECKER, rest, deflation, deflation.jitter)
@@ -223,7 +225,7 @@ MOST_ROWS, MOST_DIRECTIONS, LEAST_DIRECTIONS, DIRECTION_STEP = 4096, 64, 4, 8
 BUILD_PRODUCTS = 10.0
 
 
-def direction_count(shape: tuple[int, int], *, couples: bool = True) -> int:
+def direction_count(shape: tuple[int, ...], *, couples: bool = True) -> int:
     """J, the number of leading directions for a router of this shape.
 
     A_Z takes N (K·J)² / 2 multiply-adds and a product 2 N K d; where H is diagonal, a K-th of that.
@@ -236,6 +238,11 @@ def direction_count(shape: tuple[int, int], *, couples: bool = True) -> int:
     if count > DIRECTION_STEP:
         count -= count % DIRECTION_STEP
     return max(1, min(max(count, LEAST_DIRECTIONS), width // 2))
+
+
+def few_direction_count(shape: tuple[int, ...]) -> int:
+    """Of those that help Kronecker out at first."""
+    return max(1, min(FEW_DIRECTIONS, shape[1] // 2))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -129,6 +129,16 @@ def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
     finally:
         go_on.set()
     return pool
+
+
+def side_by_side(works: Sequence[Callable[[], object]], name: str) -> None:
+    """Do all of these at once, each in a thread of its own. All end; the first error is raised."""
+    if not works:
+        return
+    with thread_pool(len(works), name) as pool:
+        begun = [pool.submit(work) for work in works]
+    for one in begun:
+        one.result()
 
 
 def start_thread(thread: threading.Thread) -> None:

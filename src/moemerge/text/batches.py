@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -37,11 +38,11 @@ class Batch:
     mask: Tensor  # (rows, length), bool: True where a real token is
     places: tuple[int, ...]  # each row's place in the domain's rows (or holdout rows)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return int(self.mask.sum())
 
-    @property
+    @cached_property
     def padded(self) -> bool:
         return not bool(self.mask.all())
 

@@ -1,0 +1,95 @@
+"""Every kernel that a solve may launch, launched once on a few tokens, side by side.
+
+A kernel is compiled at its first launch. Compilers hold Python's lock for a small part of their
+time, so that many kernels take hardly longer than the slowest of them; what was compiled in an
+earlier run is found on disk. A solve of a small problem comes to some of the kernels only, one
+after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.rules import Gate
+from moemerge.kernels.fused import Shift
+from moemerge.routing.gates import Curvature, TokenWeights, token_weights
+from moemerge.routing.measure import measure_routers
+from moemerge.routing.preconditioners import direction_count, few_direction_count
+from moemerge.routing.products import (
+    DomainFeatures,
+    Features,
+    Precision,
+    features_of,
+    working_dtype,
+)
+from moemerge.runtime import ranks
+from moemerge.runtime.process import side_by_side
+
+TOKENS = 512  # enough for a tile of every kernel
+Launch = Callable[[], object]
+
+
+def rehearse(gate: Gate, domain: DomainFeatures, curvature: Curvature = Curvature.FULL) -> None:
+    """Have all that solving for a router of the domain's shape may need compiled."""
+    domain.check()
+    few = replace(domain, features=[domain.features[0][:TOKENS]], targets=None)
+    side_by_side([_apart(launch) for launch in _launches(gate, few, curvature)], "compilers")
+
+
+def _apart(launch: Launch) -> Launch:
+    def launched() -> None:
+        with ranks.thread_apart():
+            launch()
+
+    return launched
+
+
+def _launches(gate: Gate, domain: DomainFeatures, curvature: Curvature) -> Iterator[Launch]:
+    """Those that take longest to compile come first."""
+    (x,) = domain.features
+    router = domain.router.to(x.device, torch.float64)  # (K, d)
+    features = features_of(x, router.shape[1])
+    z = torch.zeros(len(x), router.shape[0], dtype=working_dtype(x), device=x.device)
+    weights = token_weights(gate, z.double(), curvature, z.dtype)
+    yield lambda: measure_routers(
+        replace(gate, selection_bias=None), domain, [router.to(domain.router.dtype)]
+    )
+    couples = weights.rank_one is not None
+    counts = {
+        direction_count(router.shape, couples=couples),
+        few_direction_count(router.shape),
+    }
+    for count in sorted(counts, reverse=True):
+        yield from _along_directions(features, weights, z, router[:1].expand(count, -1))
+    for precision in Precision:
+        yield from _products(features, weights, router, precision)
+    yield lambda: features.outer(z.double())
+    yield lambda: features.squares(z)
+    yield lambda: features.logits(router)
+    unweighted = TokenWeights(None, None)
+    yield lambda: features.add_weighted(torch.zeros_like(router), unweighted, z.clone(), None, 1.0)
+
+
+def _products(
+    features: Features, weights: TokenWeights, router: Tensor, precision: Precision
+) -> Iterator[Launch]:
+    v = features.representable(router, precision)
+    yield lambda: features.add_curvature(torch.zeros_like(v), weights, v, precision, 1.0)
+    if precision is not Precision.ACCURATE:
+        yield lambda: features.solver_logits(v, precision)
+
+
+def _along_directions(
+    features: Features, weights: TokenWeights, z: Tensor, directions: Tensor
+) -> Iterator[Launch]:
+    """What the correction along `directions`, (J, d), takes (`leading`)."""
+    projected = z.new_zeros(len(z), len(directions))
+    shift = Shift(projected, z.new_zeros(z.shape[1], len(directions), dtype=torch.float64))
+    out = directions.new_zeros(z.shape[1], directions.shape[1])
+    yield lambda: features.add_weighted(out, weights, z.clone(), shift, 1.0)
+    yield lambda: features.moment(weights, z, projected)
+    yield lambda: features.working_logits(directions)
