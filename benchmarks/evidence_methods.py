@@ -1,7 +1,7 @@
 """The tables of docs/evidence.md about every merge method, from measured cells.
 
     python benchmarks/evidence_methods.py docs/data/evidence-methods.jsonl.xz soft 0-4
-    python benchmarks/evidence_methods.py results/cells.jsonl plain 0-3
+    python benchmarks/evidence_methods.py CELLS plain 0-4 --models three
 
 A method is shown if it was measured with all these seeds: as merged, with HARC and refitted.
 Differences are paired over seeds; those whose t-test gives p < 0.05 are bold.
@@ -21,13 +21,14 @@ from typing import Any
 from moemerge.evaluation.significance import paired_t
 from moemerge.testbed.experiments.merges import AVERAGE, EVERY
 
-MERGE = "{}(math,code)"
-VARIANTS = (MERGE, MERGE + " calibrated[]", MERGE + " refitted[]")
+MERGES = {"two": "{}(math,code)", "three": "{}(chat,math,code)"}
+VARIANTS = ("{}", "{} calibrated[]", "{} refitted[]")
 HEAD = (
     "| method | as merged | against averaging | HARC | by HARC | against averaging with HARC | "
-    "refit | mismatch: as merged, HARC | chat: as merged, HARC, refit |"
+    "refit | mismatch: as merged, HARC |"
 )
-RULE = "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+RULE = "|---|---:|---:|---:|---:|---:|---:|---:|"
+CHAT = " chat: as merged, HARC, refit |", "---:|"  # where it was not merged
 SURE = 0.05
 
 Cell = dict[str, Any]
@@ -41,10 +42,12 @@ def main() -> None:
     parser.add_argument("cells", type=Path)
     parser.add_argument("regime", choices=("soft", "plain"))
     parser.add_argument("seeds")
+    parser.add_argument("--models", choices=MERGES, default="two", help="that were merged")
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)
-    print("\n".join(lines(read_cells(args.cells, args.regime), seeds)))
+    cells = read_cells(args.cells, args.regime)
+    print("\n".join(lines(cells, seeds, MERGES[args.models])))
 
 
 def read_cells(path: Path, regime: str) -> Cells:
@@ -66,7 +69,7 @@ class Measured:
 
     mean: tuple[float, ...]
     mismatch: tuple[float, ...]
-    chat: tuple[float, ...]
+    chat: tuple[float, ...] | None
 
 
 def measured(cells: Cells, seeds: Sequence[int], name: str) -> Measured | None:
@@ -81,27 +84,30 @@ def measured(cells: Cells, seeds: Sequence[int], name: str) -> Measured | None:
     def over_domains(key: str) -> Callable[[Cell], float]:
         return lambda cell: statistics.fmean(row[key] for row in cell["domains"].values())
 
-    return Measured(
-        each(over_domains("accuracy")),
-        each(over_domains("mismatch")),
-        each(lambda cell: cell["untouched"]["chat"]["accuracy"]),
-    )
+    chat = None
+    if all(cell is not None and "untouched" in cell for cell in found):
+        chat = each(lambda cell: cell["untouched"]["chat"]["accuracy"])
+    return Measured(each(over_domains("accuracy")), each(over_domains("mismatch")), chat)
 
 
-def lines(cells: Cells, seeds: Sequence[int]) -> list[str]:
+def lines(cells: Cells, seeds: Sequence[int], merge: str) -> list[str]:
     """The table, the best with HARC first."""
-    average = [measured(cells, seeds, variant.format(AVERAGE)) for variant in VARIANTS]
+
+    def variants(method: str) -> list[Measured | None]:
+        names = (variant.format(merge.format(method)) for variant in VARIANTS)
+        return [measured(cells, seeds, name) for name in names]
+
+    average, has_chat = variants(AVERAGE), False
     rows: list[tuple[float, str]] = []
     for method, recipe in EVERY.items():
-        merged, harc, refit = (measured(cells, seeds, v.format(method)) for v in VARIANTS)
+        merged, harc, refit = variants(method)
         if merged is None or harc is None or refit is None:
             continue
         beside = ["", ""]
         if method != AVERAGE and average[0] is not None and average[1] is not None:
             beside = [difference(merged, average[0]), difference(harc, average[1])]
         mismatches = ", ".join(whole(one.mismatch) for one in (merged, harc))
-        chats = ", ".join(whole(one.chat) for one in (merged, harc, refit))
-        row = (
+        row = [
             recipe.title,
             tenths(merged.mean),
             beside[0],
@@ -110,11 +116,15 @@ def lines(cells: Cells, seeds: Sequence[int]) -> list[str]:
             beside[1],
             tenths(refit.mean),
             mismatches,
-            chats,
-        )
+        ]
+        chats = [whole(one.chat) for one in (merged, harc, refit) if one.chat is not None]
+        if chats:
+            has_chat = True
+            row.append(", ".join(chats))
         rows.append((statistics.fmean(harc.mean), f"| {' | '.join(row)} |"))
     rows.sort(key=lambda row: -row[0])
-    return [HEAD, RULE, *(text for _, text in rows)]
+    heads = [HEAD + CHAT[0], RULE + CHAT[1]] if has_chat else [HEAD, RULE]
+    return [*heads, *(text for _, text in rows)]
 
 
 # --- numbers ------------------------------------------------------------------------------------

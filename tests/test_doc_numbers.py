@@ -31,7 +31,7 @@ def table(text: str, after: str) -> Table:
 # Columns: as merged, against averaging, HARC, by HARC, against averaging with HARC, refit,
 # mismatches, chat.
 SOFT = {row[0]: row[1:] for row in table(EVERY, "**Soft specialists, five seeds.**")}
-PLAIN = {row[0]: row[1:] for row in table(EVERY, "**Plain specialists, seeds 0 to 3**")}
+PLAIN = {row[0]: row[1:] for row in table(EVERY, "**Plain specialists, five seeds.**")}
 MERGED, HARC, WITH_HARC, REFIT, CHAT = 0, 2, 4, 5, 7
 # How choosing.md calls a row of the evidence.
 NAMES = {
@@ -54,15 +54,28 @@ NAMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("regime", "seeds"), [("soft", "0-4"), ("plain", "0-3")])
-def test_tables_of_every_method_are_those_of_the_cells(regime: str, seeds: str) -> None:
-    script = DOCS.parent / "benchmarks" / "evidence_methods.py"
+def made(script: str, *options: str) -> str:
+    """What a script of ours makes of the cells."""
+    path = DOCS.parent / "benchmarks" / script
     cells = DOCS / "data" / "evidence-methods.jsonl.xz"
-    done = subprocess.run(
-        [sys.executable, script, cells, regime, seeds], check=True, capture_output=True, text=True
-    )
-    assert done.stdout.count("\n") == 42
-    assert done.stdout in EVERY
+    command = [sys.executable, path, cells, *options]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("regime", ["soft", "plain"])
+@pytest.mark.parametrize(("models", "methods"), [("two", 40), ("three", 42)])
+def test_tables_of_every_method_are_those_of_the_cells(
+    regime: str, models: str, methods: int
+) -> None:
+    table = made("evidence_methods.py", regime, "0-4", "--models", models)
+    assert table.count("\n") == methods + 2
+    assert table in EVERY
+
+
+def test_the_table_of_refit_after_three_merges_is_that_of_the_cells() -> None:
+    table = made("evidence_refit.py")
+    assert table.count("\n") == 3 * 7 + 2
+    assert table in EVIDENCE
 
 
 def test_both_regimes_have_every_method() -> None:

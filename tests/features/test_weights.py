@@ -17,7 +17,7 @@ from torch import Tensor
 import zoo
 from features import reference
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.errors import ArchitectureError, CheckpointError
+from moemerge.errors import ArchitectureError, CheckpointError, NumericalError
 from moemerge.features.loading import build_skeleton, map_names
 from moemerge.features.weights import Weights
 
@@ -195,3 +195,31 @@ def test_closing_does_not_wait_for_a_whole_part(zoo_folder: Folder) -> None:
     assert Slow.begun.wait(10)
     weights.close()
     assert Slow.reads < len(checkpoint.tensors) // 2
+
+
+def test_a_head_that_is_not_run_is_checked_beside_the_layers(
+    zoo_folder: Folder, tmp_path: Path
+) -> None:
+    """It is told of with a layer that comes later, at the latest by who waits for it."""
+
+    def poison(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"][3, 1] = torch.nan
+
+    folder = changed(zoo_folder("olmoe"), tmp_path / "nan", poison)
+    told = r"lm_head\.weight holds NaN or infinity, in .*model\.safetensors"
+    weights = opened(folder)
+    weights.require_finite_on_disk(["lm_head.weight"], beside=True)
+    with pytest.raises(NumericalError, match=told):
+        weights.settle()
+    weights.settle()  # said once
+    weights.require_finite_on_disk(["lm_head.weight"], beside=True)
+    layer = weights.fetch(weights.names_under("model.layers.0"))
+    while weights._unrun is not None and not weights._unrun.done():
+        time.sleep(0.01)
+    with pytest.raises(NumericalError, match=told):
+        weights.place(layer)
+    with pytest.raises(NumericalError, match=told):
+        weights.require_finite_on_disk(["lm_head.weight"], beside=False)
+    weights.require_finite_on_disk(["model.norm.weight"], beside=True)
+    weights.settle()
+    weights.close()

@@ -16,7 +16,7 @@ from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import ResourceError
 from moemerge.runtime import process
-from moemerge.runtime.process import start_thread, thread_pool
+from moemerge.runtime.process import side_by_side, start_thread, thread_pool
 
 HOLES = """
 from moemerge.runtime.process import give_back_freed_memory
@@ -210,3 +210,18 @@ def test_a_writer_without_threads_leaves_nothing_behind(monkeypatch, tmp_path, a
     else:
         assert allowed == 3  # two that write, one that syncs
         assert (tmp_path / "out").is_dir()
+
+
+def test_works_are_done_side_by_side_to_their_end() -> None:
+    meeting, done = threading.Barrier(3, timeout=60), []
+
+    def work(number: int) -> None:
+        meeting.wait()  # nobody passes before all are here
+        if number == 1:
+            raise ValueError("the second")
+        done.append(number)
+
+    with pytest.raises(ValueError, match="the second"):
+        side_by_side([lambda n=n: work(n) for n in range(3)], "tests")  # type: ignore[misc]
+    assert sorted(done) == [0, 2]
+    side_by_side([], "tests")

@@ -205,7 +205,9 @@ class ModelStream:
         self.weights.require_finite(self._root)
         layers = tuple(f"{path}." for path in self.anatomy.layers)
         outside = (name for name in self.names.recipes if not name.startswith(layers))
-        self.weights.require_finite_on_disk(name for name in outside if name not in self._root)
+        # On a CPU it would take its memory beside the first layer's.
+        unrun = [name for name in outside if name not in self._root]
+        self.weights.require_finite_on_disk(unrun, beside=self.device.type != "cpu")
         self.give_back()
         if self.settings.prefetches:
             self._read_ahead(0)

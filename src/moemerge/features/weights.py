@@ -325,13 +325,13 @@ class Weights:
         if bad:
             raise self._not_finite(bad)
 
-    def require_finite_on_disk(self, names: Iterable[str]) -> None:
-        """The same of those that are not run: final norm, head. Towards a GPU they are read beside
-        the first layer, and told of with a later one; `settle` waits for that."""
-        if self._uploads is None:
-            self._check_on_disk(tuple(names))
-        else:
+    def require_finite_on_disk(self, names: Iterable[str], *, beside: bool) -> None:
+        """The same of those that are not run: final norm, head. Now, or `beside` the first layer:
+        then a later one tells, or `settle`, which waits for it."""
+        if beside:
             self._unrun = self._pool.submit(self._check_on_disk, tuple(names))
+        else:
+            self._check_on_disk(names)
 
     def settle(self) -> None:
         """Wait for what is checked in the background."""

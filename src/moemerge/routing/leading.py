@@ -139,7 +139,7 @@ def sketched_directions(operator: RouterCurvature, count: int) -> Tensor:
     """The same to a few digits, by subspace iteration on a sample of the tokens."""
     width = operator.shape[1]
     scale = _feature_scale(operator)
-    wanted = min(width, count + OVERSAMPLING)
+    wanted = sketch_size(operator.shape, count)
     rng = torch.Generator().manual_seed(0)  # of the CPU: the same on every device
     basis = torch.randn(wanted, width, generator=rng, dtype=torch.float64).to(operator.device)
     stride = -(-sum(domain.tokens for domain in operator.curvatures) // SKETCH_TOKENS)
@@ -150,6 +150,11 @@ def sketched_directions(operator: RouterCurvature, count: int) -> Tensor:
     _, rotation = torch.linalg.eigh(image @ basis.T)
     leading: Tensor = rotation[:, -count:].T @ basis
     return leading * scale
+
+
+def sketch_size(shape: tuple[int, ...], count: int) -> int:
+    """Vectors of the subspace iteration that finds `count` directions."""
+    return min(shape[1], count + OVERSAMPLING)
 
 
 def _feature_scale(operator: RouterCurvature) -> Tensor:

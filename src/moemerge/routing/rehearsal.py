@@ -17,6 +17,7 @@ from torch import Tensor
 from moemerge.architectures.rules import Gate
 from moemerge.kernels.fused import Shift
 from moemerge.routing.gates import Curvature, TokenWeights, token_weights
+from moemerge.routing.leading import sketch_size
 from moemerge.routing.measure import measure_routers
 from moemerge.routing.preconditioners import direction_count, few_direction_count
 from moemerge.routing.products import (
@@ -59,19 +60,31 @@ def _launches(gate: Gate, domain: DomainFeatures, curvature: Curvature) -> Itera
         replace(gate, selection_bias=None), domain, [router.to(domain.router.dtype)]
     )
     couples = weights.rank_one is not None
-    counts = {
-        direction_count(router.shape, couples=couples),
-        few_direction_count(router.shape),
-    }
-    for count in sorted(counts, reverse=True):
-        yield from _along_directions(features, weights, z, router[:1].expand(count, -1))
+    many = direction_count(router.shape, couples=couples)
+    for count in sorted({many, few_direction_count(router.shape)}, reverse=True):
+        yield from _along_directions(features, weights, z, _rows(router, count))
     for precision in Precision:
         yield from _products(features, weights, router, precision)
     yield lambda: features.outer(z.double())
     yield lambda: features.squares(z)
     yield lambda: features.logits(router)
+    yield lambda: features.working_logits(torch.cat([router, router]))  # a step's search (`exact`)
+    yield from _sketching(features, _rows(router, sketch_size(router.shape, many)))
+
+
+def _rows(router: Tensor, count: int) -> Tensor:
+    """So many directions of the features, (count, d)."""
+    return router[:1].repeat(count, 1)
+
+
+def _sketching(features: Features, rows: Tensor) -> Iterator[Launch]:
+    """What looking for directions in a sample of the tokens takes (`leading`)."""
+    along = torch.zeros(
+        len(features.x), len(rows), dtype=working_dtype(features.x), device=rows.device
+    )
+    yield lambda: features.working_logits(rows)
     unweighted = TokenWeights(None, None)
-    yield lambda: features.add_weighted(torch.zeros_like(router), unweighted, z.clone(), None, 1.0)
+    yield lambda: features.add_weighted(torch.zeros_like(rows), unweighted, along, None, 1.0)
 
 
 def _products(
