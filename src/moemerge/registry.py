@@ -1,8 +1,9 @@
-"""Names with "did you mean"."""
+"""Names with "did you mean"; the files of the user's own that bring some."""
 
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
@@ -15,6 +16,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`, did you mean 'ties'?` when something close exists, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+_plugins: dict[str, str] = {}  # files that were loaded, as they were given, by module
+
+
+def add_plugin(module: str, file: str) -> None:
+    _plugins[module] = file
+
+
+def plugin_flags() -> list[str]:
+    """The flags that load the same files again."""
+    files = [file for module, file in _plugins.items() if module in sys.modules]
+    return [word for file in files for word in ("--plugin", file)]
 
 
 class Registry(Generic[T]):

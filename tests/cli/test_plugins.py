@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 import zoo
+from calibration import cases
 from moemerge.checkpoint import Checkpoint
 from moemerge.cli.app import app
 
@@ -179,3 +180,17 @@ def test_a_plugin_that_ends_the_program_when_it_is_imported(tmp_path: Path) -> N
     result = CliRunner().invoke(app, ["ls", "methods", "--plugin", str(plugin)])
     assert result.exit_code == 2, result.output
     assert "cannot be imported: line 2: SystemExit: 7" in result.output
+
+
+def test_the_command_that_repeats_a_diagnosis_names_the_plugin(
+    plugin: Path, zoo_folder, tmp_path: Path
+) -> None:
+    (tmp_path / "case").mkdir()
+    case = cases.make_case(zoo_folder("olmoe"), tmp_path / "case", rows=6)
+    asked = ["diagnose", case.merged, "--device", "cpu", "--json", "-"]
+    for name in case.sources:
+        asked += ["--source", f"{name}={case.sources[name]}", "--data", f"{name}={case.data[name]}"]
+    first, second = (
+        json.loads(moemerge(*asked, *more))["command"] for more in ([], ["--plugin", plugin])
+    )
+    assert second == f"{first} --plugin {plugin}"

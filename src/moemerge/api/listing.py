@@ -13,6 +13,7 @@ from moemerge.architectures.families import families
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.parameters import REQUIRED, BasePolicy, MethodSchema, WrapperSchema
 from moemerge.errors import UsageError
+from moemerge.registry import add_plugin
 
 
 def inspect(model: str | Path) -> Description:
@@ -137,6 +138,7 @@ def load_plugin(path: str | Path) -> None:
         raise UsageError(
             f"the plugin {path} has the name of another module, {name!r}", hint="rename the file"
         )
+    add_plugin(name, str(path))
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, file)

@@ -33,6 +33,7 @@ from moemerge.errors import ArchitectureError, UsageError
 from moemerge.features.known_configs import HINT, ConfigCheck
 from moemerge.lockstep.models import check_sources
 from moemerge.merging.report import MergeReport
+from moemerge.registry import plugin_flags
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress, Silent
@@ -304,7 +305,8 @@ def _run_command(
 ) -> str:
     """The command line that repeats a run; CONFIG stands for one that was no file."""
     words = ["moemerge", "run", str(config) if isinstance(config, str | Path) else "CONFIG"]
-    return shlex.join([*words, str(out), "--report", str(report), *as_flags(given)])
+    flags = ["--report", str(report), *as_flags(given), *plugin_flags()]
+    return shlex.join([*words, str(out), *flags])
 
 
 def _with_settings(loaded: LoadedConfig, key: str, given: Mapping[str, Any]) -> LoadedConfig:

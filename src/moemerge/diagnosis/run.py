@@ -44,6 +44,7 @@ from moemerge.lockstep.models import PairedRouter
 from moemerge.lockstep.output import Output
 from moemerge.lockstep.streams import Stops, open_lockstep
 from moemerge.lockstep.walk import Visitor, walk
+from moemerge.registry import plugin_flags
 from moemerge.report.files import REPORT_NAME
 from moemerge.report.words import display_names
 from moemerge.routing.measure import FigureSums, RouterView, compare
@@ -313,4 +314,4 @@ def command_of(request: DiagnosisRequest) -> str:
         for name, value in settings_data(request.settings).items()
         if value not in (usual[name], str(usual[name]))
     }
-    return shlex.join([*words, *as_flags(chosen)])
+    return shlex.join([*words, *as_flags(chosen), *plugin_flags()])
