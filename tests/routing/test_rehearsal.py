@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -108,6 +109,14 @@ def test_no_token_is_refused() -> None:
     (domain, _) = problem(bias=False, source_targets=False)
     with pytest.raises(DataError, match="has no token"):
         rehearse(GATES["softmax"], replace(domain, features=[domain.features[0][:0]]))
+
+
+def test_a_system_without_threads_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    rehearse(GATES["softmax"], problem(bias=False, source_targets=False)[0])
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ up; a row times its weight is rounded (where the weight is as narrow), then summ
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 
 import torch
@@ -17,6 +18,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from moemerge.errors import ResourceError
 from moemerge.runtime.process import side_by_side
 
 WARPS = 4
@@ -148,7 +150,8 @@ def _compile(
         with torch.cuda.device(device):  # which is each thread's own
             launch()
 
-    side_by_side([partial(on_device, launch) for launch in launches], "compilers")
+    with suppress(ResourceError):  # threads: then each is compiled when it is needed
+        side_by_side([partial(on_device, launch) for launch in launches], "compilers")
 
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

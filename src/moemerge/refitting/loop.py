@@ -51,6 +51,7 @@ class RefitLoop:
     scales: DomainScales
     ridge: RidgeRule
     on_done: Callable[[FinishedLayer], None]
+    before_fits: Callable[[], None] = lambda: None  # waits for what must not go on beside one
     done_before: Collection[int] = ()  # layers that a killed run had finished
     _fitter: LayerFitter | None = None
     _rows: list[Row] = field(default_factory=list)
@@ -75,6 +76,7 @@ class RefitLoop:
             runner.run_layer()  # up to the first layer
         for stop in merged:
             if stop.kind == "module":
+                self.before_fits()
                 with _errors_of(f"layer {stop.layer}"):
                     self._fit(stop)
                 continue

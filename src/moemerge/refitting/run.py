@@ -62,14 +62,13 @@ def run_refit(request: RefitRequest, progress: Progress) -> RefitReport:
         job = prepare(request, warm_up)
         for notice in job.notices:
             progress.note(notice)
-        warm_up.wait()
-    with open_output(request, job.merged, job.sources, stored) as output:
-        run = _Run(job, output, progress, start)
-        report = run.run()
-        fitted = time.perf_counter()
-        ranks.meet()  # others may still read the journal
-        report = replace(report, requantised=ranks.from_lead(output.write()))
-        output.finish(output_files(request, job.merged, report))
+        with open_output(request, job.merged, job.sources, stored) as output:
+            run = _Run(job, output, warm_up, progress, start)
+            report = run.run()
+            fitted = time.perf_counter()
+            ranks.meet()  # others may still read the journal
+            report = replace(report, requantised=ranks.from_lead(output.write()))
+            output.finish(output_files(request, job.merged, report))
     timings = report.timings.written(time.perf_counter() - fitted, output.copied)
     return replace(report, timings=timings, seconds=time.perf_counter() - start)
 
@@ -77,9 +76,12 @@ def run_refit(request: RefitRequest, progress: Progress) -> RefitReport:
 class _Run:
     """One refit on its way."""
 
-    def __init__(self, job: RefitJob, output: Output, progress: Progress, start: float) -> None:
+    def __init__(
+        self, job: RefitJob, output: Output, warm_up: WarmUp, progress: Progress, start: float
+    ) -> None:
         self.job = job
         self.output = output
+        self.warm_up = warm_up
         self.progress = progress
         self.start = start
 
@@ -87,7 +89,7 @@ class _Run:
         job, output = self.job, self.output
         overlay: dict[str, Callable[[], Tensor]] = {}
         checkpoint = OverlaidCheckpoint(job.merged.checkpoint, overlay)
-        with open_streams(job, checkpoint, self.progress) as streams:
+        with open_streams(job, checkpoint, self.warm_up, self.progress) as streams:
             require_same_shapes(streams, job.sources)
             plan, units = self._plan(streams)
             names = planned_names(plan, units)
@@ -109,6 +111,7 @@ class _Run:
                 scales=job.scales,
                 ridge=ridge,
                 on_done=self._done,
+                before_fits=self.warm_up.wait,
                 done_before=done,
             )
             loop.run()
@@ -237,18 +240,23 @@ def expected_bytes(job: RefitJob, streams: RefitStreams) -> int:
     return own + total + refit_bytes(job, streams)
 
 
-def open_streams(job: RefitJob, checkpoint: Checkpoint, progress: Progress) -> RefitStreams:
+def open_streams(
+    job: RefitJob, checkpoint: Checkpoint, warm_up: WarmUp, progress: Progress
+) -> RefitStreams:
     """Build all models, and choose where activations are parked; refuses what fits nowhere."""
     wanted = job.request.settings.offload
     kinds: tuple[Offload, ...] = (
         ("device", "disk") if job.device.type == "cpu" else ("device", "cpu", "disk")
     )
-    free = int(available_memory(job.device) * HEADROOM)
     for kind in kinds if wanted == "auto" else (wanted,):
         streams = build_streams(job, checkpoint, kind, progress)
-        if expected_bytes(job, streams) <= free:
+        needed = expected_bytes(job, streams)
+        if needed > usable_bytes(job):
+            warm_up.wait()  # it holds some of the device
+        free = usable_bytes(job)
+        if needed <= free:
             return streams
-        needed, described = expected_bytes(job, streams), streams.merged.stream.memory.describe()
+        described = streams.merged.stream.memory.describe()
         streams.close()
     raise ResourceError(
         f"refitting needs about {needed / 1e9:.1f} GB on {job.device}, and {free / 1e9:.1f} GB are "
@@ -256,6 +264,10 @@ def open_streams(job: RefitJob, checkpoint: Checkpoint, progress: Progress) -> R
         hint="lower `max_tokens` or `max_length`"
         + ("" if wanted in ("auto", "disk") else '; `offload="disk"` parks activations there'),
     )
+
+
+def usable_bytes(job: RefitJob) -> int:
+    return int(available_memory(job.device) * HEADROOM)
 
 
 # Hidden states of every token that are kept of a layer: of its source what two norms give, what

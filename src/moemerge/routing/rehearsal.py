@@ -9,12 +9,14 @@ after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moemerge.architectures.rules import Gate
+from moemerge.errors import ResourceError
 from moemerge.kernels.fused import Shift
 from moemerge.routing.gates import Curvature, TokenWeights, token_weights
 from moemerge.routing.leading import sketch_size
@@ -38,7 +40,9 @@ def rehearse(gate: Gate, domain: DomainFeatures, curvature: Curvature = Curvatur
     """Have all that solving for a router of the domain's shape may need compiled."""
     domain.check()
     few = replace(domain, features=[domain.features[0][:TOKENS]], targets=None)
-    side_by_side([_apart(launch) for launch in _launches(gate, few, curvature)], "compilers")
+    launches = [_apart(launch) for launch in _launches(gate, few, curvature)]
+    with suppress(ResourceError):  # so many threads: then each is compiled when it is needed
+        side_by_side(launches, "compilers")
 
 
 def _apart(launch: Launch) -> Launch:
