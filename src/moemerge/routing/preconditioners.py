@@ -105,9 +105,9 @@ NEWTON_STEPS: Steps = {
 TRIAL = 2.0
 # When a solve with each is given up for the next.
 PATIENCE = {
-    # With a few directions. Making many costs as much as 8 (by arithmetic) to 25 steps (on a GPU),
-    # and with them it takes 15 more.
-    Preconditioner.KRONECKER: Patience(window=8, steps=32),
+    # With a few directions. Making many costs as much as 8 (by arithmetic) to 25 steps (on a GPU);
+    # features for which they then pay off ask for more than 30 as a rule.
+    Preconditioner.KRONECKER: Patience(window=8, steps=24),
     Preconditioner.BLOCK: Patience(window=12, steps=60),
     Preconditioner.TWO_LEVEL: Patience(window=24, steps=150),
 }
