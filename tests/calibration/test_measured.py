@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import moemerge
 from calibration import cases
 from moemerge.cli.routing_table import calibration_report
+from moemerge.diagnosis.page import loss_notices
 
 
 class Notes:
@@ -64,7 +65,44 @@ def test_it_is_what_diagnose_measures(case: cases.Case, tmp_path: Path) -> None:
     assert not list(out.glob(".*"))
     console = Console(file=io.StringIO(), width=200)
     console.print(calibration_report(report, verbose=False))
-    assert "(held out, each model on its own features)" in console.file.getvalue()
+    shown = console.file.getvalue()
+    assert "(held out, each model on its own features)" in shown
+    losses = figures["loss_before"]["math"], figures["loss_after"]["math"]
+    assert f"math {losses[0]:.3f}→{losses[1]:.3f}" in shown
+
+
+def test_a_loss_that_rises_is_told() -> None:
+    figures = {
+        "loss_before": {"math": 1.2, "code": 1.0, "chat": None},
+        "loss_after": {"math": 1.25, "code": 1.009, "chat": 2.0},
+    }
+    (notice,) = loss_notices(figures)
+    assert notice.startswith("math: on the rows held out the next-token loss rose from 1.200 to")
+
+
+def test_routers_that_suit_no_expert_are_told(zoo_folder: Any, tmp_path: Path) -> None:
+    """Sources whose routers send every token to the wrong experts."""
+    case = cases.make_case(zoo_folder("olmoe", num_hidden_layers=2), tmp_path, rows=110)
+    for folder in case.sources.values():
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith("mlp.gate.weight"):
+                tensors[name] = -3.0 * tensors[name]
+            elif ".experts." in name:
+                tensors[name] = 4.0 * tensors[name]
+        save_file(tensors, file, metadata={"format": "pt"})
+    notes = Notes()
+    report = case.calibrate(tmp_path / "out", progress=notes)
+    assert report.diagnosis is not None
+    rose = {
+        name
+        for name, before in report.diagnosis["loss_before"].items()
+        if report.diagnosis["loss_after"][name] > before + 0.01
+    }
+    told = {note.partition(":")[0] for note in notes.said if "next-token loss rose" in note}
+    assert rose
+    assert told == rose
 
 
 def test_it_can_be_left_out(case: cases.Case, tmp_path: Path) -> None:

@@ -200,9 +200,12 @@ def repair(
         return report
     if diagnosis is None or not measure or not both.holds_out:
         return report
+    from moemerge.diagnosis.page import loss_notices
     from moemerge.lockstep.repairs import add_diagnosis
 
     figures = both.figures(diagnosis)
+    for notice in loss_notices(figures):
+        ranks.progress_of_lead(progress).note(notice)
     try:
         add_diagnosis(report, figures)
     except MoeMergeError as error:  # OUT is whole without it

@@ -238,7 +238,12 @@ def held_out(report: RepairReport) -> list[tuple[str, str]]:
         return []
     before, after = figures["mismatch_before"], figures["mismatch_after"]
     changes = (f"{name} {percent(before[name])}→{percent(after[name])}" for name in before)
-    return [("mismatch", f"{', '.join(changes)} (held out, each model on its own features)")]
+    rows = [("mismatch", f"{', '.join(changes)} (held out, each model on its own features)")]
+    before, after = figures["loss_before"], figures["loss_after"]
+    if None not in (*before.values(), *after.values()):
+        losses = (f"{name} {before[name]:.3f}→{after[name]:.3f}" for name in before)
+        rows.append(("loss", f"{', '.join(losses)} nats a token"))
+    return rows
 
 
 def unequal(weights: Mapping[str, float]) -> list[tuple[str, str]]:

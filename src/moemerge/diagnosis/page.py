@@ -10,6 +10,7 @@ from typing import Any
 from moemerge.config.models import ModelRef
 from moemerge.config.settings import DiagnosisSettings
 from moemerge.config.translate import parse_settings
+from moemerge.diagnosis.advice import NOTICEABLE
 from moemerge.diagnosis.job import DiagnosisRequest, prepare
 from moemerge.diagnosis.results import MODEL, Diagnosis
 from moemerge.diagnosis.run import diagnose
@@ -105,3 +106,19 @@ class BeforeAndAfter:
                 for end in ends
             },
         }
+
+
+def loss_notices(figures: Mapping[str, Any]) -> list[str]:
+    """Domains whose text a repair predicts worse than the merge did, by `BeforeAndAfter.figures`.
+
+    Routing may be nearer the source's all the same: a merge that stays next to its base has experts
+    which the sources' routing does not suit. A hint, no verdict: prompts count as well as answers.
+    """
+    before, after = figures["loss_before"], figures["loss_after"]
+    return [
+        f"{name}: on the rows held out the next-token loss rose from {before[name]:.3f} to "
+        f"{after[name]:.3f} nats: the merge as it was predicts this text better, so compare both "
+        "at what they are for"
+        for name in before
+        if None not in (before[name], after[name]) and after[name] > before[name] + NOTICEABLE
+    ]
