@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,26 +55,34 @@ NAMES = {
 }  # fmt: skip
 
 
-def made(script: str, *options: str) -> str:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """What a script of ours makes of the cells."""
-    path = DOCS.parent / "benchmarks" / script
-    cells = DOCS / "data" / "evidence-methods.jsonl.xz"
-    command = [sys.executable, path, cells, *options]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    monkeypatch.syspath_prepend(DOCS.parent / "benchmarks")
+
+    def run(script: str, *options: str) -> str:
+        cells = DOCS / "data" / "evidence-methods.jsonl.xz"
+        monkeypatch.setattr(sys, "argv", [script, str(cells), *options])
+        importlib.import_module(script).main()
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.parametrize("regime", ["soft", "plain"])
 @pytest.mark.parametrize(("models", "methods"), [("two", 40), ("three", 42)])
 def test_tables_of_every_method_are_those_of_the_cells(
-    regime: str, models: str, methods: int
+    made: Callable[..., str], regime: str, models: str, methods: int
 ) -> None:
-    table = made("evidence_methods.py", regime, "0-4", "--models", models)
+    table = made("evidence_methods", regime, "0-4", "--models", models)
     assert table.count("\n") == methods + 2
     assert table in EVERY
 
 
-def test_the_table_of_refit_after_three_merges_is_that_of_the_cells() -> None:
-    table = made("evidence_refit.py")
+def test_the_table_of_refit_after_three_merges_is_that_of_the_cells(
+    made: Callable[..., str],
+) -> None:
+    table = made("evidence_refit")
     assert table.count("\n") == 3 * 7 + 2
     assert table in EVIDENCE
 

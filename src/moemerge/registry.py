@@ -25,10 +25,8 @@ def add_plugin(module: str, file: str) -> None:
     _plugins[module] = file
 
 
-def plugin_flags() -> list[str]:
-    """The flags that load the same files again."""
-    files = [file for module, file in _plugins.items() if module in sys.modules]
-    return [word for file in files for word in ("--plugin", file)]
+def loaded_plugins() -> list[str]:
+    return [file for module, file in _plugins.items() if module in sys.modules]
 
 
 class Registry(Generic[T]):

@@ -26,6 +26,7 @@ from moemerge.config.settings import (
     OutputKeywords,
     OutputSettings,
     as_flags,
+    plugin_flags,
     with_keywords,
 )
 from moemerge.config.translate import parse_settings
@@ -33,7 +34,6 @@ from moemerge.errors import ArchitectureError, UsageError
 from moemerge.features.known_configs import HINT, ConfigCheck
 from moemerge.lockstep.models import check_sources
 from moemerge.merging.report import MergeReport
-from moemerge.registry import plugin_flags
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress, Silent

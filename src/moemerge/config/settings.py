@@ -39,6 +39,7 @@ from moemerge.config.fields import (
     read_by,
 )
 from moemerge.config.parameters import StatisticsKind
+from moemerge.registry import loaded_plugins
 
 F = TypeVar("F", bound=Callable[..., Any])
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "float64"]
@@ -260,6 +261,11 @@ def with_keywords(keywords: type, *models: type[Strict]) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def plugin_flags() -> list[str]:
+    """The words that load the same files of the user's own again."""
+    return [word for file in loaded_plugins() for word in as_flags({"plugin": file})]
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
