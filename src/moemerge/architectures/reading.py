@@ -41,6 +41,7 @@ class NameReader:
         self.family = family
         self._layout = layout
         self._renamed: dict[tuple[str, bool], str] = {}
+        self._experts: dict[str, tuple[str, int, str | None] | None] = {}
         self._base_only = False
         self._spelled = "layers"
 
@@ -65,16 +66,28 @@ class NameReader:
         if place is None:
             return self._read_root(name)
         box = self._box(place.box)
-        one = self._layout.split_expert(place.rest)
+        one = self._one_expert(place.rest)
         if one is not None:
-            root, expert, tail = one
-            rest, projection = self._layout.one_expert(self._rename(root + tail), expert)
+            rest, expert, projection = one
             return Named(
                 f"{box}.{place.layer}{rest}", rest, Role.EXPERT, place.layer, expert, projection
             )
         rest = self._rename(place.rest)
         role = self._layer_role(rest, shape)
         return Named(f"{box}.{place.layer}{rest}", rest, role, place.layer)
+
+    def _one_expert(self, rest: str) -> tuple[str, int, str | None] | None:
+        """Original spelling, number and projection of one expert's tensor; None for other names.
+        Every layer has the same ones, of large models some hundred."""
+        if rest not in self._experts:
+            one = self._layout.split_expert(rest)
+            if one is None:
+                self._experts[rest] = None
+            else:
+                root, expert, tail = one
+                spelled, projection = self._layout.one_expert(self._rename(root + tail), expert)
+                self._experts[rest] = spelled, expert, projection
+        return self._experts[rest]
 
     def _read_root(self, name: str) -> Named:
         if (tower := names.tower_name(name)) is not None:

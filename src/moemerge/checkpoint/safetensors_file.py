@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import struct
 import weakref
@@ -238,11 +237,14 @@ def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
 
 
 def _are_counts(values: object) -> bool:
-    return (
-        isinstance(values, list)
-        and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values)
-        and math.prod(max(v, 1) for v in values) < 2**63  # torch counts no further
-    )
+    if type(values) is not list:
+        return False
+    product = 1
+    for value in values:  # `type`, as a bool is an int; a loop, as files have tens of thousands
+        if type(value) is not int or value < 0:
+            return False
+        product *= value or 1
+    return product < 2**63  # torch counts no further
 
 
 def _check_coverage(
