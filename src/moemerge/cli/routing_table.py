@@ -232,7 +232,7 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
 
 
 def held_out(report: RepairReport) -> list[tuple[str, str]]:
-    """A row with what `diagnose` says of the rows held out, where it was asked."""
+    """What `diagnose` says of the rows held out, where it was asked: mismatch, and loss if known."""
     figures = report.diagnosis
     if figures is None:
         return []

@@ -106,7 +106,7 @@ TRIAL = 2.0
 # When a solve with each is given up for the next.
 PATIENCE = {
     # With a few directions. Making many costs as much as 8 (by arithmetic) to 25 steps (on a GPU);
-    # features for which they then pay off ask for more than 30 as a rule.
+    # of the features measured, those for which they paid off asked for more than 24.
     Preconditioner.KRONECKER: Patience(window=8, steps=24),
     Preconditioner.BLOCK: Patience(window=12, steps=60),
     Preconditioner.TWO_LEVEL: Patience(window=24, steps=150),
