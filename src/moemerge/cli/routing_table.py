@@ -232,7 +232,7 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
 
 
 def held_out(report: RepairReport) -> list[tuple[str, str]]:
-    """What `diagnose` says of the rows held out, where it was asked: mismatch, and loss if known."""
+    """What `diagnose` says of the rows held out, where it was asked: mismatch and loss."""
     figures = report.diagnosis
     if figures is None:
         return []
