@@ -59,6 +59,22 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
         file.read("scalar", (0, 1))
 
 
+@pytest.mark.parametrize("skipped", [2**31, 2**32, 10**10])
+def test_a_shard_of_many_gigabytes_is_read(tmp_path: Path, skipped: int) -> None:
+    """Its middle is a hole, which takes no room on the disk. Hub shards have 5 GB and more."""
+    path, wanted = tmp_path / "x.safetensors", torch.arange(6.0).view(3, 2)
+    hole = TensorInfo.of("hole", torch.float32, (skipped // 8, 2))
+    header, offsets = build_header([hole, TensorInfo.of("x", torch.float32, (3, 2))])
+    with path.open("wb") as file:
+        file.write(header)
+        file.seek(offsets["x"])
+        file.write(as_bytes(wanted))
+    opened = SafetensorsFile(path)
+    assert opened.size > skipped
+    assert opened.read("x").equal(wanted)
+    assert opened.read("hole", (skipped // 8 - 1, skipped // 8)).equal(torch.zeros(1, 2))
+
+
 @pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (0, 5)])
 def test_rows_outside_are_refused(tmp_path: Path, rows: tuple[int, int]) -> None:
     save_file({"x": torch.zeros(4, 2)}, tmp_path / "x.safetensors")
@@ -92,6 +108,18 @@ LIES = {
     "negative shape": ({"x": entry(shape=(-2,))}, bytes(8), None, "non-negative integers"),
     "shape of booleans": ({"x": entry(shape=(True,))}, bytes(8), None, "non-negative integers"),
     "shape is no list": ({"x": entry(shape="2")}, bytes(8), None, "non-negative integers"),
+    "too many elements": (
+        {"x": entry(shape=(2**40, 2**40))},
+        bytes(8),
+        None,
+        "multiply to more than 9223372036854775807",
+    ),
+    "too many elements beside none": (
+        {"x": entry(shape=(0, 2**62, 2), offsets=(0, 0))},
+        b"",
+        None,
+        "multiply to more than",
+    ),
     "three offsets": ({"x": entry(offsets=(0, 4, 8))}, bytes(8), None, "two of them"),
     "shape and bytes": ({"x": entry(shape=(3,))}, bytes(8), None, "needs 12 bytes"),
     "offsets reversed": ({"x": entry(offsets=(8, 0))}, bytes(8), None, "needs 8 bytes"),

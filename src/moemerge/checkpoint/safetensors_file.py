@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import struct
 import weakref
@@ -33,6 +34,7 @@ MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 HEADER_ALIGNMENT: Final = 8
 METADATA: Final = "__metadata__"
 MAX_NAME_LENGTH: Final = 1024
+MOST_ELEMENTS: Final = 2**63 - 1  # torch counts no further
 REPLACE_FILE: Final = "the file is damaged or was not fully downloaded; fetch it again"
 
 
@@ -224,6 +226,12 @@ def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
             "expected lists of non-negative integers, two of them for the offsets",
             hint=REPLACE_FILE,
         )
+    if not _is_countable(shape):
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has shape {shape!r}, whose axes multiply to more than "
+            f"{MOST_ELEMENTS} elements",
+            hint=REPLACE_FILE,
+        )
     kind = DTYPE_OF[dtype]
     info = TensorInfo.of(name, kind, [*shape[:-1], shape[-1] // kind.pack] if shape else [])
     begin, end = offsets
@@ -237,14 +245,13 @@ def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
 
 
 def _are_counts(values: object) -> bool:
-    if type(values) is not list:
-        return False
-    product = 1
-    for value in values:  # `type`, as a bool is an int; a loop, as files have tens of thousands
-        if type(value) is not int or value < 0:
-            return False
-        product *= value or 1
-    return product < 2**63  # torch counts no further
+    # `type`, as a bool is an int
+    return type(values) is list and all(type(value) is int and value >= 0 for value in values)
+
+
+def _is_countable(shape: list[int]) -> bool:
+    """Whether torch can count the elements; an axis of none must not hide the others' product."""
+    return math.prod(value or 1 for value in shape) <= MOST_ELEMENTS
 
 
 def _check_coverage(
