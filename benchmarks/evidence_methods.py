@@ -50,11 +50,14 @@ def main() -> None:
     print("\n".join(lines(cells, seeds, MERGES[args.models])))
 
 
-def read_cells(path: Path, regime: str) -> Cells:
+def unpacked(path: Path) -> str:
     whole = path.read_bytes()
-    text = (lzma.decompress(whole) if path.suffix == ".xz" else whole).decode()
+    return (lzma.decompress(whole) if path.suffix == ".xz" else whole).decode()
+
+
+def read_cells(path: Path, regime: str) -> Cells:
     cells: Cells = {}
-    for cell in map(json.loads, text.splitlines()):
+    for cell in map(json.loads, unpacked(path).splitlines()):
         if cell["set"]["regime"] == regime and cell["set"]["arch"] == "olmoe":
             cells.setdefault(cell["set"]["seed"], {})[cell["cell"]] = cell
     return cells

@@ -1,20 +1,34 @@
-"""The table of docs/evidence.md about refit after three merge methods, from measured cells.
+"""The tables of docs/evidence.md about refit, from measured cells.
 
-    python benchmarks/evidence_refit.py docs/data/evidence-methods.jsonl.xz
+    python benchmarks/evidence_refit.py docs/data/evidence-methods.jsonl.xz soft
+    python benchmarks/evidence_refit.py CELLS three
 
-Means over all seeds that were measured, with their number where it is not five. Differences to
-refit are paired over seeds; those whose t-test gives p < 0.05 are bold.
+`soft` and `plain`: everything that mends a weight average, and the paired comparisons. `two` and
+`three`: refit after three merges of as many models; differences to refit are paired over seeds,
+those whose t-test gives p < 0.05 are bold. `ridge`, `text`, `parts`: what is swept.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from evidence_methods import MERGES, Cells, Measured, difference, measured, read_cells, tenths
-from moemerge.testbed.experiments.merges import EVERY
+import evidence_methods as methods
+from evidence_methods import MERGES, Cells, Measured, measured, read_cells, tenths, unpacked
+from moemerge.experiments.journal import CELLS, CellJournal
+from moemerge.experiments.report import comparison_table, difference, main_table, with_error
+from moemerge.experiments.summary import RowSummary, Summary
+from moemerge.experiments.tables import REFERENCE
+from moemerge.experiments.text_tables import TextTable
+from moemerge.testbed.experiments.merges import AVERAGE, EVERY
+from moemerge.testbed.experiments.run import TableRequest, make_plan
 
-METHODS = ("average", "wudi", "regmean")
+METHODS = (AVERAGE, "wudi", "regmean")
+REGIMES = ("soft", "plain")
+SWEEPS = {"ridge": "λ", "text": "text of each domain", "parts": "refitted"}
 REFIT = "refit"
 VARIANTS = {
     "as merged": "",
@@ -25,10 +39,6 @@ VARIANTS = {
     "refit, with the base on general text": " refitted[base=64]",
     "refit, with the base on text of chat": " refitted[base=64,kept=chat]",
 }
-HEAD = (
-    "| merge | | soft: mean | against refit | chat | plain: mean | against refit | chat |",
-    "|---|---|---:|---:|---:|---:|---:|---:|",
-)
 SEEDS = 5
 
 
@@ -37,31 +47,105 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("cells", type=Path)
+    parser.add_argument("table", choices=(*REGIMES, *MERGES, *SWEEPS))
     args = parser.parse_args()
-    regimes = [read_cells(args.cells, regime) for regime in ("soft", "plain")]
-    print("\n".join(HEAD))
+    if args.table in REGIMES:
+        print("\n\n".join(t.markdown() for t in mended(args.cells, args.table)))
+    elif args.table in MERGES:
+        print(after_merges(args.cells, args.table).markdown())
+    else:
+        print(swept(args.cells, args.table).markdown())
+
+
+# --- one experiment of the testbed ----------------------------------------------------------------
+
+
+def summary(cells: Path, experiment: str, regime: str) -> Summary:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / CELLS).write_text(unpacked(cells), encoding="utf-8")
+        request = TableRequest((experiment,), Path(folder), regimes=(regime,), methods=(AVERAGE,))
+        journal = CellJournal(request.out, asdict(request.scale))
+        return make_plan(request).tables[0].summary(journal)
+
+
+def mended(cells: Path, regime: str) -> list[TextTable]:
+    """All rows of a weight average, and what is compared."""
+    found = summary(cells, "refit", regime)
+    # What a specialist differs from the base by would look like a difference to the merge.
+    rows = (
+        row if row.group != REFERENCE else replace(row, against_first=None) for row in found.rows
+    )
+    found = replace(found, rows=tuple(rows))
+    compared = comparison_table(found)
+    assert compared is not None
+    return [
+        without(main_table(found), "merge", "seeds", "p, problems"),
+        without(compared, "merge", "mismatch Δ"),
+    ]
+
+
+def without(table: TextTable, *headings: str) -> TextTable:
+    kept = [n for n, heading in enumerate(table.headings) if heading not in headings]
+
+    def cut(row: Sequence[str]) -> tuple[str, ...]:
+        return tuple(row[n] for n in kept)
+
+    return TextTable(cut(table.headings), tuple(map(cut, table.rows)), left=1)
+
+
+def swept(cells: Path, name: str) -> TextTable:
+    """A row for each value, soft and plain beside each other."""
+    found = [summary(cells, f"refit-{name}", regime) for regime in REGIMES]
+    rows = [
+        (soft.label, *swept_cells(soft), *swept_cells(plain))
+        for soft, plain in zip(*(one.rows for one in found), strict=True)
+    ]
+    return TextTable((SWEEPS[name], *beside("mean", "Δ", "chat")), tuple(rows), left=1)
+
+
+def swept_cells(row: RowSummary) -> list[str]:
+    change = row.against_first
+    return [
+        with_error(row.overall),
+        "" if change is None else difference(change.accuracy),
+        with_error(row.untouched["chat"]),
+    ]
+
+
+# --- after three merges ---------------------------------------------------------------------------
+
+
+def after_merges(cells: Path, models: str) -> TextTable:
+    both = [read_cells(cells, regime) for regime in REGIMES]
+    rows = []
     for method in METHODS:
         title = EVERY[method].title
         for label in VARIANTS:
-            columns = [column for cells in regimes for column in columns_of(cells, method, label)]
-            print(f"| {title} | {label} | {' | '.join(columns)} |")
-            title = ""
+            soft, plain = (columns_of(one, MERGES[models].format(method), label) for one in both)
+            if soft and plain:
+                rows.append((title, label, *soft, *plain))
+                title = ""
+    chat = ("chat",) if models == "two" else ()
+    return TextTable(("merge", "", *beside("mean", "against refit", *chat)), tuple(rows))
 
 
-def columns_of(cells: Cells, method: str, label: str) -> list[str]:
-    """Mean, difference to refit over the same seeds, and what is left of chat."""
-    merge = MERGES["two"].format(method)
-    name = merge + VARIANTS[label]
-    seeds = [seed for seed in sorted(cells) if name in cells[seed]]
+def columns_of(cells: Cells, merge: str, label: str) -> list[str]:
+    """Mean, difference to refit, and what is left of chat if it is untouched; none where a seed
+    lacks the row."""
 
-    def found(variant: str) -> Measured:
-        one = measured(cells, seeds, merge + VARIANTS[variant])
-        assert one is not None, (variant, seeds)
-        return one
+    def found(variant: str) -> Measured | None:
+        return measured(cells, range(SEEDS), merge + VARIANTS[variant])
 
-    own = found(label)
-    mean = tenths(own.mean) + (f" ({len(seeds)})" if len(seeds) < SEEDS else "")
-    return [mean, "" if label == REFIT else difference(own, found(REFIT)), tenths(own.chat or ())]
+    own, refit = found(label), found(REFIT)
+    if own is None or refit is None:
+        return []
+    columns = [tenths(own.mean), "" if label == REFIT else methods.difference(own, refit)]
+    return columns if own.chat is None else [*columns, tenths(own.chat)]
+
+
+def beside(first: str, *others: str) -> list[str]:
+    """Headings of both regimes."""
+    return [heading for regime in REGIMES for heading in (f"{regime}: {first}", *others)]
 
 
 if __name__ == "__main__":
