@@ -109,6 +109,7 @@ class RouterRow:
                 "kl_after": numbers(fit.held_after),
             },
             "kept": fit.kept,
+            "share": fit.share,
         }
 
 

@@ -23,6 +23,8 @@ from moemerge.routing.products import features_of, logits_of, working_dtype
 from moemerge.routing.solve import build_operator, solve_system
 from moemerge.runtime import ranks
 
+LEAST_SHARE = 1 / 16  # of the way to a solution that is worth going
+
 
 @dataclass(frozen=True)
 class RouterProblem:
@@ -32,6 +34,13 @@ class RouterProblem:
     merged: Tensor  # (K, d), or (K, d + 1) with the bias as last column; float64
     domains: Sequence[DomainFeatures]
     holdout: Sequence[DomainFeatures]
+
+    def divergences(self, weight: Tensor) -> tuple[dict[str, float], dict[str, float]]:
+        """A router's from each source's routing: on calibration tokens, and on those held out."""
+        return (
+            _divergences(self.gate, self.domains, weight),
+            _divergences(self.gate, self.holdout, weight),
+        )
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,13 @@ class RouterFit:
     held_before: Mapping[str, float]
     held_after: Mapping[str, float]
     kept: bool
+    share: float  # of the way from the merged router to the solution; 0: it is kept
 
 
 def fit_router(
     problem: RouterProblem, dtypes: tuple[torch.dtype, torch.dtype | None], *, exact: bool
 ) -> RouterFit:
-    """Solve, round to the stored dtypes, and keep the result where held-out tokens agree."""
+    """Solve, and go as far towards the solution as held-out tokens agree; rounded as stored."""
     settings = SolveSettings()
     merged = problem.merged
     solution = solve_system(
@@ -62,19 +72,54 @@ def fit_router(
     if exact:
         newton = minimise_divergence(problem.gate, problem.domains, weight, fallback=merged)
         status, steps, weight = newton.status, newton.steps, newton.weight
-    weight = _rounded(weight, dtypes, problem.domains[0].features[0].shape[1])
-    before, after = (_divergences(problem.gate, problem.domains, w) for w in (merged, weight))
-    held_before, held_after = (
-        _divergences(problem.gate, problem.holdout, w) for w in (merged, weight)
-    )
-    old, new = (held_before, held_after) if held_before else (before, after)
-    weights = {domain.name: domain.weight for domain in problem.domains}
-    kept = not _total(new, weights) < _total(old, weights)
-    if kept:
-        weight, after, held_after = merged, before, held_before
+    before, held_before = problem.divergences(merged)
+    weight, share = _as_far_as_it_helps(problem, weight, dtypes, held_before or before)
+    after, held_after = problem.divergences(weight) if share else (before, held_before)
     tokens = {d.name: ranks.total(d.tokens, merged.device) for d in problem.domains}
-    fit = RouterFit(weight, status, steps, tokens, before, after, held_before, held_after, kept)
+    fit = RouterFit(
+        weight=weight,
+        status=status,
+        steps=steps,
+        tokens=tokens,
+        before=before,
+        after=after,
+        held_before=held_before,
+        held_after=held_after,
+        kept=share == 0.0,
+        share=share,
+    )
     return fit if ranks.count() == 1 else ranks.from_lead(replace(fit, weight=weight.cpu()))
+
+
+def _as_far_as_it_helps(
+    problem: RouterProblem,
+    solution: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+    before: Mapping[str, float],
+) -> tuple[Tensor, float]:
+    """The solution, or a point half the way to it, a quarter of it, ..., whichever held-out tokens
+    like best; and the share of the way. The merged router, where the solution is no better.
+
+    A solution by little text has learnt that text by heart, and half of its move is worth more
+    than all of it. Without held-out tokens nobody can tell.
+    """
+    judges = problem.holdout or problem.domains
+    weights = {domain.name: domain.weight for domain in problem.domains}
+
+    def error(weight: Tensor) -> float:
+        return _total(_divergences(problem.gate, judges, weight), weights)
+
+    merged, width = problem.merged, problem.domains[0].features[0].shape[1]
+    best, share = _rounded(solution, dtypes, width), 1.0
+    least = error(best)
+    if not least < _total(before, weights):
+        return merged, 0.0
+    while problem.holdout and share > LEAST_SHARE:
+        nearer = _rounded(torch.lerp(merged, solution, share / 2), dtypes, width)
+        if not (found := error(nearer)) < least:
+            break
+        best, share, least = nearer, share / 2, found
+    return best, share
 
 
 def _rounded(weight: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None], width: int) -> Tensor:

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moemerge.architectures.rules import Gate, Score
+from moemerge.refitting.routers import LEAST_SHARE, RouterFit, RouterProblem, fit_router
+from moemerge.routing import DomainFeatures
+
+EXPERTS, WIDTH = 8, 24
+GATE = Gate(Score.SOFTMAX, top_k=2)
+STORED = (torch.float64, None)
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def tokens(count: int, router: Tensor, seed: int, noise: float = 1.0) -> list[DomainFeatures]:
+    """Whose source routes by `router` on features of its own, which the merged model's are not."""
+    x = drawn(count, WIDTH, seed=seed)
+    targets = x @ router.T + noise * drawn(count, EXPERTS, seed=seed + 1)
+    return [DomainFeatures("math", [x], router, [targets])]
+
+
+@pytest.fixture
+def merged() -> Tensor:
+    return drawn(EXPERTS, WIDTH, seed=0)
+
+
+@pytest.fixture
+def source(merged: Tensor) -> Tensor:
+    return merged + 0.3 * drawn(EXPERTS, WIDTH, seed=1)
+
+
+def fit(merged: Tensor, own: list[DomainFeatures], held: list[DomainFeatures]) -> RouterFit:
+    return fit_router(RouterProblem(GATE, merged, own, held), STORED, exact=True)
+
+
+def test_much_text_is_followed_all_the_way(merged: Tensor, source: Tensor) -> None:
+    own, held = tokens(4000, source, seed=2), tokens(400, source, seed=4)
+    found = fit(merged, own, held)
+    assert (found.share, found.kept) == (1.0, False)
+    assert found.weight.equal(fit(merged, own, []).weight)
+    assert found.held_after["math"] < found.held_before["math"]
+
+
+def test_little_text_is_followed_as_far_as_held_out_tokens_gain(
+    merged: Tensor, source: Tensor
+) -> None:
+    own, held = tokens(120, source, seed=2), tokens(400, source, seed=4)
+    found, whole = fit(merged, own, held), fit(merged, own, [])
+    assert whole.share == 1.0
+    assert LEAST_SHARE <= found.share < 1.0
+    torch.testing.assert_close(
+        found.weight, merged + found.share * (whole.weight - merged), rtol=1e-12, atol=1e-12
+    )
+    problem = RouterProblem(GATE, merged, own, held)
+    errors = {
+        share: problem.divergences(torch.lerp(merged, whole.weight, share))[1]["math"]
+        for share in (0.0, found.share / 2, found.share, found.share * 2, 1.0)
+    }
+    assert min(errors, key=errors.__getitem__) == found.share
+    assert found.held_after["math"] == pytest.approx(errors[found.share], rel=1e-9)
+    assert found.held_before["math"] == pytest.approx(errors[0.0], rel=1e-9)
+
+
+def test_what_held_out_tokens_lose_by_is_not_followed_at_all(
+    merged: Tensor, source: Tensor
+) -> None:
+    """Not even a little of the way, though a little might help: one row is easily pleased."""
+    found = fit(merged, tokens(60, source, seed=2), tokens(400, merged, seed=4, noise=0.0))
+    assert (found.share, found.kept) == (0.0, True)
+    assert found.weight.equal(merged)
+    assert (found.after, found.held_after) == (found.before, found.held_before)
+
+
+def test_without_held_out_tokens_the_calibration_s_own_decide(
+    merged: Tensor, source: Tensor
+) -> None:
+    found = fit(merged, tokens(60, source, seed=2), [])
+    assert found.share == 1.0
+    assert found.after["math"] < found.before["math"]
