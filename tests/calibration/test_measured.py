@@ -136,3 +136,19 @@ def test_text_that_cannot_be_read_is_one_error(case: cases.Case, tmp_path: Path)
     with pytest.raises(moemerge.DataError, match="needs a chat template"):
         case.calibrate(tmp_path / "out", data={**case.data, "math": broken}, progress=notes)
     assert notes.said == []
+
+
+def test_what_is_to_be_said_of_the_text_is_said_once(case: cases.Case, tmp_path: Path) -> None:
+    """It is read for the calibration, and again to measure what that did."""
+    data = {}
+    for name, file in case.data.items():
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        data[name] = tmp_path / f"{name}.jsonl"
+        data[name].write_text("".join(json.dumps({**row, "id": 1}) + "\n" for row in rows))
+    notes = Notes()
+    report = moemerge.calibrate(
+        case.merged, tmp_path / "out", sources=case.sources, data=data, progress=notes
+    )
+    assert report.diagnosis is not None
+    unread = [note for note in notes.said if "is read, not 'id'" in note]
+    assert len(unread) == len(set(unread)) == len(data)

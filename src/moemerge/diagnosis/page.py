@@ -78,7 +78,7 @@ class BeforeAndAfter:
         """Diagnose both and write the page; what hinders it leaves the result be."""
         try:
             job = prepare(replace(self.request, against=(self.out,)), self.text)
-            diagnosis = diagnose(job, progress)
+            diagnosis = diagnose(job, progress, told=self.text.notices)  # by the repair
             if self.path is not None:
                 write_page(diagnosis.to_json(), self.path)
         except MoeMergeError as error:

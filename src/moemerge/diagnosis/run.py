@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -62,11 +62,12 @@ def run_diagnosis(request: DiagnosisRequest, progress: Progress) -> Diagnosis:
     return diagnose(prepare(request), ranks.progress_of_lead(progress))
 
 
-def diagnose(job: DiagnosisJob, progress: Progress) -> Diagnosis:
-    """The same for what was checked already."""
+def diagnose(job: DiagnosisJob, progress: Progress, told: Collection[str] = ()) -> Diagnosis:
+    """The same for what was checked already; `told` are notices that its user has seen."""
     start = time.perf_counter()
     for notice in job.notices:
-        progress.note(notice)
+        if notice not in told:
+            progress.note(notice)
     sides = sides_of(job)
     comparison = RoutingComparison(job, sides)
     with open_lockstep(
