@@ -32,6 +32,7 @@ SWEEPS = {"ridge": "λ", "text": "text of each domain", "parts": "refitted"}
 REFIT = "refit"
 VARIANTS = {
     "as merged": "",
+    "routers averaged": " with routers of {average}",
     "HARC": " calibrated[]",
     "source targets, exact": " calibrated[objective=exact,targets=source-features]",
     "fine-tuned, best of four": " tuned[1x0.0002|1x0.001|4x0.0002|4x0.001]",
@@ -121,7 +122,7 @@ def after_merges(cells: Path, models: str) -> TextTable:
     for method in METHODS:
         title = EVERY[method].title
         for label in VARIANTS:
-            soft, plain = (columns_of(one, MERGES[models].format(method), label) for one in both)
+            soft, plain = (columns_of(one, MERGES[models], method, label) for one in both)
             if soft and plain:
                 rows.append((title, label, *soft, *plain))
                 title = ""
@@ -129,12 +130,13 @@ def after_merges(cells: Path, models: str) -> TextTable:
     return TextTable(("merge", "", *beside("mean", "against refit", *chat)), tuple(rows))
 
 
-def columns_of(cells: Cells, merge: str, label: str) -> list[str]:
+def columns_of(cells: Cells, merge: str, method: str, label: str) -> list[str]:
     """Mean, difference to refit, and what is left of chat if it is untouched; none where a seed
     lacks the row."""
 
     def found(variant: str) -> Measured | None:
-        return measured(cells, range(SEEDS), merge + VARIANTS[variant])
+        name = merge.format(method) + VARIANTS[variant].format(average=merge.format(AVERAGE))
+        return measured(cells, range(SEEDS), name)
 
     own, refit = found(label), found(REFIT)
     if own is None or refit is None:
