@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -220,3 +222,31 @@ def full_model(folder: Path) -> Path:
     for name in ("config.json", "model.safetensors", "README.md", "moemerge_report.json"):
         (folder / name).write_text(name)
     return folder
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_runs_that_end_at_once_leave_one_whole_folder(tmp_path: Path, overwrite: bool) -> None:
+    """Again and again, as it takes a moment between looking and renaming to go wrong."""
+    count = 4
+    ready = threading.Barrier(count)
+
+    def end(number: int, out: Path) -> str:
+        folder = OutputFolder(out, overwrite=overwrite)
+        for name in ("config.json", "model.safetensors"):
+            (folder.path / name).write_text(str(number))
+        ready.wait()
+        try:
+            folder.commit()
+        except CheckpointError as error:
+            folder.abort()
+            return str(error)
+        return "done"
+
+    with ThreadPoolExecutor(count) as pool:
+        for attempt in range(60):
+            out = tmp_path / str(attempt) / "out"
+            ends = list(pool.map(end, range(count), [out] * count))
+            assert ends.count("done") == (count if overwrite else 1), ends
+            assert all(end == "done" or "exists" in end for end in ends), ends
+            assert len({(out / name).read_text() for name in sorted(os.listdir(out))}) == 1
+            assert os.listdir(out.parent) == ["out"]

@@ -100,11 +100,14 @@ def _check_writable(out: Path, target: Path) -> None:
 
 
 def _check_replaceable(out: Path, target: Path, overwrite: bool | None) -> None:
-    if not target.is_dir():
+    try:
+        entries = [p for p in target.iterdir() if not _is_unfinished(p, target)]
+    except NotADirectoryError:
         raise CheckpointError(
             f"the output {out} exists and is a file", hint="choose another output folder"
-        )
-    entries = [p for p in target.iterdir() if not _is_unfinished(p, target)]
+        ) from None
+    except FileNotFoundError:  # another run has just moved it aside
+        return
     if os.path.ismount(target) and {p.name for p in entries} - _OF_A_DISK:
         raise CheckpointError(
             f"the output {out} is a mount point and not empty, so it cannot be replaced as a whole",
@@ -198,6 +201,11 @@ def _restore(target: Path) -> None:
             os.rename(path, target)
 
 
+def _remove(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class OutputFolder:
     """The hidden folder that becomes OUT on `commit`, or vanishes on `abort`."""
 
@@ -240,34 +248,51 @@ class OutputFolder:
     def commit(self) -> None:
         """Rename into place. With `overwrite` the old folder is moved aside first and deleted
         only once the new one is there."""
+        aside: list[Path] = []
         with writing(self.out):
             sync_folder(self.path)
-            old = self._move_aside()
             try:
-                if self.path.parent == self._target:
-                    self._move_up()
-                else:
-                    os.rename(self.path, self._target)
-            except OSError:
-                if old is not None:
-                    os.rename(old, self._target)
+                self._put_into_place(aside)
+            except (OSError, CheckpointError):
+                if aside and not os.path.lexists(self._target):
+                    os.rename(aside.pop(), self._target)
+                _remove(aside)
                 raise
             self.committed = True
             with contextlib.suppress(OSError):  # it is in place: whoever looks finds it whole
                 sync_folder(self._target.parent)
         self._unlock()
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+        _remove(aside)
+
+    def _put_into_place(self, aside: list[Path]) -> None:
+        """What was there goes `aside`. Another run's folder may appear at any moment: then it is
+        looked at again whether it may be replaced."""
+        while True:
+            old = self._move_aside()
+            if old is not None:
+                aside.append(old)
+            try:
+                if self.path.parent == self._target:
+                    self._move_up()
+                else:
+                    os.rename(self.path, self._target)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
 
     def _move_aside(self) -> Path | None:
-        if not os.path.lexists(self._target):
+        try:
+            if not os.path.lexists(self._target):
+                return None
+            # It may have come into being, or have been filled, while the work was going on.
+            _check_replaceable(self.out, self._target, self._overwrite)
+            if self.path.parent == self._target:
+                return None
+            old = hidden_folder(self.out, "replaced")
+            os.rename(self._target, old)
+        except FileNotFoundError:  # another run has moved it aside
             return None
-        # It may have come into being, or have been filled, while the work was going on.
-        _check_replaceable(self.out, self._target, self._overwrite)
-        if self.path.parent == self._target:
-            return None
-        old = hidden_folder(self.out, "replaced")
-        os.rename(self._target, old)
         return old
 
     def _move_up(self) -> None:
