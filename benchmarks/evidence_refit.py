@@ -14,6 +14,7 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import evidence_methods as methods
@@ -23,6 +24,7 @@ from moemerge.experiments.report import comparison_table, difference, main_table
 from moemerge.experiments.summary import RowSummary, Summary
 from moemerge.experiments.tables import REFERENCE
 from moemerge.experiments.text_tables import TextTable
+from moemerge.testbed.experiments.bench import Scale
 from moemerge.testbed.experiments.merges import AVERAGE, EVERY
 from moemerge.testbed.experiments.run import TableRequest, make_plan
 
@@ -62,11 +64,16 @@ def main() -> None:
 
 
 def summary(cells: Path, experiment: str, regime: str) -> Summary:
+    request = TableRequest((experiment,), Path(), regimes=(regime,), methods=(AVERAGE,))
+    return make_plan(request).tables[0].summary(journal(cells))
+
+
+@cache
+def journal(cells: Path) -> CellJournal:
+    """All of them, checked, as the testbed reads them."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CELLS).write_text(unpacked(cells), encoding="utf-8")
-        request = TableRequest((experiment,), Path(folder), regimes=(regime,), methods=(AVERAGE,))
-        journal = CellJournal(request.out, asdict(request.scale))
-        return make_plan(request).tables[0].summary(journal)
+        return CellJournal(Path(folder), asdict(Scale()))
 
 
 def mended(cells: Path, regime: str) -> list[TextTable]:
