@@ -83,3 +83,40 @@ def test_without_held_out_tokens_the_calibration_s_own_decide(
     found = fit(merged, tokens(60, source, seed=2), [])
     assert found.share == 1.0
     assert found.after["math"] < found.before["math"]
+
+
+GATES = {
+    "softmax": GATE,
+    "sigmoid": Gate(Score.SIGMOID, top_k=2),
+    "Bernoulli": Gate(Score.SIGMOID, top_k=2, normalised=False),
+    "capped": Gate(Score.SOFTMAX, top_k=2, soft_cap=5.0),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("kind", ["a mean", "an outlier", "dead channels", "one token"])
+@pytest.mark.parametrize("gate", GATES)
+def test_held_out_tokens_never_lose(gate: str, kind: str, seed: int) -> None:
+    merged = drawn(EXPERTS, WIDTH, seed=seed)
+    source = merged + 0.3 * drawn(EXPERTS, WIDTH, seed=seed + 10)
+
+    def unkind(count: int, seed: int) -> list[DomainFeatures]:
+        x = drawn(count, WIDTH, seed=seed)
+        if kind == "a mean":
+            x += 20.0
+        elif kind == "an outlier":
+            x[:, 3] *= 300.0
+        elif kind == "dead channels":
+            x[:, 5:12] = 0.0
+        targets = x @ source.T + drawn(count, EXPERTS, seed=seed + 1)
+        return [DomainFeatures("math", [x], source, [targets])]
+
+    own = unkind(1 if kind == "one token" else 100, seed + 20)
+    problem = RouterProblem(GATES[gate], merged, own, unkind(30, seed + 40))
+    found = fit_router(problem, STORED, exact=True)
+    assert found.weight.isfinite().all()
+    assert found.kept == (found.share == 0.0)
+    if found.kept:
+        assert found.weight.equal(merged)
+    else:
+        assert found.held_after["math"] < found.held_before["math"]
