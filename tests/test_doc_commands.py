@@ -1,0 +1,193 @@
+"""Commands, flags and names on the pages of README and docs exist, and lists are complete."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from moemerge.cli.app import app
+from moemerge.config.data import DataRecipe
+from moemerge.config.evaluation import load_task
+from moemerge.config.parameter_values import ROLE_NAMES
+from moemerge.config.settings import CollectingSettings
+from moemerge.config.study import StudyConfig
+from moemerge.config.study_load import load_study
+from moemerge.errors import UsageError
+from moemerge.evaluation.catalogue import find_task, task_names
+from moemerge.generation.prompts import USUAL
+from moemerge.merging.tokenizer.write import FORMATS
+from moemerge.verification.judgement import Grade
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Programs that pages also name, with flags of their own.
+OTHERS = re.compile(
+    r"(torchrun|accelerate|pip|make|python|git|srun|pytest|\.venv/bin/|mkdocs|vllm|#SBATCH|scontrol|ruff|benchmarks/)"
+)
+
+# Pages that speak of flags of scripts outside of the package.
+SCRIPTS = {"reliability", "benchmarks"}
+
+
+def names_of(page: str) -> set[str]:
+    """Return everything a page writes in backticks, outside of code blocks."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return {" ".join(name.split()) for name in re.findall(r"`([^`]+)`", prose)}
+
+
+# --- verbs and flags ------------------------------------------------------------------------------
+
+
+def flags_of(group: Any, *path: str) -> dict[tuple[str, ...], set[str]]:
+    """The flags of every verb, by its words."""
+    found: dict[tuple[str, ...], set[str]] = {}
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            found |= flags_of(command, *path, name)
+            continue
+        options = (option for parameter in command.params for option in parameter.opts)
+        more = (option for parameter in command.params for option in parameter.secondary_opts)
+        found[(*path, name)] = {"--help", "-h", *options, *more}
+    return found
+
+
+GROUP = typer.main.get_command(app)
+FLAGS = flags_of(GROUP)
+COMMON = {option for p in GROUP.params for option in p.opts} | {"--version", "--install-completion"}
+KNOWN = COMMON.union(*FLAGS.values())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_commands_and_flags_of_a_page_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+    lines = [line for block in blocks for line in block.splitlines()] + spans
+    if page.stem in SCRIPTS:
+        lines = [line for line in lines if line.startswith("moemerge ")]
+    added = re.findall(r"^# src/moemerge/cli/(\w+)\.py", text, re.M)
+    wrong = []
+    for line in lines:
+        if any(line.startswith(f"moemerge {verb} ") for verb in added):
+            continue  # a verb that the page itself adds
+        ours = line.split("-m moemerge ")[-1] if "-m moemerge " in line else line
+        if ours is line and OTHERS.search(line):
+            continue
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours.partition(" #")[0]))
+        verb = verb_of(ours)
+        allowed = KNOWN if verb is None else FLAGS[verb] | COMMON
+        wrong += [f"{flag} in {line!r}" for flag in named - allowed]
+    assert wrong == []
+
+
+def test_every_verb_takes_a_plugin() -> None:
+    assert [verb for verb, flags in FLAGS.items() if "--plugin" not in flags] == []
+
+
+# What several processes may do together; tests of ranks do it.
+SHARED = {"calibrate", "refit", "diagnose", "stats", "merge", "tune"}
+
+
+@pytest.mark.parametrize("path", [path for path in FLAGS if path[0] not in SHARED], ids=" ".join)
+def test_other_verbs_refuse_several_processes(
+    path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command: Any = GROUP
+    for word in path:
+        command = command.commands[word]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="runs in one process, and torchrun started 2"):
+        command.callback()
+
+
+@pytest.mark.parametrize(
+    ("verbs", "switch"),
+    [(("inspect", "ls", "demo"), True), (("merge", "validate", "calibrate", "run"), False)],
+)
+def test_json_is_a_switch_if_a_command_writes_nothing_else(
+    verbs: tuple[str, ...], switch: bool
+) -> None:
+    for path in (path for path in FLAGS if path[0] in verbs):
+        command: Any = GROUP
+        for word in path:
+            command = command.commands[word]
+        (flag,) = [p for p in command.params if "--json" in p.opts]
+        assert flag.is_flag is switch, path
+
+
+def verb_of(line: str) -> tuple[str, ...] | None:
+    """The verb that a command or an inline phrase begins with, if any."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        words = line.split()
+    words = words[1:] if words[:1] == ["moemerge"] else words
+    found = [path for path in FLAGS if tuple(words[: len(path)]) == path]
+    return found[0] if found else None
+
+
+# --- lists ----------------------------------------------------------------------------------------
+
+
+def test_every_package_is_explained() -> None:
+    source = ROOT / "src" / "moemerge"
+    packages = {p.name for p in source.iterdir() if (p / "__init__.py").is_file()}
+    modules = {p.stem for p in source.glob("*.py") if not p.stem.startswith("__")}
+    assert (packages | modules) - names_of("architecture") == set()
+
+
+def test_every_role_of_a_filter_and_chat_template_is_named() -> None:
+    assert {"auto", *ROLE_NAMES, *FORMATS} - names_of("config") == set()
+
+
+def test_every_key_of_a_study_is_explained() -> None:
+    table = set(
+        re.findall(
+            r"`(\w+)`",
+            " ".join(
+                line.split("|")[1]
+                for line in (ROOT / "docs" / "study.md").read_text(encoding="utf-8").splitlines()
+                if line.startswith("| `")
+            ),
+        )
+    )
+    assert table == set(StudyConfig.model_fields) | {"extends"}
+
+
+def test_kinds_of_statistics_judgements_and_columns_are_named() -> None:
+    kinds = CollectingSettings.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
+    page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
+    assert [kind for kind in kinds if kind not in page] == []
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    assert [grade.value for grade in Grade if grade.value not in page] == []
+    assert {*USUAL["prompt"], *USUAL["answer"], "input", "messages"} - names_of("data") == set()
+
+
+def test_keys_of_a_recipe_are_flags() -> None:
+    keys = {f"--{name.replace('_', '-')}" for name in DataRecipe.model_fields} - {"--file"}
+    assert keys <= FLAGS["data",]
+
+
+def test_tasks_are_as_the_table_says() -> None:
+    rows = re.findall(r"^\| `([\w+]+)` \| (\d+) \|", (ROOT / "docs/evaluate.md").read_text(), re.M)
+    assert {name for name, _ in rows} == set(task_names())
+    for name, problems in rows:
+        task = find_task(name).settings
+        assert (task.problems, task.needs_chat_template) == (int(problems), True)
+
+
+def test_the_study_and_the_task_of_the_pages_are_read(tmp_path: Path) -> None:
+    for page, key, read in (("study", "title:", load_study), ("evaluate", "verify:", load_task)):
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        (block,) = [b for b in re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) if key in b]
+        path = tmp_path / f"{page}.yml"
+        path.write_text(block, encoding="utf-8")
+        (tmp_path / "mine.jsonl").touch()
+        read(path)
