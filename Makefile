@@ -47,14 +47,14 @@ COUNT ?= 8000
 SEED ?= 1
 FUZZ ?=
 fuzz: $(STAMP)
-	OMP_NUM_THREADS=1 nice $(BIN)/python tests/fuzz/run.py --count $(COUNT) --seed $(SEED) $(FUZZ)
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.fuzz.run --count $(COUNT) --seed $(SEED) $(FUZZ)
 
 # Every call that writes fails in turn, and every verb is killed: the tables of docs/reliability.md.
 KILLS ?= 104
 faults: $(STAMP)
-	OMP_NUM_THREADS=1 nice $(BIN)/python tests/faults/run.py
-	OMP_NUM_THREADS=1 nice $(BIN)/python tests/faults/kills.py --count $(KILLS)
-	OMP_NUM_THREADS=1 nice $(BIN)/python tests/faults/limits.py
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.run
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.kills --count $(KILLS)
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.limits
 
 clean:
 	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -1,4 +1,4 @@
-"""A folder of tiny valid files of every kind that the product reads, made by the product itself."""
+"""Build a folder of tiny valid files of every kind that moemerge reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from calibration.cases import write_text
-from fuzz.harness import command, in_child
+from tools.fuzz.harness import command, in_child
 
 HIDDEN, EXPERTS, RANK = 16, 4, 2
 ROWS = (
@@ -65,7 +65,7 @@ TOKENS = "tokenizer: {source: union, tokens: {<s>: {source: math}}}\nchat_templa
 
 
 def build(folder: Path) -> Path:
-    """Everything in `folder`, by relative names, so that it can be copied to where it is used."""
+    """Write everything to `folder`; files refer to each other by relative paths."""
     folder.mkdir(parents=True, exist_ok=True)
     ended = in_child(lambda: _write(folder), folder, folder.with_suffix(".log"), limit=120)
     assert ended.code == 0, ended.output
@@ -88,7 +88,7 @@ def build(folder: Path) -> Path:
 
 
 def _write(folder: Path) -> None:
-    """What is not made by commands."""
+    """Write the files that no command makes."""
     base = zoo.build(
         "olmoe",
         folder / "base",
@@ -150,7 +150,7 @@ def _run(folder: Path, *arguments: str, first: Callable[[], None] = lambda: None
 
 
 def _journal(folder: Path) -> None:
-    """What a calibration leaves that dies when all its routers are solved."""
+    """Leave the journal of a calibration that is killed after its last router."""
 
     def die_at_the_end() -> None:
         from moemerge.checkpoint import CheckpointPatch
@@ -163,7 +163,7 @@ def _journal(folder: Path) -> None:
 
 
 def _shard(folder: Path) -> None:
-    """Two shards and an index."""
+    """Split the weights into two shards with an index."""
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     parts = {

@@ -1,7 +1,7 @@
-"""Commands in forked copies of this process: thousands in minutes, each within time and memory.
+"""Run commands in forked copies of this process, within time and memory limits.
 
-The parent only imports. It never computes or tokenizes, since threads that libraries start would be
-missing in the children.
+The parent only imports. It never computes or tokenizes, because threads that libraries start do not
+survive a fork.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TIME_LIMIT = 30.0  # seconds of one case
-MEMORY_LIMIT = 2 * 2**30  # bytes resident that a case may reach
-ADDRESS_ROOM = 8 * 2**30  # beyond what importing has mapped: a runaway ends here
-OURS = (2, 3, 4)  # exit codes of errors that are ours
+TIME_LIMIT = 30.0  # seconds per case
+MEMORY_LIMIT = 2 * 2**30  # bytes of resident memory per case
+ADDRESS_ROOM = 8 * 2**30  # on top of what the imports map
+OURS = (2, 3, 4)  # exit codes of moemerge errors
 WARM = (
     "moemerge.cli.app",
     "moemerge.api.jobs",
@@ -49,15 +49,15 @@ WARM = (
 class Ended:
     """How a child process ended."""
 
-    code: int  # its exit code; negative for a signal
-    output: str  # of both streams
+    code: int  # exit code; negative for a signal
+    output: str  # stdout and stderr
     seconds: float
-    memory: int  # bytes resident at most
+    memory: int  # peak resident bytes
     hung: bool = False
 
 
 def warm_up() -> None:
-    """Import once what every case needs. The environment keeps libraries quiet and offline."""
+    """Import what every case needs, and keep libraries quiet and offline."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -65,12 +65,12 @@ def warm_up() -> None:
         "COLUMNS": "200",
     }
     for name in WARM:
-        with contextlib.suppress(ImportError):  # a later layout of the product: slower, not wrong
+        with contextlib.suppress(ImportError):  # a renamed module costs only speed
             importlib.import_module(name)
 
 
 def start(work: Callable[[], None], folder: Path, log: Path) -> int:
-    """Begin `work` in a child, whose number is given."""
+    """Start `work` in a child process and return its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -80,7 +80,7 @@ def start(work: Callable[[], None], folder: Path, log: Path) -> int:
 
 
 def in_child(work: Callable[[], None], folder: Path, log: Path, limit: float = TIME_LIMIT) -> Ended:
-    """`work` in a child in `folder`, within limits; what it prints goes to `log`."""
+    """Run `work` in a child process in `folder`, within limits; its output goes to `log`."""
     begun = time.monotonic()
     child = start(work, folder, log)
     handle = os.pidfd_open(child)
@@ -89,12 +89,12 @@ def in_child(work: Callable[[], None], folder: Path, log: Path, limit: float = T
     finally:
         os.close(handle)
     if over:
-        with contextlib.suppress(ProcessLookupError):  # it is not yet the head of a group
+        with contextlib.suppress(ProcessLookupError):  # it may not lead its process group yet
             os.killpg(child, signal.SIGKILL)
         os.kill(child, signal.SIGKILL)
     _, status, used = os.wait4(child, 0)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)  # what it may have started
+        os.killpg(child, signal.SIGKILL)  # processes that it started
     return Ended(
         os.waitstatus_to_exitcode(status),
         log.read_text(encoding="utf-8", errors="replace"),
@@ -105,7 +105,7 @@ def in_child(work: Callable[[], None], folder: Path, log: Path, limit: float = T
 
 
 def _become(work: Callable[[], None], folder: Path, log: Path) -> None:
-    """Never returns."""
+    """Run `work` as the child process. Never returns."""
     code = 70
     try:
         os.setsid()
@@ -145,14 +145,14 @@ def command(
     limit: float = TIME_LIMIT,
     first: Callable[[], None] = lambda: None,
 ) -> Ended:
-    """`moemerge ARGUMENTS` in `folder`, after `first`; its temporary files go into `tmp` there."""
+    """Run `first` and then `moemerge ARGUMENTS` in `folder`, with temporary files in its `tmp`."""
     return in_child(work_of(arguments, folder, first), folder, log, limit)
 
 
 def work_of(
     arguments: Sequence[str], folder: Path, first: Callable[[], None]
 ) -> Callable[[], None]:
-    """What the child of `command` does."""
+    """Return the function that the child process of `command` runs."""
 
     def work() -> None:
         import tempfile
@@ -172,5 +172,5 @@ def work_of(
 
 
 def tree(folder: Path) -> set[str]:
-    """Every path inside, hidden ones and temporary ones included."""
+    """Return every path inside, including hidden and temporary files."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}

@@ -1,19 +1,19 @@
-"""What is fuzzed: a file of the corpus, how it is changed, and a command that reads it."""
+"""Fuzz cases: a file of the corpus, a mutation, and a command that reads the file."""
 
 from __future__ import annotations
 
 import os
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuzz import held_out, mutations
-from fuzz.corpus import CALIBRATE
-from fuzz.harness import MEMORY_LIMIT, OURS, Ended, command, in_child, tree
-from fuzz.mutations import Mutation
+from tools.fuzz import held_out, mutations
+from tools.fuzz.corpus import CALIBRATE
+from tools.fuzz.harness import MEMORY_LIMIT, OURS, Ended, command, in_child, tree
+from tools.fuzz.mutations import Mutation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ class Kind:
     files: tuple[str, ...]
     mutations: tuple[Mutation, ...]
     commands: tuple[tuple[str, ...], ...]
-    journal: bool = False  # whether the journal of a killed run lies there
+    journal: bool = False  # whether the folder has the journal of a killed run
 
 
 KINDS: Mapping[str, Kind] = {
@@ -149,7 +149,7 @@ class Case:
 class Result:
     case: Case
     arguments: Sequence[str]
-    outcome: str  # accepted, refused, or what is bad about it
+    outcome: str  # accepted, refused, or a description of the failure
     ended: Ended
 
     @property
@@ -157,15 +157,8 @@ class Result:
         return self.outcome not in ("accepted", "refused")
 
 
-def all_cases(count: int, seed: int) -> Iterator[Case]:
-    """Kinds in turn, each with seeds of its own."""
-    kinds = list(KINDS)
-    for number in range(count):
-        yield Case(kinds[number % len(kinds)], seed * 1_000_000 + number // len(kinds))
-
-
 def run(case: Case, corpus: Path, folder: Path) -> Result:
-    """Run a case in `folder`, which is removed afterwards."""
+    """Run a case in `folder` and remove the folder."""
     try:
         arguments = case.prepare(corpus, folder)
         (folder / "tmp").mkdir()
@@ -177,7 +170,7 @@ def run(case: Case, corpus: Path, folder: Path) -> Result:
 
 
 def judge(ended: Ended, before: set[str], folder: Path, arguments: Sequence[str]) -> str:
-    """`accepted` (what came out is sound), `refused` (by our own error), or what is bad."""
+    """Return `accepted` (sound output), `refused` (moemerge error) or the failure."""
     if ended.hung:
         return "hang"
     if ended.memory > MEMORY_LIMIT:
@@ -206,7 +199,7 @@ def judge(ended: Ended, before: set[str], folder: Path, arguments: Sequence[str]
 
 
 def check_output(folder: Path, arguments: Sequence[str]) -> None:
-    """What was written loads in transformers, is finite, and keeps every name of the inputs."""
+    """Check that the output is finite, correct and loads in transformers."""
     out = folder / "out"
     if not out.is_dir():
         return
@@ -222,16 +215,18 @@ def check_output(folder: Path, arguments: Sequence[str]) -> None:
             raise SystemExit(f"{name} is not finite")
     for name, tensor in expected(folder, arguments).items():
         if not torch.allclose(tensors[name].double(), tensor, rtol=1e-5, atol=1e-30):
-            raise SystemExit(f"{name} differs from what follows from the inputs")
-    _, told = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+            raise SystemExit(f"{name} differs from the expected value")
+    _, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     for what in ("missing_keys", "mismatched_keys"):
-        if told[what]:
-            raise SystemExit(f"{what}: {sorted(told[what])[:3]}")
+        if loading[what]:
+            raise SystemExit(f"{what}: {sorted(loading[what])[:3]}")
 
 
 def expected(folder: Path, arguments: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors whose values follow from the inputs without the product: those of a linear merge of
-    plain models, and all but the routers of a calibration."""
+    """Return the tensors that can be computed without moemerge.
+
+    These are all tensors of a linear merge, and all but the routers of a calibration.
+    """
     import torch
 
     import zoo

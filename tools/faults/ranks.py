@@ -1,12 +1,11 @@
-"""One of several processes is killed anywhere: the others must end soon, and say why.
+"""Kill one of several ranks: the others must exit soon with a clear message.
 
-    python tests/faults/ranks.py [--kills 10] [--verb calibrate]
+    python -m tools.faults.ranks [--kills 10] [--verb calibrate]
 
-For each verb runs of two and three ranks lose one of them by SIGKILL at a random moment after they
-have met. The others must end by themselves within 30 s, with exit code and message of ours
-(torchrun would end them, and is not here). OUT must be whole or absent. Then one, two and three
-ranks go on, from copies of what was left (`--resume` where there is a journal), and their result is
-compared with undisturbed runs of as many ranks. Prints the table that docs/ranks.md holds.
+Runs of two and three ranks lose one rank by SIGKILL at a random time after their process group is
+set up. The others must exit within 30 s with a moemerge error (torchrun would end them, but is not
+used here). OUT must be complete or absent. Then one, two and three ranks repeat or resume the run,
+and their results are compared with undisturbed runs. Prints the table of docs/ranks.md.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -28,12 +26,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.faults.run import content
+from tools.fuzz import cases, corpus, harness
 
-from fuzz import cases, corpus, harness
-
-LIMIT = 30.0  # seconds in which the others must end
-MEETING = 120.0  # seconds in which ranks must have met
+LIMIT = 30.0  # seconds until the other ranks must have exited
+MEETING = 120.0  # seconds to set up the process group
 RANKS = (1, 2, 3)
 VERBS = {
     "calibrate": (*corpus.CALIBRATE, "--holdout", "0"),
@@ -73,17 +70,17 @@ class Together:
             self.children.append(harness.start(work, self.folder, log))
 
     def meet(self) -> None:
-        """Wait until all ranks have met."""
+        """Wait until all ranks have joined the process group."""
         met = [self.folder / "tmp" / f"met-{rank}" for rank in range(self.ranks)]
         end = time.monotonic() + MEETING
         while self.ranks > 1 and not all(path.exists() for path in met):
             if time.monotonic() > end:
-                words = "".join(log.read_text() for log in self.logs if log.exists())
-                raise SystemExit(f"{self.arguments}: {self.ranks} ranks do not meet: {words}")
+                output = "".join(log.read_text() for log in self.logs if log.exists())
+                raise SystemExit(f"{self.arguments}: {self.ranks} ranks did not meet: {output}")
             time.sleep(0.01)
 
     def wait(self, limit: float) -> list[Ended | None]:
-        """How each ended; None for one that did not within the limit, which ends it."""
+        """Return how each rank ended; None for a rank that had to be killed at the limit."""
         begun = time.monotonic()
         ends: list[Ended | None] = []
         for child, log in zip(self.children, self.logs, strict=True):
@@ -107,23 +104,20 @@ def _become_rank(rank: int, ranks: int, port: int, met: Path) -> None:
 
     join = several.join
 
-    def told(device: object) -> None:
+    def join_and_report(device: object) -> None:
         join(device)
         met.touch()
 
-    several.join = told
+    several.join = join_and_report
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
 
 
-def weights(out: Path) -> dict[str, bytes]:
-    files = [out] if out.is_file() else sorted(out.glob("*.safetensors"))
-    return {path.name: path.read_bytes() for path in files}
-
-
 class Bench:
+    """Kills ranks, resumes the runs and counts the outcomes."""
+
     def __init__(self, corpus_folder: Path, scratch: Path) -> None:
         self._corpus, self._scratch = corpus_folder, scratch
         self._whole: dict[tuple[str, int], tuple[dict[str, bytes], float]] = {}
@@ -132,7 +126,7 @@ class Bench:
         self.slowest = 0.0
 
     def whole(self, verb: str, ranks: int) -> tuple[dict[str, bytes], float]:
-        """The weights of an undisturbed run, and its seconds."""
+        """Return the weights of an undisturbed run and its duration in seconds."""
         if (verb, ranks) not in self._whole:
             folder = self._copy(self._corpus, "whole")
             run = Together(VERBS[verb], folder, ranks)
@@ -140,7 +134,7 @@ class Bench:
             run.meet()
             begun = time.monotonic()
             run.wait(300.0)
-            self._whole[verb, ranks] = weights(folder / "out"), time.monotonic() - begun
+            self._whole[verb, ranks] = content(folder / "out"), time.monotonic() - begun
         return self._whole[verb, ranks]
 
     def kill(self, verb: str, ranks: int, rng: random.Random) -> None:
@@ -158,20 +152,20 @@ class Bench:
         others = [end for rank, end in enumerate(ends) if rank != victim]
         which = f"{verb}, rank {victim} of {ranks} at {moment:.0%}"
         if any(end is None for end in others):
-            self._note(verb, "BAD: still there after 30 s", which, "")
+            self._note(verb, "BAD: still running after 30 s", which, "")
             return
         for end in others:
             assert end is not None
             self.slowest = max(self.slowest, end.seconds)
-            told = end.code == 0 or (end.code == 3 and LOST in end.output)
-            if not told or "Traceback" in end.output:
+            expected = end.code == 0 or (end.code == 3 and LOST in end.output)
+            if not expected or "Traceback" in end.output:
                 self._note(verb, f"BAD: exit code {end.code}", which, end.output)
                 return
-        self._go_on(verb, folder, ranks, which)
+        self._repeat(verb, folder, ranks, which)
 
-    def _go_on(self, verb: str, folder: Path, ranks: int, which: str) -> None:
+    def _repeat(self, verb: str, folder: Path, ranks: int, which: str) -> None:
         if (folder / "out").exists():
-            same = weights(folder / "out") in [self.whole(verb, own)[0] for own in RANKS]
+            same = content(folder / "out") in [self.whole(verb, own)[0] for own in RANKS]
             self._note(verb, "OUT was whole" if same else "BAD: OUT is another", which, "")
             return
         resumes = (folder / ".out.journal").exists()
@@ -182,7 +176,7 @@ class Bench:
             if end is None or end.code != 0 or not (again / "out").exists():
                 self._note(verb, f"BAD: {own} ranks", which, "" if end is None else end.output)
                 continue
-            mine = weights(again / "out")
+            mine = content(again / "out")
             same = mine == self.whole(verb, own)[0]
             how = f"of {ranks}, resumed" if resumes else f"of {ranks}, begun anew"
             off = "the same bytes" if same else self._off(verb, mine, own)
@@ -192,11 +186,11 @@ class Bench:
                 self._note(verb, f"BAD: {left[0]} is left", which, "")
 
     def _off(self, verb: str, mine: dict[str, bytes], ranks: int) -> str:
-        """The largest difference, as a share of the tensor's move."""
+        """Return the largest difference relative to the change of the tensor."""
         from safetensors.torch import load
 
         before = {}
-        for data in weights(self._corpus / "merged").values():
+        for data in content(self._corpus / "merged").values():
             before |= load(data)
         largest = 0.0
         for name, data in self.whole(verb, ranks)[0].items():
@@ -237,7 +231,7 @@ class Bench:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=10, help="of each verb")
+    parser.add_argument("--kills", type=int, default=10, help="kills per verb")
     parser.add_argument("--verb", choices=list(VERBS), action="append")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--corpus", type=Path)

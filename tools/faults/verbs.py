@@ -1,4 +1,4 @@
-"""Every verb that writes, as a small command over the corpus of the fuzzer, and what it writes."""
+"""Every command that writes, as a small run on the fuzzer's corpus, and its output files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuzz import cases, harness
+from tools.fuzz import cases, harness
 
 QUESTIONS = ("what is one plus two", "compute two plus two", "why", "how is x equal to y", "what")
 GREEDY = ("--samples", "1", "--temperature", "0", "--max-new-tokens", "6")
@@ -36,12 +36,12 @@ STUDY = (
 
 @dataclass(frozen=True)
 class Verb:
-    """A command; `again` is added to go on after a kill, and `made` are the files to compare."""
+    """A command; `again` is appended to resume after a kill, `made` are the files to compare."""
 
     arguments: tuple[str, ...]
     again: tuple[str, ...] = ()
-    made: tuple[str, ...] = ("*.safetensors",)  # inside OUT; of a file, the file itself
-    grows: bool = False  # OUT is kept from run to run and holds what is finished
+    made: tuple[str, ...] = ("*.safetensors",)  # patterns inside OUT; ignored if OUT is a file
+    grows: bool = False  # OUT keeps finished parts between runs
     out: str = "out"
 
 
@@ -81,7 +81,7 @@ _TIMES = re.compile(rb'("?\w*seconds"?: *|[\d.]+ s\b|\d{4}-\d\d-\d\d[T ][\d:]+)[
 
 
 def extend(corpus: Path) -> None:
-    """Add what the fuzzer's corpus lacks."""
+    """Add the files that only these commands need to the fuzzer's corpus."""
     rows = [{"prompt": text, "response": "one", "answer": "one"} for text in QUESTIONS]
     (corpus / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = {"sums.yml": TASK, "kept.yml": KEPT, "weighed.yml": WEIGHED, "study.yml": STUDY}
@@ -93,7 +93,7 @@ def extend(corpus: Path) -> None:
 
 
 def content(verb: Verb, out: Path) -> dict[str, bytes]:
-    """What must come out the same: files by name, without times."""
+    """Return the files that must be reproducible, by name, with times removed."""
     files = [out] if out.is_file() else [p for each in verb.made for p in sorted(out.glob(each))]
     return {
         str(path.relative_to(out)): path.read_bytes()

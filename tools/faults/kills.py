@@ -1,10 +1,10 @@
-"""`make faults`, its second part: every verb that writes is killed, and run again.
+"""Kill every command that writes, and run it again (second part of `make faults`).
 
-    python tests/faults/kills.py [--count 100] [--seed 1] [--verb tune]
+    python -m tools.faults.kills [--count 100] [--seed 1] [--verb tune]
 
-Kills come at random moments of the whole length of a verb. Afterwards OUT is absent or whole, a
-second run (with `--resume` where there is one) ends with the bytes of an undisturbed run, and
-nothing else is left: no hidden folder, journal or temporary file.
+Kills come at random times. Afterwards OUT must be absent or complete. A second run, with `--resume`
+if the command has it, must produce the bytes of an undisturbed run. No hidden folder, journal or
+temporary file may remain.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.faults import verbs
+from tools.fuzz import corpus, harness
 
-from faults import verbs
-from fuzz import corpus, harness
-
-LIMIT = 300.0  # seconds of an undisturbed run, on a busy machine
+LIMIT = 300.0  # seconds for an undisturbed run on a busy machine
 ALONE = "ended before the kill, OUT whole"
 AGAIN = "no OUT; a second run gives the same bytes"
 GROWN = "OUT in part, as it may be; a second run gives the same"
 
 
 class Killer:
+    """Kills commands, repeats them and counts the outcomes."""
+
     def __init__(self, corpus_folder: Path, scratch: Path, seed: int) -> None:
         self._corpus, self._scratch = corpus_folder, scratch
         self._rng = random.Random(seed)
@@ -39,7 +38,7 @@ class Killer:
         self.bad: list[str] = []
 
     def learn(self, name: str) -> None:
-        """What an undisturbed run writes, and how long it takes."""
+        """Record the output and the duration of an undisturbed run."""
         verb, folder = verbs.VERBS[name], self._fresh()
         ended = self._run(verb.arguments, folder, LIMIT)
         assert ended.code == 0, f"{name}: {ended.output}"
@@ -66,7 +65,7 @@ class Killer:
         there = out.exists()
         if there and not verb.grows:
             if verbs.content(verb, out) != whole:
-                return "BAD: OUT is other than it should be"
+                return "BAD: OUT differs"
             left = self._left(folder, before, verb)
             return ALONE if not left else self._swept(verb, folder, before)
         ended = self._run((*verb.arguments, *verb.again), folder, LIMIT)
@@ -80,8 +79,10 @@ class Killer:
         return GROWN if there else AGAIN
 
     def _swept(self, verb: verbs.Verb, folder: Path, before: set[str]) -> str:
-        """Killed between the last rename and the end: a run with another name clears up nothing,
-        one that writes OUT anew does."""
+        """Check that a run that writes OUT again removes what the killed run left.
+
+        The kill came between the last rename and the end of the process.
+        """
         (shutil.rmtree if (folder / verb.out).is_dir() else Path.unlink)(folder / verb.out)
         ended = self._run((*verb.arguments, *verb.again), folder, LIMIT)
         left = self._left(folder, before, verb)
@@ -89,7 +90,7 @@ class Killer:
 
     def _left(self, folder: Path, before: set[str], verb: verbs.Verb) -> set[str]:
         made = harness.tree(folder) - before
-        hidden = {p for p in made if ".partial" in p}  # inside OUT, too
+        hidden = {p for p in made if ".partial" in p}  # also inside OUT
         return {p for p in made if p.split("/")[0] != verb.out} | hidden
 
     def _fresh(self) -> Path:
@@ -117,7 +118,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verb", choices=list(verbs.VERBS), action="append")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no kill after these")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no kill after this time")
     arguments = parser.parse_args()
     names = arguments.verb or list(verbs.VERBS)
     harness.warm_up()

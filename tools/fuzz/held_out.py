@@ -1,8 +1,7 @@
-"""Other mutations than those by which the product was mended: for measuring, not for mending.
+"""Held-out mutations: they measure robustness and were not used to improve it.
 
-Blind to formats but for their tokens: pieces of one file are put into another, numbers anywhere in
-the text are exchanged, spans are doubled, moved, turned around or replaced by words of a dictionary
-made of all files of the corpus.
+They know no format, only tokens. They splice files, replace numbers and quoted strings, and move,
+reverse or repeat spans.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def words(data: bytes, rng: random.Random, _: bytes) -> bytes:
 
 
 def foreign_words(data: bytes, rng: random.Random, other: bytes) -> bytes:
-    """A quoted word of another file in place of one of this."""
+    """Replace quoted strings by quoted strings of another file."""
     known = _WORD.findall(other[:200_000]) or [b'"x"']
     return _exchange(_WORD, data, rng, lambda: rng.choice(known))
 
@@ -99,12 +98,12 @@ def _exchange(
 
 
 def splice(data: bytes, rng: random.Random, other: bytes) -> bytes:
-    """The head of this file and the tail of another."""
+    """Return the head of this file and the tail of another."""
     return data[: rng.randrange(len(data) + 1)] + other[rng.randrange(len(other) + 1) :]
 
 
 def span(data: bytes, rng: random.Random, _: bytes) -> bytes:
-    """A span moved, turned around, doubled often, or shifted by a bit."""
+    """Move, reverse, repeat or bit-shift a span."""
     begin = rng.randrange(len(data) + 1)
     end = min(len(data), begin + rng.choice((2, 9, 33, 300)))
     piece = data[begin:end]
@@ -121,7 +120,7 @@ def span(data: bytes, rng: random.Random, _: bytes) -> bytes:
 
 
 def whole(data: bytes, rng: random.Random, other: bytes) -> bytes:
-    """Another file altogether."""
+    """Replace the whole file."""
     return rng.choice((other, b"", b"\n", b" ", data[::-1], other[: len(data)]))
 
 

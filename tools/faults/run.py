@@ -1,10 +1,10 @@
-"""`make faults`, its first part: every call that writes OUT, a journal or statistics fails in turn.
+"""Let every system call that writes fail in turn (first part of `make faults`).
 
-    python tests/faults/run.py [--verb merge] [--most 2]
+    python -m tools.faults.run [--verb merge] [--most 2]
 
-A first run counts the calls of each kind, then each of them fails once with each error. OUT must be
-whole or absent, the message ours, and nothing may be left but a journal. Prints the table that
-docs/reliability.md holds. The second part is kills.py.
+A first run counts the calls of each kind. Then each call fails once with each error. OUT must be
+complete or absent, the message must be a moemerge error, and only a journal may remain. Prints the
+table of docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import errno
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -24,9 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from fuzz import cases, corpus, harness
+from tools.fuzz import cases, corpus, harness
 
 STATS = ("stats", "merged", "out", "--data", "math.jsonl", "-q")
 VERBS = {
@@ -41,14 +38,14 @@ CALLS = (
     *("replace", "mkdir", "copy_file_range", "posix_fallocate"),
 )
 ERROR, DONE = "our error, no OUT", "done, OUT whole"
-SHORT = -1  # stands for a write that writes less than it was given
+SHORT = -1  # a write that writes only a part of its data
 
 
 @dataclass
 class Shim:
-    """Wraps functions of `os` (and thread starts): counts calls, and lets one of them fail."""
+    """Wrap functions of `os` and thread starts: count the calls and let one of them fail."""
 
-    fails: tuple[str, int, int] | None = None  # which call, its number, the error
+    fails: tuple[str, int, int] | None = None  # call, its number, errno
     counts: Counter[str] = field(default_factory=Counter)
     ours: Path = field(default_factory=Path)
 
@@ -59,7 +56,7 @@ class Shim:
         threading.Thread.start = self._wrapped("thread", threading.Thread.start)  # type: ignore[method-assign]
         import io
 
-        # Buffered files: what `open(..., "wb")` gives writes past `os`.
+        # Buffered files do not write through `os`.
         real = io.open
 
         def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
@@ -89,7 +86,7 @@ class Shim:
         return call
 
     def _step(self, name: str) -> bool:
-        """Count a call; raise where it is the one that fails. Whether it is to be short."""
+        """Count a call and raise if it must fail; return whether it must be a short write."""
         number = self.counts[name]
         self.counts[name] += 1
         if self.fails is None or self.fails[:2] != (name, number):
@@ -123,17 +120,19 @@ class _Failing:
 
 
 def content(out: Path) -> dict[str, bytes]:
-    """The weights or statistics, by file; reports have times in them."""
+    """Return the bytes of the weights or statistics by file name."""
     files = [out] if out.is_file() else sorted(out.glob("*.safetensors"))
     return {path.name: path.read_bytes() for path in files}
 
 
 class Bench:
+    """Runs commands on copies of the corpus, injects faults and judges the outcome."""
+
     def __init__(self, corpus_folder: Path, scratch: Path) -> None:
         self._corpus, self._scratch = corpus_folder, scratch
         self.whole: dict[str, dict[str, bytes]] = {}
         self.table: dict[tuple[str, str], Counter[str]] = {}
-        self.places: Counter[tuple[str, str]] = Counter()  # that failed, by verb and call
+        self.places: Counter[tuple[str, str]] = Counter()  # failed calls by verb and call
         self.bad: list[str] = []
 
     def fresh(self) -> Path:
@@ -190,11 +189,11 @@ class Bench:
             return f"BAD: left {sorted(left)[0]}"
         if out.exists():
             same = content(out) == self.whole[verb]
-            return DONE if same and ended.code == 0 else "BAD: OUT is other than it should be"
+            return DONE if same and ended.code == 0 else "BAD: OUT differs"
         return ERROR if ended.code in harness.OURS else f"BAD: exit {ended.code}"
 
     def print(self) -> None:
-        """A row for every call of every verb: its faults, by what became of them."""
+        """Print a row for every verb and call with the outcomes of its faults."""
         print(f"| verb | call | places | faults | {ERROR} | {DONE} | otherwise |")
         print("|---" * 7 + "|")
         for verb in dict.fromkeys(verb for verb, _ in self.table):
@@ -217,8 +216,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verb", choices=list(VERBS), action="append")
     parser.add_argument("--call", choices=[*CALLS, "thread"], action="append")
-    parser.add_argument("--most", type=int, default=10**6, help="places of each call, evenly taken")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault after these")
+    parser.add_argument(
+        "--most",
+        type=int,
+        default=10**6,
+        help="at most this number of places per call, evenly spaced",
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no fault after this time")
     parser.add_argument("--corpus", type=Path)
     arguments = parser.parse_args()
     harness.warm_up()

@@ -1,11 +1,10 @@
-"""`make faults`, its third part: verbs with too little memory, and with too few descriptors.
+"""Run commands with too little memory or too few file descriptors (third part of `make faults`).
 
-    python tests/faults/limits.py [--verb merge] [--count 16]
+    python -m tools.faults.limits [--verb merge] [--count 16]
 
-Limits rise evenly (memory by factors) from next to nothing to where a verb succeeds. OUT must be
-whole or absent, nothing may be left but a journal, and the message must be ours. Where a library
-ends the process by itself, as C++ does that cannot allocate, no message can be: OUT must be absent,
-and a second run without the limit must sweep what is left and succeed.
+Limits rise until a command succeeds. OUT must be complete or absent, only a journal may remain, and
+the message must be a moemerge error. If a library aborts the process (C++ without memory), there is
+no message. Then OUT must be absent, and a run without the limit must clean up and succeed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import itertools
 import os
 import resource
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -22,13 +20,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.faults.run import DONE, ERROR, VERBS, Bench
+from tools.fuzz import corpus, harness
 
-from faults.run import DONE, ERROR, VERBS, Bench
-from fuzz import corpus, harness
-
-LEAST, MOST = 2**20, 2**31  # bytes of address space beyond what importing has taken
-DESCRIPTORS = 30  # beyond those that are open
+LEAST, MOST = 2**20, 2**31  # bytes of address space on top of the imports
+DESCRIPTORS = 30  # on top of the open ones
 LAST_RESORT = "the last resort's message, no OUT"
 ENDED = "ended by a library, no OUT; a second run succeeds"
 
@@ -40,7 +36,7 @@ def address_space(room: int) -> None:
 
 
 def descriptors(room: int) -> None:
-    """So low that `room` more can be opened: numbers that are free are taken first."""
+    """Set the limit so that `room` more descriptors can be opened; low free numbers come first."""
     used = {int(name) for name in os.listdir("/proc/self/fd")}
     free = (number for number in itertools.count() if number not in used)
     limit = next(itertools.islice(free, room, None))
@@ -48,7 +44,7 @@ def descriptors(room: int) -> None:
 
 
 def limits(count: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
-    """Kind, its size in words, and what a child does first."""
+    """Yield the kind of limit, its size as text, and the function that sets it."""
     factor = (MOST / LEAST) ** (1 / max(1, count - 1))
     for number in range(count):
         room = int(LEAST * factor**number)
@@ -59,16 +55,16 @@ def limits(count: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
 
 
 def judge(bench: Bench, verb: str, first: Callable[[], None], log: Path) -> tuple[str, str]:
-    """What became of a verb under a limit, and its last words."""
+    """Run a command under a limit; return the outcome and the end of its output."""
     folder = bench.fresh()
     before = harness.tree(folder)
     ended = harness.command(VERBS[verb], folder, log, first=first)
-    said = ended.output.strip()[-200:]
+    output = ended.output.strip()[-200:]
     if ended.code >= 0 or ended.hung:
         outcome = bench.judge(verb, ended, before, folder)
-        return (LAST_RESORT if outcome == "BAD: exit 1" else outcome), said
+        return (LAST_RESORT if outcome == "BAD: exit 1" else outcome), output
     if (folder / "out").exists():
-        return "BAD: OUT of a process that a library ended", said
+        return "BAD: OUT of a process that a library ended", output
     again = harness.command(VERBS[verb], folder, log)
     outcome = bench.judge(verb, again, before, folder)
     return (ENDED if outcome == DONE else f"{outcome} in the second run"), again.output[-200:]
@@ -77,7 +73,7 @@ def judge(bench: Bench, verb: str, first: Callable[[], None], log: Path) -> tupl
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verb", choices=list(VERBS), action="append")
-    parser.add_argument("--count", type=int, default=16, help="limits of each kind")
+    parser.add_argument("--count", type=int, default=16, help="number of limits of each kind")
     arguments = parser.parse_args()
     harness.warm_up()
     table: dict[tuple[str, str], Counter[str]] = {}
@@ -88,13 +84,13 @@ def main() -> int:
         bench, log = Bench(where, Path(scratch)), Path(scratch) / "log"
         begun = time.monotonic()
         for verb in arguments.verb or VERBS:
-            bench.count(verb, VERBS[verb])  # what it writes without a limit
+            bench.count(verb, VERBS[verb])  # records the output without a limit
             for kind, size, first in limits(arguments.count):
-                outcome, said = judge(bench, verb, first, log)
+                outcome, output = judge(bench, verb, first, log)
                 table.setdefault((verb, kind), Counter())[outcome] += 1
                 bad += outcome.startswith("BAD")
                 if outcome.startswith("BAD") or outcome == LAST_RESORT:
-                    print(f"{verb}, {kind} {size}: {outcome}: {said}", flush=True)
+                    print(f"{verb}, {kind} {size}: {outcome}: {output}", flush=True)
     kinds = (ERROR, DONE, LAST_RESORT, ENDED)
     print(f"| verb | limit | runs | {' | '.join(kinds)} | otherwise |")
     print("|---" * (len(kinds) + 4) + "|")

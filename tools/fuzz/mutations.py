@@ -1,6 +1,6 @@
-"""Seeded changes to a file's bytes, as careless tools, broken disks or enemies make them.
+"""Seeded mutations of a file, as buggy tools, bad disks or attackers make them.
 
-Every function takes the bytes of a valid file and a random generator, and gives other bytes.
+Every mutation takes the bytes of a valid file and a random generator, and returns other bytes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ JUNK: tuple[Any, ...] = (
 
 
 def places(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """The path of every value inside a document."""
+    """Yield the path of every value inside a document."""
     items: Any = node.items() if isinstance(node, dict) else enumerate(node)
     for key, child in items:
         yield (*path, key)
@@ -87,7 +87,7 @@ def places(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | 
 
 
 def changed_document(document: Any, rng: random.Random) -> Any:
-    """One to three values replaced, removed, added, renamed, doubled or nested."""
+    """Replace, remove, rename or nest one to three values."""
     document = copy.deepcopy(document)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if not isinstance(document, dict | list) or rng.random() < 0.02:
@@ -95,7 +95,7 @@ def changed_document(document: Any, rng: random.Random) -> Any:
         paths = list(places(document))
         if not paths:
             return rng.choice(JUNK)
-        # Upper values are few and matter most.
+        # Draw the depth first: shallow values are few and matter most.
         depth = rng.choice(sorted({len(path) for path in paths}))
         *above, key = rng.choice([path for path in paths if len(path) == depth])
         owner: Any = document
@@ -107,7 +107,7 @@ def changed_document(document: Any, rng: random.Random) -> Any:
 
 
 def _change(owner: Any, key: Any, rng: random.Random) -> bool:
-    """Whether the document is too deep now to be changed again."""
+    """Change one value; return whether the document is now too deep for another change."""
     what = rng.randrange(9)
     if what <= 3:
         owner[key] = copy.deepcopy(rng.choice(JUNK))
@@ -137,7 +137,7 @@ def _other_number(value: Any, rng: random.Random) -> Any:
 
 
 def as_json(document: Any) -> bytes:
-    """Also of documents that are nested too deeply for the library."""
+    """Return the document as JSON, or deep brackets if it is nested too deeply for `json`."""
     try:
         return json.dumps(document).encode("utf-8", "surrogatepass")
     except RecursionError:
@@ -150,7 +150,7 @@ def json_values(data: bytes, rng: random.Random) -> bytes:
 
 
 def json_text(data: bytes, rng: random.Random) -> bytes:
-    """Not valid any more, or only just."""
+    """Return JSON that is invalid, or barely valid."""
     text = data.strip()
     return rng.choice(
         (
@@ -172,7 +172,7 @@ def json_text(data: bytes, rng: random.Random) -> bytes:
 
 
 def raw_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Flipped, removed, doubled or random bytes anywhere."""
+    """Flip, remove, repeat or randomise bytes."""
     mutable = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8, 64))):
         if not mutable:
@@ -224,7 +224,7 @@ def header_length(data: bytes, rng: random.Random) -> bytes:
 
 
 def header_entries(data: bytes, rng: random.Random) -> bytes:
-    """A tensor with another dtype, shape, name or place that is consistent in itself."""
+    """Give one tensor another dtype, shape, name or offset."""
     header, body = split_safetensors(data)
     names = [name for name in header if name != "__metadata__"]
     name = rng.choice(names)
@@ -276,7 +276,7 @@ def header_entries(data: bytes, rng: random.Random) -> bytes:
 
 
 def header_doubled(data: bytes, rng: random.Random) -> bytes:
-    """Very many names, one of them twice."""
+    """Return a header with many names, one of them twice."""
     _, body = split_safetensors(data)
     count = rng.choice((2, 1000, 100_000))
     entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
@@ -285,7 +285,7 @@ def header_doubled(data: bytes, rng: random.Random) -> bytes:
 
 
 def body_values(data: bytes, rng: random.Random) -> bytes:
-    """NaN, infinity, the largest and the smallest numbers in one tensor."""
+    """Put NaN, infinities or extreme numbers into one tensor."""
     header, body = split_safetensors(data)
     name = rng.choice([name for name in header if name != "__metadata__"])
     begin, end = header[name]["data_offsets"]
@@ -299,7 +299,7 @@ def body_values(data: bytes, rng: random.Random) -> bytes:
     return join_safetensors(as_json(header), bytes(values))
 
 
-# --- other kinds ----------------------------------------------------------------------------------
+# --- other formats --------------------------------------------------------------------------------
 
 
 YAML_BITS = (
@@ -353,7 +353,7 @@ YAML_BITS = (
 
 
 def yaml_lines(data: bytes, rng: random.Random) -> bytes:
-    """A value, a key or a line of YAML replaced by what YAML knows as well."""
+    """Replace a value, a key or a line by unusual YAML."""
     lines = data.decode().split("\n")
     at, bit = rng.randrange(len(lines)), rng.choice(YAML_BITS)
     key, colon, _ = lines[at].partition(": ")
@@ -395,7 +395,7 @@ def gzipped(data: bytes, rng: random.Random) -> bytes:
 
 
 def zip_members(data: bytes, rng: random.Random) -> bytes:
-    """A `.bin` whose members are changed, cut or missing, in a zip that is whole."""
+    """Change, truncate or drop a member of a `.bin` file; the zip itself stays valid."""
     written = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(written, "w") as new:
         names = old.namelist()

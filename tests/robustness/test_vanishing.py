@@ -1,4 +1,4 @@
-"""Models that vanish or change while a job reads them: an error of ours, and no output."""
+"""Models that vanish or change while a job reads them: a clear error and no output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOW = (unlink, rename, touch)
 
 
 class Meanwhile(Silent):
-    """Does something once, when the work has begun."""
+    """A progress bar that calls a function once, after the work has started."""
 
     def __init__(self, what: Callable[[], None]) -> None:
         self._what: Callable[[], None] | None = what
@@ -82,7 +82,7 @@ def test_no_output_is_made_of_a_source_that_vanishes(
     with pytest.raises(CheckpointError, match="was changed or replaced while it was read"):
         jobs(case, out)[job](Meanwhile(lambda: how(case.sources["math"])))
     left = {path.name for path in tmp_path.iterdir()} - before - {"elsewhere"}
-    assert left <= {".out.journal"}  # of what is sound: resumed, its key tells other weights apart
+    assert left <= {".out.journal"}  # its key rejects other weights
 
 
 @pytest.mark.parametrize("how", [unlink, rename])

@@ -1,22 +1,19 @@
-"""`make fuzz`: many seeded cases, one after the other; bad ones are listed with their seeds.
+"""Run many seeded fuzz cases and list the bad ones with their seeds (`make fuzz`).
 
-python tests/fuzz/run.py --count 8000 --seed 1 [--kind rows] [--only SEED] [--controls]
+python -m tools.fuzz.run --count 8000 --seed 1 [--kind rows] [--only SEED] [--controls]
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from fuzz import cases, corpus, harness
+from tools.fuzz import cases, corpus, harness
 
 
 def main() -> int:
@@ -24,11 +21,15 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kind", choices=list(cases.KINDS), action="append")
-    parser.add_argument("--only", type=int, help="one seed of one kind, with all that it prints")
-    parser.add_argument("--controls", action="store_true", help="the valid files must be accepted")
-    parser.add_argument("--held-out", action="store_true", help="mutations that are for measuring")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after these")
-    parser.add_argument("--corpus", type=Path, help="use this corpus, or make it there")
+    parser.add_argument(
+        "--only", type=int, help="run one seed of one kind and print its whole output"
+    )
+    parser.add_argument(
+        "--controls", action="store_true", help="also check that valid files are accepted"
+    )
+    parser.add_argument("--held-out", action="store_true", help="use the held-out mutations")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
+    parser.add_argument("--corpus", type=Path, help="folder of the corpus, built if missing")
     arguments = parser.parse_args()
     kinds = arguments.kind or list(cases.KINDS)
     harness.warm_up()
@@ -54,7 +55,7 @@ def choose(kinds: Sequence[str], arguments: argparse.Namespace) -> Iterator[case
 
 
 def controls(kinds: Sequence[str]) -> Iterator[cases.Case]:
-    """Every command with valid files, once: which of them a kind would change does not matter."""
+    """Return every command once, on valid files."""
     seen: set[tuple[tuple[str, ...], bool]] = set()
     for name in kinds:
         kind = cases.KINDS[name]
@@ -65,7 +66,7 @@ def controls(kinds: Sequence[str]) -> Iterator[cases.Case]:
 
 
 def report(chosen: Iterator[cases.Case], corpus: Path, folder: Path, *, whole: bool) -> int:
-    """Run the cases and print what came of them; the exit code."""
+    """Run the cases, print their outcomes, and return the exit code."""
     counts: dict[str, Counter[str]] = {}
     begun = time.monotonic()
     for case in chosen:
@@ -73,9 +74,11 @@ def report(chosen: Iterator[cases.Case], corpus: Path, folder: Path, *, whole: b
         bad = result.bad or (case.seed < 0 and result.outcome != "accepted")
         counts.setdefault(case.kind, Counter())["bad" if bad else result.outcome] += 1
         if bad or whole:
-            said = result.ended.output if whole else "".join(result.ended.output.splitlines()[-1:])
+            output = (
+                result.ended.output if whole else "".join(result.ended.output.splitlines()[-1:])
+            )
             print(f"{case.kind!r} --only {case.seed}: {result.outcome}", flush=True)
-            print(f"    {' '.join(result.arguments)}\n    {said[-3000:]}", flush=True)
+            print(f"    {' '.join(result.arguments)}\n    {output[-3000:]}", flush=True)
     for kind, counted in counts.items():
         print(f"{kind}: {', '.join(f'{n} {what}' for what, n in sorted(counted.items()))}")
     total = sum(counts.values(), Counter[str]())

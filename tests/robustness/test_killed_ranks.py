@@ -1,4 +1,4 @@
-"""A share of `python tests/faults/ranks.py`: ranks that are killed end the others."""
+"""A small share of `python -m tools.faults.ranks`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from together import LIMIT
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT)
-def test_killed_ranks_end_the_others_and_any_number_goes_on(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("ranks.py")
-    words = [sys.executable, str(script), "--kills", "1", "--verb", "refit"]
+def test_a_killed_rank_ends_the_others_and_any_number_resumes(tmp_path: Path) -> None:
     done = subprocess.run(
-        words,
+        [sys.executable, "-m", "tools.faults.ranks", "--kills", "1", "--verb", "refit"],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=LIMIT,
