@@ -1,7 +1,7 @@
-"""Hooks of the site: pages from the repository's root, links that lead out of docs/, figures.
+"""Hooks for mkdocs: add the pages at the repository's root, rewrite links, fill in the figures.
 
-README.md, CONTRIBUTING.md and CHANGELOG.md are read on a forge as well as on the site. They are
-written for the forge; here their links are turned, and the examples they show are copied along.
+README.md, CONTRIBUTING.md, CHANGELOG.md and SECURITY.md are written for a code host. The site
+needs other links, and copies of the examples that they link to.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-# Page of the site -> the file at the root that it is made from.
+# Page of the site -> file at the root.
 PAGES = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
 }
-# Files and folders at the root that are copied, since pages link to them.
+# Files and folders at the root that pages link to; they are copied.
 COPIED = ("examples", "LICENSE")
 
-# A table that the site makes anew; what stands in the file is for readers on the forge.
+# The site generates this table again; the one in the file is for readers on a code host.
 _FIGURES = re.compile(r"<!-- figures -->.*<!-- /figures -->", re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
 _BACK = {source: page for page, source in PAGES.items()}
@@ -31,7 +32,7 @@ _BACK = {source: page for page, source in PAGES.items()}
 def on_files(files: Files, config: Any) -> Files:
     for page, source in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        files.append(File.generated(config, page, content=_turn(text, from_root=True)))
+        files.append(File.generated(config, page, content=_rewrite_links(text, from_root=True)))
     for name in COPIED:
         place = ROOT / name
         for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
@@ -44,19 +45,19 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "diagnosis.md":
         markdown = _FIGURES.sub(lambda _: figures_table(), markdown)
-    return markdown if page.file.src_uri in PAGES else _turn(markdown, from_root=False)
+    return markdown if page.file.src_uri in PAGES else _rewrite_links(markdown, from_root=False)
 
 
 def figures_table() -> str:
-    """The figures of a diagnosis, made from their declarations."""
+    """Return the table of a diagnosis's figures, from their declarations."""
     from moemerge.routing.figures import FIGURES
 
     rows = [f"| `{name}` | {figure.meaning} |" for name, figure in FIGURES.items()]
     return "\n".join(["| figure | what it is |", "|---|---|", *rows])
 
 
-def _turn(text: str, *, from_root: bool) -> str:
-    """Links as the site needs them: everything lies in one folder there."""
+def _rewrite_links(text: str, *, from_root: bool) -> str:
+    """Rewrite links for the site, where all pages are in one folder."""
 
     def target(match: re.Match[str]) -> str:
         link = match[2]

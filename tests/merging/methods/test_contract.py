@@ -233,7 +233,7 @@ BY_UNIT = re.findall(
     (Path(__file__).parents[3] / "docs" / "footguns.md")
     .read_text(encoding="utf-8")
     .partition("the unit is one projection")[2]
-    .partition("give other results")[0],
+    .partition("differ from")[0],
 )
 
 
