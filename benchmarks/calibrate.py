@@ -45,9 +45,10 @@ def main() -> None:
 
 def calibrate(spec: dict[str, Any]) -> None:
     wake_gpu(spec["settings"]["device"])  # as the command does
-    from moemerge.calibration import CalibrationRequest, run_calibration
-    from moemerge.config.calibration import CalibrationSettings
-    from moemerge.config.translate import parse_settings
+    from moemerge.calibration.job import CalibrationRequest
+    from moemerge.calibration.run import run_calibration
+    from moemerge.calibration.settings import CalibrationSettings
+    from moemerge.config.faults import parse_settings
     from moemerge.runtime.process import keep_few_kernels
     from moemerge.runtime.progress import Silent
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, OlmoeConfig, OlmoeForCausalLM
 
-from moemerge.config.generation import GenerationSettings
-from moemerge.config.translate import parse_settings
+from moemerge.config.faults import parse_settings
 from moemerge.generation.continuous import ContinuousBatch, why_not
 from moemerge.generation.engine import Wanted
+from moemerge.generation.settings import GenerationSettings
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_experts": 8,

@@ -60,9 +60,10 @@ def child(spec: dict[str, Any]) -> None:
 
 
 def _calibrate(spec: dict[str, Any]) -> dict[str, Any]:
-    from moemerge.calibration import CalibrationRequest, run_calibration
-    from moemerge.config.calibration import CalibrationSettings
-    from moemerge.config.translate import parse_settings
+    from moemerge.calibration.job import CalibrationRequest
+    from moemerge.calibration.run import run_calibration
+    from moemerge.calibration.settings import CalibrationSettings
+    from moemerge.config.faults import parse_settings
     from moemerge.runtime.progress import Silent
 
     request = CalibrationRequest(

@@ -67,9 +67,10 @@ class Notes(Silent):
 
 def refit(spec: dict[str, Any]) -> None:
     wake_gpu(spec["settings"]["device"])  # as the command does
-    from moemerge.config.refit import RefitSettings
-    from moemerge.config.translate import parse_settings
-    from moemerge.refitting import RefitRequest, run_refit
+    from moemerge.config.faults import parse_settings
+    from moemerge.refitting.job import RefitRequest
+    from moemerge.refitting.run import run_refit
+    from moemerge.refitting.settings import RefitSettings
     from moemerge.runtime.process import keep_few_kernels
 
     keep_few_kernels()

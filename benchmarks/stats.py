@@ -65,9 +65,10 @@ class Clock:
 
 
 def collect(spec: dict[str, Any]) -> None:
-    from moemerge.collecting import CollectRequest, run_collect
-    from moemerge.config.settings import CollectingSettings
-    from moemerge.config.translate import parse_settings
+    from moemerge.collecting.job import CollectRequest
+    from moemerge.collecting.run import run_collect
+    from moemerge.collecting.settings import CollectingSettings
+    from moemerge.config.faults import parse_settings
     from moemerge.runtime.process import keep_few_kernels
 
     keep_few_kernels()

@@ -28,11 +28,10 @@ from typing import IO, Any, NoReturn
 
 # Nothing of the command line: what it makes of streams and environment is looked at by tests.
 WARM = (
-    "moemerge.api.answers",
-    "moemerge.api.coefficients",
     "moemerge.api.jobs",
     "moemerge.api.listing",
     "moemerge.api.merging",
+    "moemerge.api.repairs",
     "moemerge.calibration.run",
     "moemerge.collecting.run",
     "moemerge.data.run",

@@ -11,14 +11,14 @@ import pytest
 import typer
 
 from moemerge.cli.app import app
-from moemerge.config.data import DataRecipe
-from moemerge.config.evaluation import load_task
+from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.parameter_values import ROLE_NAMES
-from moemerge.config.settings import CollectingSettings
-from moemerge.config.study import StudyConfig
-from moemerge.config.study_load import load_study
+from moemerge.data.settings import DataRecipe
 from moemerge.errors import UsageError
 from moemerge.evaluation.catalogue import find_task, task_names
+from moemerge.evaluation.settings import load_task
+from moemerge.experiments.settings import StudyConfig
+from moemerge.experiments.study_file import load_study
 from moemerge.generation.prompts import USUAL
 from moemerge.merging.tokenizer.write import FORMATS
 from moemerge.verification.judgement import Grade

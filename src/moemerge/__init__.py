@@ -26,17 +26,13 @@ if TYPE_CHECKING:
     from moemerge.api import swap_routers as swap_routers
     from moemerge.api import tune as tune
     from moemerge.api import validate as validate
+    from moemerge.calibration.settings import CalibrationSettings as CalibrationSettings
     from moemerge.checkpoint import Checkpoint as Checkpoint
-    from moemerge.config.calibration import CalibrationSettings as CalibrationSettings
-    from moemerge.config.coefficients import CoefficientSettings as CoefficientSettings
-    from moemerge.config.data import DataSettings as DataSettings
-    from moemerge.config.evaluation import EvaluationSettings as EvaluationSettings
-    from moemerge.config.refit import RefitSettings as RefitSettings
-    from moemerge.config.settings import CollectingSettings as CollectingSettings
-    from moemerge.config.settings import DiagnosisSettings as DiagnosisSettings
+    from moemerge.coefficients.settings import CoefficientSettings as CoefficientSettings
+    from moemerge.collecting.settings import CollectingSettings as CollectingSettings
     from moemerge.config.settings import MergeSettings as MergeSettings
-    from moemerge.config.study import StudySettings as StudySettings
-    from moemerge.config.tuning import TuningSettings as TuningSettings
+    from moemerge.data.settings import DataSettings as DataSettings
+    from moemerge.diagnosis.settings import DiagnosisSettings as DiagnosisSettings
     from moemerge.errors import ArchitectureError as ArchitectureError
     from moemerge.errors import CheckpointError as CheckpointError
     from moemerge.errors import ConfigError as ConfigError
@@ -46,9 +42,13 @@ if TYPE_CHECKING:
     from moemerge.errors import ResourceError as ResourceError
     from moemerge.errors import TokenizerError as TokenizerError
     from moemerge.errors import UsageError as UsageError
+    from moemerge.evaluation.settings import EvaluationSettings as EvaluationSettings
+    from moemerge.experiments.settings import StudySettings as StudySettings
     from moemerge.experiments.study import study as study
     from moemerge.merging.method import merge_method as merge_method
     from moemerge.merging.wrapper import merge_wrapper as merge_wrapper
+    from moemerge.refitting.settings import RefitSettings as RefitSettings
+    from moemerge.tuning.settings import TuningSettings as TuningSettings
     from moemerge.version import __version__ as __version__
 
 
@@ -59,14 +59,16 @@ _PUBLIC = {
         "load_config make_data merge refit run swap_routers tune validate"
     ),
     "moemerge.checkpoint": "Checkpoint",
-    "moemerge.config.calibration": "CalibrationSettings",
-    "moemerge.config.data": "DataSettings",
-    "moemerge.config.evaluation": "EvaluationSettings",
-    "moemerge.config.refit": "RefitSettings",
-    "moemerge.config.settings": "CollectingSettings DiagnosisSettings MergeSettings",
-    "moemerge.config.tuning": "TuningSettings",
-    "moemerge.config.coefficients": "CoefficientSettings",
-    "moemerge.config.study": "StudySettings",
+    "moemerge.calibration.settings": "CalibrationSettings",
+    "moemerge.data.settings": "DataSettings",
+    "moemerge.evaluation.settings": "EvaluationSettings",
+    "moemerge.refitting.settings": "RefitSettings",
+    "moemerge.collecting.settings": "CollectingSettings",
+    "moemerge.config.settings": "MergeSettings",
+    "moemerge.diagnosis.settings": "DiagnosisSettings",
+    "moemerge.tuning.settings": "TuningSettings",
+    "moemerge.coefficients.settings": "CoefficientSettings",
+    "moemerge.experiments.settings": "StudySettings",
     "moemerge.errors": (
         "ArchitectureError CheckpointError ConfigError DataError MoeMergeError NumericalError "
         "ResourceError TokenizerError UsageError"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import moemerge
 import zoo
-from moemerge.calibration import CalibrationReport
+from moemerge.calibration.report import CalibrationReport
 
 WORDS = zoo._WORDS.split()
 NAMES = ("math", "code", "chat")

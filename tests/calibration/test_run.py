@@ -18,10 +18,11 @@ import yaml
 import moemerge
 import zoo
 from calibration import cases, dense
-from moemerge.calibration import CalibrationRequest, run_calibration
+from moemerge.calibration.job import CalibrationRequest
 from moemerge.calibration.report import holdout_notices
+from moemerge.calibration.run import run_calibration
+from moemerge.calibration.settings import CalibrationSettings
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.config.calibration import CalibrationSettings
 from moemerge.errors import ArchitectureError, ConfigError, DataError, UsageError
 from moemerge.runtime.progress import Silent
 from moemerge.text import domains
@@ -253,7 +254,7 @@ def test_the_card_names_the_rows_held_out_and_its_figures(case_of: CaseOf, tmp_p
     case = case_of("olmoe")
     report = case.calibrate(tmp_path / "out", holdout=0.3)
     card = (tmp_path / "out" / "README.md").read_text()
-    seen, unseen = card.split("rows that no solve has seen")
+    seen, unseen = card.split("The same on held-out rows")
     assert "both routers on this model's features" in seen
     for part, total in ((seen, report.totals), (unseen, report.totals["holdout"])):
         assert "mismatch, routers alone before" in part
@@ -470,7 +471,7 @@ def test_run_refuses_models_without_routers(tmp_path: Path) -> None:
 
 
 def test_settings_as_a_whole_or_one_by_one(case_of: CaseOf, tmp_path: Path) -> None:
-    from moemerge.config.calibration import CalibrationSettings
+    from moemerge.calibration.settings import CalibrationSettings
 
     settings = CalibrationSettings(layers="2")
     report = case_of("olmoe").calibrate(tmp_path / "out", settings=settings)

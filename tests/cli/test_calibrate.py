@@ -186,7 +186,7 @@ def test_its_own_config_makes_a_run_again_from_anywhere(
     monkeypatch.chdir(tmp_path)
     assert moemerge("run", "configs/config.yml", "out", "--alpha", "0.7").exit_code == 0
     merged = moemerge("merge", "configs/config.yml", "merged")
-    assert "`calibration:` of the config is left out" in merged.stderr
+    assert "`calibration:` of the config is ignored" in merged.stderr
     assert "calibration" not in Path("merged/README.md").read_text()
     assert "calibration" not in Path("merged/moemerge_config.yml").read_text()
     flags = [f"--source={n}={n}" for n in names] + [f"--data={n}={n}.jsonl" for n in names]
@@ -215,7 +215,7 @@ def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: P
     if process.returncode == 0:
         pytest.skip("the machine was faster than the signal")
     assert process.returncode == 130, errors
-    assert "--resume goes on" in errors
+    assert "--resume continues" in errors
     assert not out.exists()
     finished = len(list(journal_path(out).glob("*.json"))) - 1
     result = moemerge("calibrate", case.merged, out, *flags(case), *slow, "--resume")

@@ -16,8 +16,8 @@ import typer
 
 from moemerge import cli
 from moemerge.cli import console
-from moemerge.cli.calibrate import what_is_left
 from moemerge.cli.console import interruptible
+from moemerge.cli.repairs import remaining_work
 from moemerge.runtime.journals import journal_path
 
 
@@ -56,7 +56,7 @@ def test_quiet_is_quiet(
 
 def test_only_the_page_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    left = what_is_left(out)
+    left = remaining_work(out)
     out.mkdir()
     with pytest.raises(typer.Exit) as end, interruptible(left):
         raise KeyboardInterrupt
@@ -67,7 +67,7 @@ def test_only_the_page_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_an_older_folder_is_nothing_that_is_left(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    with pytest.raises(KeyboardInterrupt), interruptible(what_is_left(out)):
+    with pytest.raises(KeyboardInterrupt), interruptible(remaining_work(out)):
         raise KeyboardInterrupt
 
 
@@ -76,7 +76,7 @@ def test_an_interrupted_import_is_not_tried_again(
 ) -> None:
     """What it had half imported would fail, and the user see a traceback."""
     out = tmp_path / "out"
-    left = what_is_left(out)
+    left = remaining_work(out)
     journal_path(out).mkdir()
 
     def refused(name: str, *_: Any) -> None:

@@ -173,7 +173,7 @@ def test_run_writes_a_page_too(case: cases.Case, tmp_path: Path) -> None:
     lines += ["  data:"] + [f"    {name}: {path}" for name, path in case.data.items()]
     config.write_text("\n".join(lines) + "\n")
     page = tmp_path / "page.html"
-    flags = ["--report", page, "--layers", "0,1", "--seed", "3", "--no-measure"]
+    flags = ["--report", page, "--seed", "3", "--layers", "0,1", "--no-measure"]
     result = moemerge("run", config, tmp_path / "out", *flags)
     assert result.exit_code == 0, result.output
     assert "the merge before its repair" in page.read_text()

@@ -13,19 +13,15 @@ import typer
 from pydantic import Field
 from typer.testing import CliRunner
 
+from moemerge.calibration.settings import CalibrationSettings
 from moemerge.cli.app import app
 from moemerge.cli.flags import add_verb, given
-from moemerge.config.calibration import CalibrationSettings
+from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.fields import Strict, read_by
-from moemerge.config.refit import Ridge, ridge_value
-from moemerge.config.settings import (
-    CollectingSettings,
-    DiagnosisSettings,
-    MergeSettings,
-    PlanSettings,
-    settings_of,
-)
+from moemerge.config.settings import MergeSettings, PlanSettings, settings_of
+from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import ConfigError, UsageError
+from moemerge.refitting.settings import Ridge, ridge_value
 
 
 class Knobs(Strict):

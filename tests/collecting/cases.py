@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moemerge.collecting import CollectReport
+from moemerge.collecting.run import CollectReport
 from moemerge.text.domains import load_domain
 from moemerge.text.tokens import load_tokenizer
 

@@ -13,8 +13,9 @@ import pytest
 import multimodal_zoo
 import zoo
 from collecting.cases import Collect
-from moemerge.collecting import CollectReport, CollectRequest, run_collect
-from moemerge.config.settings import CollectingSettings
+from moemerge.collecting.job import CollectRequest
+from moemerge.collecting.run import CollectReport, run_collect
+from moemerge.collecting.settings import CollectingSettings
 from moemerge.runtime.progress import Silent
 
 

@@ -20,10 +20,10 @@ import zoo
 from collecting.cases import Collect, Folder
 from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
-from moemerge.collecting import CollectRequest, run_collect
 from moemerge.collecting.forward import StateStore
-from moemerge.collecting.job import prepare
-from moemerge.config.settings import CollectingSettings
+from moemerge.collecting.job import CollectRequest, prepare
+from moemerge.collecting.run import run_collect
+from moemerge.collecting.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, CheckpointError, DataError, NumericalError
 from moemerge.runtime.progress import Silent
 from moemerge.statistics import Statistics

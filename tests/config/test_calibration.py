@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from moemerge.config.calibration import CalibrationBlock, CalibrationSettings
+from moemerge.calibration.settings import CALIBRATION, CalibrationSettings
+from moemerge.config.faults import parse_settings
 from moemerge.config.fields import LayerSelection
-from moemerge.config.translate import parse_settings
 from moemerge.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def test_defaults_are_those_of_the_paper() -> None:
 
 
 def test_every_setting_is_explained() -> None:
-    for name, info in CalibrationBlock.model_fields.items():
+    for name, info in CALIBRATION.block.model_fields.items():
         assert info.description, name
 
 
@@ -50,6 +50,6 @@ def test_values_from_python_are_checked_in_our_words() -> None:
 
 
 def test_block_gives_its_settings() -> None:
-    block = parse_settings(CalibrationBlock, {"data": {"a": "f"}, "layers": "last:2"}, "x")
+    block = parse_settings(CALIBRATION.block, {"data": {"a": "f"}, "layers": "last:2"}, "x")
     assert block.settings == CalibrationSettings(layers=LayerSelection("last:2"))
     assert block.data == {"a": ("f",)}

@@ -51,7 +51,7 @@ def test_written_and_read_again_is_the_same(load: Load, text: str) -> None:
     assert again.config == first.config
     assert dump_config(again.config) == written
     assert again.merge.models == first.merge.models
-    assert again.calibration == first.calibration
+    assert again.repair == first.repair
 
 
 def test_settings_of_a_calibration_are_spelt_out(load: Load) -> None:

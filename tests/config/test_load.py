@@ -515,7 +515,7 @@ def test_an_empty_block_means_its_defaults(load: Load, problems: Problems) -> No
     )
     assert load(HEAD + data + "refit:\n").config == load(HEAD + data + "refit: {}").config
     assert problems(HEAD + data + "refit:\ncalibration:\n") == [
-        "line 8: refit: a refit calibrates the routers too: give either `refit` or `calibration`"
+        "line 8: refit: a config has one repair: give either `refit` or `calibration`"
     ]
     assert problems(HEAD + "calibration:\n") == [
         "line 7: calibration: needs `data`, the text that calibrates each of: math, code"

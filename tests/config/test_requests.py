@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from moemerge.calibration.settings import CalibrationSettings
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
 from moemerge.config.models import ModelRef
@@ -130,11 +131,11 @@ def test_every_problem_is_said(problems: Problems, text: str, expected: list[str
 
 def test_calibration_data_at_the_top_serves_both(problems: Problems, load: Load) -> None:
     (found,) = problems(HEAD + "calibration: {data: {math: m.jsonl, code: c.jsonl}}\n")
-    assert "the data of `calibration` serves both when it stands at the top" in found
+    assert "the data of `calibration` serves both when it is moved to the top" in found
     loaded = load(HEAD + "calibration: {}\ndata: {math: m.jsonl, code: c.jsonl}\n")
-    assert loaded.calibration is not None
+    assert loaded.repair is not None
     assert loaded.statistics is not None
-    assert loaded.calibration.data == loaded.statistics.data
+    assert loaded.repair.data == loaded.statistics.data
 
 
 def test_statistics_nobody_uses(problems: Problems, load: Load) -> None:
@@ -156,28 +157,29 @@ models:
 
 def test_calibration_pairs_models_with_text(load: Load) -> None:
     loaded = load(MODELS + "calibration: {data: {math: m.jsonl, code: [c.jsonl, d.jsonl]}}\n")
-    run, block = loaded.calibration, loaded.config.calibration
+    run = loaded.repair
     assert run is not None
-    assert block is not None
     assert dict(run.sources) == {"math": ModelRef("org/math", "v1"), "code": ModelRef("./code")}
     assert dict(run.data) == {"math": ("m.jsonl",), "code": ("c.jsonl", "d.jsonl")}
-    assert block.settings.alpha == 0.9
+    assert isinstance(run.settings, CalibrationSettings)
+    assert run.settings.alpha == 0.9
 
 
 def test_calibration_takes_the_configs_own_data(load: Load) -> None:
     loaded = load(MODELS + "data: {math: m, code: c}\ncalibration: {gamma: 0.1}\n")
-    run, block = loaded.calibration, loaded.config.calibration
+    run = loaded.repair
     assert run is not None
-    assert block is not None
     assert dict(run.data) == {"math": ("m",), "code": ("c",)}
-    assert (block.settings.alpha, block.settings.gamma) == (None, 0.1)
+    assert isinstance(run.settings, CalibrationSettings)
+    assert (run.settings.alpha, run.settings.gamma) == (None, 0.1)
 
 
 @pytest.mark.parametrize("block", ["calibration", "refit"])
 def test_the_base_may_be_a_source_when_it_has_text(load: Load, block: str) -> None:
     loaded = load(MODELS + f"{block}: {{data: {{math: m, code: c, base: b}}}}\n")
-    run = loaded.calibration or loaded.refit
+    run = loaded.repair
     assert run is not None
+    assert run.repair.key == block
     assert run.sources["base"] == ModelRef("org/base")
 
 
@@ -190,10 +192,10 @@ def test_the_base_may_be_a_source_when_it_has_text(load: Load, block: str) -> No
 )
 def test_sources_can_be_chosen(load: Load, sources: str, expected: dict[str, ModelRef]) -> None:
     text = MODELS + f"calibration: {{data: {{math: m}}, sources: {sources}}}\n"
-    run = load(text).calibration
+    run = load(text).repair
     assert run is not None
     assert dict(run.sources) == expected
 
 
 def test_without_a_block_there_is_no_calibration(load: Load) -> None:
-    assert load(MODELS).calibration is None
+    assert load(MODELS).repair is None

@@ -8,8 +8,8 @@ import pytest
 from pydantic import Field
 
 from moemerge import api
-from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
-from moemerge.config.data import DataKeywords, DataSettings
+from moemerge.calibration.settings import CalibrationKeywords, CalibrationSettings
+from moemerge.collecting.settings import CollectingKeywords, CollectingSettings
 from moemerge.config.fields import (
     DataFiles,
     Files,
@@ -18,25 +18,18 @@ from moemerge.config.fields import (
     Strict,
     read_by,
 )
-from moemerge.config.refit import Ridge, ridge_value
-from moemerge.config.settings import (
-    CollectingKeywords,
-    CollectingSettings,
-    DiagnosisKeywords,
-    DiagnosisSettings,
-    MergeKeywords,
-    MergeSettings,
-    Setting,
-    settings_of,
-)
-from moemerge.config.study import StudyKeywords, StudySettings
-from moemerge.config.tuning import (
+from moemerge.config.settings import MergeKeywords, MergeSettings, Setting, settings_of
+from moemerge.data.settings import DataKeywords, DataSettings
+from moemerge.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
+from moemerge.errors import ConfigError
+from moemerge.experiments.settings import StudyKeywords, StudySettings
+from moemerge.refitting.settings import Ridge, ridge_value
+from moemerge.tuning.settings import (
     TuningKeywords,
     TuningOutputKeywords,
     TuningOutputSettings,
     TuningSettings,
 )
-from moemerge.errors import ConfigError
 
 PAIRS = [
     (MergeSettings, MergeKeywords),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moemerge.config.models import ModelRef
-from moemerge.config.study import TunedSource
-from moemerge.config.study_load import load_study, overlaid, parse_overrides
 from moemerge.errors import ConfigError
+from moemerge.experiments.settings import TunedSource
+from moemerge.experiments.study_file import load_study, overlaid, parse_overrides
 
 STUDY = """
 base: org/base

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from moemerge.config.data import DataSettings
-from moemerge.config.translate import parse_settings
-from moemerge.data import DataRequest, run_data
+from moemerge.config.faults import parse_settings
+from moemerge.data.job import DataRequest
+from moemerge.data.run import run_data
+from moemerge.data.settings import DataSettings
 from moemerge.errors import CheckpointError, DataError, UsageError
 from moemerge.runtime.progress import Silent
 from moemerge.testbed.accuracy import accuracy
@@ -263,9 +264,10 @@ def test_an_unfinished_run_of_other_settings_is_not_mixed_in(folder, tmp_path):
 KILLED = """
 import json, os, signal, sys, time
 from pathlib import Path
-from moemerge.config.data import DataSettings
-from moemerge.config.translate import parse_settings
-from moemerge.data import DataRequest, run_data
+from moemerge.config.faults import parse_settings
+from moemerge.data.job import DataRequest
+from moemerge.data.run import run_data
+from moemerge.data.settings import DataSettings
 from moemerge.runtime.progress import Silent
 
 class Loud(Silent):

@@ -10,7 +10,7 @@ import pytest
 
 import moemerge
 from calibration import cases
-from moemerge.diagnosis import Diagnosis
+from moemerge.diagnosis.results import Diagnosis
 from moemerge.errors import UsageError
 
 CaseOf = Callable[..., cases.Case]

@@ -14,7 +14,7 @@ import torch
 import moemerge
 import zoo
 from calibration import cases
-from moemerge.config.settings import DiagnosisSettings
+from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import (
     ArchitectureError,
     ConfigError,
@@ -89,7 +89,7 @@ def test_vocabularies(case: cases.Case, tmp_path: Path) -> None:
     shutil.copytree(case.sources["math"], other)
     zoo.tiny_tokenizer(other, words=("loop", "model", *reversed(zoo._WORDS.split())))
     sources = {**case.sources, "math": other}
-    refused(case, TokenizerError, "do not read the same text", sources=sources)
+    refused(case, TokenizerError, "assign different ids to the same text", sources=sources)
     refused(case, TokenizerError, f"token .* in {other}", against=[other])
 
 

@@ -18,7 +18,7 @@ import moemerge
 import zoo
 from calibration import cases
 from moemerge.checkpoint import Checkpoint
-from moemerge.diagnosis import Diagnosis
+from moemerge.diagnosis.results import Diagnosis
 from moemerge.errors import UsageError
 
 CaseOf = Callable[..., cases.Case]

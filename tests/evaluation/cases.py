@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moemerge.config.evaluation import EvaluationOutputSettings, EvaluationSettings
-from moemerge.config.translate import parse_settings
-from moemerge.evaluation import EvaluationReport, EvaluationRequest, run_evaluation
+from moemerge.config.faults import parse_settings
+from moemerge.evaluation.job import EvaluationRequest
+from moemerge.evaluation.report import EvaluationReport
+from moemerge.evaluation.run import run_evaluation
+from moemerge.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.runtime.progress import Silent
 from moemerge.testbed.tasks import Problem, check
 

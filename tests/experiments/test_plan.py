@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 import zoo
-from moemerge.config.data import DataRecipe
-from moemerge.config.study import StudySettings
-from moemerge.config.study_load import load_study
-from moemerge.config.translate import parse_settings
+from moemerge.config.faults import parse_settings
 from moemerge.data.job import DataRequest, select_prompts
+from moemerge.data.settings import DataRecipe
 from moemerge.errors import CheckpointError, ConfigError, ResourceError
 from moemerge.experiments.cells import SetCells, work_of
 from moemerge.experiments.estimate import estimate
 from moemerge.experiments.plan import plan_study
+from moemerge.experiments.settings import StudySettings
 from moemerge.experiments.study import SET, bench_of
+from moemerge.experiments.study_file import load_study
 
 ROOT = Path(__file__).parents[2]
 PARTS = {"models.yml", "texts.yml", "three.yml", "math.yml", "code.yml", "chat.yml"}
@@ -98,7 +98,7 @@ def test_merges_are_checked_like_configs():
     with pytest.raises(ConfigError, match="no source is called 'meth', did you mean 'math'"):
         plan_of(merges=unknown)
     inside = {"TIES": {"merge_method": "linear", "calibration": {}}}
-    with pytest.raises(ConfigError, match="repairs of merges stand under `repairs`"):
+    with pytest.raises(ConfigError, match="repairs of merges belong under `repairs`"):
         plan_of(merges=inside)
 
 

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 import moemerge
 from moemerge.cli.app import app
-from moemerge.config.study import StudySettings
-from moemerge.config.study_load import load_study
-from moemerge.config.translate import parse_settings
+from moemerge.config.faults import parse_settings
 from moemerge.experiments.plan import plan_study
 from moemerge.experiments.problems import overall, packed, paired, pooled, scores_of
+from moemerge.experiments.settings import StudySettings
 from moemerge.experiments.study import IN_MEMORY, workers_for
+from moemerge.experiments.study_file import load_study
 from moemerge.experiments.tables import TableForm
 from moemerge.runtime.devices import available_memory, cpu_count, resolve_device
 from moemerge.testbed.training.sets import bundled_set

@@ -13,13 +13,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import processes
-from moemerge.config.generation import GenerationSettings
-from moemerge.config.translate import parse_settings
+from moemerge.config.faults import parse_settings
 from moemerge.errors import ResourceError, UsageError
 from moemerge.generation import server
 from moemerge.generation.engine import Finish, Wanted
 from moemerge.generation.engines import engine_maker
 from moemerge.generation.server import ServerEngine
+from moemerge.generation.settings import GenerationSettings
 from moemerge.runtime.progress import Silent
 from moemerge.testbed.accuracy import generate
 from moemerge.testbed.tasks import problems

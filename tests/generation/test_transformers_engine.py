@@ -7,12 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import quantised_zoo as qz
-from moemerge.config.generation import GenerationSettings
-from moemerge.config.translate import parse_settings
+from moemerge.config.faults import parse_settings
 from moemerge.errors import ResourceError
 from moemerge.generation import transformers_engine
 from moemerge.generation.drawing import draw, signed, uniform
 from moemerge.generation.engine import Finish, Wanted
+from moemerge.generation.settings import GenerationSettings
 from moemerge.generation.transformers_engine import TransformersEngine, end_tokens
 from moemerge.runtime.progress import Silent
 

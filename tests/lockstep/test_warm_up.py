@@ -13,10 +13,11 @@ from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.calibration.layer import calibrate_layer
 from moemerge.calibration.run import problem_of, solve_once
 from moemerge.errors import DataError
+from moemerge.features.settings import StreamSettings
 from moemerge.linalg.cg import Status
 from moemerge.lockstep import warm_up
 from moemerge.lockstep.warm_up import WarmUp, random_router, router_like
-from moemerge.refitting.prepare import fit_once
+from moemerge.refitting.run import fit_once
 from moemerge.routing import SolveSettings
 from moemerge.runtime import ranks
 
@@ -54,9 +55,9 @@ def test_it_runs_beside_and_tells_its_errors(
     model = open_model("merged", str(zoo_folder(family)))
 
     def work() -> None:
-        solve_once(model, SolveSettings(), CPU, torch.float32)
+        solve_once(model, SolveSettings(), StreamSettings())
         for exact in (True, False):
-            fit_once(model, CPU, torch.float32, exact=exact)
+            fit_once(model, StreamSettings(), exact=exact)
 
     with WarmUp() as warm:
         warm.begin(CPU, work)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import moemerge
 from calibration import cases
-from moemerge.refitting import RefitReport
+from moemerge.refitting.report import RefitReport
 
 LENGTH = 12  # words of a row of the domain whose rows are all as long
 

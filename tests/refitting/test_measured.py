@@ -83,6 +83,6 @@ def test_what_cannot_be_added_to_the_card_is_told(case: Case, tmp_path: Path) ->
 
     report = case.refit(out, ridge=0.01, router="keep", progress=Sabotaged())
     assert report.diagnosis is not None
-    assert any("does not tell what was measured on rows held out" in note for note in notes)
+    assert any("lacks the figures measured on held-out rows" in note for note in notes)
     assert json.loads((out / "moemerge_report.json").read_text())["refit"]["diagnosis"]
     assert "refitted in closed form" in (out / "CARD.md").read_text()

@@ -13,9 +13,14 @@ import torch
 import zoo
 from calibration import cases as calibrating
 from moemerge.refitting.records import Record
-from moemerge.refitting.rounding import Likeness, of_output, unit
-from moemerge.refitting.targets import HiddenState, LayerView
-from moemerge.refitting.writes import Write
+from moemerge.refitting.targets import (
+    HiddenState,
+    LayerView,
+    ResidualWrite,
+    RoundingCheck,
+    of_output,
+    unit,
+)
 from moemerge.text.batches import Batch
 from refitting.cases import Case, make_case
 
@@ -57,13 +62,12 @@ def test_a_model_that_is_its_own_source_stays_as_it_is(
     assert total["kept"] == total["complete"] == total["maps"]
     assert all(drift == 0 for layer in report.layers for drift in layer["drift_after"].values())
     first = len(report.layers[0]["maps"])
-    told = f"nothing is missing beyond rounding in {first} of {first} maps, which stay as merged"
+    told = f"{first} of {first} maps match their sources within rounding and keep their merged"
     assert f"layer 0: {told}" in report.notices
     assert not any("would lose" in notice for notice in report.notices)
     card = (out / "README.md").read_text()
-    assert (
-        f"0 maps left as merged, since rows held out would have lost, and {total['maps']}" in card
-    )
+    kept = "0 maps kept their merged weights, since held-out rows would have lost"
+    assert f"{kept}, and {total['maps']}" in card
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,7 +128,7 @@ def test_a_states_rounding_by_hand() -> None:
     value = torch.full((1, 1), 8.0, dtype=torch.bfloat16)
     record = Record(entered=value, outputs={"o": torch.full((1, 1), 2.0, dtype=torch.bfloat16)})
     view = LayerView(torch.nn.Module(), {id(batch): record})
-    state = HiddenState((Write("o", 1.0), Write("e", 1.0)), {})
+    state = HiddenState((ResidualWrite("o", 1.0), ResidualWrite("e", 1.0)), {})
     own = 2 * 2.0**-24
     first = state.rounding(view, batch, 0, slice(None), torch.full((1, 1), 2.0))
     assert float(first) == pytest.approx(own * (8 + 10))
@@ -143,16 +147,16 @@ def batch_of(domain: str, tokens: int) -> Batch:
 def test_one_value_of_one_token_is_enough(value: float, alike: bool) -> None:
     gap = torch.zeros(3000, 2)
     gap[2999, 1] = value
-    likeness = Likeness(["math", "code"])
+    check = RoundingCheck(["math", "code"])
     seen = []
 
     def compared(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append(rows)
         return gap[rows], torch.ones_like(gap[rows])
 
-    likeness.look(batch_of("math", 3000), compared)
-    assert ("math" in likeness.alike()) is alike
-    assert "code" in likeness.alike()
+    check.compare(batch_of("math", 3000), compared)
+    assert ("math" in check.matching()) is alike
+    assert "code" in check.matching()
     looks = len(seen)
-    likeness.look(batch_of("math", 3000), compared)  # once it differs, nothing is looked at
+    check.compare(batch_of("math", 3000), compared)  # once it differs, nothing is looked at
     assert len(seen) == (2 * looks if alike else looks)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import zoo
-from moemerge.config.data import DataSettings
 from moemerge.data.job import DataRequest, select_prompts, select_texts
+from moemerge.data.settings import DataSettings
 from moemerge.errors import DataError
 from moemerge.text import reading, rows
 from moemerge.text.answers import load_answers

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import quantised_zoo as qz
 from moemerge.cli.app import app
-from moemerge.config.tuning import TuningSettings
 from moemerge.errors import (
     ArchitectureError,
     CheckpointError,
@@ -24,6 +23,7 @@ from moemerge.errors import (
     UsageError,
 )
 from moemerge.tuning import output
+from moemerge.tuning.settings import TuningSettings
 from tuning.cases import make_base, rows, tune
 
 

@@ -1,62 +1,60 @@
-"""Jobs that run models: calibrate, diagnose, swap routers, collect statistics."""
+"""Jobs besides merging and repairs: diagnose, swap, extract, collect, generate, tune, evaluate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from moemerge.architectures.opened import open_model
-from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
+from moemerge.checkpoint.locate import is_local
+from moemerge.collecting.settings import CollectingKeywords, CollectingSettings
+from moemerge.config.faults import parse_settings
 from moemerge.config.fields import LayerSelection, Strict
 from moemerge.config.models import ModelRef
-from moemerge.config.refit import RefitKeywords, RefitSettings
-from moemerge.config.settings import (
-    CollectingKeywords,
-    CollectingSettings,
-    DiagnosisKeywords,
-    DiagnosisSettings,
-    OutputKeywords,
-    OutputSettings,
-    with_keywords,
+from moemerge.config.settings import with_keywords
+from moemerge.data.settings import DataKeywords, DataSettings
+from moemerge.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
+from moemerge.errors import UsageError
+from moemerge.evaluation.settings import (
+    EvaluationOutKeywords,
+    EvaluationOutputSettings,
+    EvaluationSettings,
 )
-from moemerge.config.translate import parse_settings
-from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
 from moemerge.features.known_configs import require_loadable
 from moemerge.runtime import ranks
-from moemerge.runtime.process import wake_gpu
-from moemerge.runtime.progress import Progress, Silent
+from moemerge.runtime.progress import Progress, Silent, counted
+from moemerge.text.rows import check_files
+from moemerge.tuning.settings import (
+    TuningKeywords,
+    TuningOutputKeywords,
+    TuningOutputSettings,
+    TuningSettings,
+)
 
 if TYPE_CHECKING:
-    from moemerge.calibration import CalibrationReport, CalibrationRequest
-    from moemerge.collecting import CollectReport
-    from moemerge.diagnosis import Diagnosis, SwapReport
-    from moemerge.diagnosis.page import BeforeAndAfter
+    from moemerge.collecting.run import CollectReport
+    from moemerge.config.load import LoadedConfig
+    from moemerge.config.requests import TextRequest
+    from moemerge.data.job import DataRequest
+    from moemerge.data.run import DataReport
+    from moemerge.diagnosis.results import Diagnosis
+    from moemerge.diagnosis.swap import SwapReport
+    from moemerge.evaluation.report import EvaluationReport
     from moemerge.merging.kept.extract import ExtractReport
-    from moemerge.refitting import RefitReport, RefitRequest
     from moemerge.text.rows import TextSource
+    from moemerge.tuning.report import TuningReport
 
 
 S = TypeVar("S", bound=Strict)
-Request = TypeVar("Request", "CalibrationRequest", "RefitRequest")
-Report = TypeVar("Report", "CalibrationReport", "RefitReport")
 Model = str | Path | ModelRef
 if TYPE_CHECKING:
     Files = str | Path | Sequence[TextSource]  # files, or rows in memory
 
 
-class CalibrateKeywords(CalibrationKeywords, OutputKeywords, total=False):
-    """Keywords of `calibrate`."""
-
-
-class RefitOutKeywords(RefitKeywords, OutputKeywords, total=False):
-    """Keywords of `refit`."""
-
-
 def settings_for(model: type[S], settings: S | None, values: Mapping[str, Any], job: str) -> S:
-    """Settings given as a whole, or made of single values."""
+    """Return settings that were passed as one object, or one by one."""
     if settings is None:
         return parse_settings(model, values, f"settings of {job}")
     if values:
@@ -68,178 +66,29 @@ def settings_for(model: type[S], settings: S | None, values: Mapping[str, Any], 
 
 
 def output_for(model: type[S], keywords: Mapping[str, Any], job: str) -> tuple[S, dict[str, Any]]:
-    """The keywords that say how an output is written, as settings, and the others."""
+    """Split keywords into the settings of the output and the others."""
     values = {n: v for n, v in keywords.items() if n in model.model_fields}
     others = {n: v for n, v in keywords.items() if n not in values}
     return parse_settings(model, values, f"settings of {job}"), others
 
 
-@with_keywords(CalibrateKeywords, CalibrationSettings, OutputSettings)
-def calibrate(
-    merged: Model,
-    out: str | Path,
-    *,
-    sources: Mapping[str, Model],
-    data: Mapping[str, Files],
-    weights: Mapping[str, float] | None = None,
-    settings: CalibrationSettings | None = None,
-    progress: Progress | None = None,
-    **keywords: Unpack[CalibrateKeywords],
-) -> CalibrationReport:
-    """Solve for the routers of `merged` and write the calibrated model to `out`.
-
-    `sources` are the merged models and `data` their text (JSON lines or parquet), under the same
-    names; `weights` say how much each counts (1 where none is given). Settings are given as a
-    whole, or one by one: `calibrate(..., alpha=0.5, layers="8-15")`. `report` is an HTML page to
-    write: a diagnosis before and after, on the rows held out (on the same rows, where none are).
-    `resume` goes on where a killed run ended. Under torchrun every process must call it: each runs
-    a share of the text, and rank 0 writes.
-    """
-    output, values = output_for(OutputSettings, keywords, "calibrate")
-    settings = settings_for(CalibrationSettings, settings, values, "calibrate")
-    wake_gpu(settings.device)
-    from moemerge.calibration import CalibrationRequest, run_calibration
-
-    request = CalibrationRequest(
-        merged=merged,
-        out=Path(out),
-        sources=sources,
-        data={name: files_of(files) for name, files in data.items()},
-        settings=settings,
-        weights=weights or {},
-        overwrite=output.overwrite,
-        resume=output.resume,
-    )
-    progress = Silent() if progress is None else progress
-    target = output.push_to_hub if ranks.leads() else None
-    with uploaded(request.out, target, progress):
-        return repair(run_calibration, request, progress, output.report)
-
-
-@with_keywords(RefitOutKeywords, RefitSettings, OutputSettings)
-def refit(
-    merged: Model,
-    out: str | Path,
-    *,
-    sources: Mapping[str, Model],
-    data: Mapping[str, Files],
-    weights: Mapping[str, float] | None = None,
-    settings: RefitSettings | None = None,
-    progress: Progress | None = None,
-    **keywords: Unpack[RefitOutKeywords],
-) -> RefitReport:
-    """Refit the linear maps of `merged` to what its sources give, and write the model to `out`.
-
-    `sources` are the merged models and `data` their text (JSON lines or parquet), under the same
-    names; `weights` say how much each counts (1 where none is given). Settings are given as a
-    whole, or one by one: `refit(..., ridge=0.01, parts="attention,experts")`. `report` is an HTML
-    page to write: a diagnosis before and after. `resume` goes on where a killed run ended. Under
-    torchrun every process must call it: each runs a share of the text and fits a share of the
-    experts, and rank 0 writes.
-    """
-    output, values = output_for(OutputSettings, keywords, "refit")
-    settings = settings_for(RefitSettings, settings, values, "refit")
-    wake_gpu(settings.device)
-    from moemerge.refitting import RefitRequest, run_refit
-
-    request = RefitRequest(
-        merged=merged,
-        out=Path(out),
-        sources=sources,
-        data={name: files_of(files) for name, files in data.items()},
-        settings=settings,
-        weights=weights or {},
-        overwrite=output.overwrite,
-        resume=output.resume,
-    )
-    progress = Silent() if progress is None else progress
-    target = output.push_to_hub if ranks.leads() else None
-    with uploaded(request.out, target, progress):
-        return repair(run_refit, request, progress, output.report)
-
-
 def files_of(files: Files) -> tuple[TextSource, ...]:
+    """Return one file as a tuple, and several unchanged."""
     return (files,) if isinstance(files, str | Path) else tuple(files)
 
 
-def repair(
-    run: Callable[[Request, Progress], Report],
-    request: Request,
-    progress: Progress,
-    page: str | Path | None,
-    *,
-    label: str | None = None,
-    command: str | None = None,
-) -> Report:
-    """Calibrate or refit; then diagnose merge and result, where there is a page to write or where
-    rows were held out and settings want it.
+@contextmanager
+def uploaded(out: Path, repo: str | None, progress: Progress) -> Iterator[None]:
+    """Upload the content of `out` after the block, and check the permission before it."""
+    if repo is None:
+        yield
+        return
+    from moemerge.checkpoint.hub import check_upload, upload
 
-    On the page `label` is what the merged model is called, and `command` what was called.
-    """
-    measure = getattr(request.settings, "measure", False) and request.settings.holdout != 0
-    if page is None and not measure:
-        return run(request, progress)
-    try:
-        shown = page if ranks.leads() else None
-        both = _before_and_after(request, shown, label, command)
-    except (ArchitectureError, TokenizerError) as error:
-        if page is not None:
-            raise
-        # Sources that cannot be run have routers all the same.
-        progress.note(f"the routing will not be measured on held-out rows: {error.message}")
-        return run(request, progress)
-    report = run(replace(request, text=both.text), progress)
-    if page is None and not both.holds_out:
-        return report
-    try:
-        diagnosis = _measured(both, ranks.progress_of_lead(progress))
-    except MoeMergeError as error:
-        if page is not None:
-            raise
-        ranks.progress_of_lead(progress).note(error.message)
-        return report
-    if diagnosis is None or not measure or not both.holds_out:
-        return report
-    from moemerge.diagnosis.page import loss_notices
-    from moemerge.lockstep.repairs import add_diagnosis
-
-    figures = both.figures(diagnosis)
-    for notice in loss_notices(figures):
-        ranks.progress_of_lead(progress).note(notice)
-    try:
-        add_diagnosis(report, figures)
-    except MoeMergeError as error:  # OUT is whole without it
-        progress.note(f"{error.message}, so it does not tell what was measured on rows held out")
-    return replace(report, diagnosis=figures)
-
-
-def _measured(both: BeforeAndAfter, progress: Progress) -> Diagnosis | None:
-    """By all ranks where each sees OUT and has a row of every domain; else by rank 0, and None in
-    the others."""
-    ranks.from_lead(None)  # rank 0 has written OUT by then
-    fewest = min(len(domain.holdout or domain.rows) for domain in both.text.domains)
-    if ranks.all_say(both.out.is_dir() and fewest >= ranks.count()):
-        return both.measure(progress)
-    if not ranks.leads():
-        return None
-    with ranks.apart():
-        return both.measure(progress)
-
-
-def _before_and_after(
-    request: CalibrationRequest | RefitRequest,
-    page: str | Path | None,
-    label: str | None,
-    command: str | None,
-) -> BeforeAndAfter:
-    from moemerge.diagnosis.page import BeforeAndAfter
-
-    values = request.settings
-    settings = {name: getattr(values, name) for name in type(values).model_fields}
-    models = (request.merged, request.out)
-    return BeforeAndAfter.of(
-        page, models, request.sources, request.data, settings, label=label, command=command
-    )
+    check_upload(repo)
+    yield
+    progress.note(f"uploading {out} to {repo}")
+    progress.note(f"uploaded: {upload(out, repo)}")
 
 
 @with_keywords(DiagnosisKeywords, DiagnosisSettings)
@@ -254,16 +103,16 @@ def diagnose(
     progress: Progress | None = None,
     **keywords: Unpack[DiagnosisKeywords],
 ) -> Diagnosis:
-    """Measure what a merge did to the routing of `model`, whoever merged it.
+    """Measure how a merge changed the routing of `model`. Any tool may have merged it.
 
     `sources` are the merged models and `data` text of each (best held out from any calibration),
-    under the same names; text under any other name is measured against the `base`: what was lost
-    there, no source speaks for. Models in `against` are measured, too. Settings are given as
-    a whole, or one by one: `diagnose(..., swaps=True, max_tokens=20_000)`. `report` is an HTML
-    page to write.
+    under the same names. Text under any other name is measured against the `base`. Models in
+    `against` are measured, too. Pass the settings as one object, or one by one:
+    `diagnose(..., swaps=True, max_tokens=20_000)`. `report` is an HTML page to write.
     """
-    from moemerge.diagnosis import DiagnosisRequest, run_diagnosis
+    from moemerge.diagnosis.job import DiagnosisRequest
     from moemerge.diagnosis.page import page_path
+    from moemerge.diagnosis.run import run_diagnosis
     from moemerge.report.page import write_page
 
     request = DiagnosisRequest(
@@ -292,9 +141,9 @@ def swap_routers(
 ) -> SwapReport:
     """Write `model` with the routers of `donor` (of the same family) to `out`.
 
-    `link` makes hard links of the shards that hold no router, where the disk allows it.
+    `link` makes hard links of the shards without routers, if the file system allows it.
     """
-    from moemerge.diagnosis import swap_routers as swap
+    from moemerge.diagnosis.swap import swap_routers as swap
 
     require_loadable(open_model(str(model), model))
     return swap(
@@ -317,9 +166,9 @@ def extract(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ExtractReport:
-    """Write one model of a merge that kept them (`tasks:` in its config) to `out`; `task` names it.
+    """Write one model of a merge that kept them (`tasks:` in its config) to `out`.
 
-    `base` is where the base model is now, if it is not where the merge found it.
+    `task` is the name of that model. `base` is the base model's new path if it has moved since.
     """
     from moemerge.merging.kept.extract import extract_model
 
@@ -339,11 +188,12 @@ def collect_statistics(
     progress: Progress | None = None,
     **keywords: Unpack[CollectingKeywords],
 ) -> CollectReport:
-    """Gather Grams or Fisher values of `model` over its text `data` into the file `out`.
+    """Collect Gram matrices or Fisher values of `model` over its text `data` into the file `out`.
 
-    Settings are given as a whole, or one by one: `collect_statistics(..., kind="fisher")`.
+    Pass the settings as one object, or one by one: `collect_statistics(..., kind="fisher")`.
     """
-    from moemerge.collecting import CollectRequest, run_collect
+    from moemerge.collecting.job import CollectRequest
+    from moemerge.collecting.run import run_collect
 
     request = CollectRequest(
         model=model,
@@ -355,15 +205,142 @@ def collect_statistics(
     return run_collect(request, Silent() if progress is None else progress)
 
 
-@contextmanager
-def uploaded(out: Path, repo: str | None, progress: Progress) -> Iterator[None]:
-    """Upload what the block has written to `out`; whether that can be done is asked before."""
-    if repo is None:
-        yield
-        return
-    from moemerge.checkpoint.hub import check_upload, upload
+# --- text and answers ----------------------------------------------------------------------------
 
-    check_upload(repo)
-    yield
-    progress.note(f"uploading {out} to {repo}")
-    progress.note(f"uploaded: {upload(out, repo)}")
+
+@with_keywords(DataKeywords, DataSettings)
+def make_data(
+    model: Model,
+    out: str | Path,
+    *,
+    prompts: Files = (),
+    text: Files = (),
+    settings: DataSettings | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **keywords: Unpack[DataKeywords],
+) -> DataReport:
+    """Write calibration text to the file `out`: answers of `model` to `prompts` that were judged
+    correct, what else `keep` selects, or rows of plain `text`.
+
+    Pass the settings as one object, or one by one: `make_data(..., verify="math", samples=4)`. A
+    killed run continues when it is repeated.
+    """
+    from moemerge.data.job import DataRequest
+    from moemerge.data.run import run_data
+
+    request = DataRequest(
+        model=model,
+        out=Path(out),
+        prompts=files_of(prompts),
+        text=files_of(text),
+        settings=settings_for(DataSettings, settings, keywords, "make_data"),
+        overwrite=overwrite,
+    )
+    return run_data(request, Silent() if progress is None else progress)
+
+
+def check_recipes(loaded: LoadedConfig) -> None:
+    """Refuse contradictory recipes, and recipes with missing files, before any work."""
+    for file, wanted in loaded.texts.items():
+        if Path(file).exists():
+            continue
+        from moemerge.data.job import check_request
+
+        request = _data_request(wanted)
+        check_request(request)
+        inputs = (*request.prompts, *request.text, *request.settings.against)
+        check_files({file: [source for source in inputs if is_local(str(source))]})
+
+
+def make_texts(loaded: LoadedConfig, progress: Progress) -> None:
+    """Generate the text that a config has recipes for. An existing file is used unchanged."""
+    for file, wanted in loaded.texts.items():
+        if Path(file).exists():
+            progress.note(f"{file} is there and used as it is; without it, it is made anew")
+            continue
+        from moemerge.data.run import run_data
+
+        report = run_data(_data_request(wanted), progress)
+        progress.note(f"{file}: {counted(report.kept, 'row')} of text, made by {wanted.model}")
+
+
+def _data_request(wanted: TextRequest) -> DataRequest:
+    from moemerge.data.job import DataRequest
+
+    recipe = wanted.recipe
+    return DataRequest(
+        model=wanted.model,
+        out=Path(recipe.file),
+        prompts=recipe.prompts,
+        text=recipe.text,
+        settings=recipe.settings,
+    )
+
+
+class TuneKeywords(TuningKeywords, TuningOutputKeywords, total=False):
+    """Keywords of `tune`."""
+
+
+@with_keywords(TuneKeywords, TuningSettings, TuningOutputSettings)
+def tune(
+    model: Model,
+    out: str | Path,
+    *,
+    data: Files,
+    settings: TuningSettings | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[TuneKeywords],
+) -> TuningReport:
+    """Fine-tune `model` on the answers of the rows in `data`, and write it to `out` in its layout.
+
+    Pass the settings as one object, or one by one: `tune(..., preset="paper")`, `tune(..., lora=16,
+    epochs=1)`. `resume` continues from the last saved state. Under torchrun or `accelerate launch`
+    every process must call this function; rank 0 writes.
+    """
+    from moemerge.tuning.job import TuningRequest
+    from moemerge.tuning.run import run_tuning
+
+    output, values = output_for(TuningOutputSettings, keywords, "tune")
+    request = TuningRequest(
+        model=model,
+        out=Path(out),
+        data=files_of(data),
+        settings=settings_for(TuningSettings, settings, values, "tune"),
+        overwrite=output.overwrite,
+        resume=output.resume,
+    )
+    progress = Silent() if progress is None else progress
+    with uploaded(request.out, output.push_to_hub if ranks.leads() else None, progress):
+        return run_tuning(request, progress)
+
+
+@with_keywords(EvaluationOutKeywords, EvaluationSettings, EvaluationOutputSettings)
+def evaluate(
+    models: Model | Sequence[Model],
+    tasks: str | Sequence[str] = (),
+    *,
+    data: Mapping[str, Files] | None = None,
+    settings: EvaluationSettings | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[EvaluationOutKeywords],
+) -> EvaluationReport:
+    """Let `models` solve `tasks` (names or YAML files), and compare them problem by problem.
+
+    All answers are kept in the folder `out`, and existing ones are not generated again. `data` are
+    files of problems by task, which replace those of the task. `rescore` judges the answers in
+    `out` again, without any model; `models` may then be empty, for all of them. Pass the settings
+    as one object, or one by one: `evaluate(..., samples=1, temperature=0)`.
+    """
+    from moemerge.evaluation.job import EvaluationRequest
+    from moemerge.evaluation.run import run_evaluation
+
+    output, values = output_for(EvaluationOutputSettings, keywords, "evaluate")
+    request = EvaluationRequest(
+        models=[models] if isinstance(models, Model) else list(models),
+        tasks=[tasks] if isinstance(tasks, str) else list(tasks),
+        settings=settings_for(EvaluationSettings, settings, values, "evaluate"),
+        output=output,
+        data={name: files_of(files) for name, files in (data or {}).items()},
+    )
+    return run_evaluation(request, Silent() if progress is None else progress)

@@ -17,20 +17,20 @@ from moemerge.registry import add_plugin
 
 
 def inspect(model: str | Path) -> Description:
-    """What a model folder or hub model is, from its headers alone."""
+    """Describe a model folder or hub model from its headers."""
     checkpoint = Checkpoint.open(model)
     return describe(checkpoint.config, checkpoint.tensors)
 
 
 def config_schema() -> dict[str, Any]:
-    """A JSON schema of config files, with the methods that there are: for editors."""
-    from moemerge.config.json_schema import config_schema
+    """Return a JSON schema of config files, with all methods, for editors."""
+    from moemerge.config.dump import config_schema
 
     return config_schema({**wrapper_schemas(), **method_schemas()})
 
 
 def method_schemas() -> dict[str, MethodSchema]:
-    """What every merge method declares, by its name."""
+    """Return the declaration of every merge method, by name."""
     from moemerge import merging
 
     merging.load_plugins()
@@ -38,7 +38,7 @@ def method_schemas() -> dict[str, MethodSchema]:
 
 
 def wrapper_schemas() -> dict[str, WrapperSchema]:
-    """What every wrapper declares, by its name."""
+    """Return the declaration of every wrapper, by name."""
     from moemerge import merging
 
     merging.load_plugins()
@@ -46,7 +46,7 @@ def wrapper_schemas() -> dict[str, WrapperSchema]:
 
 
 def list_wrappers() -> list[dict[str, Any]]:
-    """Every wrapper with its parameters."""
+    """Return every wrapper with its parameters."""
     return [
         {
             "wrapper": name,
@@ -74,7 +74,7 @@ def _group(schema: MethodSchema) -> str:
 
 
 def list_methods() -> list[dict[str, Any]]:
-    """Every merge method with its parameters and what it needs, group by group."""
+    """Return every merge method with its parameters and requirements, by group."""
     from moemerge import merging
 
     order = (AVERAGES, CHANGES, MATRICES, INFORMED)
@@ -108,7 +108,7 @@ def _parameters(schema: MethodSchema, *, per_model: bool) -> list[dict[str, Any]
 
 
 def list_architectures() -> list[dict[str, Any]]:
-    """Every MoE family of the table, and whether its routers can be calibrated."""
+    """Return every MoE family, and whether its routers can be calibrated."""
     return [
         {
             "family": family.model_type,
@@ -124,9 +124,9 @@ _ADVICE = "a plugin is a Python file that registers something when it is importe
 
 
 def load_plugin(path: str | Path) -> None:
-    """Import the file `path` under its own name, once; what it registers can be used from then on.
+    """Import the file `path` under its own name, once, and register its content.
 
-    Its functions serve as checks, too: those of `judge.py` as `verify="judge:FUNCTION"`.
+    Its functions can also verify answers: those of `judge.py` as `verify="judge:FUNCTION"`.
     """
     file = Path(path)
     if not file.is_file() or file.suffix != ".py":
@@ -158,7 +158,7 @@ def load_plugin(path: str | Path) -> None:
 
 
 def _origin(name: str) -> str | None:
-    """Where the module of this name lies, whether it is imported yet or not."""
+    """Return the file of the module with this name, whether it is imported yet or not."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__file__", None) or "built-in"
     spec = importlib.util.find_spec(name)
@@ -166,7 +166,7 @@ def _origin(name: str) -> str | None:
 
 
 def _line(error: BaseException, file: Path) -> str:
-    """Where in the file it went wrong, if it did there."""
+    """Return the line of the file that raised the error, if it is in this file."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == file]
     return f"line {lines[-1]}: " if lines else ""

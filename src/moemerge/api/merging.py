@@ -1,4 +1,4 @@
-"""Merging: read a config, check it, merge, and repair the merge where the config says so."""
+"""Merging: read a config, check it, merge, and repair the merge if the config requests it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from moemerge import merging
-from moemerge.api.answers import check_recipes, make_texts
-from moemerge.api.jobs import output_for, repair, settings_for, uploaded
+from moemerge.api.jobs import (
+    check_recipes,
+    files_of,
+    make_texts,
+    output_for,
+    settings_for,
+    uploaded,
+)
 from moemerge.api.listing import method_schemas, wrapper_schemas
+from moemerge.api.repairs import run_repair
+from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_sibling
-from moemerge.config.calibration import CalibrationBlock, CalibrationKeywords
+from moemerge.coefficients.settings import (
+    CoefficientKeywords,
+    CoefficientMethod,
+    CoefficientSettings,
+)
+from moemerge.config.faults import parse_settings
 from moemerge.config.load import LoadedConfig
 from moemerge.config.load import load_config as _load_config
-from moemerge.config.refit import RefitBlock, RefitKeywords
-from moemerge.config.requests import SourceData
+from moemerge.config.repairs import Repair
+from moemerge.config.requests import RequestedRepair
+from moemerge.config.schema import REPAIRS
 from moemerge.config.settings import (
     MergeKeywords,
     MergeSettings,
@@ -29,32 +43,35 @@ from moemerge.config.settings import (
     plugin_flags,
     with_keywords,
 )
-from moemerge.config.translate import parse_settings
+from moemerge.data.settings import files_of as config_files
 from moemerge.errors import ArchitectureError, UsageError
 from moemerge.features.known_configs import HINT, ConfigCheck
 from moemerge.lockstep.models import check_sources
 from moemerge.merging.report import MergeReport
+from moemerge.refitting.settings import REFIT, RefitKeywords
+from moemerge.registry import did_you_mean
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.text.rows import check_text
 
 if TYPE_CHECKING:
-    from moemerge.calibration import CalibrationReport
-    from moemerge.refitting import RefitReport
+    from moemerge.api.jobs import Files
+    from moemerge.calibration.report import CalibrationReport
+    from moemerge.coefficients.run import CoefficientsReport
+    from moemerge.lockstep.report import RepairReport
+    from moemerge.refitting.report import RefitReport
 
 ConfigSource = str | Path | Mapping[str, Any] | LoadedConfig
-# What a page calls a merge that only lives while `run` works.
+# How a page names a merge that exists only during `run`.
 MERGE_ALONE = "the merge before its repair"
-# What `run` does after the merge, by the key of its block.
-BLOCKS: Mapping[str, type[CalibrationBlock] | type[RefitBlock]] = {
-    "calibration": CalibrationBlock,
-    "refit": RefitBlock,
-}
 
 
 class RunKeywords(MergeKeywords, OutputKeywords, total=False):
-    """Keywords of `run`."""
+    """Keywords of `run`: its settings, and settings of each repair that override the config's."""
+
+    calibration: CalibrationKeywords | None
+    refit: RefitKeywords | None
 
 
 def load_config(source: ConfigSource, *, lenient: bool = False) -> LoadedConfig:
@@ -74,10 +91,11 @@ def merge(
     progress: Progress | None = None,
     **keywords: Unpack[MergeKeywords],
 ) -> MergeReport:
-    """Merge models as `config` says into the folder `out`, which appears whole or not at all.
+    """Merge models into the folder `out`, which appears complete or not at all.
 
-    Settings are given as a whole, or one by one: `merge(..., overwrite=True, device="cpu")`.
-    Under torchrun every process must call it: each merges some tensors, rank 0 puts `out` in place.
+    Pass the settings as one object, or one by one: `merge(..., overwrite=True, device="cpu")`.
+    Under torchrun every process must call this function: each merges some tensors, and rank 0
+    renames the result to `out`.
     """
     settings = settings_for(MergeSettings, settings, keywords, "merge")
     loaded = load_config(config, lenient=settings.lenient).merge_alone()
@@ -94,9 +112,9 @@ def _merge(
     *,
     temporary: bool = False,
 ) -> MergeReport:
-    """Merge; statistics that the config has text for instead are made first, and go at the end."""
+    """Merge. Statistics that are not saved are computed first, and removed afterwards."""
     ranks.on_one_machine("merge")
-    # Before models are run for hours. What OUT may be, rank 0 asks.
+    # Plan before models are run for hours. Rank 0 checks OUT.
     job = merging.plan_merge(loaded, settings, out if ranks.leads() else None)
     if not all(Path(file).exists() for file in loaded.texts):
         ranks.alone("making the text that a config has recipes for")
@@ -154,7 +172,7 @@ def validate(
 ) -> MergeReport:
     """Plan a merge (into `out`) and check all that can be checked without reading a tensor.
 
-    Of text the first rows are read; of a repair its sources and layers are checked.
+    Reads the first rows of each text file, and checks the sources and layers of the repair.
     """
     settings = settings_for(MergeSettings, settings, keywords, "validate")
     loaded = load_config(config, lenient=settings.lenient)
@@ -162,22 +180,36 @@ def validate(
         from moemerge.checkpoint.hub import check_upload
 
         check_upload(settings.push_to_hub)
-    _check_repair(loaded)
+    _validate_repair(loaded)
     check_recipes(loaded)
     return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What `run` did; a part that the config does not ask for is None."""
+    """The reports of `run`: of the merge, and of the repair if the config requests one."""
 
     merge: MergeReport
-    calibration: CalibrationReport | None = None
-    refit: RefitReport | None = None
+    repair: RepairReport | None = None
+
+    @property
+    def calibration(self) -> CalibrationReport | None:
+        """The report of a calibration, or None if there was none."""
+        return cast("CalibrationReport | None", self._of(CALIBRATION))
+
+    @property
+    def refit(self) -> RefitReport | None:
+        """The report of a refit, or None if there was none."""
+        return cast("RefitReport | None", self._of(REFIT))
+
+    def _of(self, repair: Repair) -> RepairReport | None:
+        return self.repair if self.repair is not None and self.repair.repair is repair else None
 
     def to_json(self) -> dict[str, Any]:
-        parts = {"merge": self.merge, "calibration": self.calibration, "refit": self.refit}
-        return {name: part.to_json() for name, part in parts.items() if part is not None}
+        document = {"merge": self.merge.to_json()}
+        if self.repair is not None:
+            document[self.repair.repair.key] = self.repair.to_json()
+        return document
 
 
 @with_keywords(RunKeywords, MergeSettings, OutputSettings)
@@ -186,137 +218,188 @@ def run(
     out: str | Path,
     *,
     settings: MergeSettings | None = None,
-    calibration: CalibrationKeywords | None = None,
-    refit: RefitKeywords | None = None,
     progress: Progress | None = None,
     **keywords: Unpack[RunKeywords],
 ) -> RunReport:
-    """Merge, then repair as the config's `calibration:` or `refit:` block says, into `out`.
+    """Merge, then repair as the config's `calibration:` or `refit:` block requests, into `out`.
 
-    `calibration` and `refit` hold settings that beat the block's. The merge as it was exists only
-    while this runs; a killed run that is resumed merges again and goes on with the first unfinished
-    layer. `report` is an HTML page to write, as of `calibrate`.
+    `calibration` and `refit` are settings that override those of the block. The merge before the
+    repair exists only during the run. A resumed run merges again and continues with the first
+    unfinished layer. `report` is an HTML page to write, as for `calibrate`.
     """
-    output, values = output_for(OutputSettings, keywords, "run")
-    if "overwrite" in keywords:
+    overrides = {r.key: cast(Mapping[str, Any], keywords.get(r.key) or {}) for r in REPAIRS}
+    given = {name: value for name, value in keywords.items() if name not in overrides}
+    output, values = output_for(OutputSettings, given, "run")
+    if "overwrite" in given:
         values["overwrite"] = output.overwrite
     settings = settings_for(MergeSettings, settings, values, "run")
     loaded = load_config(config, lenient=settings.lenient)
     progress = Silent() if progress is None else progress
     out = Path(out)
-    given: dict[str, Mapping[str, Any]] = {
-        "calibration": cast(Mapping[str, Any], calibration or {}),
-        "refit": cast(Mapping[str, Any], refit or {}),
-    }
-    key = next((key for key in BLOCKS if getattr(loaded, key) is not None), None)
-    _refuse_idle(key, given, output.report)
-    if key is None:
-        with uploaded(out, output.push_to_hub or settings.push_to_hub, progress):
+    requested = loaded.repair
+    _refuse_unused(requested, overrides, output.report)
+    repo = output.push_to_hub or settings.push_to_hub
+    if requested is None:
+        with uploaded(out, repo, progress):
             return RunReport(_merge(loaded, out, settings, progress))
-    loaded = _with_settings(loaded, key, given[key])
+    changes = overrides[requested.repair.key]
+    requested = _with_settings(requested, changes)
+    loaded = _with_repair(loaded, requested)
     check_output(out, overwrite=settings.overwrite)
-    _check_repair(loaded)
+    _validate_repair(loaded)
     check_recipes(loaded)
     if output.report is not None:
         from moemerge.diagnosis.page import page_path
 
         page_path(output.report)
     chosen = [name for name in MergeSettings.model_fields if name in settings.model_fields_set]
-    flags = {name: getattr(settings, name) for name in chosen}
-    page = Page(output.report, _run_command(config, out, {**given[key], **flags}, output.report))
-    repo = output.push_to_hub or settings.push_to_hub
+    flags = {**changes, **{name: getattr(settings, name) for name in chosen}}
+    command = _run_command(config, out, flags, output.report)
     with uploaded(out, repo, progress), temporary_sibling(out) as folder:
         merged = _merge(loaded, folder / "merged", settings, progress, temporary=True)
-        values = {
-            "merged": folder / "merged",
-            "out": out,
-            "overwrite": settings.overwrite,
-            "resume": output.resume,
-        }
-        done = _repair(loaded, key, values, progress, page)
-    return RunReport(replace(merged, output=str(out)), **{key: done})
+        from moemerge.lockstep.request import RepairRequest
+
+        request = RepairRequest(
+            merged=folder / "merged",
+            out=out,
+            sources=requested.sources,
+            data=requested.data,
+            settings=requested.settings,
+            weights=requested.block.weights or {},
+            overwrite=settings.overwrite,
+            resume=output.resume,
+            temporary=True,
+        )
+        words = {"label": MERGE_ALONE, "command": command}
+        done = run_repair(requested.repair, request, progress, output.report, **words)
+    return RunReport(replace(merged, output=str(out)), done)
 
 
-@dataclass(frozen=True)
-class Page:
-    """An HTML page to write, if there is a file for it, and the command that it names."""
-
-    file: Path | None
-    command: str
-
-
-def _repair(
-    loaded: LoadedConfig, key: str, values: Mapping[str, Any], progress: Progress, page: Page
-) -> Any:
-    """What the block `key` of the config asks for; `values` are the request's, whichever it is."""
-    wanted: SourceData = getattr(loaded, key)
-    block = getattr(loaded.config, key)
-    values = {
-        **values,
-        "sources": wanted.sources,
-        "data": wanted.data,
-        "settings": block.settings,
-        "weights": block.weights or {},
-        "temporary": True,
-    }
-    words = {"label": MERGE_ALONE, "command": page.command}
-    if key == "calibration":
-        from moemerge.calibration import CalibrationRequest, run_calibration
-
-        return repair(run_calibration, CalibrationRequest(**values), progress, page.file, **words)
-    from moemerge.refitting import RefitRequest, run_refit
-
-    return repair(run_refit, RefitRequest(**values), progress, page.file, **words)
+def _validate_repair(loaded: LoadedConfig) -> None:
+    """Check the text, sources and layers of a repair before its merge is made."""
+    requested = loaded.repair
+    if requested is not None:
+        check_text(loaded.existing(requested.data))
+        layers, routers = requested.settings.layers, requested.repair.needs_routers
+        check_sources(requested.sources, layers, routers=routers)
 
 
-def _check_repair(loaded: LoadedConfig) -> None:
-    """What can be refused of a calibration or a refit before its merge is made."""
-    for key in BLOCKS:
-        wanted: SourceData | None = getattr(loaded, key)
-        if wanted is not None:
-            check_text(loaded.is_there(wanted.data))
-            layers = getattr(loaded.config, key).layers
-            check_sources(wanted.sources, layers, routers=key == "calibration")
-
-
-def _refuse_idle(
-    key: str | None, given: Mapping[str, Mapping[str, Any]], report: str | Path | None
+def _refuse_unused(
+    requested: RequestedRepair | None,
+    overrides: Mapping[str, Mapping[str, Any]],
+    report: str | Path | None,
 ) -> None:
-    """What only makes sense with a block that the config does not have."""
-    if key is None and report is not None:
+    """Refuse a page, and settings of a repair, if the config has no block that they apply to."""
+    if requested is None and report is not None:
+        blocks = " or ".join(f"{repair.key}:" for repair in REPAIRS)
         raise UsageError(
-            f"a report {report} is asked for, but the config has no calibration: or refit: block",
+            f"a report {report} is requested, but the config has no {blocks} block",
             hint="its sources and data are what routing is measured with; or use "
             "`moemerge diagnose` on the merged model",
         )
-    understood = {*MergeSettings.model_fields, *(BLOCKS[key].model_fields if key else ())}
-    for other, values in given.items():
-        idle = [name for name in values if name not in understood]
-        if idle:
+    own = requested.repair.settings.model_fields if requested is not None else {}
+    for key, values in overrides.items():
+        unused = [n for n in values if n not in MergeSettings.model_fields and n not in own]
+        if unused:
             raise UsageError(
-                f"settings of a {other} are given ({', '.join(idle)}), but the config has no "
-                f"{other}: block",
+                f"settings of a {key} are given ({', '.join(unused)}), but the config has no "
+                f"{key}: block",
                 hint="add the block (an empty one means defaults), or leave the settings out",
             )
+
+
+def _with_settings(requested: RequestedRepair, changes: Mapping[str, Any]) -> RequestedRepair:
+    """Return the repair with settings that override its block's."""
+    if not changes:
+        return requested
+    repair = requested.repair
+    values = repair.overridden(requested.block, changes)
+    block = parse_settings(repair.block, values, f"{repair.key} settings")
+    return replace(requested, block=block)
+
+
+def _with_repair(loaded: LoadedConfig, requested: RequestedRepair) -> LoadedConfig:
+    update = {requested.repair.key: requested.block}
+    return replace(loaded, repair=requested, config=loaded.config.model_copy(update=update))
 
 
 def _run_command(
     config: ConfigSource, out: Path, given: Mapping[str, Any], report: str | Path | None
 ) -> str:
-    """The command line that repeats a run; CONFIG stands for one that was no file."""
+    """Return the command line that repeats a run; CONFIG replaces a config that is not a file."""
     words = ["moemerge", "run", str(config) if isinstance(config, str | Path) else "CONFIG"]
     flags = ["--report", str(report), *as_flags(given), *plugin_flags()]
     return shlex.join([*words, str(out), *flags])
 
 
-def _with_settings(loaded: LoadedConfig, key: str, given: Mapping[str, Any]) -> LoadedConfig:
-    block = getattr(loaded.config, key)
-    if not given:
-        return loaded
-    values = {name: getattr(block, name) for name in BLOCKS[key].model_fields}
-    for one, other in (("alpha", "gamma"), ("gamma", "alpha")):
-        if one in given:
-            values.pop(other)
-    values = {name: value for name, value in values.items() if value is not None}
-    changed = parse_settings(BLOCKS[key], {**values, **given}, f"{key} settings")
-    return replace(loaded, config=loaded.config.model_copy(update={key: changed}))
+# --- coefficients ---------------------------------------------------------------------------------
+
+
+@with_keywords(CoefficientKeywords, CoefficientSettings)
+def find_coefficients(
+    method: CoefficientMethod,
+    config: ConfigSource,
+    out: str | Path,
+    *,
+    data: Mapping[str, Files] | None = None,
+    settings: CoefficientSettings | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **keywords: Unpack[CoefficientKeywords],
+) -> CoefficientsReport:
+    """Find how much of each model of `config` a merge should take, layer by layer, into `out`.
+
+    `method` is `acm`, `sens`, `neuron` or `adamerging`. `data` is text of each merged model by
+    name, and overrides the config's own `data`. A config with `coefficients: OUT` applies the
+    result.
+    """
+    from moemerge.coefficients.job import CoefficientsRequest
+    from moemerge.coefficients.run import MAKERS, run_coefficients
+
+    if method not in MAKERS:
+        raise UsageError(
+            f"unknown way to find coefficients {method!r}{did_you_mean(method, MAKERS)}",
+            hint=f"known: {', '.join(MAKERS)}",
+        )
+    chosen = settings_for(CoefficientSettings, settings, keywords, "find_coefficients")
+    loaded = _config_without_coefficients(config)
+    merge = loaded.merge
+    if merge.base_model is None:
+        raise UsageError(
+            "the config has no base_model, which coefficients are found against",
+            hint="name the model that the others were fine-tuned from: `base_model: ...`",
+        )
+    if not merge.whole:
+        raise UsageError(
+            "coefficients are found for whole models, and the config stacks slices",
+            hint="list the models under `models:` in a config of its own",
+        )
+    merged = [m for m in merge.slices[0].inputs if m.model != merge.base_model]
+    given = {name: files_of(files) for name, files in (data or {}).items()}
+    unknown = [name for name in given if name not in {m.name for m in merged}]
+    if unknown:
+        known = [m.name for m in merged]
+        raise UsageError(
+            f"data {unknown[0]!r} belongs to no merged model{did_you_mean(unknown[0], known)}",
+            hint=f"merged are {', '.join(known)}",
+        )
+    own = {name: config_files(text) for name, text in (loaded.config.data or {}).items()}
+    request = CoefficientsRequest(
+        method=method,
+        models={m.name: m.model for m in merged},
+        base=merge.base_model,
+        data={**own, **given},
+        out=Path(out),
+        settings=chosen,
+        overwrite=overwrite,
+    )
+    return run_coefficients(request, Silent() if progress is None else progress)
+
+
+def _config_without_coefficients(config: ConfigSource) -> LoadedConfig:
+    """Load a config without its file of coefficients, which may not exist yet."""
+    if isinstance(config, LoadedConfig):
+        return config
+    return _load_config(
+        config, schemas=method_schemas(), wrappers=wrapper_schemas(), coefficients=False
+    )

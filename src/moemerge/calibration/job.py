@@ -1,63 +1,47 @@
-"""A calibration: what is asked for, and the same once all that can be refused was checked."""
+"""A calibration: its request, and the job once everything that can be refused was checked."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from moemerge.architectures.opened import OpenModel
-from moemerge.config.calibration import CalibrationSettings
-from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
+import torch
+
+from moemerge.architectures.rules import Score
+from moemerge.calibration.settings import CalibrationSettings
 from moemerge.lockstep.inputs import (
-    JobText,
     base_notices,
     check_same_tokens,
     read_text,
     require_streamable,
-    source_weights,
 )
-from moemerge.lockstep.models import (
-    MERGED,
-    ChosenRouters,
-    StoredRouters,
-    gate_notices,
-)
-from moemerge.lockstep.repairs import RepairRequest, request_key
-from moemerge.lockstep.streams import Side
-from moemerge.runtime import ranks
-from moemerge.runtime.devices import resolve_device
-from moemerge.text.batches import Batch, make_batches, own_share
+from moemerge.lockstep.job import OpenedRepair, RepairJob
+from moemerge.lockstep.models import MERGED, ChosenRouters, StoredRouters, gate_notices
+from moemerge.lockstep.request import RepairRequest, request_key
+from moemerge.lockstep.streams import Need, Side
+from moemerge.routing import Preconditioner
+from moemerge.routing.curvature import rows_at_once
+from moemerge.routing.preconditioners import matrix_bytes
 from moemerge.text.domains import Domain
 
-# Tokens of a domain for each feature, below which its figures are taken with a grain of salt: 64
-# tokens fit any router of width 64 by heart.
+# With fewer tokens of a domain per feature, figures are unreliable: 64 tokens can be fitted exactly
+# by any router of width 64.
 FEW_TOKENS = 2
-MERGED_ALONE = (
-    '`targets="merged-features"` runs the merged model alone, and of sources reads routers'
-)
+# Vectors of the solver, preconditioner's scales, measured routers: all (K, d) in float64.
+ROUTER_COPIES = 16
+MERGED_ALONE = '`targets="merged-features"` runs only the merged model'
+
+CalibrationRequest = RepairRequest[CalibrationSettings]
 
 
-@dataclass(frozen=True)
-class CalibrationRequest(RepairRequest):
-    settings: CalibrationSettings
-
-
-@dataclass(frozen=True)
-class CalibrationJob:
+@dataclass(frozen=True, kw_only=True)
+class CalibrationJob(RepairJob[CalibrationSettings]):
     """A calibration that was checked and can be run."""
 
-    request: CalibrationRequest
-    merged: OpenModel
-    sources: Mapping[str, OpenModel]
-    weights: Mapping[str, float]  # of every source, with a mean of 1
     routers: ChosenRouters
-    stored: Mapping[str, StoredRouters]  # the same in the merged model and in every source
-    text: JobText
-    stream: StreamSettings
-    notices: tuple[str, ...]
+    stored: Mapping[str, StoredRouters]  # of the merged model and of every source
 
     @property
     def streams_sources(self) -> bool:
@@ -65,24 +49,14 @@ class CalibrationJob:
 
     @property
     def sides(self) -> dict[str, Side]:
-        """The models that run; the merged one leads, its routers already in memory."""
+        """The models that are streamed; the merged one leads, with its routers in memory."""
         sides = {MERGED: Side(self.stored[MERGED].model)}
         if self.streams_sources:
             sides |= {name: Side(source, name) for name, source in self.sources.items()}
         return sides
 
-    @cached_property
-    def batches(self) -> tuple[Batch, ...]:
-        """This rank's share of the text."""
-        return own_share(make_batches(self.text.domains, batch_tokens=self._batch_tokens))
-
-    @property
-    def _batch_tokens(self) -> int:
-        return batch_tokens(self.merged, self.stream.device)
-
     @property
     def key(self) -> dict[str, Any]:
-        """What the result depends on, as plain data: two runs with one key end alike."""
         sources = {
             name: self.stored[name].digest
             + (source.checkpoint.fingerprint() if self.streams_sources else "")
@@ -92,27 +66,14 @@ class CalibrationJob:
         return {
             "merged": _sha256(merged),
             "sources": {name: _sha256(text) for name, text in sources.items()},
-            "batch_tokens": self._batch_tokens,
+            "batch_tokens": self.batch_tokens,
             **request_key(self.request, self.text.domains, self.stream.device, self.stream.dtype),
         }
 
 
-# --- checks, in the order in which they are made ------------------------------------------------
-
-
-def stream_settings(request: CalibrationRequest, merged: OpenModel) -> StreamSettings:
-    settings = request.settings
-    device = ranks.own_device(resolve_device(settings.device))
-    return StreamSettings(device, forward_dtype(settings.dtype, merged), settings.offload)
-
-
-def prepare(
-    request: CalibrationRequest,
-    merged: OpenModel,
-    sources: Mapping[str, OpenModel],
-    stream: StreamSettings,
-) -> CalibrationJob:
-    """Pair the routers, read them and the text; refuses all that does not fit together."""
+def prepare(opened: OpenedRepair[CalibrationSettings]) -> CalibrationJob:
+    """Pair the routers, read them and the text; refuse everything that does not match."""
+    request, merged, sources = opened.request, opened.merged, opened.sources
     settings = request.settings
     routers = ChosenRouters.of(merged, list(sources.values()), settings.layers)
     text = request.text or read_text(merged, sources, request.data, settings)
@@ -129,22 +90,66 @@ def prepare(
     stored = {MERGED: StoredRouters(merged, [pair.info for pair in routers.pairs])}
     for name, source in sources.items():
         stored[name] = StoredRouters(source, [pair.sources[name] for pair in routers.pairs])
-    weights = source_weights(request.weights, sources)
     return CalibrationJob(
-        request, merged, sources, weights, routers, stored, text, stream, tuple(notices)
+        request=request,
+        merged=merged,
+        sources=sources,
+        stream=opened.stream,
+        text=text,
+        notices=tuple(notices),
+        routers=routers,
+        stored=stored,
     )
 
 
 def few_tokens(domain: Domain, width: int) -> str | None:
-    """A word about text that a router of this width can learn by heart."""
+    """Return a warning if a router of this width can fit the text of a domain exactly."""
     if domain.tokens >= FEW_TOKENS * width:
         return None
     return (
-        f"{domain.name}: {domain.tokens} tokens are few for routers of width {width}: what is "
-        "measured on them says little about other text; give at least "
-        f"{FEW_TOKENS * width}, and diagnose on text of its own"
+        f"{domain.name}: {domain.tokens} tokens are few for routers of width {width}, so figures "
+        f"measured on them say little about other text; give at least {FEW_TOKENS * width}, and "
+        "diagnose on other text"
     )
 
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def memory_need(job: CalibrationJob) -> Need:
+    """Estimate the memory of a solve besides the streams, with advice if it does not fit."""
+    settings = job.request.settings
+    hints = ["lower `max_tokens` or `max_length`"]
+    if job.streams_sources:
+        hints.append('`targets="merged-features"` streams one model instead of all')
+    if settings.preconditioner not in ("none", "jacobi"):
+        hints.append('`preconditioner="jacobi"` needs no matrices')
+    if job.stream.dtype == torch.float32:
+        hints.append('`dtype="bfloat16"` halves a layer')
+    return Need("calibration", solver_bytes(job), hints)
+
+
+def solver_bytes(job: CalibrationJob) -> int:
+    """Return the bytes of the largest solve besides its features: H, targets, preconditioner."""
+    tokens = sum(domain.tokens for domain in job.text.domains)
+    settings = job.request.settings
+    working = torch.float64 if job.stream.dtype == torch.float64 else torch.float32
+    largest = 0
+    for pair in job.routers.pairs:
+        width = job.merged.checkpoint.tensors[pair.info.weight].shape[1]
+        experts, gate = pair.info.rows, pair.info.gate
+        rows = 0 if settings.curvature == "identity" else 1  # (tokens, K) held in float32
+        if rows and gate is not None and gate.score is not Score.SOFTMAX:
+            rows += 1
+        rows += settings.targets == "source-features"
+        rows += 3 * (settings.objective == "exact")
+        chunk = min(tokens, rows_at_once(job.stream.device)) * (width + 4 * experts)
+        kind = Preconditioner(settings.preconditioner)
+        largest = max(
+            largest,
+            4 * rows * tokens * experts
+            + 8 * (chunk + ROUTER_COPIES * experts * width)
+            + matrix_bytes(kind, (experts, width), tokens, working),
+        )
+    return largest

@@ -1,4 +1,4 @@
-"""One router's calibration: tensors in, tensors and measurements out, no files."""
+"""Calibrate one router: tensors in, tensors and figures out, no files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moemerge.runtime.timing import Stopwatch
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """A merged router on the tokens of every domain, and what each domain's source would do."""
+    """A merged router on the tokens of every domain, and the sources' routing to match."""
 
     gate: Gate
     merged: Tensor  # (K, d), or (K, d + 1) with the bias as last column
@@ -43,7 +43,7 @@ class LayerProblem:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Figures of routing by domain, with the merged router and with the new one."""
+    """Routing figures by domain, for the merged router and for the new one."""
 
     before: Mapping[str, Measured]
     after: Mapping[str, Measured]
@@ -51,7 +51,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """The new router as it will be stored, and how good it is."""
+    """The new router as stored, and its figures."""
 
     weight: Tensor  # (K, d), stored dtype, CPU
     bias: Tensor | None  # (K,), stored dtype, CPU
@@ -59,19 +59,19 @@ class LayerResult:
     exact: ExactResult | None
     agreement: Agreement
     holdout: Agreement | None
-    weights: Mapping[str, float]  # how much each domain counts
-    router_on_features: Agreement | None  # where the target is another: the paper's one as well
+    weights: Mapping[str, float]  # of each domain
+    router_on_features: Agreement | None  # the paper's figure, if the target is another
 
     @property
     def status(self) -> Status:
-        """The first thing that went wrong, or `converged`."""
+        """The first failure, or `converged`."""
         if self.exact is not None and not self.exact.converged:
             return self.exact.status
         return self.solution.cg.status
 
     @property
     def message(self) -> str:
-        """What `status` is about, in words."""
+        """A description of `status`."""
         if self.exact is not None and not self.exact.converged:
             return (
                 f"{self.exact.status}: Newton's method ended after "
@@ -81,20 +81,20 @@ class LayerResult:
         return self.solution.cg.message
 
     def total(self, figure: str, by_domain: Mapping[str, Measured]) -> float:
-        """A figure's sum over the domains, each as much as it counts: what is solved for."""
+        """Return the weighted sum of a figure over the domains, which is what is minimised."""
         return math.fsum(self.weights[n] * getattr(m, figure) for n, m in by_domain.items())
 
     @property
     def rise(self) -> str | None:
-        """Words for a divergence that is larger than the merged router's, and what to do."""
+        """A warning if the divergence is larger than the merged router's, with a remedy."""
         before, after = self.agreement.before, self.agreement.after
         kl = self.total("kl", before), self.total("kl", after)
         if kl[1] <= kl[0]:
             return None
-        if self.exact is not None:  # which began no higher than the merged router
+        if self.exact is not None:  # it starts no higher than the merged router
             why = "rounding to the stored dtype took more than there was to gain"
         elif self.total("quadratic", after) > self.total("quadratic", before):
-            # What is solved for has a diagonal part beside it, which fell at its expense.
+            # The objective also has a diagonal part, which fell at the expense of this one.
             why = "damping outweighs these tokens; give more text, or take `alpha` nearer to 1"
         else:
             why = 'the routers are too far apart for its quadratic model; try `objective="exact"`'
@@ -109,9 +109,10 @@ def calibrate_layer(
     exact: bool = False,
     stopwatch: Stopwatch | None = None,
 ) -> LayerResult:
-    """Solve for the router that agrees best with all sources, round it, and measure.
+    """Solve for the router that agrees best with all sources, round it, and measure it.
 
-    `start` is where the solver begins: the answer does not depend on it, the steps do.
+    `start` is the solver's starting point: the solution does not depend on it, the number of steps
+    does.
     """
     device = problem.domains[0].features[0].device
     stopwatch = stopwatch or Stopwatch(device)

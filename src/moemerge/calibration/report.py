@@ -1,4 +1,4 @@
-"""What a calibration did, as data: a row for each router, totals, what was left alone and why."""
+"""The report of a calibration: a row for each router, totals, and skipped routers with reasons."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moemerge.calibration.layer import Agreement, LayerResult
+from moemerge.calibration.settings import CALIBRATION
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import SkippedRouter
-from moemerge.lockstep.repairs import RepairReport
+from moemerge.lockstep.report import RepairReport
 from moemerge.report.files import in_markdown
 from moemerge.routing import Preconditioner
 from moemerge.runtime.progress import counted
@@ -19,7 +20,7 @@ PER_DOMAIN = ("kl_before", "kl_after", "mismatch_before", "mismatch_after")
 
 
 def layer_row(layer: int, router: str, result: LayerResult, seconds: float) -> dict[str, Any]:
-    """A router's row of the report: plain JSON data."""
+    """Return a router's row of the report, as plain JSON data."""
     cg = result.solution.cg
     row: dict[str, Any] = {
         "layer": layer,
@@ -32,13 +33,13 @@ def layer_row(layer: int, router: str, result: LayerResult, seconds: float) -> d
         "seconds": round(seconds, 3),
         "preconditioner": str(result.solution.preconditioner),
         "refinements": cg.refinements,
-        # The recurrence's, step by step: what a curve of the convergence shows.
+        # Residuals of the recurrence, step by step, for a convergence plot.
         "residuals": [_number(float(f"{value:.3g}")) for value in cg.residuals],
         "top1_before": {n: _number(m.top1_agreement) for n, m in result.agreement.before.items()},
         "top1_after": {n: _number(m.top1_agreement) for n, m in result.agreement.after.items()},
         "notices": _notices(layer, router, result),
     }
-    if len(result.solution.trials) > 1:  # `auto` gave some up
+    if len(result.solution.trials) > 1:  # `auto` abandoned some
         row["trials"] = [
             {"preconditioner": str(t.preconditioner), "steps": t.steps, "status": str(t.status)}
             for t in result.solution.trials
@@ -65,7 +66,7 @@ def layer_row(layer: int, router: str, result: LayerResult, seconds: float) -> d
 
 
 def _notices(layer: int, router: str, result: LayerResult) -> list[str]:
-    """What a user should look at; of a solve that did not converge first of all."""
+    """Return warnings about a solve, non-convergence first."""
     notices = []
     if result.status is not Status.CONVERGED:
         notices.append(f"layer {layer}: {router} did not converge ({result.message})")
@@ -87,12 +88,12 @@ def _agreement(agreement: Agreement) -> dict[str, dict[str, float | None]]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """Return None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the routers, sums of steps; the holdout's means where there is one."""
+    """Return means over the routers and sums of steps, also of held-out rows if there are any."""
     total: dict[str, Any] = {
         "routers": len(rows),
         "converged": sum(row["status"] == Status.CONVERGED for row in rows),
@@ -110,7 +111,7 @@ def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def holdout_notices(totals: Mapping[str, Any]) -> list[str]:
-    """Domains whose routing got worse on the rows that no solve has seen."""
+    """Return warnings about domains whose routing got worse on held-out rows."""
     held = totals.get("holdout", {})
     before, after = held.get("kl_before", {}), held.get("kl_after", {})
     return [
@@ -132,10 +133,7 @@ def _mean(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
 class CalibrationReport(RepairReport):
     """The `calibration` part of `moemerge_report.json`."""
 
-    part = "calibration"
-    section = "Router calibration"
-    done = "Routers calibrated"
-    summary = "its routers calibrated with HARC (Hessian-aware router calibration)"
+    repair = CALIBRATION
 
     skipped: tuple[SkippedRouter, ...]
 
@@ -147,8 +145,8 @@ class CalibrationReport(RepairReport):
         return {"skipped": [asdict(router) for router in self.skipped]}
 
     @property
-    def words(self) -> str:
-        """What was done, and tables of how the routing agrees with the sources'."""
+    def card_section(self) -> str:
+        """What was solved, and tables of the routing agreement with each source."""
         total, settings = self.totals, self.settings
         damping = (
             f"gamma {settings['gamma']}"
@@ -161,18 +159,18 @@ class CalibrationReport(RepairReport):
         lines = [
             f"{counted(total['routers'], 'router')} solved for ({damping}, {settings['curvature']} "
             f"curvature, {settings['objective']} objective, targets: {settings['targets']}); "
-            f"{counted(total['converged'], 'solve')} converged. All other tensors are as merged. "
+            f"{counted(total['converged'], 'solve')} converged. All other tensors are unchanged. "
             f"Routing agreement with each source, as means over the routers, {on}:",
             *_agreement_table(total, mismatch),
         ]
         if "holdout" in total:
-            lines += ["", "The same on rows that no solve has seen:"]
+            lines += ["", "The same on held-out rows:"]
             lines += _agreement_table(total["holdout"], mismatch)
         return "\n".join(lines)
 
 
 def _agreement_table(total: Mapping[str, Any], mismatch: str) -> list[str]:
-    """`mismatch` is what the figure is called: routing has two of them."""
+    """Return a Markdown table. `mismatch` is the name of that figure, of which there are two."""
     lines = [
         "",
         f"| domain | tokens | KL before | KL after | {mismatch} before | after |",

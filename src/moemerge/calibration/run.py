@@ -1,89 +1,71 @@
-"""A calibration from merged folder to calibrated folder."""
+"""Run a calibration, from the merged folder to the calibrated folder."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import torch
 
 from moemerge.architectures.opened import OpenModel
-from moemerge.calibration.job import (
-    CalibrationJob,
-    CalibrationRequest,
-    prepare,
-    stream_settings,
-)
+from moemerge.calibration.job import CalibrationJob, CalibrationRequest, memory_need, prepare
 from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.report import CalibrationReport, holdout_notices, totals
-from moemerge.calibration.solve import RouterSolver, memory_need, solve_settings
+from moemerge.calibration.routers import RouterCalibrator, solve_settings
+from moemerge.calibration.settings import CalibrationSettings
+from moemerge.features.settings import StreamSettings
+from moemerge.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repair
 from moemerge.lockstep.models import require_calibratable
 from moemerge.lockstep.output import Output
-from moemerge.lockstep.repairs import RepairReport, open_models, open_output, output_files
-from moemerge.lockstep.streams import Lockstep, open_lockstep
-from moemerge.lockstep.walk import walk
-from moemerge.lockstep.warm_up import RandomRouter, WarmUp, router_like
+from moemerge.lockstep.report import RepairReport
+from moemerge.lockstep.streams import Lockstep, open_lockstep, process_bytes, walk
+from moemerge.lockstep.warm_up import RandomRouter, router_like
 from moemerge.routing import SolveSettings
 from moemerge.routing.rehearsal import rehearse
-from moemerge.runtime import ranks
-from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Timings, peak_memory
 
 
 def run_calibration(request: CalibrationRequest, progress: Progress) -> CalibrationReport:
-    """Calibrate into `request.out`, which appears whole or not at all.
-
-    A run that is killed or interrupted leaves a journal of its finished routers next to OUT.
-    """
-    start = time.perf_counter()
-    ranks.join(resolve_device(request.settings.device))
-    with WarmUp() as warm_up:
-        progress = ranks.progress_of_lead(progress)
-        merged, sources = open_models(request, require_calibratable)
-        stream = stream_settings(request, merged)
-        settings = solve_settings(request.settings)
-        warm_up.begin(
-            stream.device, lambda: solve_once(merged, settings, stream.device, stream.dtype)
-        )
-        with open_output(request, merged, sources) as output:
-            job = prepare(request, merged, sources, stream)
-            return _run(job, output, warm_up, progress, start)
+    """Calibrate into `request.out`. The journal has an entry for every router."""
+    return run_repair(request, progress, Calibration())
 
 
-def _run(
-    job: CalibrationJob, output: Output, warm_up: WarmUp, progress: Progress, start: float
-) -> CalibrationReport:
-    for notice in job.notices:
-        progress.note(notice)
-    need, routers = memory_need(job), job.routers
-    with open_lockstep(
-        job.sides,
-        job.batches,
-        job.stream,
-        layers=routers.layers,
-        need=need,
-        progress=progress,
-        settle=warm_up.wait,
-    ) as lockstep:
-        stopwatch = lockstep.stopwatch
-        stopwatch.count("prepare", time.perf_counter() - start - job.text.seconds)
-        stopwatch.count("text", job.text.seconds)
-        changed = [pair.info.weight for pair in routers.pairs]
-        output.begin(job.key, changed, resume=job.request.resume)
-        if job.request.resume:
-            progress.note(f"{output.resumed} finished routers found, the rest is solved")
-        solver = RouterSolver(job, stopwatch, warm_up, progress)
-        walk(lockstep, routers.pairs, solver, output)
-        solved = time.perf_counter()
-        report = _report(job, lockstep, output, solved - start)
+class Calibration(RepairSteps[CalibrationSettings, CalibrationJob, CalibrationReport]):
+    """The steps of a calibration."""
+
+    def require(self, merged: OpenModel) -> None:
+        require_calibratable(merged)
+
+    def rehearse(self, opened: OpenedRepair[CalibrationSettings]) -> None:
+        solve_once(opened.merged, solve_settings(opened.request.settings), opened.stream)
+
+    def prepare(self, opened: OpenedRepair[CalibrationSettings]) -> CalibrationJob:
+        return prepare(opened)
+
+    def compute(self, job: CalibrationJob, run: RepairRun) -> CalibrationReport:
+        routers, output = job.routers, run.output
+        with open_lockstep(
+            job.sides,
+            job.batches,
+            job.stream,
+            layers=routers.layers,
+            need=memory_need(job),
+            progress=run.progress,
+            settle=run.warm_up.wait,
+        ) as lockstep:
+            stopwatch = lockstep.stopwatch
+            stopwatch.count("prepare", time.perf_counter() - run.start - job.text.seconds)
+            stopwatch.count("text", job.text.seconds)
+            changed = [pair.info.weight for pair in routers.pairs]
+            output.begin(job.key, changed, resume=job.request.resume)
+            if job.request.resume:
+                run.progress.note(f"{output.resumed} finished routers found, the rest is solved")
+            walk(lockstep, routers.pairs, RouterCalibrator(job, run, stopwatch), output)
+            report = _report(job, lockstep, output, time.perf_counter() - run.start)
         for notice in holdout_notices(report.totals):
-            progress.note(notice)
-        lockstep.close()  # its memory is of no more use, and writing may take a while
-        output.finish(output_files(job.request, job.merged, report))
-    written = report.timings.written(time.perf_counter() - solved, output.copied)
-    return replace(report, timings=written, seconds=time.perf_counter() - start)
+            run.progress.note(notice)
+        return report
 
 
 def _report(
@@ -93,11 +75,11 @@ def _report(
     rows = tuple(entry.row for entry in output.entries)
     stopwatch.aside("copy", *output.copied)
     return CalibrationReport(
-        **RepairReport.asked(request),
+        **RepairReport.request_fields(request),
         device=str(job.stream.device),
         dtype=dtype_name(job.stream.dtype),
         offload=lockstep.offload,
-        memory=lockstep.process_bytes(memory_need(job).extra),
+        memory=process_bytes(lockstep.memory, memory_need(job).extra),
         resumed=output.resumed,
         layers=rows,
         skipped=job.routers.skipped,
@@ -111,14 +93,12 @@ def _report(
     )
 
 
-def solve_once(
-    model: OpenModel, settings: SolveSettings, device: torch.device, dtype: torch.dtype
-) -> None:
+def solve_once(model: OpenModel, settings: SolveSettings, stream: StreamSettings) -> None:
     """Solve for a random router of the model's shape."""
-    router = router_like(model, device, dtype)
+    router = router_like(model, stream.device, stream.dtype)
     if router is not None:
         rehearse(router.gate, router.domains[0], settings.curvature)
-        problem = problem_of(router, dtype)
+        problem = problem_of(router, stream.dtype)
         calibrate_layer(problem, settings, start=problem.merged)
 
 

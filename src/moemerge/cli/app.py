@@ -20,6 +20,7 @@ from moemerge.runtime import ranks
 FIRST = (
     "merge",
     "calibrate",
+    "run",
     "refit",
     "diagnose",
     "swap_routers",
@@ -29,7 +30,7 @@ FIRST = (
     "ls",
     "demo",
 )
-HELPERS = ("app", "console", "flags", "render", "wording")
+HELPERS = ("app", "console", "flags", "render", "repairs", "wording")
 
 
 class Verbs(CommandGroup):

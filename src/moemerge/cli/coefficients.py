@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemerge.cli.flags import Config, Overwrite, Reporting, add_verb
-from moemerge.config.coefficients import CoefficientSettings
+from moemerge.coefficients.settings import CoefficientSettings
 
 if TYPE_CHECKING:
     from moemerge.cli.render import NumberTable
-    from moemerge.coefficients import CoefficientsReport
+    from moemerge.coefficients.run import CoefficientsReport
 
 EXAMPLES = """
   moemerge coefficients acm ties.yml acm.yml \\

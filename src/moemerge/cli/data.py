@@ -9,14 +9,14 @@ import typer
 
 from moemerge.cli.console import GOES_ON, interruptible, waiting
 from moemerge.cli.flags import Model, Overwrite, Reporting, add_verb
-from moemerge.config.data import DataSettings
+from moemerge.data.settings import DataSettings
 from moemerge.runtime.journals import completions_path
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from moemerge.data import DataReport
+    from moemerge.data.run import DataReport
     from moemerge.generation.run import Counts
 
 EXAMPLES = """

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moemerge.cli.flags import Model, Page, Reporting, Sources, Texts, add_verb
-from moemerge.config.settings import DiagnosisSettings
+from moemerge.diagnosis.settings import DiagnosisSettings
 
 EXAMPLES = """
   moemerge diagnose merged/ \\

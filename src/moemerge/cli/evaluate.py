@@ -8,7 +8,7 @@ import typer
 
 from moemerge.cli.console import GOES_ON, interruptible, waiting
 from moemerge.cli.flags import Reporting, add_verb
-from moemerge.config.evaluation import EvaluationOutputSettings, EvaluationSettings
+from moemerge.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
 
 EXAMPLES = """
   moemerge evaluate merged/ calibrated/ --task gsm8k --task math500 \\

@@ -11,8 +11,7 @@ from moemerge.cli.render import NumberTable, facts
 from moemerge.report.words import p_value, short
 
 if TYPE_CHECKING:
-    from moemerge.evaluation import EvaluationReport
-    from moemerge.evaluation.report import MeanScore, PairedDifference, ResultRow
+    from moemerge.evaluation.report import EvaluationReport, MeanScore, PairedDifference, ResultRow
 
 FEW_PAIRS: Final = 3  # more of them are shown for tasks with --verbose only
 STYLES: Final = {"task": "", "domain": "italic", "overall": "bold"}

@@ -23,9 +23,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from moemerge.cli.console import STDOUT, Bar, deliver_json, err, out, progress
 from moemerge.cli.wording import in_flags, speak_of
+from moemerge.config.faults import parse_settings
 from moemerge.config.fields import Strict
 from moemerge.config.settings import Setting, settings_of
-from moemerge.config.translate import parse_settings
 from moemerge.errors import UsageError
 from moemerge.runtime import ranks
 
@@ -205,10 +205,15 @@ def add_verb(
     name: str | None = None,
     *,
     several: bool = False,
+    settings: Mapping[str, type[Strict]] | None = None,
 ) -> None:
-    """Make a function a command of `app`; `several` processes may share it (torchrun)."""
+    """Make a function a command of `app`; `several` processes may share it (torchrun).
+
+    `settings` are classes whose instances the function takes as keywords of these names.
+    """
     name = name or function.__name__
-    command = with_flags(function) if several else _alone(name, with_flags(function))
+    command = with_flags(function, settings or {})
+    command = command if several else _alone(name, command)
     app.command(name, epilog=examples, cls=Verb)(command)
 
 
@@ -224,14 +229,19 @@ def _alone(name: str, command: Callable[..., None]) -> Callable[..., None]:
 Values = Mapping[str, Any]
 
 
-def with_flags(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` as typer reads it: one parameter for each flag."""
+def with_flags(
+    function: Callable[..., None], settings: Mapping[str, type[Strict]]
+) -> Callable[..., None]:
+    """Return `function` as typer reads it: one parameter for each flag."""
     # A plugin is loaded while flags are read, so no function asks for it.
     kind = inspect.Parameter.KEYWORD_ONLY
     plugin = inspect.Parameter("plugin", kind, default=None, annotation=Plugins)
     flags: dict[str, inspect.Parameter] = {}
     build: dict[str, Callable[[Values], Any]] = {}
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+    signature = inspect.signature(function, eval_str=True).parameters.values()
+    declared = [parameter for parameter in signature if parameter.kind is not parameter.VAR_KEYWORD]
+    declared += [inspect.Parameter(n, kind, annotation=form) for n, form in settings.items()]
+    for parameter in declared:
         made, build[parameter.name] = _declare(parameter)
         for flag in made:
             # The first declaration counts: two settings classes may share a flag.

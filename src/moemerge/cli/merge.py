@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from moemerge.cli.calibrate import what_is_left
 from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Config, Out, Reporting, add_verb, given
+from moemerge.cli.repairs import remaining_work
 from moemerge.config.settings import MergeSettings, PlanSettings
 from moemerge.runtime.process import without_garbage_collection
 
@@ -46,7 +46,7 @@ def merge(
     if dry_run:
         report = api.validate(config, out_folder, settings=settings)
     else:
-        with interruptible(what_is_left(out_folder)), reporting.progress() as bar:
+        with interruptible(remaining_work(out_folder)), reporting.progress() as bar:
             report = api.merge(config, out_folder, settings=settings, progress=bar)
     table = merge_report(report, verbose=reporting.verbose)
     reporting.show(report.to_json(), table, notices=report.notices)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from moemerge.cli.calibrate import what_is_left
-from moemerge.cli.console import interruptible
-from moemerge.cli.flags import Out, Reporting, Sources, Texts, Weights, add_verb, given, numbers
-from moemerge.config.refit import RefitSettings
-from moemerge.config.settings import OutputSettings
+from moemerge.cli.repairs import add_repair
+from moemerge.refitting.settings import REFIT
 
+if TYPE_CHECKING:
+    from moemerge.refitting.report import RefitReport
+
+ABOUT = "Refit every linear map of MERGED, in closed form, to the outputs of its sources."
 EXAMPLES = """
   moemerge refit merged/ out/ \\
       --source math=org/math --data math=math.jsonl \\
@@ -25,33 +26,11 @@ EXAMPLES = """
 
 
 def add_to(app: typer.Typer) -> None:
-    add_verb(app, refit, EXAMPLES, several=True)
+    add_repair(app, REFIT, ABOUT, EXAMPLES)
 
 
-def refit(
-    merged: Annotated[str, typer.Argument(metavar="MERGED", help="The merged model.")],
-    out_folder: Out,
-    source: Sources,
-    data: Texts,
-    settings: RefitSettings,
-    output: OutputSettings,
-    reporting: Reporting,
-    weight: Weights = None,
-) -> None:
-    """Refit every linear map of MERGED, in closed form, to what its sources give on their text."""
-    from moemerge import api
+def table(report: RefitReport, *, verbose: bool) -> Any:
+    """Return the report as a table."""
     from moemerge.cli.routing_table import refit_report
 
-    with interruptible(what_is_left(out_folder)), reporting.progress() as bar:
-        done = api.refit(
-            merged,
-            out_folder,
-            sources=source,
-            data=data,
-            weights=numbers("--weight", weight),
-            settings=settings,
-            progress=bar,
-            **given(output),
-        )
-    table = refit_report(done, verbose=reporting.verbose)
-    reporting.show(done.to_json(), table, page=output.report)
+    return refit_report(report, verbose=verbose)

@@ -18,10 +18,10 @@ from moemerge.routing.figures import FIGURES, Figure
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
-    from moemerge.calibration import CalibrationReport
+    from moemerge.calibration.report import CalibrationReport
     from moemerge.diagnosis.results import Diagnosis, Swap
-    from moemerge.lockstep.repairs import RepairReport
-    from moemerge.refitting import RefitReport
+    from moemerge.lockstep.report import RepairReport
+    from moemerge.refitting.report import RefitReport
 
 
 # --- a diagnosis ----------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemerge.cli.flags import Model, Overwrite, Reporting, add_verb
-from moemerge.config.settings import CollectingSettings
+from moemerge.collecting.settings import CollectingSettings
 from moemerge.runtime.progress import counted
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from moemerge.collecting import CollectReport
+    from moemerge.collecting.run import CollectReport
 
 EXAMPLES = """
   moemerge stats org/math math.stats --data math.jsonl

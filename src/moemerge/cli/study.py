@@ -10,7 +10,7 @@ from rich.text import Text
 
 from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Reporting, add_verb
-from moemerge.config.study import StudySettings
+from moemerge.experiments.settings import StudySettings
 
 if TYPE_CHECKING:
     from moemerge.cli.render import NumberTable
@@ -48,10 +48,10 @@ def study(
     A repeated run goes on where the last one ended, and only measures what is new.
     """
     from moemerge.cli.testbed_table import refuse_failures, shown_tables
-    from moemerge.config.study_load import load_study, parse_overrides
     from moemerge.experiments.plan import plan_study
     from moemerge.experiments.report import legend
     from moemerge.experiments.study import expect, run_study
+    from moemerge.experiments.study_file import load_study, parse_overrides
 
     plan = plan_study(load_study(file, parse_overrides(overrides or ())))
     if dry_run:

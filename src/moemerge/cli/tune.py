@@ -8,14 +8,14 @@ import typer
 
 from moemerge.cli.console import interruptible, waiting
 from moemerge.cli.flags import Model, Out, Reporting, add_verb, given
-from moemerge.config.tuning import TuningOutputSettings, TuningSettings
 from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import counted
+from moemerge.tuning.settings import TuningOutputSettings, TuningSettings
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from moemerge.tuning import TuningReport
+    from moemerge.tuning.report import TuningReport
 
 EXAMPLES = """
   moemerge tune org/base math/ --data math.jsonl --preset paper

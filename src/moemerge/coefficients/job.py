@@ -9,7 +9,8 @@ from typing import Any
 
 from moemerge.architectures.names import split_layer
 from moemerge.architectures.opened import OpenModel, open_model
-from moemerge.config.coefficients import CoefficientMethod, CoefficientSettings, NeuronGroups
+from moemerge.coefficients.settings import CoefficientMethod, CoefficientSettings
+from moemerge.config.coefficients import NeuronGroups
 from moemerge.config.models import ModelRef
 from moemerge.errors import UsageError
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype

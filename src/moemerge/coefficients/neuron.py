@@ -16,8 +16,9 @@ from moemerge.coefficients.job import CoefficientsJob, FoundCoefficients
 from moemerge.coefficients.maths import served_domain
 from moemerge.collecting.job import CollectRequest
 from moemerge.collecting.run import run_collect
+from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.coefficients import EVERYWHERE, LETTERS, NeuronGroups
-from moemerge.config.settings import CollectingSettings, ForwardSettings
+from moemerge.config.settings import ForwardSettings
 from moemerge.errors import UsageError
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import Statistics

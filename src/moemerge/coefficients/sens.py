@@ -16,7 +16,8 @@ from moemerge.coefficients.maths import balanced, transfer
 from moemerge.collecting.forward import StateStore
 from moemerge.collecting.job import CollectRequest
 from moemerge.collecting.run import run_collect
-from moemerge.config.settings import CollectingSettings, ForwardSettings
+from moemerge.collecting.settings import CollectingSettings
+from moemerge.config.settings import ForwardSettings
 from moemerge.errors import ArchitectureError
 from moemerge.features.stream import ModelStream
 from moemerge.runtime.progress import Progress

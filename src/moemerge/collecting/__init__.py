@@ -1,6 +1,1 @@
 """Activation and gradient statistics of one model, gathered over text."""
-
-from moemerge.collecting.job import CollectRequest
-from moemerge.collecting.run import CollectReport, run_collect
-
-__all__ = ["CollectReport", "CollectRequest", "run_collect"]

@@ -12,9 +12,9 @@ import torch
 
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint import require_space
+from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import StatisticsKind
-from moemerge.config.settings import CollectingSettings
 from moemerge.errors import DataError
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
 from moemerge.runtime import ranks

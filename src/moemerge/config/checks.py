@@ -31,12 +31,12 @@ Values = Mapping[str, ParameterValue]
 
 
 def body_prefix(config: RunConfig) -> Path:
-    """Where `models` or `slices` stand."""
+    """Return the path of the mapping that contains `models` or `slices`."""
     return ("modules", "default") if config.modules else ()
 
 
 def method_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> list[Fault]:
-    """Misspelt methods."""
+    """Report misspelt methods."""
     named: list[tuple[Path, str]] = [(("merge_method",), config.merge_method)]
     if config.router is not None and config.router.merge_method is not None:
         named.append((("router", "merge_method"), config.router.merge_method))
@@ -52,7 +52,7 @@ def method_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> lis
 
 
 def slice_faults(config: RunConfig) -> Iterator[Fault]:
-    """A model listed twice, and ranges of different length."""
+    """Report models listed twice, and ranges of different length."""
     prefix = body_prefix(config)
     seen: set[ModelRef] = set()
     for i, entry in enumerate(config.body.models or ()):
@@ -75,7 +75,7 @@ def slice_faults(config: RunConfig) -> Iterator[Fault]:
 
 @dataclass(frozen=True)
 class _Scope:
-    """One `parameters:` of the file."""
+    """One `parameters:` mapping of the file."""
 
     path: Path
     values: Values
@@ -86,7 +86,7 @@ class _Scope:
 
 @dataclass(frozen=True)
 class ConfigFilter:
-    """A filter of the file: one of the branches of a value."""
+    """A filter of the file: one branch of a value."""
 
     path: Path
     value: Conditional
@@ -99,7 +99,7 @@ class ConfigFilter:
 
 @dataclass(frozen=True)
 class MethodCheck:
-    """A config against the schema of its method (and of its routers' method)."""
+    """Checks a config against the schema of its method, and of its routers' method."""
 
     config: RunConfig
     schemas: Mapping[str, MethodSchema]
@@ -115,7 +115,7 @@ class MethodCheck:
         return self.schemas.get(name) if name is not None else None
 
     def bases(self) -> Iterator[Fault]:
-        """A base model where a method needs one."""
+        """Report a missing base model if a method needs one."""
         for path, schema in ((("base_model",), self.schema), (("router",), self.router)):
             if schema is None or schema.base is not BasePolicy.REQUIRED:
                 continue
@@ -140,7 +140,7 @@ class MethodCheck:
                 yield Fault(place, text)
 
     def counts(self, merge: NormalisedMerge) -> Iterator[Fault]:
-        """As many models as the methods take."""
+        """Report too few or too many models for a method."""
         place = "models" if self.config.body.models is not None else "slices"
         for i, merge_slice in enumerate(merge.slices):
             path: Path = (*body_prefix(self.config), place)
@@ -154,7 +154,7 @@ class MethodCheck:
                     yield Fault(path if place == "models" else (*path, i), text)
 
     def parameters(self) -> Iterator[Fault]:
-        """Every parameter in every scope: known there, and with possible values."""
+        """Report unknown parameters and impossible values, in every scope."""
         for scope in self._scopes():
             if scope.kind == "base" and scope.values:
                 text = f"the base model's parameters have no effect in {self.schema.name!r}"
@@ -163,7 +163,7 @@ class MethodCheck:
                 yield from self._scope_faults(scope)
 
     def filters(self) -> Iterator[ConfigFilter]:
-        """Every filter, with its place."""
+        """Return every filter with its path."""
         for scope in self._scopes():
             for name, value in scope.values.items():
                 if isinstance(value, Conditional):
@@ -172,7 +172,7 @@ class MethodCheck:
                             yield ConfigFilter((*scope.path, name, i, "filter"), value, i)
 
     def misspelt(self) -> set[str]:
-        """Known parameters that an unknown one was probably meant to be."""
+        """Return known parameters that an unknown one was probably meant to be."""
         return {
             known
             for scope in self._scopes()
@@ -200,7 +200,7 @@ class MethodCheck:
             yield _Scope(path, self.config.router.parameters, own, self.router.name)
 
     def _known(self) -> dict[str, ParameterSpec]:
-        """The method's parameters; the router's method may add per-model ones to them."""
+        """Return the method's parameters, and per-model ones that the router's method adds."""
         added = [spec for spec in (self.router.parameters if self.router else ()) if spec.per_model]
         return {spec.name: spec for spec in (*added, *self.schema.parameters)}
 
@@ -228,7 +228,7 @@ class MethodCheck:
                 yield from value_faults(path, value, spec)
 
     def required(self, merge: NormalisedMerge, known: Container[str] = ()) -> Iterator[Fault]:
-        """Parameters without a default that no scope gives, but for those in `known`."""
+        """Report parameters without a default that no scope sets, except those in `known`."""
         for reader in filter(None, (merge.reader, merge.router_reader)):
             for spec in reader.schema.parameters:
                 if spec.default is REQUIRED and spec.name not in known:
@@ -257,7 +257,7 @@ def normalised_for_checks(
     schemas: Mapping[str, MethodSchema],
     wrappers: Mapping[str, WrapperSchema],
 ) -> NormalisedMerge:
-    """The planner's view, also of a config whose router section or wrappers are at fault."""
+    """Return the planner's view, even if the router section or wrappers are faulty."""
     wraps = tuple(entry for entry in config.wrap or () if entry.wrapper in wrappers)
     if wraps != (config.wrap or ()):
         config = config.model_copy(update={"wrap": wraps or None})
@@ -277,7 +277,7 @@ def _needs(schema: MethodSchema) -> str:
 
 
 def value_faults(path: Path, value: ParameterValue, spec: ParameterSpec) -> Iterator[Fault]:
-    """What is wrong with a parameter's value, each part at its place."""
+    """Report faults of a parameter's value, each at its own path."""
     for place, leaf in leaves(value):
         text = spec.fault(leaf)
         if text is not None:
@@ -293,7 +293,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-# --- filters that decide nothing, which nobody writes on purpose ----------------------------------
+# --- filters without effect -----------------------------------------------------------------------
 
 
 def filter_faults(
@@ -301,10 +301,10 @@ def filter_faults(
     readers: Sequence[ParameterReader],
     names: Mapping[str, Collection[str]],
 ) -> Iterator[Fault]:
-    """Filters that match no tensor, or whose tensors all get their value elsewhere.
+    """Report filters that match no tensor, or whose tensors all get their value elsewhere.
 
-    The readers have looked up the parameters of every tensor; `names` are the names of the merged
-    tensors by role.
+    The readers have looked up the parameters of every tensor. `names` are the merged tensors by
+    role.
     """
     for item in filters:
         wanted = item.branch.filter

@@ -20,17 +20,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import yaml
 from pydantic import Field
 
-from moemerge.config.faults import Fault, Path, listed
-from moemerge.config.fields import Fraction, Name, NotEmpty, PositiveInt, Strict
+from moemerge.config.faults import Fault, Path, WorkingCopy, listed, validate
+from moemerge.config.fields import Name, NotEmpty, Strict
 from moemerge.config.parameters import BasePolicy, MethodSchema
 from moemerge.config.resolve import NormalisedMerge
-from moemerge.config.settings import ForwardKeywords, ForwardSettings
-from moemerge.config.translate import WorkingCopy, validate
 from moemerge.config.yaml_lines import Document, Dumper, FaultReporter, read_yaml
 from moemerge.errors import ConfigError
 from moemerge.registry import did_you_mean
@@ -46,14 +44,14 @@ Places = Annotated[dict[Name, Number], NotEmpty]
 
 
 class NeuronGroups(Strict):
-    """Neurons by groups, and how much of each model a group takes."""
+    """Groups of neurons, and how much of each model a group takes."""
 
     groups: Annotated[dict[Name, dict[Name, Number]], NotEmpty]
     labels: Annotated[dict[Name, Name], NotEmpty]  # by an MLP's place: a letter for every neuron
 
 
 class CoefficientsFile(Strict):
-    """What such a file holds; `made_by` is for people."""
+    """The content of a coefficients file; `made_by` is for human readers."""
 
     coefficients: Annotated[dict[Name, Places], NotEmpty]
     neurons: NeuronGroups | None = None
@@ -62,7 +60,7 @@ class CoefficientsFile(Strict):
 
 @dataclass(frozen=True)
 class Coefficients:
-    """How much of each model, by name and place, and where in the file it is said."""
+    """How much of each model, by name and place, with the file's line numbers."""
 
     file: str
     values: Mapping[str, Mapping[str, float]]
@@ -71,23 +69,23 @@ class Coefficients:
     document: Document = field(default_factory=Document, compare=False)
 
     def place(self, model: str, key: str) -> str | None:
-        """The place that counts for a unit of a model: the longest that fits."""
+        """Return the place that applies to a unit of a model: the longest that matches."""
         places, parts = self.values[model], key.split(".")
         candidates = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         own = next((name for name in candidates if name in places), None)
         return own or (EVERYWHERE if EVERYWHERE in places else None)
 
     def neuron_shares(self, model: str) -> tuple[float, ...]:
-        """What a model's change counts for in every group of neurons."""
+        """Return the coefficient of a model's change in every group of neurons."""
         assert self.neurons is not None
         return tuple(shares[model] for shares in self.neurons.groups.values())
 
     def judge(self, faults: Collection[Fault]) -> None:
-        """One error for all faults of the file, with their lines."""
+        """Raise one error for all faults of the file, with their lines."""
         FaultReporter(self.file, self.document, lenient=False).judge(list(faults))
 
     def idle(self, used: Collection[tuple[str, str]]) -> Iterator[Fault]:
-        """Places that fit no unit."""
+        """Report places that match no unit."""
         for place in {} if self.neurons is None else self.neurons.labels:
             if not any((model, place) in used for model in self.values):
                 text = "fits no MLP: a place is the name that its projections have in common"
@@ -100,7 +98,7 @@ class Coefficients:
 
 
 def read_coefficients(file: str | FilePath) -> Coefficients:
-    """Read a file, YAML or JSON, and check its form; all faults in one error."""
+    """Read a YAML or JSON file and check its form; all faults are in one error."""
     where = str(file)
     hint = "make it with `moemerge coefficients`"
     document = read_yaml(read_utf8(FilePath(file), hint, ConfigError), where)
@@ -116,7 +114,7 @@ def dump_coefficients(
     made_by: Mapping[str, Any],
     neurons: NeuronGroups | None = None,
 ) -> bytes:
-    """The bytes of a file; reading it gives the same numbers."""
+    """Return the bytes of a file; reading it returns the same numbers."""
     data: dict[str, Any] = {
         "made_by": dict(made_by),
         KEY: {model: dict(places) for model, places in values.items()},
@@ -128,7 +126,7 @@ def dump_coefficients(
 
 
 def coefficient_faults(coefficients: Coefficients, merge: NormalisedMerge) -> Iterator[Fault]:
-    """Every merged model has coefficients, and nothing else has."""
+    """Check that every merged model has coefficients, and nothing else has."""
     merged = dict.fromkeys(m.name for s in merge.slices for m in s.inputs)
     for name in coefficients.values:
         if name not in merged:
@@ -144,7 +142,7 @@ def coefficient_faults(coefficients: Coefficients, merge: NormalisedMerge) -> It
 def _neuron_faults(
     neurons: NeuronGroups, merge: NormalisedMerge, merged: tuple[str, ...]
 ) -> Iterator[Fault]:
-    """Every group has a coefficient for every merged model, every letter a group."""
+    """Check that every group has a coefficient for every merged model, and every letter a group."""
     for group, shares in neurons.groups.items():
         unlike = sorted(set(shares) ^ set(merged))
         if unlike:
@@ -168,7 +166,7 @@ def _neuron_faults(
 
 
 def unweighed_faults(merge: NormalisedMerge, place: Path) -> Iterator[Fault]:
-    """Methods that have no weights, and no base that models could be drawn to instead."""
+    """Report methods without weights and without a base to scale changes against."""
     for schema in (merge.schema, merge.router_schema):
         if schema is not None and not weighs(schema) and not _has_base(schema, merge):
             text = f"{schema.name!r} takes no weights, and keeps no base apart to scale changes by"
@@ -176,7 +174,7 @@ def unweighed_faults(merge: NormalisedMerge, place: Path) -> Iterator[Fault]:
 
 
 def weighs(schema: MethodSchema) -> bool:
-    """Whether a method has a weight for each model; if not, the model's change is scaled."""
+    """Return whether a method has a weight for each model; if not, the model's change is scaled."""
     return any(spec.name == WEIGHT and spec.per_model for spec in schema.parameters)
 
 
@@ -184,47 +182,3 @@ def _has_base(schema: MethodSchema, merge: NormalisedMerge) -> bool:
     if schema.base is BasePolicy.OPTIONAL:
         return merge.base_model is not None
     return schema.base is BasePolicy.REQUIRED
-
-
-# --- how they are found ---------------------------------------------------------------------------
-
-CoefficientMethod = Literal["acm", "sens", "neuron", "adamerging"]
-FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
-PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class CoefficientSettings(ForwardSettings):
-    """How coefficients are found, over how much text, and where the models run."""
-
-    sharpness: PositiveNumber = Field(
-        1.0, description="acm: how fast a coefficient falls as a layer stays what it was"
-    )
-    temperature: PositiveNumber = Field(
-        0.1, description="sens: of the softmax over models; the higher, the more alike"
-    )
-    own: FiniteNumber = Field(
-        1.0, description="neuron: how much of a model its own domain's neurons take"
-    )
-    other: FiniteNumber = Field(0.0, description="neuron: how much they take of every other model")
-    specific: PositiveNumber = Field(
-        2.0,
-        description="neuron: times more active in its domain than in the others a neuron must be",
-    )
-    steps: PositiveInt = Field(500, description="adamerging: steps of Adam")
-    lr: PositiveNumber = Field(1e-3, description="adamerging: step size")
-    start: Fraction = Field(0.3, description="adamerging: every coefficient at the start")
-    rows: PositiveInt = Field(16, description="adamerging: rows of each text in one step")
-
-
-class CoefficientKeywords(ForwardKeywords, total=False):
-    """`CoefficientSettings` one by one."""
-
-    sharpness: float
-    temperature: float
-    own: float
-    other: float
-    specific: float
-    steps: int
-    lr: float
-    start: float
-    rows: int

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from moemerge.config.faults import path_text
+from moemerge.config.faults import faults_of, path_text
 from moemerge.config.parameters import StatisticsKind
-from moemerge.config.translate import faults_of
 from moemerge.errors import CheckpointError, MoeMergeError
 
 D = TypeVar("D", bound="FileSchema")
@@ -23,7 +22,7 @@ Switch = Annotated[bool, BeforeValidator(lambda value: False if value is None el
 
 
 class FileSchema(BaseModel):
-    """Frozen, and strict about types: true is no number, and "1" neither."""
+    """Frozen, with strict types: neither true nor "1" is a number."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -35,7 +34,7 @@ def parse_document(
     hint: str | None = None,
     raises: Callable[..., MoeMergeError] = CheckpointError,
 ) -> D:
-    """`data` as a document of this kind, or an error that names what is wrong in `where`."""
+    """Validate `data` as a document of this kind; the error names the fault and `where`."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -44,7 +43,7 @@ def parse_document(
 
 
 class AdapterDocument(FileSchema):
-    """PEFT's adapter_config.json, as far as it decides what a LoRA does."""
+    """PEFT's adapter_config.json: the fields that decide what a LoRA does."""
 
     r: Annotated[int, Field(ge=1, lt=2**31)]
     lora_alpha: Finite
@@ -57,7 +56,7 @@ class AdapterDocument(FileSchema):
 
 
 class ProvenanceDocument(FileSchema):
-    """Where saved statistics come from."""
+    """The origin of saved statistics."""
 
     model: str
     family: str
@@ -100,7 +99,7 @@ class JournalDocument(FileSchema):
 
 
 class KeptModel(FileSchema):
-    """Where a model's part is, and the model it was made of."""
+    """The location of a model's part, and the model it was derived from."""
 
     folder: Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
     model: str
@@ -108,7 +107,7 @@ class KeptModel(FileSchema):
 
 
 class KeptDocument(FileSchema):
-    """What a merge kept of its models."""
+    """The parts of its models that a merge kept."""
 
     keep: Literal["tall", "emr", "twin"]
     base: str
@@ -120,14 +119,14 @@ class MergedModel(FileSchema):
 
 
 class NeededSettings(FileSchema):
-    """What a merge's config does not hold, and without which it would end otherwise."""
+    """Settings that a merge depends on but its config does not contain."""
 
     requantize: Literal["no", "same"] = "no"
     allow_nonfinite: bool = False
 
 
 class MergeDocument(FileSchema):
-    """The part of a merge's report that a later card repeats."""
+    """The part of a merge's report that later model cards repeat."""
 
     method: str
     inputs: dict[str, MergedModel]
@@ -139,7 +138,7 @@ class CalibratedLayer(FileSchema):
 
 
 class CalibrationDocument(FileSchema):
-    """The part of a calibration's report that a diagnosis looks at."""
+    """The part of a calibration's report that a diagnosis reads."""
 
     layers: list[CalibratedLayer]
     settings: dict[str, Any] | None = None
@@ -153,7 +152,7 @@ class RefittedLayer(FileSchema):
 
 
 class RefitDocument(FileSchema):
-    """The part of a refit's report that a diagnosis looks at."""
+    """The part of a refit's report that a diagnosis reads."""
 
     layers: list[RefittedLayer]
 
@@ -167,7 +166,7 @@ IdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 class TokenizerDocument(FileSchema):
-    """tokenizer.json: what is read of it besides the vocabulary."""
+    """tokenizer.json: the fields that are read besides the vocabulary."""
 
     added_tokens: list[AddedTokenDocument] | None = None
 

@@ -1,52 +1,59 @@
-"""A config back as YAML, such that reading it again gives the same config."""
+"""A config back as YAML, and the form of config files as a JSON schema.
+
+Reading the YAML again returns the same config. Editors complete and check configs by the schema; it
+knows less than `load_config`, which also checks how keys depend on each other.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
-from moemerge.config.data import DataRecipe
-from moemerge.config.fields import LayerSelection
+from moemerge.config.fields import LayerSelection, ValueForm
 from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import Conditional, Gradient, plain
-from moemerge.config.schema import RunConfig
+from moemerge.config.parameters import MethodSchema, WrapperSchema
+from moemerge.config.schema import REPAIRS, RunConfig
 from moemerge.config.yaml_lines import Dumper
+from moemerge.data.settings import DataRecipe
 
-_ALWAYS = ("calibration", "refit")  # written with their defaults, which a later version may change
+# Blocks that are written with their defaults, which a later version may change.
+_ALWAYS = tuple(repair.key for repair in REPAIRS)
 _FIRST = ("merge_method", "base_model")
 _FILES = ("data", "statistics")  # whose values are file names
 
 
 def dump_config(config: RunConfig, *, absolute: bool = False) -> str:
-    """YAML text of a config, with the settings of a calibration spelt out.
+    """Return a config as YAML text, with all settings of a repair.
 
-    With `absolute` it means the same in every working directory: files and local models are
-    written with their whole path.
+    With `absolute`, it means the same in every working directory: files and local models have
+    absolute paths.
     """
     return dump_document(config_data(config, absolute=absolute))
 
 
 def dump_document(data: Mapping[str, Any]) -> str:
-    """YAML text of plain data."""
+    """Return plain data as YAML text."""
     text: str = yaml.dump(dict(data), Dumper=Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 
 def config_data(config: RunConfig, *, absolute: bool = False) -> dict[str, Any]:
-    """The config as plain data: what a YAML or JSON file holds."""
+    """Return the config as plain data, as a YAML or JSON file contains it."""
     data = _Writer(absolute).mapping(config)
     first = {key: data[key] for key in _FIRST if key in data}
     return {**first, **{key: value for key, value in data.items() if key not in first}}
 
 
 def plain_settings(settings: BaseModel, *, given: bool = False) -> dict[str, Any]:
-    """Settings as JSON holds them: all of them, or those that differ from their defaults."""
+    """Return settings as JSON data: all of them, or those that differ from their defaults."""
     return _Writer(absolute=False).mapping(settings, full=not given)
 
 
@@ -85,8 +92,8 @@ class _Writer:
 
 
 def _absolute(text: tuple[str, ...] | DataRecipe) -> list[str] | DataRecipe:
-    """Files by their whole paths (rows in memory have none); of a recipe those that exist, the
-    others may be hub ids."""
+    """Return files with absolute paths. In a recipe only existing ones are changed: others may be
+    hub ids."""
     if not isinstance(text, DataRecipe):
         return [name if name.startswith("<") else os.path.abspath(name) for name in text]
     inputs = {
@@ -97,7 +104,7 @@ def _absolute(text: tuple[str, ...] | DataRecipe) -> list[str] | DataRecipe:
 
 
 def _model(ref: ModelRef) -> Any:
-    """Text, or mergekit's mapping where the text would be read as something else."""
+    """Return text, or mergekit's mapping if the text would be misread."""
     parts = (ref.path, ref.revision, ref.lora, ref.lora_revision)
     if not any(mark in part for part in parts if part for mark in "@+"):
         return str(ref)
@@ -107,3 +114,59 @@ def _model(ref: ModelRef) -> Any:
         lora = {"path": ref.lora, "revision": ref.lora_revision}
         result["lora"] = {k: v for k, v in lora.items() if v is not None}
     return result
+
+
+# --- JSON schema --------------------------------------------------------------------------------
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+NULL = {"type": "null"}
+
+
+def config_schema(schemas: Mapping[str, MethodSchema]) -> dict[str, Any]:
+    """Return a JSON schema of config files, with all methods and wrappers."""
+    schema = RunConfig.model_json_schema()
+    parts = schema["$defs"]
+    for part in (schema, *parts.values()):
+        del part["title"]
+        properties = part["properties"]
+        for name, form in properties.items():
+            if name == "merge_method":
+                form["enum"] = sorted(n for n, s in schemas.items() if not _wraps(s))
+            elif name == "wrapper":
+                form["enum"] = sorted(n for n, s in schemas.items() if _wraps(s))
+            elif name == "parameters":
+                del form["type"], form["additionalProperties"]
+                form["$ref"] = "#/$defs/Parameters"
+        part["properties"] = {name: _or_null(form) for name, form in properties.items()}
+    parts["Parameters"] = _parameters(schemas)
+    parts["Value"] = TypeAdapter(ValueForm).json_schema()
+    return {"$schema": DIALECT, "title": "moemerge config", **schema}
+
+
+def _wraps(schema: MethodSchema) -> bool:
+    return isinstance(schema, WrapperSchema)
+
+
+def _parameters(schemas: Mapping[str, MethodSchema]) -> dict[str, Any]:
+    """Return every parameter of every method by name, with the methods' descriptions."""
+    helps: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for method in sorted(schemas):
+        for spec in schemas[method].parameters:
+            helps[spec.name][spec.help].append(method)
+    properties = {
+        name: {
+            "$ref": "#/$defs/Value",
+            "description": "; ".join(f"{text} ({', '.join(m)})" for text, m in texts.items()),
+        }
+        for name, texts in sorted(helps.items())
+    }
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _or_null(form: dict[str, Any]) -> dict[str, Any]:
+    """Allow null, which means the default."""
+    described = {"description": form["description"]} if "description" in form else {}
+    rest = {k: v for k, v in form.items() if k not in ("description", "default", "title")}
+    forms = rest["anyOf"] if set(rest) == {"anyOf"} else [rest]
+    return {**described, "anyOf": [*(f for f in forms if f != NULL), NULL]}

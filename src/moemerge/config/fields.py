@@ -1,6 +1,6 @@
 """The field types of a config and the strict base of its models.
 
-A validator raises `FaultsError`, so that a fault deep in a value keeps its own place and words.
+A validator raises `FaultsError`, so that a fault deep in a value keeps its path and message.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from moemerge.config.faults import (
     Fault,
     FaultsError,
     Path,
+    faults_of,
     listed,
     path_text,
     shown,
 )
 from moemerge.config.models import ModelRef
 from moemerge.config.parameter_values import ParameterValue, parse_value
-from moemerge.config.translate import faults_of
 from moemerge.errors import ConfigError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.dtypes import FLOAT_NAMES
@@ -45,13 +45,13 @@ _RANGE: Final = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Layers as a user names them; both ends of a range are meant."""
+    """A selection of layers as users write it; both ends of a range are included."""
 
     text: str = "all"
 
     @classmethod
     def parse(cls, value: object) -> LayerSelection:
-        """Check the form; whether the layers exist is known only to `resolve`."""
+        """Check the form; `resolve` checks whether the layers exist."""
         if isinstance(value, cls):
             return value
         if isinstance(value, (list, tuple)):
@@ -65,7 +65,8 @@ class LayerSelection:
         return selection
 
     def resolve(self, count: int) -> tuple[int, ...]:
-        """The layer numbers, ascending, in a model (or list of MoE layers) of `count` layers."""
+        """Return the layer numbers, ascending, in a model (or list of MoE layers) of `count`
+        layers."""
         chosen: set[int] = set()
         for low, high in self._ranges():
             start = count + low if low < 0 else low
@@ -79,7 +80,7 @@ class LayerSelection:
         return tuple(sorted(chosen))
 
     def _ranges(self) -> list[tuple[int, int | None]]:
-        """Inclusive (first, last); `last:4` is (-4, None), `all` is (0, None)."""
+        """Return inclusive (first, last); `last:4` is (-4, None), `all` is (0, None)."""
         if self.text == "all":
             return [(0, None)]
         if match := _LAST.fullmatch(self.text):
@@ -137,7 +138,7 @@ class Strict(BaseModel):
         __init__.__pydantic_base_init__ = True
 
     def narrowed(self, base: type[Base]) -> Base:
-        """The fields of one of its base classes alone."""
+        """Return the fields of one of its base classes as an instance of that class."""
         return base.model_construct(**{name: getattr(self, name) for name in base.model_fields})
 
     @model_validator(mode="before")
@@ -157,7 +158,7 @@ class Strict(BaseModel):
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """What a model checks or fills in between its fields, before they are read."""
+        """Check or fill in values that depend on several fields, before the fields are read."""
         return data
 
     @classmethod
@@ -169,7 +170,7 @@ class Strict(BaseModel):
 
 
 def model_ref(raw: object) -> ModelRef:
-    """A model as text, as mergekit's mapping, or as an object."""
+    """Read a model from text, from mergekit's mapping, or from an object."""
     if isinstance(raw, ModelRef):
         return raw
     if isinstance(raw, os.PathLike):
@@ -208,7 +209,7 @@ def _model_keys(raw: Mapping[str, Any]) -> None:
 
 
 def dtype_field(raw: object) -> str:
-    """`bfloat16` or `torch.bfloat16`, as the short name."""
+    """Read `bfloat16` or `torch.bfloat16` as the short name."""
     if not isinstance(raw, str):
         raise FaultsError.one(f"expected a dtype ({listed(FLOAT_NAMES)}), not {shown(raw)}")
     short = raw.removeprefix("torch.")
@@ -223,7 +224,7 @@ def dtype_field(raw: object) -> str:
 
 
 def chat_template(raw: object) -> str:
-    """`auto`, the name of a built-in template, or a Jinja template itself."""
+    """Read `auto`, the name of a built-in template, or a Jinja template."""
     if not isinstance(raw, str):
         raise FaultsError.one(f"expected a name or a Jinja template, not {shown(raw)}")
     if raw in CHAT_TEMPLATES or (len(raw) >= MIN_TEMPLATE_LENGTH and "{" in raw):
@@ -243,14 +244,14 @@ def layer_selection(raw: object) -> LayerSelection:
 
 
 def device_name(raw: object) -> str:
-    """The form only: whether the device exists is asked when it is used."""
+    """Check the form of a device name; the device itself is checked when it is used."""
     if isinstance(raw, str) and _DEVICE.fullmatch(raw):
         return raw
     raise FaultsError.one(f"unknown device {shown(raw)}: use auto, cpu, cuda or cuda:N")
 
 
 def auto_or_share(raw: object) -> Literal["auto"] | float:
-    """`auto`, or a share of less than all."""
+    """Read `auto`, or a number from 0 to less than 1."""
     if raw == "auto":
         return "auto"
     if isinstance(raw, (int, float)) and not isinstance(raw, bool) and 0 <= raw < 1:
@@ -259,7 +260,7 @@ def auto_or_share(raw: object) -> Literal["auto"] | float:
 
 
 def layer_range(raw: object) -> tuple[int, int]:
-    """`[a, b]`: layers a to b - 1."""
+    """Read `[a, b]`: layers a to b - 1."""
     numbers = raw if isinstance(raw, (list, tuple)) else ()
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
     if len(numbers) != 2 or not whole:
@@ -289,7 +290,7 @@ def _file(raw: object) -> str:
 
 
 def read_by(read: Callable[[Any], object], form: Any) -> PlainValidator:
-    """A value that `read` makes of what stands in a file, whose form editors know as a type."""
+    """Return a validator that calls `read`; `form` is the value's type in a file, for editors."""
     return PlainValidator(read, json_schema_input_type=form)
 
 

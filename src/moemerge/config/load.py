@@ -1,7 +1,7 @@
 """Read a config file and check all of it, before anything else happens.
 
-Every fault of a file comes in one error, with its line. What mergekit would pass over in silence
-is a fault too; `lenient` turns exactly those into warnings and takes the ineffective parts out.
+All faults of a file are in one error, with their lines. Keys that mergekit silently ignores are
+faults too; `lenient` turns exactly those into warnings and removes them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from moemerge.config.coefficients import (
     read_coefficients,
     unweighed_faults,
 )
-from moemerge.config.faults import Fault, Path, listed
+from moemerge.config.faults import Fault, Path, WorkingCopy, listed, validate
 from moemerge.config.parameters import BasePolicy, MethodSchema, WrapperSchema
 from moemerge.config.requests import (
-    REPAIRS,
-    SourceData,
+    RequestedRepair,
     StatisticsRequest,
     TextRequest,
     repair_faults,
-    source_data,
+    requested_repair,
     statistics_faults,
     statistics_request,
     text_requests,
@@ -47,50 +46,47 @@ from moemerge.config.resolve import (
     reference_faults,
     with_models,
 )
-from moemerge.config.schema import RunConfig, WrapEntry, kept_faults
-from moemerge.config.translate import WorkingCopy, validate
+from moemerge.config.schema import REPAIRS, RunConfig, WrapEntry, kept_faults
 from moemerge.config.yaml_lines import Document, FaultReporter, read_document
 from moemerge.registry import did_you_mean
 
-_NO_METHOD: Final = "(none)"  # stands in for a missing merge_method while the rest is checked
+_NO_METHOD: Final = "(none)"  # replaces a missing merge_method while the rest is checked
 _BODIES: Final[tuple[Path, ...]] = (("models",), ("slices",), ("modules",))
 _PAIRED: Final[tuple[Path, ...]] = (
     ("data",),
-    *((key, part) for key in REPAIRS for part in ("data", "sources")),
+    *((repair.key, part) for repair in REPAIRS for part in ("data", "sources")),
 )
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config without faults; all but `config` is what the runners work from."""
+    """A config without faults, and what the runners derive from it."""
 
     config: RunConfig
     reporter: FaultReporter
-    filters: tuple[ConfigFilter, ...]  # for those who know the tensors
+    filters: tuple[ConfigFilter, ...]  # checked when the tensors are known
     warnings: tuple[str, ...]
     merge: NormalisedMerge
-    calibration: SourceData | None  # what to calibrate with, where the config asks for it
-    refit: SourceData | None = None  # and what to refit with
+    repair: RequestedRepair | None = None
     statistics: StatisticsRequest | None = None
-    texts: Mapping[str, TextRequest] = field(default_factory=dict)  # to be made, by file
-    coefficients: Coefficients | None = None  # that multiply the models' weights
+    texts: Mapping[str, TextRequest] = field(default_factory=dict)  # to be generated, by file
+    coefficients: Coefficients | None = None  # they multiply the models' weights
 
-    def is_there(self, data: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """`data` without what is still to be made."""
+    def existing(self, data: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """Return `data` without the text that is still to be generated."""
         made = {file for file in self.texts if not FilePath(file).exists()}
         return {name: files for name, files in data.items() if made.isdisjoint(files)}
 
     def merge_alone(self) -> LoadedConfig:
-        """Without what `run` does after the merge, and a warning about it."""
-        repairs = [key for key in RunConfig.repairs if getattr(self.config, key) is not None]
-        if not repairs:
+        """Return the config without its repair, and with a warning about that."""
+        if self.repair is None:
             return self
-        named = " and ".join(f"`{key}:`" for key in repairs)
-        warning = f"{named} of the config is left out: `moemerge run` merges and does that as well"
+        key = self.repair.repair.key
+        warning = f"`{key}:` of the config is ignored: `moemerge run` merges and repairs"
         return replace(
             self,
-            config=self.config.model_copy(update=dict.fromkeys(repairs)),
-            calibration=None,
+            config=self.config.model_copy(update={key: None}),
+            repair=None,
             warnings=(*self.warnings, warning),
         )
 
@@ -103,10 +99,10 @@ def load_config(
     lenient: bool = False,
     coefficients: bool = True,
 ) -> LoadedConfig:
-    """Read a file (or YAML text: a string of several lines; or a mapping) and check it.
+    """Read a file (or YAML text of several lines, or a mapping) and check it.
 
-    Raises ConfigError with every fault. File and model paths are kept as written. `coefficients`
-    says whether the file of that name is read, too.
+    Raises ConfigError with every fault. File and model paths are kept as written. If `coefficients`
+    is False, the coefficients file is not read.
     """
     where, document = read_document(source)
     reporter = FaultReporter(where, document, lenient)
@@ -120,7 +116,7 @@ def check_document(
     wrappers: Mapping[str, WrapperSchema] | None = None,
     coefficients: bool = True,
 ) -> LoadedConfig:
-    """A config that has been read, checked."""
+    """Check a config that has been read."""
     document = reporter.document
     check = _Check(document, schemas, wrappers or {}, reporter, read_files=coefficients)
     return check.run()
@@ -159,8 +155,7 @@ class _Check:
             filters=tuple(replace(f, path=work.original(f.path)) for f in filters),
             warnings=warnings,
             merge=merge,
-            calibration=source_data(config, "calibration"),
-            refit=source_data(config, "refit"),
+            repair=requested_repair(config),
             statistics=statistics_request(config, merge),
             texts=text_requests(config),
         )
@@ -173,7 +168,7 @@ class _Check:
         return coefficients
 
     def _note_structure(self, fault: Fault) -> None:
-        """A parameter outside `parameters:` is a common mistake that deserves its own words."""
+        """Note a fault, with a hint if a parameter was written outside `parameters:`."""
         key = fault.path[-1] if fault.path else ""
         parameters = {spec.name for schema in self.schemas.values() for spec in schema.parameters}
         if fault.message.startswith("unknown key") and key in parameters:
@@ -182,7 +177,7 @@ class _Check:
         self.faults.append(fault)
 
     def _check(self, config: RunConfig, work: WorkingCopy) -> list[Fault]:
-        """What depends on a broken part is left out: it would only repeat the fault."""
+        """Check everything that does not depend on a broken part, which would repeat its fault."""
         models_known = not work.lost(*_BODIES, ("base_model",), but="parameters")
         faults = [] if work.lost(("merge_method",)) else method_faults(config, self.schemas)
         if models_known and not (config.body.models or config.body.slices):
@@ -244,7 +239,7 @@ WRAP: Path = ("wrap",)
 def wrap_faults(
     config: RunConfig, schemas: Mapping[str, MethodSchema], wrappers: Mapping[str, WrapperSchema]
 ) -> Iterator[Fault]:
-    """Misspelt wrappers and parameters, and methods that no wrapper fits around."""
+    """Report misspelt wrappers and parameters, and methods that cannot be wrapped."""
     method = schemas.get(config.merge_method)
     for i, entry in enumerate(config.wrap or ()):
         place: Path = (*WRAP, i)

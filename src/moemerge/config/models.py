@@ -13,7 +13,7 @@ FORM = "path[@revision][+lora[@revision]]"
 
 @dataclass(frozen=True)
 class ModelRef:
-    """Where a model is: a folder or a hub id, with an optional LoRA adapter on top."""
+    """The location of a model: a folder or a hub id, with an optional LoRA adapter."""
 
     path: str
     revision: str | None = None
@@ -24,8 +24,8 @@ class ModelRef:
     def parse(cls, text: str) -> ModelRef:
         """Read `path@revision+lora@revision`.
 
-        A folder that exists under the text as it stands (or under one side of its `+`) is taken as
-        that folder: `@` and `+` are legal in folder names.
+        If the whole text (or one side of its `+`) is an existing folder, it is that folder: `@` and
+        `+` are legal in folder names.
         """
         text = text.strip()
         if os.path.exists(text):
@@ -48,12 +48,12 @@ class ModelRef:
 
     @property
     def label(self) -> str:
-        """The last component of each path: what a model is called where it has no `name`."""
+        """The last component of each path: the default name of a model."""
         paths = (self.path,) if self.lora is None else (self.path, self.lora)
         return "+".join(os.path.basename(path.rstrip("/")) or path for path in paths)
 
     def absolute(self) -> ModelRef:
-        """The same with whole paths where they are folders; a hub id stays one."""
+        """Return the same with absolute paths of folders; hub ids are unchanged."""
         lora = None if self.lora is None else _absolute(self.lora)
         return replace(self, path=_absolute(self.path), lora=lora)
 

@@ -47,7 +47,7 @@ EVERYTHING: Final = "*"
 
 @dataclass(frozen=True)
 class TensorContext:
-    """What the value of a parameter depends on besides the model."""
+    """What a parameter's value depends on besides the model."""
 
     slice_index: int
     names: Sequence[str]  # that filters see
@@ -91,12 +91,12 @@ class Branch:
 
 @dataclass(frozen=True)
 class Conditional:
-    """A list of filters, asked in order."""
+    """A list of filters; the first match decides."""
 
     branches: tuple[Branch, ...]
 
     def choose(self, tensor: TensorContext) -> int | None:
-        """The number of the first branch that matches."""
+        """Return the index of the first branch that matches."""
         return next((i for i, b in enumerate(self.branches) if b.matches(tensor)), None)
 
 
@@ -104,7 +104,7 @@ ParameterValue = Scalar | Gradient | Conditional
 
 
 def leaves(value: ParameterValue) -> Iterator[tuple[Path, Scalar]]:
-    """Every scalar inside a value, with its place."""
+    """Return every scalar inside a value, with its path."""
     if isinstance(value, Conditional):
         for i, branch in enumerate(value.branches):
             for path, leaf in leaves(branch.value):
@@ -117,7 +117,7 @@ def leaves(value: ParameterValue) -> Iterator[tuple[Path, Scalar]]:
 
 
 def plain(value: ParameterValue) -> Any:
-    """The value as YAML data; `parse_value` gives it back."""
+    """Return the value as YAML data, which `parse_value` reads."""
     if isinstance(value, Conditional):
         return [
             {"value": plain(b.value)} if b.filter is None
@@ -153,7 +153,7 @@ def _scalar(raw: object) -> Scalar:
 
 
 def _finite(number: float) -> bool:
-    """Also of whole numbers that no float can hold."""
+    """Return whether the value is finite. Integers too large for a float are not."""
     return abs(number) <= sys.float_info.max
 
 
@@ -237,7 +237,7 @@ Values = Mapping[str, ParameterValue]
 
 @dataclass(frozen=True)
 class Scopes:
-    """Where parameters are written, from the narrow to the wide."""
+    """The mappings in which parameters are written, from narrow to wide."""
 
     models: tuple[Mapping[str, Values], ...]  # slice -> model's name -> what stands under it
     slices: tuple[Values, ...]
@@ -245,11 +245,11 @@ class Scopes:
 
 
 class ParameterReader:
-    """Looks parameters of one method up; the chain of scopes is made once per slice and model.
+    """Looks up the parameters of one method; scopes are chained once per slice and model.
 
     `override` comes before every other scope: the parameters of a config's `router:` section.
-    There, per-model parameters still fall through to what the models say (how much of each), but
-    those of the whole method do not: at the top they belong to another method.
+    There, per-model parameters still fall back to the models' own. Parameters of the whole method
+    do not: at the top they belong to another method.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class ParameterReader:
         self._scopes = scopes
         self._override = override
         self._chains: dict[tuple[int, str | None, str], tuple[ParameterValue, ...]] = {}
-        # Of every list of filters that was asked (by its id), the branches that decided.
+        # The branches that decided, of every list of filters that was evaluated (by its id).
         self.decided: dict[int, set[int]] = {}
 
     def values(
@@ -268,8 +268,11 @@ class ParameterReader:
         model: str | None = None,
         fallback: Mapping[str, Scalar] | None = None,
     ) -> dict[str, Scalar | None]:
-        """All per-model parameters of a model for one tensor, by their YAML names; without a
-        model, all parameters of the whole method. `fallback` serves where there is no default."""
+        """Return all per-model parameters of a model for one tensor, by their YAML names.
+
+        Without a model, return all parameters of the whole method. `fallback` replaces a missing
+        default.
+        """
         wanted = (p for p in self.schema.parameters if p.per_model == (model is not None))
         last = fallback or {}
         return {p.name: self.value(p, tensor, model, last.get(p.name)) for p in wanted}
@@ -281,7 +284,7 @@ class ParameterReader:
         model: str | None = None,
         fallback: Scalar | None = None,
     ) -> Scalar | None:
-        """None is a value only where the default is None."""
+        """Return one parameter; None only if its default is None."""
         key = (tensor.slice_index, model, spec.name)
         chain = self._chains.get(key)
         if chain is None:
@@ -305,7 +308,7 @@ class ParameterReader:
         return value.branches[number].value
 
     def is_set(self, slice_index: int, model: str | None, spec: ParameterSpec) -> bool:
-        """Whether any scope gives the parameter, if only for some tensors."""
+        """Return whether any scope sets the parameter, even if only for some tensors."""
         return bool(self._chain(slice_index, model, spec.name, per_model=spec.per_model))
 
     def _chain(

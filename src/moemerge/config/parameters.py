@@ -58,7 +58,8 @@ class ParameterSpec:
     choices: tuple[str, ...] = ()
 
     def fault(self, value: object) -> str | None:
-        """Why `value` cannot be this parameter, or None. Numbers arrive as YAML gave them."""
+        """Return why `value` is invalid for this parameter, or None. Numbers are as YAML reads
+        them."""
         if self.type is str:
             if not isinstance(value, str) or (self.choices and value not in self.choices):
                 return f"{self.name} must be one of {', '.join(self.choices)}, not {value!r}"
@@ -82,13 +83,13 @@ class ParameterSpec:
         return f"{left}{self.minimum:g}, {self.maximum:g}{right}"
 
     def convert(self, value: Scalar) -> Scalar:
-        """A checked value in the parameter's own type (YAML's `true` may mean 1.0)."""
+        """Return a checked value in the parameter's own type (YAML's `true` may mean 1.0)."""
         return value if self.type is str else self.type(value)
 
 
 @dataclass(frozen=True)
 class MethodSchema:
-    """All that a config needs to know of one merge method."""
+    """Everything that a config must know about a merge method."""
 
     name: str
     summary: str
@@ -102,7 +103,7 @@ class MethodSchema:
 
 @dataclass(frozen=True)
 class WrapperSchema(MethodSchema):
-    """All that a config needs to know of a wrapper; its `statistics` are the base's."""
+    """Everything that a config must know about a wrapper; its `statistics` are the base's."""
 
     turns: bool = False  # the method inside sees other coordinates than the weights'
 

@@ -1,7 +1,7 @@
-"""What a config asks for by the models' names: text to calibrate with, and saved statistics.
+"""What a config requests besides the merge: a repair, text to generate, and statistics.
 
-A model's statistics are saved files, or are computed on the way from its text under `data:`; a
-model that has both is taken from its files.
+Statistics of a model are read from its files, or computed during the merge from its text under
+`data:`. If a model has both, its files are used.
 """
 
 from __future__ import annotations
@@ -9,62 +9,57 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from moemerge.config.calibration import CalibrationBlock
-from moemerge.config.data import DataRecipe, files_of
+from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.faults import Fault, Path, listed
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import MethodSchema, StatisticsKind
-from moemerge.config.refit import RefitBlock
+from moemerge.config.repairs import Repair, RepairBlock, RepairSettings
 from moemerge.config.resolve import NormalisedMerge, model_names
-from moemerge.config.schema import RunConfig
-from moemerge.config.settings import CollectingSettings
+from moemerge.config.schema import REPAIRS, RunConfig
+from moemerge.data.settings import DataRecipe, files_of
 from moemerge.registry import did_you_mean
 
-# --- calibration ----------------------------------------------------------------------------------
+# --- the repair ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SourceData:
-    """Source models and the text of each, under the same names."""
+class RequestedRepair:
+    """The repair that a config requests, with its sources and the text of each, by name."""
 
+    repair: Repair
+    block: RepairBlock
     sources: Mapping[str, ModelRef]
     data: Mapping[str, tuple[str, ...]]
 
+    @property
+    def settings(self) -> RepairSettings:
+        """The settings of the block."""
+        return self.block.narrowed(self.repair.settings)
 
-Block = CalibrationBlock | RefitBlock
-# Blocks of a config that repair a merge, by their keys, and what is done with a source's text.
-REPAIRS = {"calibration": "calibrates", "refit": "refits to"}
 
-
-def source_data(config: RunConfig, key: str) -> SourceData | None:
-    """What a checked config repairs its merge with; None where it has no block under this key."""
-    block: Block | None = getattr(config, key)
-    if block is None:
-        return None
-    sources, optional = _sources(config, block)
-    data = block.data or config.data or {}
-    chosen = {n: m for n, m in {**sources, **optional}.items() if n in data}
-    return SourceData(chosen, {n: files_of(data[n]) for n in chosen})
+def requested_repair(config: RunConfig) -> RequestedRepair | None:
+    """Return the repair of a checked config, or None if it requests none."""
+    for repair in REPAIRS:
+        block = config.repairs.get(repair.key)
+        if block is not None:
+            sources, optional = _sources(config, block)
+            data = block.data or config.data or {}
+            chosen = {n: m for n, m in {**sources, **optional}.items() if n in data}
+            return RequestedRepair(repair, block, chosen, {n: files_of(data[n]) for n in chosen})
+    return None
 
 
 def repair_faults(config: RunConfig) -> list[Fault]:
-    """Each source has text, and each text a source; a merge is repaired in one way."""
+    """Check that each source has text, each text a source, and that there is one repair at most."""
     faults: list[Fault] = []
     models = model_names(config)
-    if config.calibration is not None and config.refit is not None:
-        text = "a refit calibrates the routers too: give either `refit` or `calibration`"
-        return [Fault(("refit",), text)]
-    key = "calibration" if config.refit is None else "refit"
-    block: Block | None = getattr(config, key)
-    if block is not None:
-        if isinstance(block.sources, tuple):
-            faults += [
-                Fault((key, "sources", i), _no_model(name, models))
-                for i, name in enumerate(block.sources)
-                if name not in models
-            ]
-        faults += _unpaired(config, block, key) if not faults else []
-        faults += _unweighted(config, block, key)
+    if len(config.repairs) > 1:
+        first, *_, last = config.repairs
+        return [Fault((last,), f"a config has one repair: give either `{last}` or `{first}`")]
+    block = next(iter(config.repairs.values()), None)
+    for repair in REPAIRS:
+        if repair.key in config.repairs:
+            faults += _block_faults(config, repair, config.repairs[repair.key])
     if config.data is not None and (block is None or block.data is not None):
         known = {**models, **(_sources(config, block)[0] if block else {})}
         faults += [
@@ -75,19 +70,30 @@ def repair_faults(config: RunConfig) -> list[Fault]:
     return faults
 
 
-def _unweighted(config: RunConfig, block: Block, key: str) -> list[Fault]:
-    """A weight belongs to a source."""
+def _block_faults(config: RunConfig, repair: Repair, block: RepairBlock) -> list[Fault]:
+    faults: list[Fault] = []
+    models = model_names(config)
+    if isinstance(block.sources, tuple):
+        faults += [
+            Fault((repair.key, "sources", i), _no_model(name, models))
+            for i, name in enumerate(block.sources)
+            if name not in models
+        ]
+    faults += _unpaired(config, repair, block) if not faults else []
     sources, optional = _sources(config, block)
     known = {**sources, **optional}
-    return [
-        Fault((key, "weights", name), _no_model(name, known))
+    faults += [
+        Fault((repair.key, "weights", name), _no_model(name, known))
         for name in block.weights or ()
         if name not in known
     ]
+    return faults
 
 
-def _sources(config: RunConfig, block: Block) -> tuple[dict[str, ModelRef], dict[str, ModelRef]]:
-    """Sources that need text, and models that may have some (the base, unless it is chosen)."""
+def _sources(
+    config: RunConfig, block: RepairBlock
+) -> tuple[dict[str, ModelRef], dict[str, ModelRef]]:
+    """Return sources that need text, and models that may have some (the base, unless chosen)."""
     models = model_names(config)
     if isinstance(block.sources, dict):
         return dict(block.sources), {}
@@ -100,13 +106,13 @@ def _sources(config: RunConfig, block: Block) -> tuple[dict[str, ModelRef], dict
     )
 
 
-def _unpaired(config: RunConfig, block: Block, key: str) -> list[Fault]:
+def _unpaired(config: RunConfig, repair: Repair, block: RepairBlock) -> list[Fault]:
     sources, optional = _sources(config, block)
-    place: Path = ("data",) if block.data is None else (key, "data")
+    place: Path = ("data",) if block.data is None else (repair.key, "data")
     data = block.data or config.data
     if data is None:
-        text = f"needs `data`, the text that {REPAIRS[key]} each of: {listed(sources)}"
-        return [Fault((key,), text)]
+        text = f"needs `data`, the text that {repair.text_use} each of: {listed(sources)}"
+        return [Fault((repair.key,), text)]
     faults = []
     missing = [name for name in sources if name not in data]
     for name in data:
@@ -128,16 +134,16 @@ def _no_model(name: str, models: Mapping[str, ModelRef], likely: list[str] | Non
 
 @dataclass(frozen=True)
 class TextRequest:
-    """Text that is made where it is not there: by this model, as the recipe says."""
+    """Text that is generated if its file does not exist: by this model, with this recipe."""
 
     model: ModelRef
     recipe: DataRecipe
 
 
 def text_requests(config: RunConfig) -> dict[str, TextRequest]:
-    """The recipes of a checked config, by the files that they make."""
+    """Return the recipes of a checked config, by the files that they generate."""
     models, requests = model_names(config), {}
-    blocks = [block for block in (config.calibration, config.refit) if block is not None]
+    blocks = list(config.repairs.values())
     for block in blocks:
         models |= block.sources if isinstance(block.sources, dict) else {}
     for data in (config.data, *(block.data for block in blocks)):
@@ -160,7 +166,7 @@ _WORDS: Mapping[StatisticsKind, str] = {
 
 @dataclass(frozen=True)
 class StatisticsRequest:
-    """The statistics of a merge: what is needed of which model, by the models' names."""
+    """The statistics that a merge needs, by the models' names."""
 
     needs: Mapping[str, tuple[StatisticsKind, ...]]
     files: Mapping[str, tuple[str, ...]]  # saved ones
@@ -174,7 +180,7 @@ class StatisticsRequest:
 
 
 def statistics_request(config: RunConfig, merge: NormalisedMerge) -> StatisticsRequest | None:
-    """The statistics of a checked config; None where no method needs any."""
+    """Return the statistics of a checked config, or None if no method needs any."""
     needs = _needs(merge)
     if not needs:
         return None
@@ -188,7 +194,7 @@ def statistics_request(config: RunConfig, merge: NormalisedMerge) -> StatisticsR
 
 
 def statistics_faults(config: RunConfig, merge: NormalisedMerge) -> Iterator[Fault]:
-    """Every model that a data-driven method merges has statistics or text."""
+    """Check that every model of a data-driven method has statistics or text."""
     needs, files, data = _needs(merge), config.statistics, config.data or {}
     if not needs:
         if files is not None:
@@ -214,7 +220,7 @@ def statistics_faults(config: RunConfig, merge: NormalisedMerge) -> Iterator[Fau
 
 @dataclass(frozen=True)
 class _Need:
-    """What one method or wrapper wants to know of which models."""
+    """The statistics that one method or wrapper needs, and of which models."""
 
     schema: MethodSchema
     kind: StatisticsKind
@@ -257,8 +263,9 @@ def _lacking(config: RunConfig, merge: NormalisedMerge, missing: list[str]) -> I
             f"{need.schema.name!r} needs {_WORDS[need.kind]}: give `statistics` (files made by "
             f"`moemerge stats`) or `data` (text) for {listed(need.models)}"
         )
-        if config.calibration is not None and config.calibration.data is not None:
-            text += "; the data of `calibration` serves both when it stands at the top"
+        for key, block in config.repairs.items():
+            if block.data is not None:
+                text += f"; the data of `{key}` serves both when it is moved to the top"
         yield Fault(need.place, text)
 
 

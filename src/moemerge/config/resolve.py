@@ -30,7 +30,7 @@ from moemerge.registry import did_you_mean
 
 
 def entries(body: Body) -> Iterator[tuple[tuple[str | int, ...], ModelEntry]]:
-    """Every mention of an input model, with its place in the body."""
+    """Return every mention of an input model, with its path in the body."""
     for i, entry in enumerate(body.models or ()):
         yield ("models", i), entry
     for i, merge_slice in enumerate(body.slices or ()):
@@ -39,9 +39,9 @@ def entries(body: Body) -> Iterator[tuple[tuple[str | int, ...], ModelEntry]]:
 
 
 def model_names(config: RunConfig) -> dict[str, ModelRef]:
-    """Every model of the merge by name: the given one, else the folder's, made unique.
+    """Return every model of the merge by name: its `name`, or the folder's, made unique.
 
-    Inputs come first in the order they are written, then bases that are no input.
+    Inputs come first in the order they are written, then bases that are not inputs.
     """
     order: dict[ModelRef, str | None] = {}
     for _, entry in entries(config.body):
@@ -62,14 +62,14 @@ def model_names(config: RunConfig) -> dict[str, ModelRef]:
 
 
 def find_model(models: Mapping[str, ModelRef], wanted: ModelRef) -> ModelRef | None:
-    """The model of the merge that `wanted` means, by its path or by its name."""
+    """Return the model of the merge that `wanted` refers to, by its path or by its name."""
     if wanted in models.values():
         return wanted
     return models.get(str(wanted))
 
 
 def name_faults(config: RunConfig, prefix: Path) -> list[Fault]:
-    """Names that two models share, or a model with two names."""
+    """Report names that two models share, and models with two names."""
     faults = []
     owner: dict[str, ModelRef] = {}
     called: dict[ModelRef, str] = {}
@@ -87,7 +87,7 @@ def name_faults(config: RunConfig, prefix: Path) -> list[Fault]:
 
 
 def reference_faults(config: RunConfig) -> list[Fault]:
-    """`router.keep` and token embeddings must come from a model of the merge."""
+    """Check that `router.keep` and token embeddings come from a model of the merge."""
     models = model_names(config)
     wanted: list[tuple[Path, ModelRef]] = []
     if config.router is not None and config.router.keep is not None:
@@ -111,7 +111,7 @@ def _close(name: str, models: Mapping[str, ModelRef]) -> str:
 
 
 def with_models(config: RunConfig) -> RunConfig:
-    """The config with names replaced by the models they mean, and one form of tokenizer."""
+    """Return the config with names replaced by models, and one form of tokenizer."""
     models = model_names(config)
 
     def meant(ref: ModelRef) -> ModelRef:
@@ -158,13 +158,13 @@ class SliceModel:
     parameters: Values
 
     def layers(self, count: int) -> range:
-        """The model's own layer numbers in this slice, for a model of `count` layers."""
+        """Return the model's layer numbers in this slice, for a model of `count` layers."""
         return range(count) if self.layer_range is None else range(*self.layer_range)
 
 
 @dataclass(frozen=True)
 class MergeSlice:
-    """Layers merged with each other; `base` is set where the method keeps it apart."""
+    """Layers that are merged; `base` is set if the method keeps it separate."""
 
     inputs: tuple[SliceModel, ...]
     base: SliceModel | None
@@ -176,8 +176,11 @@ class MergeSlice:
         return self.inputs if self.base is None else (*self.inputs, self.base)
 
     def seen_by(self, schema: MethodSchema) -> tuple[tuple[SliceModel, ...], SliceModel | None]:
-        """Inputs and base as a method sees them. They differ from the slice's own only for a
-        `router:` method that keeps the base apart where the main method does not."""
+        """Return inputs and base for a method.
+
+        They differ from the slice's only for a `router:` method that keeps the base separate while
+        the main method does not.
+        """
         if schema.base is BasePolicy.MEMBER or self.base is not None:
             return self.inputs, None if schema.base is BasePolicy.MEMBER else self.base
         base = next((s for s in self.inputs if s.model == self.base_model), None)
@@ -186,7 +189,7 @@ class MergeSlice:
 
 @dataclass(frozen=True)
 class NormalisedMerge:
-    """What the planner works from; nothing in it depends on how the config was written."""
+    """The planner's input, which does not depend on how the config was written."""
 
     schema: MethodSchema
     slices: tuple[MergeSlice, ...]
@@ -199,7 +202,7 @@ class NormalisedMerge:
 
     @property
     def router_schema(self) -> MethodSchema | None:
-        """The method that merges routers, where it is another one."""
+        """The method that merges routers, if it is another one."""
         return self.router_reader.schema if self.router_reader else None
 
     @property
@@ -209,7 +212,7 @@ class NormalisedMerge:
 
     @property
     def donor(self) -> ModelRef:
-        """The model whose config and companion files the result takes."""
+        """The model whose config and companion files the result gets."""
         return self.base_model or self.slices[0].inputs[0].model
 
     def name_of(self, model: ModelRef) -> str:
@@ -225,7 +228,7 @@ def normalise(
     schemas: Mapping[str, MethodSchema],
     wrappers: Mapping[str, WrapperSchema] | None = None,
 ) -> NormalisedMerge:
-    """The planner's view of a config that `load_config` has checked."""
+    """Return the planner's view of a config that `load_config` has checked."""
     schema = schemas[config.merge_method]
     models = model_names(config)
     names = {model: name for name, model in models.items()}
@@ -277,7 +280,7 @@ def _slices(
 
 
 def shared_range(entry: SliceEntry) -> tuple[int, int] | None:
-    """The layer range of a slice's sources, when all have the same."""
+    """Return the layer range of a slice's sources if all have the same."""
     ranges = {source.layer_range for source in entry.sources}
     return next(iter(ranges)) if len(ranges) == 1 else None
 

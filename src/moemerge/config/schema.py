@@ -1,18 +1,17 @@
-"""A config file as frozen data: mergekit's keys and ours (`name`, `router`, `data`, `statistics`,
-`collecting`, `calibration`).
+"""A config file as frozen data: mergekit's keys, ours, and a block for every repair.
 
-The models here hold what was written. `resolve.normalise` turns it into what a merge needs.
+These classes hold what was written. `resolve.normalise` turns it into what a merge needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
-from moemerge.config.calibration import CalibrationBlock
-from moemerge.config.data import NamedTexts
+from moemerge.calibration.settings import CALIBRATION
+from moemerge.collecting.settings import CollectingBlock
 from moemerge.config.faults import Fault, FaultsError, Path, listed
 from moemerge.config.fields import (
     ChatTemplateField,
@@ -32,16 +31,20 @@ from moemerge.config.fields import (
 )
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import BasePolicy, MethodSchema
-from moemerge.config.refit import RefitBlock
-from moemerge.config.settings import CollectingSettings
+from moemerge.config.repairs import Repair, RepairBlock
+from moemerge.data.settings import NamedTexts
+from moemerge.refitting.settings import REFIT
 
+# All repairs. An earlier one may be followed by a later one, whose report then keeps its part.
+REPAIRS: Final[tuple[Repair, ...]] = (CALIBRATION, REFIT)
+M = TypeVar("M", bound=Strict)
 Keep = Literal["tall", "emr", "twin"]
 TASKS: Path = ("tasks",)
 _KEPT_BY = {"threshold": "tall", "rank": "twin"}
 
 
 class KeptModels(Strict):
-    """What is kept of every merged model beside the merge."""
+    """What is kept of every merged model in addition to the merge."""
 
     keep: Keep = Field(..., description="tall or emr: a mask; twin: a low-rank rest")
     threshold: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = Field(
@@ -88,7 +91,7 @@ class SliceEntry(Strict):
 
 
 class Body(Strict):
-    """What is merged: exactly one of `models` and `slices` (or `modules` at the top)."""
+    """The models to merge: exactly one of `models` and `slices` (or `modules` at the top)."""
 
     models: Annotated[tuple[ModelEntry, ...], NotEmpty] | None = Field(
         None, description="the models that are merged, whole"
@@ -115,7 +118,7 @@ class Module(Body):
 
 
 class TokenSource(Strict):
-    """Where a token's embedding comes from, when it is not a plain model."""
+    """The origin of a token's embedding, if it is not a plain model."""
 
     kind: Literal["model_token", "zero"]
     model: ModelField | None = None
@@ -145,7 +148,7 @@ def _token_source(raw: object) -> ModelRef | TokenSource:
 
 
 class TokenEntry(Strict):
-    """One of `tokenizer.tokens`; `force` takes the source's embedding even where others have it."""
+    """One of `tokenizer.tokens`; `force` uses the source's embedding even if others have one."""
 
     source: Annotated[ModelRef | TokenSource, read_by(_token_source, ModelForm)] | None = None
     force: Annotated[bool, Field(strict=True)] = False
@@ -159,7 +162,7 @@ TokenizerSource = Annotated[str | ModelRef, read_by(_tokenizer_source, ModelForm
 
 
 class TokenizerSettings(Strict):
-    """Which vocabulary the result has: `union`, `base`, or a model's."""
+    """The vocabulary of the result: `union`, `base`, or a model's."""
 
     source: TokenizerSource = "union"
     tokens: dict[str, TokenEntry] = Field(default_factory=dict)
@@ -167,7 +170,7 @@ class TokenizerSettings(Strict):
 
 
 class WrapEntry(Strict):
-    """One of `wrap:`: a wrapper by its name, or with parameters of its own."""
+    """One of `wrap:`: the name of a wrapper, or with its parameters."""
 
     wrapper: Text
     parameters: Parameters = Field(default_factory=dict)
@@ -191,7 +194,7 @@ Wraps = Annotated[
 
 
 class RouterSettings(Strict):
-    """How routers are merged, where not like everything else: another method, or one model's."""
+    """How routers are merged, if not like all other tensors: another method, or one model's."""
 
     merge_method: Text | None = None
     parameters: Parameters = Field(default_factory=dict)
@@ -204,16 +207,6 @@ class RouterSettings(Strict):
         if self.keep is not None and self.parameters:
             raise FaultsError.one("`keep` copies a router and takes no parameters", "parameters")
         return self
-
-
-class CollectingBlock(CollectingSettings):
-    """How statistics are computed that were not saved before."""
-
-    @classmethod
-    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        if "kind" in data:
-            raise FaultsError.one("the kind follows from the merge method: remove it", "kind")
-        return data
 
 
 def _only_default(raw: object) -> object:
@@ -229,16 +222,33 @@ def _only_default(raw: object) -> object:
 Modules = Annotated[dict[str, Module], NotEmpty, BeforeValidator(_only_default)]
 
 
+def with_repairs(fields: Mapping[str, Repair]) -> Callable[[type[M]], type[M]]:
+    """Return a class decorator that adds the block of a repair under each of these names."""
+
+    def decorate(model: type[M]) -> type[M]:
+        added: dict[str, Any] = {
+            name: (repair.block | None, Field(None, description=repair.block_help))
+            for name, repair in fields.items()
+        }
+        extended = create_model(
+            model.__name__, __base__=model, __module__=model.__module__, **added
+        )
+        extended.__doc__ = model.__doc__
+        return extended
+
+    return decorate
+
+
+@with_repairs({repair.key: repair for repair in REPAIRS})
 class RunConfig(Body):
-    """A whole config file."""
+    """A whole config file. Each repair has a block under its key."""
 
     bodies: ClassVar[tuple[str, ...]] = ("models", "slices", "modules")
     inert: ClassVar[Mapping[str, str]] = {
         "name": "a name for the merge belongs to files of several merges (mergekit-multi), "
         "which are not supported: remove it"
     }
-    blocks: ClassVar[tuple[str, ...]] = ("router", "calibration", "refit")
-    repairs: ClassVar[tuple[str, ...]] = ("calibration", "refit")  # what `run` does after the merge
+    blocks: ClassVar[tuple[str, ...]] = ("router", *(repair.key for repair in REPAIRS))
 
     merge_method: Text = Field(
         ..., description="how models are merged: `moemerge ls methods` lists the methods"
@@ -289,21 +299,21 @@ class RunConfig(Body):
     collecting: CollectingBlock | None = Field(
         None, description="settings of statistics that are computed during the merge"
     )
-    calibration: CalibrationBlock | None = Field(
-        None, description="how `moemerge run` calibrates the routers; left empty, by its defaults"
-    )
-    refit: RefitBlock | None = Field(
-        None, description="how `moemerge run` refits the merged model; left empty, by its defaults"
-    )
 
     @property
     def body(self) -> Body:
-        """Where `models` or `slices` are: here, or in the only module."""
+        """The mapping with `models` or `slices`: this one, or the only module."""
         return self.modules["default"] if self.modules else self
+
+    @property
+    def repairs(self) -> dict[str, RepairBlock]:
+        """The blocks of the repairs that the config requests, by their keys."""
+        blocks = {repair.key: getattr(self, repair.key) for repair in REPAIRS}
+        return {key: block for key, block in blocks.items() if block is not None}
 
 
 def kept_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> Iterator[Fault]:
-    """What a merge that keeps its models cannot do besides."""
+    """Report keys that a merge with `tasks` cannot have."""
     if config.tasks is None:
         return
     method = schemas.get(config.merge_method)
@@ -317,8 +327,7 @@ def kept_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> Itera
     for key in ("tokenizer", "tokenizer_source"):
         if getattr(config, key) is not None:
             yield Fault((key,), "cannot be changed where models are kept (`tasks`): remove it")
-    for key in ("calibration", "refit"):
-        if getattr(config, key) is not None:
-            yield Fault((key,), "changes the merge that `tasks` refer to: remove one of them")
+    for key in config.repairs:
+        yield Fault((key,), "changes the merge that `tasks` refer to: remove one of them")
     if config.router is not None and config.router.keep is not None:
         yield Fault(("router", "keep"), "leaves no mask of the routers: remove it, or `tasks`")

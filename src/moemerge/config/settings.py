@@ -1,8 +1,8 @@
-"""How jobs are run: each job's settings as one frozen class, written once.
+"""Settings: fields that jobs share, the settings of a merge, and flags derived from settings.
 
-Command-line flags and Python keywords are made from these fields: a field's description is the help
-of its flag, its default the flag's default. The `...Keywords` after each class are the same names
-for editors and type checkers; a test holds the two together.
+Each job declares its settings as one frozen class in its own package. Command-line flags and Python
+keywords are derived from the fields: a field's description is the help of its flag. The
+`...Keywords` after each class repeat the names for editors and type checkers; a test compares them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from moemerge.config.fields import (
     model_ref,
     read_by,
 )
-from moemerge.config.parameters import StatisticsKind
 from moemerge.registry import loaded_plugins
 
 F = TypeVar("F", bound=Callable[..., Any])
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "float64"]
 Offload = Literal["auto", "device", "cpu", "disk"]
 DeviceField = Annotated[str, read_by(device_name, str)]
+LayersForm = LayerSelection | str | int | Sequence[str | int]
 LayersField = Annotated[LayerSelection, read_by(layer_selection, str | int | list[str | int])]
 ModelName = Annotated[str, read_by(lambda raw: str(model_ref(raw)), str)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -55,7 +55,7 @@ Share = Annotated[
 Seed = Annotated[int, Field(strict=True, ge=0)]
 Requantize = Literal["no", "same"]
 
-# Settings of every job that runs a model over text, in the same words and with one default.
+# Settings of every job that runs a model on text, with one description and one default.
 LAYERS: Any = Field(LayerSelection(), description="which MoE layers: all, last:4, 8-15 or 0,2,5-7")
 MAX_TOKENS: Any = Field(None, description="most tokens of each domain (default: all)")
 MAX_LENGTH: Any = Field(2048, description="tokens at which a row is cut")
@@ -67,11 +67,6 @@ PUSH_TO_HUB: Any = Field(
     None, description="upload OUT, once it is whole, to this model of the hub: NAME or ORG/NAME"
 )
 DTYPE: Any = Field("auto", description="dtype of the forward pass (auto: the checkpoint's)")
-MEASURE: Any = Field(
-    True,
-    description="diagnose merge and result on the rows held out, which runs the sources; for "
-    "summary and card",
-)
 REQUANTIZE: Any = Field(
     "no",
     description="write quantised weights as floats (no), or as the model had them whose config the "
@@ -80,7 +75,7 @@ REQUANTIZE: Any = Field(
 
 
 class ForwardKeywords(TypedDict, total=False):
-    """Keywords of every job that runs a model over text."""
+    """Keywords of every job that runs a model on text."""
 
     max_tokens: int | None
     max_length: int
@@ -92,7 +87,7 @@ class ForwardKeywords(TypedDict, total=False):
 
 
 class ForwardSettings(Strict):
-    """Settings of every job that runs a model over text; a job adds its own."""
+    """Settings of every job that runs a model on text; a job adds its own."""
 
     max_tokens: PositiveInt | None = MAX_TOKENS
     max_length: PositiveInt = MAX_LENGTH
@@ -104,7 +99,7 @@ class ForwardSettings(Strict):
 
 
 class PlanSettings(Strict):
-    """How a merge is planned: what can be checked of it before it is run."""
+    """How a merge is planned: settings that can be checked before it runs."""
 
     device: DeviceField = DEVICE
     out_shard_size: str = Field("5GB", description="largest shard, such as 5GB or 500MB")
@@ -120,7 +115,7 @@ class PlanSettings(Strict):
 
 
 class MergeSettings(PlanSettings):
-    """How a merge is run, as opposed to what it makes."""
+    """How a merge is run, as opposed to what it produces."""
 
     overwrite: Flag = Field(False, description="replace OUT if it exists")
     allow_nonfinite: Flag = Field(False, description="merge models that hold NaN or infinity")
@@ -140,10 +135,10 @@ class MergeKeywords(TypedDict, total=False):
 
 
 class OutputSettings(Strict):
-    """How the output of a repair is written; no part of what a config records."""
+    """How the output of a repair is written; not recorded in the config."""
 
     overwrite: Flag = Field(False, description="replace OUT if it exists")
-    resume: Flag = Field(False, description="go on where a killed run ended")
+    resume: Flag = Field(False, description="continue a killed run")
     report: Path | None = Field(None, description="write an HTML page of the routing there")
     push_to_hub: Name | None = PUSH_TO_HUB
 
@@ -157,59 +152,15 @@ class OutputKeywords(TypedDict, total=False):
     push_to_hub: str | None
 
 
-class DiagnosisSettings(ForwardSettings):
-    """How a model's routing is measured."""
-
-    layers: LayersField = LAYERS
-    holdout: Share = Field(
-        0.0,
-        description="measure on those rows alone that calibrate holds out (same seed)",
-    )
-    swaps: Flag = Field(
-        False,
-        description="also run the model with each source's routers, and each source with the "
-        "model's (twice the time)",
-    )
-    base: ModelName | None = Field(
-        None, description="model that text without a source of its name is measured against"
-    )
-
-
-class DiagnosisKeywords(ForwardKeywords, total=False):
-    """`DiagnosisSettings` one by one."""
-
-    layers: LayerSelection | str | int | Sequence[str | int]
-    holdout: float | Literal["auto"]
-    swaps: bool
-    base: str | Path | None
-
-
-class CollectingSettings(ForwardSettings):
-    """What is gathered over text, over how much of it, and where the model runs."""
-
-    kind: StatisticsKind = Field(
-        "gram",
-        description="gram: second moments of inputs (regmean); fisher: squared gradients; "
-        "activation: mean sizes of inputs (aim); power: mean squares of inputs (neuron); "
-        "sensitivity: what the loss depends on (sens)",
-    )
-
-
-class CollectingKeywords(ForwardKeywords, total=False):
-    """`CollectingSettings` one by one."""
-
-    kind: StatisticsKind
-
-
 @dataclass(frozen=True)
 class Setting:
-    """A field of a settings class, as far as a command line has to know it."""
+    """A field of a settings class, as a command line needs it."""
 
     name: str
     help: str
     default: Any
     kinds: frozenset[type]  # what its value may be: bool, int, float, str, Path, tuple or dict
-    choices: tuple[str, ...] = ()  # the words it may be, where only these are allowed
+    choices: tuple[str, ...] = ()  # the only values allowed, if there are any
 
     @classmethod
     def of(cls, name: str, info: FieldInfo) -> Setting:
@@ -227,7 +178,7 @@ class Setting:
 
 
 def _forms(annotation: Any) -> list[Any]:
-    """The alternatives of a type, None left out and `Annotated` taken off."""
+    """Return the alternatives of a type, without None and `Annotated`."""
     if annotation is type(None):
         return []
     if get_origin(annotation) is Annotated:
@@ -238,15 +189,16 @@ def _forms(annotation: Any) -> list[Any]:
 
 
 def settings_of(model: type[Strict]) -> tuple[Setting, ...]:
-    """The fields of a settings class, its own before those it shares with other jobs."""
+    """Return the fields of a settings class, its own before those that jobs share."""
     own = model.__annotations__
     names = sorted(model.model_fields, key=lambda name: name not in own)
     return tuple(Setting.of(name, model.model_fields[name]) for name in names)
 
 
 def with_keywords(keywords: type, *models: type[Strict]) -> Callable[[F], F]:
-    """Let `help()` list what a function's `**keywords` may be, with the settings' defaults."""
-    defaults = {s.name: s.default for model in models for s in settings_of(model)}
+    """Make `help()` list the `**keywords` of a function, with the defaults of the settings."""
+    defaults: dict[str, Any] = dict.fromkeys(get_type_hints(keywords))
+    defaults |= {s.name: s.default for model in models for s in settings_of(model)}
     kind = inspect.Parameter.KEYWORD_ONLY
     listed = [
         inspect.Parameter(name, kind, default=defaults[name], annotation=hint)
@@ -264,12 +216,12 @@ def with_keywords(keywords: type, *models: type[Strict]) -> Callable[[F], F]:
 
 
 def plugin_flags() -> list[str]:
-    """The words that load the same files of the user's own again."""
+    """Return the flags that load the same plugins again."""
     return [word for file in loaded_plugins() for word in as_flags({"plugin": file})]
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Settings by name as words of a command line."""
+    """Return settings by name as command-line flags."""
     words: list[str] = []
     for name, value in values.items():
         flag = name.replace("_", "-")

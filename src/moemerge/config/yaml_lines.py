@@ -52,7 +52,7 @@ class Loader(yaml.SafeLoader):
 
 
 def _whole_number(loader: Loader, node: yaml.ScalarNode) -> int:
-    """`010` is ten (YAML 1.1 says eight)."""
+    """Read `010` as ten (in YAML 1.1 it is eight)."""
     text = str(node.value).replace("_", "")
     digits = text.lstrip("+-").lower()
     base = {"0x": 16, "0b": 2}.get(digits[:2], 10)
@@ -73,21 +73,21 @@ class Dumper(yaml.SafeDumper):
 
 @dataclass
 class Document:
-    """What a YAML text holds, and on which line each key or list entry stands."""
+    """The content of a YAML text, and the line of each key or list entry."""
 
     data: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
 
     def line(self, path: Path) -> int | None:
-        """The line of `path`, or of the nearest thing around it."""
+        """Return the line of `path`, or of its nearest existing parent."""
         for end in range(len(path), -1, -1):
             if path[:end] in self.lines:
                 return self.lines[path[:end]]
         return None
 
     def place(self, path: Path) -> str | None:
-        """The same in words."""
+        """Return the same as text for messages."""
         line = self.line(path)
         return None if line is None else f"line {line}"
 
@@ -139,7 +139,7 @@ def _syntax_error(error: yaml.YAMLError, where: str) -> ConfigError:
 
 
 class _Builder:
-    """Turns the node tree into plain data while noting lines and duplicate keys."""
+    """Converts the node tree to plain data, and notes lines and duplicate keys."""
 
     def __init__(self, root: yaml.Node) -> None:
         self.root = root
@@ -229,14 +229,14 @@ _MOST_BYTES: Final = 2**24  # no config has so many; /dev/zero has
 
 @dataclass(frozen=True)
 class FaultReporter:
-    """Says what is wrong with a config, with the file's name and lines."""
+    """Reports faults of a config with the file's name and lines."""
 
     where: str
     document: Document
     lenient: bool
 
     def judge(self, faults: Sequence[Fault]) -> tuple[str, ...]:
-        """One error for all faults; those that `lenient` forgives come back as warnings."""
+        """Raise one error for all faults; return those that `lenient` allows as warnings."""
         unique = dict.fromkeys(faults)  # a fault met twice is said once
         ordered = sorted(unique, key=lambda f: self.document.line(f.path) or 0)
         wrong = [f for f in ordered if not (self.lenient and f.ignorable)]
@@ -252,7 +252,7 @@ class FaultReporter:
 
 
 def read_document(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
-    """A config's name for messages, and what it says."""
+    """Return a config's name for messages, and its content."""
     if isinstance(source, Mapping):
         return _UNNAMED, Document(data=source)
     if isinstance(source, str) and "\n" in source:

@@ -1,6 +1,1 @@
 """Calibration text: prompts answered by a model, judged and filtered; or prompts, or plain text."""
-
-from moemerge.data.job import DataRequest
-from moemerge.data.run import DataReport, run_data
-
-__all__ = ["DataReport", "DataRequest", "run_data"]

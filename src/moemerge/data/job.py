@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from moemerge.config.data import DataSettings
+from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelRef
-from moemerge.config.translate import parse_settings
 from moemerge.data.selection import Benchmark, balanced, normal
+from moemerge.data.settings import DataSettings
 from moemerge.errors import DataError, UsageError
 from moemerge.generation.prompts import (
     USUAL,

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.config.models import ModelRef
-from moemerge.config.settings import DiagnosisSettings
 from moemerge.diagnosis.results import MODEL
+from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import UsageError
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
 from moemerge.lockstep.inputs import (

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelRef
-from moemerge.config.settings import DiagnosisSettings
-from moemerge.config.translate import parse_settings
 from moemerge.diagnosis.advice import NOTICEABLE
 from moemerge.diagnosis.job import DiagnosisRequest, prepare
 from moemerge.diagnosis.results import MODEL, Diagnosis
 from moemerge.diagnosis.run import diagnose
+from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import MoeMergeError
 from moemerge.lockstep.inputs import JobText
 from moemerge.report.page import check_page_path, require_page, write_page

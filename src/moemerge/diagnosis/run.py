@@ -16,7 +16,7 @@ from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.describe import gate_in_words
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.documents import CalibrationDocument, RefitDocument, parse_document
-from moemerge.config.settings import DiagnosisSettings, as_flags, plugin_flags
+from moemerge.config.settings import as_flags, plugin_flags
 from moemerge.diagnosis.advice import Measurements, advise, judge
 from moemerge.diagnosis.job import (
     DiagnosisJob,
@@ -37,13 +37,13 @@ from moemerge.diagnosis.results import (
     NamedModel,
     Swap,
 )
+from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import ArchitectureError, MoeMergeError
 from moemerge.features.router_stream import RouterStop
 from moemerge.lockstep.inputs import settings_data
 from moemerge.lockstep.models import PairedRouter
 from moemerge.lockstep.output import Output
-from moemerge.lockstep.streams import Stops, open_lockstep
-from moemerge.lockstep.walk import Visitor, walk
+from moemerge.lockstep.streams import Stops, Visitor, open_lockstep, walk
 from moemerge.report.files import REPORT_NAME
 from moemerge.report.words import display_names
 from moemerge.routing.measure import FigureSums, RouterView, compare

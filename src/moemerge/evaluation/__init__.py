@@ -7,9 +7,3 @@ scoring      answers judged under a protocol
 resampling   intervals and p values by drawing problems again
 report       means with their errors, and every pair of models compared
 """
-
-from moemerge.evaluation.job import EvaluationRequest
-from moemerge.evaluation.report import EvaluationReport
-from moemerge.evaluation.run import run_evaluation
-
-__all__ = ["EvaluationReport", "EvaluationRequest", "run_evaluation"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moemerge.config.generation import GenerationSettings
 from moemerge.errors import DataError
 from moemerge.evaluation.folder import Asked, CompletionIndex
 from moemerge.evaluation.job import EvaluationJob, Model, PosedTask, generation_settings
@@ -14,6 +13,7 @@ from moemerge.generation.engines import drawn_by, engine_maker, made_by
 from moemerge.generation.journal import CompletionJournal, prompt_key
 from moemerge.generation.prompts import open_tokenizer, tokenized
 from moemerge.generation.run import complete
+from moemerge.generation.settings import GenerationSettings
 from moemerge.report.words import display_names
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.templates import has_template

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from moemerge.config.generation import GenerationSettings
-from moemerge.config.translate import parse_settings
+from moemerge.config.faults import parse_settings
 from moemerge.errors import DataError, UsageError
 from moemerge.evaluation.catalogue import SUFFIXES
 from moemerge.evaluation.folder import CompletionIndex
@@ -23,6 +22,7 @@ from moemerge.generation.engines import engine_maker, made_by
 from moemerge.generation.journal import CompletionJournal
 from moemerge.generation.prompts import open_tokenizer
 from moemerge.generation.run import complete
+from moemerge.generation.settings import GenerationSettings
 from moemerge.generation.transformers_engine import Likelihood, TransformersEngine
 from moemerge.runtime.progress import Progress
 from moemerge.text.templates import has_template

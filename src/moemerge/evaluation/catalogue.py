@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from moemerge.config.evaluation import TaskSettings, load_task
 from moemerge.errors import UsageError
+from moemerge.evaluation.settings import TaskSettings, load_task
 from moemerge.registry import did_you_mean
 
 SUFFIXES: Final = (".yml", ".yaml")

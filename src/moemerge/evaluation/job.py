@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from moemerge.config.evaluation import EvaluationOutputSettings, EvaluationSettings
-from moemerge.config.generation import GenerationSettings
+from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelRef
-from moemerge.config.translate import parse_settings
 from moemerge.errors import DataError, UsageError
 from moemerge.evaluation.catalogue import BenchmarkTask, find_task
+from moemerge.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
 from moemerge.generation.prompts import PromptRow, located, read_prompts
+from moemerge.generation.settings import GenerationSettings
 from moemerge.registry import did_you_mean
 from moemerge.report.words import display_names
 from moemerge.text.rows import TextSource, read_rows

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moemerge.config.evaluation import EvaluationSettings
 from moemerge.evaluation.answers import (
     Answers,
     AskedModel,
@@ -23,6 +22,7 @@ from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation
 from moemerge.evaluation.page import check_cards, page_document, write_cards
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
 from moemerge.evaluation.scoring import ScoredTask, judge, opened_verifiers
+from moemerge.evaluation.settings import EvaluationSettings
 from moemerge.report.files import report_bytes, report_document
 from moemerge.report.page import check_page_path
 from moemerge.report.scores import write_scores_page

@@ -15,11 +15,12 @@ from typing import Any
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import hub_ids, is_here, is_local
 from moemerge.checkpoint.tensors import format_size, parse_size
-from moemerge.config.data import DataRecipe
+from moemerge.data.settings import DataRecipe
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.evaluation.catalogue import BenchmarkTask
 from moemerge.evaluation.job import generation_settings
 from moemerge.experiments.plan import StudyPlan
+from moemerge.experiments.settings import BY_VERB
 from moemerge.experiments.tree import StudyCell, StudyNode
 from moemerge.runtime.devices import free_disk
 from moemerge.runtime.progress import counted
@@ -31,8 +32,7 @@ KINDS = {
     "text": "text",
     "merge": "merged",
     "routers": "routers exchanged",
-    "calibrate": "calibrated",
-    "refit": "refitted",
+    **{verb: repair.card_done.lower() for verb, repair in BY_VERB.items()},
 }
 
 

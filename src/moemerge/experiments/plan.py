@@ -8,28 +8,28 @@ from typing import Any
 
 from moemerge.api.listing import method_schemas, wrapper_schemas
 from moemerge.checkpoint.locate import is_local
-from moemerge.config.calibration import CalibrationBlock
-from moemerge.config.data import DataRecipe, files_of
 from moemerge.config.dump import plain_settings
 from moemerge.config.faults import Fault
 from moemerge.config.load import check_document
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import BasePolicy
-from moemerge.config.refit import RefitBlock
-from moemerge.config.study import (
+from moemerge.config.repairs import RepairBlock
+from moemerge.config.schema import REPAIRS
+from moemerge.data.settings import DataRecipe, files_of
+from moemerge.evaluation.catalogue import BenchmarkTask, find_task
+from moemerge.experiments.settings import (
     AVERAGE,
     BASE,
+    BY_VERB,
     RepairEntry,
     StudyConfig,
     TableEntry,
     TuneBlock,
     TunedSource,
 )
-from moemerge.config.study_load import SOURCES, LoadedStudy
-from moemerge.evaluation.catalogue import BenchmarkTask, find_task
+from moemerge.experiments.study_file import SOURCES, LoadedStudy
 from moemerge.experiments.tables import AS_MERGED, REFERENCE, Row, TableForm
 from moemerge.experiments.tree import (
-    Kind,
     StudyCell,
     StudyNode,
     at_seed,
@@ -210,9 +210,10 @@ class _Planner:
         return StudyNode.of("merge", name, data, tuple(parents))
 
     def merge_faults(self, name: str, raw: Mapping[str, Any]) -> Iterator[Fault]:
-        for key in ("calibration", "refit"):
-            if key in raw:
-                yield Fault(("merges", name, key), "repairs of merges stand under `repairs`")
+        for repair in REPAIRS:
+            if repair.key in raw:
+                place = ("merges", name, repair.key)
+                yield Fault(place, "repairs of merges belong under `repairs`")
         known = [*self.config.sources, *([BASE] if self.config.base is not None else [])]
         for model in _used(raw):
             if model not in known:
@@ -252,20 +253,20 @@ class _Planner:
             return StudyNode.of("routers", name, {}, (start, donor))
         if entry.tune is not None:
             return self.tuned(merge, name, entry, start)
-        block = entry.calibrate or entry.refit
+        block = entry.block
         assert block is not None
+        settings = block.narrowed(BY_VERB[entry.kind].settings)
         sources = self.repair_sources(merge, entry, block)
         data = self.repair_data(entry, block)
         texts = self.texts(data, list(sources))
         spec = {
-            "settings": plain_settings(block.settings, given=True),
+            "settings": plain_settings(settings, given=True),
             "weights": block.weights or {},
             "sources": list(texts),
             "share": entry.share,
         }
         models = tuple(sources[source] for source in texts)
-        kind: Kind = "calibrate" if entry.calibrate is not None else "refit"
-        return StudyNode.of(kind, name, spec, (start, *models, *texts.values()))
+        return StudyNode.of(entry.kind, name, spec, (start, *models, *texts.values()))
 
     def tuned(self, merge: str, name: str, entry: RepairEntry, start: StudyNode) -> StudyNode:
         """Tuned after the merge: on rows of its own, or on the text of all that was merged."""
@@ -278,7 +279,7 @@ class _Planner:
         return StudyNode.of("tune", name, _tuning(entry.tune, entry.share), (start, *rows))
 
     def repair_sources(
-        self, merge: str, entry: RepairEntry, block: CalibrationBlock | RefitBlock
+        self, merge: str, entry: RepairEntry, block: RepairBlock
     ) -> dict[str, StudyNode]:
         """Those named, or the merged ones; the base where it has text."""
         if isinstance(block.sources, dict):
@@ -290,9 +291,7 @@ class _Planner:
             merged[BASE] = self.models[BASE]
         return merged
 
-    def repair_data(
-        self, entry: RepairEntry, block: CalibrationBlock | RefitBlock
-    ) -> Mapping[str, Any]:
+    def repair_data(self, entry: RepairEntry, block: RepairBlock) -> Mapping[str, Any]:
         if block.data is not None:
             return block.data
         return self.config.texts[entry.text] if entry.text else self.config.data or {}

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from moemerge.config.evaluation import EvaluationSettings
 from moemerge.evaluation.report import PairedDifference, TaskScores, compare
+from moemerge.evaluation.settings import EvaluationSettings
 from moemerge.evaluation.significance import Mean, mean
 from moemerge.experiments.tables import TableForm
 

@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
+from moemerge.config.faults import parse_settings
 from moemerge.config.settings import with_keywords
-from moemerge.config.study import StudyKeywords, StudySettings
-from moemerge.config.study_load import load_study
-from moemerge.config.translate import parse_settings
 from moemerge.errors import CheckpointError
 from moemerge.experiments.cells import Failure, SetCells, run_cells
 from moemerge.experiments.estimate import StudyEstimate, estimate, largest_model
@@ -19,7 +17,9 @@ from moemerge.experiments.journal import CellJournal
 from moemerge.experiments.plan import StudyPlan, plan_study
 from moemerge.experiments.plots import require_matplotlib
 from moemerge.experiments.report import write_report
+from moemerge.experiments.settings import StudyKeywords, StudySettings
 from moemerge.experiments.study_bench import StudyBench
+from moemerge.experiments.study_file import load_study
 from moemerge.experiments.summary import Summary, summarise
 from moemerge.experiments.tables import Measurement, Repeat
 from moemerge.experiments.tree import StudyCell, StudySet, at_seed

@@ -12,17 +12,15 @@ from typing import Any
 
 from moemerge import api
 from moemerge.checkpoint.locate import locate_data
-from moemerge.config.calibration import CalibrationSettings
-from moemerge.config.data import DataRecipe
-from moemerge.config.refit import RefitSettings
-from moemerge.config.study import DiagnoseBlock, EvaluateBlock
-from moemerge.config.translate import parse_settings
-from moemerge.config.tuning import TuningSettings
+from moemerge.config.faults import parse_settings
+from moemerge.data.settings import DataRecipe
 from moemerge.evaluation.folder import file_name
 from moemerge.experiments.problems import packed
+from moemerge.experiments.settings import BY_VERB, DiagnoseBlock, EvaluateBlock
 from moemerge.experiments.tree import StudyCell, StudyNode
 from moemerge.runtime.journals import journal_path, saved_path
 from moemerge.text.rows import stream_rows
+from moemerge.tuning.settings import TuningSettings
 
 AUTO = "auto"
 
@@ -77,9 +75,8 @@ class StudyBench:
             "text": self._write,
             "merge": self._merge,
             "routers": self._swap,
-            "calibrate": self._calibrate,
-            "refit": self._refit,
             "tune": self._tune,
+            **dict.fromkeys(BY_VERB, self._repair),
         }
         makers[node.kind](node, out)
 
@@ -102,17 +99,6 @@ class StudyBench:
         model, donor = map(self.path, node.parents)
         api.swap_routers(model, donor, out, link=not self.keep_models)
 
-    def _calibrate(self, node: StudyNode, out: Path) -> None:
-        settings = CalibrationSettings.model_validate(node.values["settings"])
-        # The study measures on its own, and all of its models.
-        update = {"measure": False, **self._device(settings), **self._limit(node)}
-        api.calibrate(settings=settings.model_copy(update=update), **self._repair(node, out))
-
-    def _refit(self, node: StudyNode, out: Path) -> None:
-        settings = RefitSettings.model_validate(node.values["settings"])
-        update = {"measure": False, **self._device(settings), **self._limit(node)}
-        api.refit(settings=settings.model_copy(update=update), **self._repair(node, out))
-
     def _tune(self, node: StudyNode, out: Path) -> None:
         model, *texts = node.parents
         settings = parse_settings(TuningSettings, node.values["settings"], f"study, {node.name}")
@@ -128,18 +114,22 @@ class StudyBench:
             resume=saved_path(out).exists(),
         )
 
-    def _repair(self, node: StudyNode, out: Path) -> dict[str, Any]:
+    def _repair(self, node: StudyNode, out: Path) -> None:
         merged, *others = node.parents
         names = node.values["sources"]
         models, texts = others[: len(names)], others[len(names) :]
-        return {
-            "merged": self.path(merged),
-            "out": out,
-            "sources": {n: self.path(model) for n, model in zip(names, models, strict=True)},
-            "data": {n: self._files(text) for n, text in zip(names, texts, strict=True)},
-            "weights": node.values["weights"],
-            "resume": journal_path(out).exists(),
-        }
+        settings = BY_VERB[node.kind].settings.model_validate(node.values["settings"])
+        # The study itself measures all of its models.
+        update = {"measure": False, **self._device(settings), **self._limit(node)}
+        getattr(api, node.kind)(
+            self.path(merged),
+            out,
+            sources={n: self.path(model) for n, model in zip(names, models, strict=True)},
+            data={n: self._files(text) for n, text in zip(names, texts, strict=True)},
+            weights=node.values["weights"],
+            settings=settings.model_copy(update=update),
+            resume=journal_path(out).exists(),
+        )
 
     def _limit(self, node: StudyNode) -> dict[str, int]:
         """Rows of each domain, where a repair uses a share of them: of the smallest one."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from moemerge.config.study import AS_MERGED as AS_MERGED
+from moemerge.experiments.settings import AS_MERGED as AS_MERGED
 
 # The first group of many tables, and rows that figures and sentences know.
 REFERENCE = "reference"

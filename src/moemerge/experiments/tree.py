@@ -13,33 +13,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import hub_ids, is_local
-from moemerge.config.data import DataRecipe
 from moemerge.config.dump import plain_settings
 from moemerge.config.models import ModelRef
-from moemerge.config.study import StudyConfig
+from moemerge.data.settings import DataRecipe
 from moemerge.errors import MoeMergeError
 from moemerge.evaluation.catalogue import BenchmarkTask
+from moemerge.experiments.settings import StudyConfig
 from moemerge.runtime.files import file_digest
 
-Kind = Literal["given", "files", "text", "merge", "routers", "calibrate", "refit", "tune"]
-MODELS: tuple[Kind, ...] = ("given", "merge", "routers", "calibrate", "refit", "tune")
+TEXTS = ("files", "text")
 
 
 @dataclass(frozen=True)
 class StudyNode:
     """A model or text. `spec` is JSON: what its maker is told."""
 
-    kind: Kind
+    kind: str  # given, files, text, merge, or a kind of `RepairEntry`
     spec: str
     parents: tuple[StudyNode, ...] = ()
     name: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, kind: Kind, name: str, spec: Any, parents: tuple[StudyNode, ...] = ()) -> StudyNode:
+    def of(cls, kind: str, name: str, spec: Any, parents: tuple[StudyNode, ...] = ()) -> StudyNode:
         return cls(kind, json.dumps(spec, sort_keys=True, ensure_ascii=False), parents, name)
 
     @property
@@ -54,7 +53,7 @@ class StudyNode:
 
     @property
     def is_model(self) -> bool:
-        return self.kind in MODELS
+        return self.kind not in TEXTS
 
     @cached_property
     def digest(self) -> str:

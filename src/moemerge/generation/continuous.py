@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from moemerge.config.generation import GenerationSettings
 from moemerge.generation.drawing import draw, signed, uniform
 from moemerge.generation.engine import Finish, Wanted
+from moemerge.generation.settings import GenerationSettings
 from moemerge.generation.slots import SlotCache, layers_of
 from moemerge.runtime.gpu import Repeated
 

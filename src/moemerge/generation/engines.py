@@ -9,11 +9,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.checkpoint import Checkpoint
-from moemerge.config.generation import GenerationSettings
 from moemerge.config.models import ModelRef
 from moemerge.errors import UsageError
 from moemerge.generation.engine import Engine
 from moemerge.generation.server import ServerEngine, check_urls
+from moemerge.generation.settings import GenerationSettings
 from moemerge.generation.transformers_engine import TransformersEngine
 from moemerge.generation.vllm_engine import VllmEngine, check_installed
 from moemerge.runtime.progress import Progress

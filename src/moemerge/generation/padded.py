@@ -21,10 +21,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from moemerge.config.generation import GenerationSettings
 from moemerge.generation.continuous import STOPS_EVERY, Finished
 from moemerge.generation.drawing import draw, signed, uniform
 from moemerge.generation.engine import Finish, Wanted
+from moemerge.generation.settings import GenerationSettings
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import locate_data
-from moemerge.config.generation import PromptSettings
 from moemerge.config.models import ModelRef
 from moemerge.errors import DataError
+from moemerge.generation.settings import PromptSettings
 from moemerge.registry import did_you_mean
 from moemerge.text.rows import TextRow, TextSource, Turn, row_fields, said, turns_of
 from moemerge.text.tokens import Tokenizer, load_tokenizer, prompt_text, prompt_tokens

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moemerge.config.generation import GenerationSettings
 from moemerge.errors import MoeMergeError, ResourceError
 from moemerge.generation.engine import Completion, Engine, Finish, Wanted
 from moemerge.generation.journal import CompletionJournal
+from moemerge.generation.settings import GenerationSettings
 from moemerge.runtime.progress import Progress, counted
 from moemerge.verification.judgement import Judgement
 

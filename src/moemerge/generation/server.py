@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
-from moemerge.config.generation import GenerationSettings
 from moemerge.errors import ResourceError, UsageError
 from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
+from moemerge.generation.settings import GenerationSettings
 from moemerge.runtime.process import start_thread
 from moemerge.runtime.progress import Progress
 

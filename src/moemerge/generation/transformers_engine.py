@@ -10,7 +10,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from moemerge.checkpoint import Checkpoint, format_size
-from moemerge.config.generation import GenerationSettings
 from moemerge.config.models import ModelRef
 from moemerge.errors import ResourceError
 from moemerge.features.loading import build_skeleton
@@ -19,6 +18,7 @@ from moemerge.features.weights import Weights
 from moemerge.generation.continuous import PROMPTS, ContinuousBatch, prefill, why_not
 from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
 from moemerge.generation.padded import PaddedBatches
+from moemerge.generation.settings import GenerationSettings
 from moemerge.generation.slots import bytes_per_token
 from moemerge.runtime.devices import available_memory, resolve_device
 from moemerge.runtime.dtypes import parse_dtype

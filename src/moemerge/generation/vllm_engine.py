@@ -12,10 +12,10 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.checkpoint import Checkpoint
-from moemerge.config.generation import GenerationSettings
 from moemerge.config.models import ModelRef
 from moemerge.errors import UsageError
 from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
+from moemerge.generation.settings import GenerationSettings
 
 AT_A_TIME: Final = 2048  # completions between two that are written down
 LARGEST_SEED: Final = 2**31 - 1

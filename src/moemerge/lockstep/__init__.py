@@ -1,1 +1,1 @@
-"""Several models side by side: opened, their routers paired, streamed over the same tokens."""
+"""Several models in step on the same tokens, and the skeleton that repairs share."""

@@ -1,4 +1,4 @@
-"""What models and texts that are run side by side must have in common, checked beforehand."""
+"""Checks of models and texts that are streamed in step, before any work."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from moemerge.text.tokens import load_tokenizer
 
 
 def settings_data(settings: Any) -> dict[str, Any]:
-    """A job's settings as plain data."""
+    """Return a job's settings as plain data."""
     values = {name: getattr(settings, name) for name in type(settings).model_fields}
     return {n: str(v) if isinstance(v, LayerSelection) else v for n, v in values.items()}
 
 
 def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> None:
-    """A source and its text are paired by name; each needs the other."""
+    """Check that every source has text under its name, and every text a source."""
     if not sources:
         raise UsageError(
             "no source given", hint="name each model that was merged: `sources={NAME: MODEL}`"
@@ -54,11 +54,11 @@ def check_names(sources: Mapping[str, object], data: Mapping[str, object]) -> No
 
 
 def source_weights(given: Mapping[str, float], sources: Collection[str]) -> dict[str, float]:
-    """How much each source counts, by name: 1 where nothing is given, scaled to a mean of 1."""
+    """Return how much each source counts: 1 by default, scaled to a mean of 1."""
     for name, weight in given.items():
         if name not in sources:
             raise UsageError(
-                f"a weight for {name!r}, which is no source{did_you_mean(name, sources)}",
+                f"a weight for {name!r}, which is not a source{did_you_mean(name, sources)}",
                 hint=f"sources: {', '.join(sources)}",
             )
         if not 0.0 < weight < math.inf:
@@ -87,7 +87,7 @@ def read_text(
     data: Mapping[str, Sequence[TextSource]],
     settings: JobSettings,
 ) -> JobText:
-    """Each source's text through the model's tokenizer."""
+    """Tokenize the text of each source with the model's tokenizer."""
     begin = time.perf_counter()
     tokenizer = load_tokenizer(model.checkpoint.tokenizer_folder)
     # In the sources' order, so that the order of --data does not matter.
@@ -97,7 +97,10 @@ def read_text(
 
 
 def require_streamable(model: OpenModel, other: OpenModel, *, what: str, hint: str) -> None:
-    """The two can be run layer beside layer. `what` names the other; `hint` is for its depth."""
+    """Check that two models can be streamed in step.
+
+    `what` describes the other one; `hint` is the advice if their depths differ.
+    """
     if other.architecture.num_layers != model.architecture.num_layers:
         raise ArchitectureError(
             f"{what} ({other.label}) has {other.architecture.num_layers} layers, "
@@ -115,11 +118,11 @@ def require_streamable(model: OpenModel, other: OpenModel, *, what: str, hint: s
 def check_same_tokens(
     domains: Sequence[Domain], tokenizer: Any, other: OpenModel, *, what: str, hint: str
 ) -> list[str]:
-    """The other model must read the texts under the same numbers. Gives notices."""
+    """Check that the other model has the same token ids for the text. Return warnings."""
     try:
         theirs: Any = load_tokenizer(other.checkpoint.tokenizer_folder)
     except TokenizerError:
-        return [f"{what} has no tokenizer; it is taken to have the merged model's"]
+        return [f"{what} has no tokenizer; the merged model's is assumed"]
     rows = [row for domain in domains for row in (*domain.rows, *domain.holdout)]
     used = torch.unique(torch.cat(rows)).tolist()
     ours_tokens = tokenizer.convert_ids_to_tokens(used)
@@ -128,7 +131,7 @@ def check_same_tokens(
         if ours != other_token:
             raise TokenizerError(
                 f"token {number} is {ours!r} in the merged model and {other_token!r} in {what}: "
-                "they do not read the same text under the same numbers",
+                "their tokenizers assign different ids to the same text",
                 hint=hint,
             )
     return []
@@ -142,7 +145,7 @@ def base_notices(
     sources: Mapping[str, OpenModel],
     given: Mapping[str, str | Path | ModelRef],
 ) -> list[str]:
-    """One sentence where no source is the base: what that may cost, and what to do."""
+    """Return a warning if no source is the base: what may be lost, and the remedy."""
     base = _base_of(merged.checkpoint.path)
     if BASE in sources or (base is not None and base in map(str, given.values())):
         return []
@@ -155,7 +158,7 @@ def base_notices(
 
 
 def _base_of(folder: Path) -> str | None:
-    """The base that a merge of ours was made with, as its config names it."""
+    """Return the base model in the config of a moemerge folder."""
     path = folder / CONFIG_NAME
     try:
         data = read_yaml(read_utf8(path), str(path)).data

@@ -1,10 +1,10 @@
-"""The models of a comparison: opened, checked, and their routers paired by what they are."""
+"""The routers of several models: checked, paired by their place in the model, and read."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES
-from moemerge.checkpoint import Checkpoint
+from moemerge.checkpoint.overlay import OverlaidCheckpoint
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelRef
@@ -24,39 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class OverlaidCheckpoint(Checkpoint):
-    """A checkpoint, some tensors of which come from elsewhere: another one, or memory.
-
-    It shares the files of its base, and so has nothing of its own to close.
-    """
-
-    def __init__(self, base: Checkpoint, overlay: Mapping[str, Callable[[], Tensor]]) -> None:
-        self.path = base.path
-        self.label = base.label
-        self.config = base.config
-        self.files, self._file_of = base.files, base._file_of
-        self.tensors, self.quantisation = base.tensors, base.quantisation
-        self._base = base
-        self._overlay = overlay
-
-    def read(
-        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        if name not in self._overlay:
-            return self._base.read(name, rows, out)
-        info = self.tensors[name]
-        block = self._overlay[name]().to(info.dtype.torch).reshape(info.shape)
-        if rows is not None:
-            block = block[rows[0] : rows[1]]
-        return block.clone() if out is None else out.copy_(block)
-
-    def close(self) -> None: ...
-
-
 def routing_tensors(model: OpenModel, layers: Collection[int] | None = None) -> dict[str, str]:
-    """Key -> name on disk of all that decides routing: matrices, biases, scales, tables.
+    """Return key -> name on disk of every tensor that decides routing.
 
-    Layers that a model never runs (multi-token prediction) are left out.
+    These are matrices, biases, scales and tables. Layers that the model never runs (multi-token
+    prediction) are left out.
     """
     names = {}
     for name in model.checkpoint.tensors:
@@ -73,7 +45,7 @@ def routing_tensors(model: OpenModel, layers: Collection[int] | None = None) -> 
 def pair_routing(
     model: OpenModel, donor: OpenModel, layers: Collection[int] | None = None
 ) -> dict[str, str]:
-    """Name in `model` -> name in `donor` of every tensor of the routers; all must fit."""
+    """Return name in `model` -> name in `donor` of every routing tensor; all must match."""
     ours, theirs = routing_tensors(model, layers), routing_tensors(donor, layers)
     for has, lacks, keys in (
         (model, donor, ours.keys() - theirs.keys()),
@@ -98,7 +70,7 @@ def pair_routing(
 
 
 def with_routers_of(model: OpenModel, donor: OpenModel) -> OpenModel:
-    """`model` as it would be with the routers of `donor`; nothing is written."""
+    """Return `model` with the routers of `donor`; nothing is written."""
     names = pair_routing(model, donor)
     overlay = {name: partial(donor.checkpoint.read, other) for name, other in names.items()}
     checkpoint = OverlaidCheckpoint(model.checkpoint, overlay)
@@ -119,7 +91,7 @@ class PairedRouter:
 
 @dataclass(frozen=True)
 class SkippedRouter:
-    """A router that is left as it was merged, and why."""
+    """A router that keeps its merged weights, and why."""
 
     layer: int
     router: str
@@ -128,7 +100,7 @@ class SkippedRouter:
 
 @dataclass(frozen=True)
 class ChosenRouters:
-    """The routers of a job, with their counterparts, and those it leaves alone."""
+    """The routers of a job with their counterparts, and the routers that it skips."""
 
     layers: tuple[int, ...]
     pairs: tuple[PairedRouter, ...]
@@ -142,18 +114,18 @@ class ChosenRouters:
         selection: LayerSelection,
         verb: str = "calibrate",
     ) -> ChosenRouters:
-        """Those in the layers meant; `verb` is what is to be done with them."""
+        """Return the routers in the selected layers; `verb` describes the job in errors."""
         layers = chosen_layers(merged, selection, verb)
         return cls(layers, pair_routers(merged, others, layers), skipped_routers(merged, layers))
 
 
-# Of a router: products with features, and their squares, would leave float32.
+# Largest weight of a router: with larger ones, squared logits would overflow float32.
 LARGEST_WEIGHT = 1e15
 
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """One router as it is stored. Only its leading `rows` are logits of experts."""
+    """The stored tensors of one router. Only its leading `rows` are logits of experts."""
 
     weight: Tensor  # (all rows, d)
     bias: Tensor | None  # (all rows,), added to the logits
@@ -162,14 +134,26 @@ class RouterWeights:
 
     @property
     def matrix(self) -> Tensor:
-        """What is solved for: (rows, d), or (rows, d + 1) with the bias; float64."""
+        """The unknowns of a solve: (rows, d), or (rows, d + 1) with the bias; float64."""
         return joined(
             self.weight[: self.rows], None if self.bias is None else self.bias[: self.rows]
         )
 
+    def updated(
+        self, model: OpenModel, router: RouterInfo, weight: Tensor, bias: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Return the tensors to store; rows that are not logits of experts keep their values."""
+        tensors = {router.weight: self.weight.clone()}
+        tensors[router.weight][: self.rows] = weight
+        if router.bias is not None and self.bias is not None and bias is not None:
+            flat = self.bias.clone()
+            flat[: self.rows] = bias
+            tensors[router.bias] = flat.reshape(model.checkpoint.tensors[router.bias].shape)
+        return tensors
+
 
 def joined(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[W b] in float64."""
+    """Return [W b] in float64."""
     if bias is None:
         return weight.double()
     return torch.cat([weight.double(), bias.double().reshape(-1, 1)], dim=1)
@@ -214,9 +198,9 @@ def require_same_family(
 def check_sources(
     sources: Mapping[str, ModelRef], selection: LayerSelection, *, routers: bool
 ) -> None:
-    """Refuse the sources of a merge that is still to be made, and layers that they have not.
+    """Check the sources and layers of a repair before its merge exists.
 
-    Unless `routers` are what is solved for, models may have none.
+    Without `routers`, models may have none.
     """
     opened = [open_model(name, ref) for name, ref in sources.items()]
     for model in opened:
@@ -231,7 +215,7 @@ def check_sources(
 def pair_routers(
     merged: OpenModel, sources: Sequence[OpenModel], layers: Collection[int]
 ) -> tuple[PairedRouter, ...]:
-    """Every router in `layers` that can be calibrated, with its counterparts in the sources."""
+    """Return every router in `layers` that can be calibrated, with its counterparts."""
     by_key = {
         source.name: {source.architecture.key(p.weight): p for p in source.architecture.routers()}
         for source in sources
@@ -286,7 +270,7 @@ def _require_same_shape(
 
 
 def gate_notices(merged: OpenModel, sources: Sequence[OpenModel], pair: PairedRouter) -> list[str]:
-    """What a user should know of gates: approximations, and sources that route otherwise."""
+    """Return warnings about approximated gates, and about sources with another gate."""
     gate = pair.info.gate
     notices = []
     if gate is not None and gate.approximate:
@@ -295,7 +279,7 @@ def gate_notices(merged: OpenModel, sources: Sequence[OpenModel], pair: PairedRo
         theirs = pair.sources[source.name].gate
         if theirs != gate:
             notices.append(
-                f"source {source.name!r} routes otherwise by its config ({theirs}) than the merged "
+                f"source {source.name!r} has another gate in its config ({theirs}) than the merged "
                 f"model ({gate}); its routing is measured with the merged model's gate"
             )
     return notices
@@ -307,9 +291,9 @@ def gate_notices(merged: OpenModel, sources: Sequence[OpenModel], pair: PairedRo
 def chosen_layers(
     merged: OpenModel, selection: LayerSelection, verb: str = "calibrate"
 ) -> tuple[int, ...]:
-    """The decoder layers meant. Numbers are decoder layers; `last:4` counts layers with experts.
+    """Return the selected decoder layers. `last:4` counts layers with experts.
 
-    `verb` is what is to be done with their routers.
+    `verb` describes the job in errors.
     """
     routers = merged.architecture.routers()
     with_routers = sorted({router.layer for router in routers if router.served})
@@ -325,7 +309,7 @@ def chosen_layers(
 def layers_among(
     with_routers: Sequence[int], count: int, selection: LayerSelection, verb: str
 ) -> tuple[int, ...]:
-    """Those of the layers `with_routers` (ascending, of `count` decoder layers) that are meant."""
+    """Return the selected ones of the layers `with_routers` (of `count` decoder layers)."""
     if str(selection).startswith("last:"):
         return tuple(with_routers[at] for at in selection.resolve(len(with_routers)))
     numbers = selection.resolve(count)
@@ -339,7 +323,7 @@ def layers_among(
 
 
 def skipped_routers(merged: OpenModel, layers: Collection[int]) -> tuple[SkippedRouter, ...]:
-    """Routers that stay as merged: not chosen, or not to be solved for."""
+    """Return the routers that keep their merged weights: not selected, or not solvable."""
     skipped = []
     for router in merged.architecture.routers():
         reason = router.reason if not router.served else None
@@ -354,11 +338,11 @@ def skipped_routers(merged: OpenModel, layers: Collection[int]) -> tuple[Skipped
 
 
 class StoredRouters:
-    """The routers of one model, each read from disk once, refused where they are not finite."""
+    """The routers of one model, each read from disk once; non-finite values are refused."""
 
     def __init__(self, model: OpenModel, routers: Sequence[RouterInfo]) -> None:
         self._model = model
-        self._tensors: dict[str, Tensor] = {}  # as they lie on disk
+        self._tensors: dict[str, Tensor] = {}  # as stored on disk
         digest = hashlib.sha256()
         for router in routers:
             for name in (router.weight, router.bias, router.selection_bias):
@@ -389,7 +373,7 @@ class StoredRouters:
 
     @property
     def model(self) -> OpenModel:
-        """The model, which takes these tensors from memory from now on."""
+        """The model, which reads these tensors from memory."""
         overlay = {name: partial(self._tensors.__getitem__, name) for name in self._tensors}
         checkpoint = OverlaidCheckpoint(self._model.checkpoint, overlay)
         return replace(self._model, checkpoint=checkpoint)

@@ -1,4 +1,4 @@
-"""Where finished work goes: into a journal as it comes, at the end into OUT."""
+"""The output of a repair: a journal of finished entries, and OUT at the end."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from moemerge.lockstep.journal import Entry, Journal
 from moemerge.runtime import ranks
 from moemerge.runtime.process import thread_pool
 
-# Report, card and config next to the weights.
+# Space for report, card and config next to the weights.
 COMPANION_BYTES = 16 * 2**20
 
 
 class RefusedResultError(NumericalError):
-    """A result that only the settings refuse: with others, what is finished is of use."""
+    """A result that only the settings refuse: finished entries stay useful with others."""
 
 
-# After these a second attempt would end the same: what is finished is of no use.
-HOPELESS = (ArchitectureError, DataError, NumericalError, UsageError)
+# After these errors a second attempt would fail again, so the journal is removed.
+PERMANENT = (ArchitectureError, DataError, NumericalError, UsageError)
 
 
 class Output:
-    """What is told of finished entries, in memory alone: nothing is written, not even a journal, so
-    their tensors are of no more use."""
+    """Finished entries in memory. It writes nothing, so it drops their tensors."""
 
     def __init__(self) -> None:
         self.entries: Sequence[Entry] = []
@@ -44,15 +43,18 @@ class Output:
 
     @property
     def copied(self) -> tuple[float, int]:
-        """Seconds and bytes of the copy of what stays as it was."""
+        """Seconds and bytes of copying the unchanged tensors."""
         return 0.0, 0
 
     def begin(self, key: Mapping[str, Any], names: Collection[str], *, resume: bool) -> None:
-        """The work begins: `key` is all that its result depends on, as plain data, and `names` are
-        the stored tensors that will change."""
+        """Begin the work.
+
+        `key` is everything that the result depends on, as plain data. `names` are the stored
+        tensors that will change.
+        """
 
     def finished(self, name: str) -> Entry | None:
-        """The next entry, where a killed run had finished it; it must be of `name`."""
+        """Return the next entry if a killed run had finished it; it must be named `name`."""
         number = self._number
         self._number += 1
         if number >= self.resumed:
@@ -61,7 +63,7 @@ class Output:
         if entry.name != name:
             raise CheckpointError(
                 f"{self.where}: entry {number} is of {entry.name}, but the model runs {name} there",
-                hint="the journal is damaged; start anew without `resume`",
+                hint="the journal is damaged; start again without `resume`",
             )
         return entry
 
@@ -73,15 +75,14 @@ class Output:
         self.entries = [*self.entries, replace(entry, tensors={})]
 
     def check(self) -> None:
-        """Raise what has gone wrong in the background, if anything has."""
+        """Raise an error of the background work, if there was one."""
 
     def write(self) -> dict[str, Any]:
-        """All entries are there: put their tensors into OUT. Gives the error of rounding of those
-        that are stored quantised, by format."""
+        """Write the tensors of all entries to OUT; return their quantisation errors, by format."""
         return {}
 
     def finish(self, files: Mapping[str, bytes]) -> None:
-        """All tensors are written; `files` are put next to the weights."""
+        """Add `files` next to the weights, after all tensors were written."""
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +91,7 @@ class Output:
 
 
 class FollowingOutput(Output):
-    """In all ranks but the first, which writes: its finished entries, and nothing written."""
+    """The output in ranks other than 0, which writes: it has the finished entries of rank 0."""
 
     def begin(self, key: Mapping[str, Any], names: Collection[str], *, resume: bool) -> None:
         nothing: tuple[list[Entry], str | None] = [], None
@@ -101,10 +102,10 @@ class FollowingOutput(Output):
 
 
 class PatchedOutput(Output):
-    """OUT as a copy of a model in which tensors are replaced: whole, or not at all.
+    """OUT as a copy of a model with some tensors replaced. It appears complete or not at all.
 
-    What stays is copied in the background from `begin` on. A run that is killed or interrupted
-    leaves a journal of its entries next to OUT.
+    Unchanged tensors are copied in the background from `begin` on. A run that is killed or
+    interrupted leaves a journal of its entries next to OUT.
     """
 
     def __init__(
@@ -118,15 +119,15 @@ class PatchedOutput(Output):
         in_background: bool = False,
         quantised: Quantised = "keep",
     ) -> None:
-        """Refuses an output that must not be written, or for which there is no room.
+        """Refuse an output that must not be written, or does not fit on the disk.
 
-        `others` are further models that the result depends on: OUT must not touch them, and they
-        must not change. `link` takes hard links for unchanged shards.
+        `others` are further models that the result depends on: OUT must not overwrite them, and
+        they must not change. `link` makes hard links for unchanged shards.
         """
         super().__init__()
         self._out = out
         self._journal: Journal | None = None
-        # A GPU goes on to the next entry in the time that a disk takes to make one durable.
+        # A GPU computes the next entry while the disk makes one durable.
         self._later: ThreadPoolExecutor | None = None
         if in_background:
             self._later = thread_pool(1, "moemerge-journal")
@@ -156,11 +157,11 @@ class PatchedOutput(Output):
         self.entries = self._journal.entries
         self.resumed = len(self.entries)
         if ranks.count() > 1:
-            self._tell_others(self._journal)
+            self._send_to_others(self._journal)
         self._patch.begin(names)
 
-    def _tell_others(self, journal: Journal) -> None:
-        """Of finished entries; other ranks read their tensors where they see the journal."""
+    def _send_to_others(self, journal: Journal) -> None:
+        """Send the finished entries; other ranks read the tensors if they can read the journal."""
         entries = list(self.entries)
         ranks.from_lead((entries, str(journal.folder) if entries else None))
         if not ranks.all_say(True):
@@ -179,7 +180,7 @@ class PatchedOutput(Output):
         self._patch.poll()
 
     def _wait(self) -> None:
-        """Until what was added is durable."""
+        """Wait until the last entry is durable."""
         adding, self._adding = self._adding, None
         if adding is not None:
             adding.result()
@@ -208,7 +209,7 @@ class PatchedOutput(Output):
             self._later.shutdown(wait=True)
         # The journal first: OUT's parents can be removed only once nothing is in them.
         if self._journal is not None:
-            if isinstance(error, HOPELESS) and not isinstance(error, RefusedResultError):
+            if isinstance(error, PERMANENT) and not isinstance(error, RefusedResultError):
                 self._journal.remove()
             self._journal.close()
         self._patch.abort()

@@ -1,4 +1,16 @@
-"""Several models side by side, router by router: at the same place, on the same tokens."""
+"""Several models in step on the same tokens: opened within memory, and stopped at every router.
+
+    with open_output(...) as output, open_lockstep(sides, batches, settings, ...) as lockstep:
+        output.begin(key, names, resume=resume)     # a journal, and OUT under a temporary name
+        walk(lockstep, routers, visitor, output)
+        output.finish(files)
+
+A visitor gets a router with its counterparts in the sources when all models have stopped at it. It
+returns the tensors to store and a row of the report. The leading model continues with these
+tensors, so later routers see the features of the repaired model. A job with other stops (any
+module, whole layers) uses `open_streams` and its own loop over `features.stream.ModelStream`, with
+the same `Output`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -17,13 +29,17 @@ from moemerge.errors import ArchitectureError, ResourceError
 from moemerge.features.router_stream import RouterStop, RouterStream
 from moemerge.features.settings import (
     HEADROOM,
+    NEAREST_FIRST,
     MemoryEstimate,
     StreamSettings,
     fits,
-    nearest_offload,
     needed,
 )
 from moemerge.features.spill import Offload
+from moemerge.lockstep.journal import Entry
+from moemerge.lockstep.models import PairedRouter
+from moemerge.lockstep.output import Output
+from moemerge.runtime import ranks
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Stopwatch
@@ -31,35 +47,35 @@ from moemerge.text.batches import Batch
 
 logger = logging.getLogger(__name__)
 
-# Python, torch and transformers themselves, threads' heaps, kernels that oneDNN keeps: measured.
+# Memory of Python, torch and transformers, of thread heaps and cached oneDNN kernels (measured).
 PROCESS_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
 class Side:
-    """One model as it is run: over everything, or over one domain alone."""
+    """One model that is run, on all text or on one domain only."""
 
     model: OpenModel
     domain: str | None = None
 
     @property
     def on_output(self) -> Callable[[Batch, Tensor], None] | None:
-        """Gets each batch's logits, where they are wanted."""
+        """A function that receives the logits of each batch, or None."""
         return None
 
 
 @dataclass(frozen=True)
 class Stops:
-    """All models wait at one router."""
+    """One stop: all models are paused at the same router."""
 
     lead: RouterStop
     others: Mapping[str, RouterStop]
 
 
 class Lockstep:
-    """Iterate to get the leading model's stop, and every other model's at the same router.
+    """Iterate to get the stops of all models, router by router.
 
-    Another model may run over fewer batches than the leader: its own domain's alone.
+    Other models than the leading one may process fewer batches: those of their own domain.
     """
 
     def __init__(
@@ -78,7 +94,7 @@ class Lockstep:
 
     @property
     def streams(self) -> list[RouterStream]:
-        """All of them, the leader first."""
+        """All streams, the leading one first."""
         return [self.lead, *(stream for _, stream in self.others.values())]
 
     @property
@@ -103,7 +119,7 @@ class Lockstep:
                     for name, (model, stops) in others.items()
                 },
             )
-        for name, (model, stops) in others.items():  # on to their end, where output waits
+        for name, (model, stops) in others.items():  # run to the end, which emits logits
             extra = next(stops, None)
             if extra is not None:
                 raise self._apart("its end", name, model, extra.weight_name)
@@ -125,22 +141,90 @@ class Lockstep:
 
     @property
     def memory(self) -> list[MemoryEstimate]:
-        """Of each model."""
+        """The memory estimate of each model."""
         return [stream.memory for stream in self.streams]
-
-    def process_bytes(self, extra: int) -> int:
-        """What the device will hold of this process at the most."""
-        own = PROCESS_BYTES if self.lead.device.type == "cpu" else 0
-        return own + needed(self.memory, extra)[0]
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a job does with the features: bytes on the device, and words for who has too few."""
+    """Bytes that a job needs on the device besides its streams, and advice if they do not fit."""
 
     job: str  # "calibration"
     extra: int
     hints: Sequence[str]  # what would make it fit, the mildest first
+
+
+class Streams(Protocol):
+    """Models that are streamed in step."""
+
+    @property
+    def memory(self) -> Sequence[MemoryEstimate]:
+        """The estimate of each model, the leading one first."""
+
+    def close(self) -> None: ...
+
+
+M = TypeVar("M", bound=Streams)
+
+
+def open_streams(
+    build: Callable[[Offload], M],
+    need: Callable[[M], Need],
+    settings: StreamSettings,
+    settle: Callable[[], None] = lambda: None,
+) -> M:
+    """Build streams with their activations offloaded to the nearest place that is large enough.
+
+    Refuses what fits nowhere. `settle` waits for work that holds memory for a while; it is called
+    if the streams do not fit at once.
+    """
+    kinds: Sequence[Offload] = NEAREST_FIRST
+    if settings.offload != "auto":
+        kinds = (settings.offload,)
+    elif settings.device.type == "cpu":
+        kinds = [kind for kind in NEAREST_FIRST if kind != "cpu"]
+    for kind in kinds:
+        streams = build(kind)
+        try:
+            needs = need(streams)
+            if not fits(streams.memory, needs.extra):
+                settle()
+            if fits(streams.memory, needs.extra):
+                disk = sum(estimate.on_disk for estimate in streams.memory)
+                if disk:
+                    require_space(Path(tempfile.gettempdir()), disk)
+                described = streams.memory[0].describe()
+                logger.debug(
+                    "%d model(s) in step, offload %s: %s", len(streams.memory), kind, described
+                )
+                return streams
+            error = _shortage(streams.memory, needs)
+        except BaseException:
+            streams.close()
+            raise
+        streams.close()
+    raise error
+
+
+def _shortage(memory: Sequence[MemoryEstimate], need: Need) -> ResourceError:
+    """Return the error for streams that do not fit, with advice."""
+    lead = memory[0]
+    device, host = needed(memory, need.extra)
+    usable = int(available_memory(lead.device) * HEADROOM)
+    others = f" and {len(memory) - 1} others with it" if len(memory) > 1 else ""
+    hints = [] if lead.offload == "disk" else ['`offload="disk"` offloads activations to disk']
+    return ResourceError(
+        f"{need.job} needs about {format_size(device)} on {lead.device} and {format_size(host)} of "
+        f"host memory; {format_size(usable)} are usable on {lead.device}. {lead.describe()}"
+        f"{others}; {format_size(need.extra)} for the work on the features",
+        hint="; ".join([*hints, *need.hints]),
+    )
+
+
+def process_bytes(memory: Sequence[MemoryEstimate], extra: int) -> int:
+    """Return the peak memory that this process is expected to use on its device."""
+    own = PROCESS_BYTES if memory[0].device.type == "cpu" else 0
+    return own + needed(memory, extra)[0]
 
 
 def open_lockstep(
@@ -153,33 +237,13 @@ def open_lockstep(
     progress: Progress,
     settle: Callable[[], None] = lambda: None,
 ) -> Lockstep:
-    """Build the skeletons (the first side leads), and choose where activations are parked.
-
-    Refuses what fits nowhere. `settle` waits for what holds some of the device for a while; it is
-    called if that is missed.
-    """
+    """Open models that stop at each router together; the first side leads. See `open_streams`."""
 
     def build(offload: Offload) -> Lockstep:
         chosen = replace(settings, offload=offload)
         return _build(sides, batches, chosen, layers=layers, progress=progress)
 
-    wanted = settings.offload
-    lockstep = build("device" if wanted == "auto" else wanted)
-    try:
-        if not fits(lockstep.memory, need.extra):
-            settle()
-        if wanted == "auto":
-            nearest = nearest_offload(lockstep.memory, need.extra)
-            if nearest != lockstep.offload:
-                lockstep.close()
-                lockstep = build(nearest)
-        _check_memory(lockstep, need)
-    except BaseException:
-        lockstep.close()
-        raise
-    count, memory = len(sides), lockstep.lead.memory.describe()
-    logger.debug("%d model(s) in step, offload %s: %s", count, lockstep.offload, memory)
-    return lockstep
+    return open_streams(build, lambda _: need, settings, settle)
 
 
 def _build(
@@ -213,21 +277,51 @@ def _build(
     return Lockstep(lead, opened)
 
 
-def _check_memory(lockstep: Lockstep, need: Need) -> None:
-    """Refuse what does not fit, and say what to change."""
-    if fits(lockstep.memory, need.extra):
-        disk = sum(estimate.on_disk for estimate in lockstep.memory)
-        if disk:
-            require_space(Path(tempfile.gettempdir()), disk)
-        return
-    device, host = needed(lockstep.memory, need.extra)
-    where = lockstep.lead.device
-    usable = int(available_memory(where) * HEADROOM)
-    others = f" and {len(lockstep.others)} others with it" if lockstep.others else ""
-    hints = [] if lockstep.offload == "disk" else ['`offload="disk"` parks activations there']
-    raise ResourceError(
-        f"{need.job} needs about {format_size(device)} on {where} and {format_size(host)} of host "
-        f"memory; {format_size(usable)} are usable on {where}. {lockstep.lead.memory.describe()}"
-        f"{others}; {format_size(need.extra)} for what is done with the features",
-        hint="; ".join([*hints, *need.hints]),
-    )
+# --- walk ---------------------------------------------------------------------------------------
+
+
+class Visitor:
+    """The work of a job at each router."""
+
+    def visit(self, pair: PairedRouter, stops: Stops) -> Entry | None:
+        """Return the entry of a router that all models stopped at, or None if unchanged."""
+        raise NotImplementedError
+
+    def added(self, entry: Entry) -> None:
+        """Note that an entry is in the journal."""
+
+    def resumed(self, entry: Entry) -> None:
+        """Note that a killed run had finished this router, which is not visited."""
+
+
+def walk(
+    lockstep: Lockstep, routers: Sequence[PairedRouter], visitor: Visitor, output: Output
+) -> None:
+    """Visit every router in the order in which the models run them."""
+    label, left = lockstep.model.label, {pair.info.weight: pair for pair in routers}
+    for stops in lockstep:
+        with lockstep.stopwatch.span("journal"):
+            output.check()
+        name = stops.lead.weight_name
+        pair = left.pop(name, None)
+        if pair is None:
+            raise ArchitectureError(
+                f"{label}: {name} is run as a router, but the table of families knows nothing of it"
+            )
+        entry = output.finished(name)
+        if entry is not None:
+            visitor.resumed(entry)
+        else:
+            entry = ranks.from_lead(visitor.visit(pair, stops))
+            if entry is not None:
+                with lockstep.stopwatch.span("journal"):
+                    output.add(entry)
+                visitor.added(entry)
+        if entry is not None:
+            stops.lead.replace_stored(entry.tensors)
+    output.check()
+    if left:
+        raise ArchitectureError(
+            f"{label}: the model never ran {', '.join(sorted(left))}",
+            hint="config.json and weights may not belong together",
+        )

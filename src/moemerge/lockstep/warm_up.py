@@ -1,4 +1,4 @@
-"""What a GPU's first solve waits for: kernels compiled and libraries loaded while text is read."""
+"""Compile GPU kernels and load libraries for the first solve while text is read."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from moemerge.runtime.devices import gpu_memory, prepare_for_threads
 from moemerge.runtime.process import start_thread
 
 DOMAINS = ("one", "two")
-# Long enough that the same kernels serve as later, short enough to be no work.
+# Large enough to use the same kernels as later, small enough to be quick.
 VALUES, TOKENS = 2**28, 2**17
-MEMORY_PER_VALUE = 256  # bytes of a GPU's: a twentieth of it at the most
+MEMORY_PER_VALUE = 256  # bytes of GPU memory; the rehearsal uses a twentieth at most
 NEEDS_NONE = ("cpu",)
 
 
 class WarmUp:
-    """Work of no other use, in a thread of its own. CPUs need none."""
+    """Runs a rehearsal in a background thread. CPUs need none."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
@@ -50,7 +50,8 @@ class WarmUp:
             thread.join()
 
     def wait(self) -> None:
-        """Before the first solve: two threads must not load the same libraries. Safe twice."""
+        """Wait before the first solve: two threads must not load the same libraries. Safe to
+        repeat."""
         self._join()
         error, self._error = self._error, None
         if error is not None:
@@ -62,14 +63,14 @@ class WarmUp:
             with ranks.thread_apart():
                 work()
         except torch.OutOfMemoryError:
-            pass  # it only saves time: whether the run itself has room is for the run to tell
-        except BaseException as error:  # raised in the thread that waits
+            pass  # a rehearsal only saves time; the run checks its memory itself
+        except BaseException as error:  # raised again in the waiting thread
             self._error = error
 
 
 @dataclass(frozen=True)
 class RandomRouter:
-    """A router of a model's shape, and two domains of random features with routers beside it."""
+    """A router of a model's shape, and two domains of random features with source routers."""
 
     gate: Gate
     merged: Tensor  # (K, d [+ 1]) float64
@@ -78,10 +79,10 @@ class RandomRouter:
 
 
 def router_like(model: OpenModel, device: torch.device, dtype: torch.dtype) -> RandomRouter | None:
-    """One that is solved for by the same kernels as the model's; None: it has none with a gate."""
+    """Return a random router that needs the same kernels as the model's, or None without a gate."""
     place = next((p for p in model.architecture.routers() if p.gate is not None), None)
     if place is None or place.gate is None:
-        return None  # refused elsewhere, with a reason
+        return None  # refused later, with a reason
     shape = (place.rows, model.checkpoint.tensors[place.weight].shape[1])
     return random_router(place.gate, shape, bias=place.bias is not None, dtype=dtype, device=device)
 

@@ -1,7 +1,7 @@
 """Refit all experts of a layer: their first projections, then their last.
 
-A token counts for the experts that the merged router sends it to, by the square of its routing
-weight: that is how much an expert's error moves the hidden state.
+A token counts for the experts that the merged router selects, weighted by the square of its routing
+weight, since an expert's error changes the hidden state by that much.
 """
 
 from __future__ import annotations
@@ -17,25 +17,32 @@ from torch import Tensor
 from moemerge.errors import NumericalError
 from moemerge.features.taps import ExpertsTap, ExpertView
 from moemerge.features.tokens import sort_by_expert
-from moemerge.refitting.domains import Affine, DomainScales, joined
+from moemerge.refitting.least_squares import (
+    Affine,
+    DomainScales,
+    Factor,
+    Fit,
+    FitSums,
+    RidgeRule,
+    fit_map,
+    joined,
+)
 from moemerge.refitting.linear import blocks
-from moemerge.refitting.ridge import Factor, Fit, RidgeRule, fit_map
-from moemerge.refitting.sums import FitSums
 from moemerge.runtime import ranks
 from moemerge.runtime.gpu import Beside
 from moemerge.text.batches import Batch
 
-# Experts whose held-out tokens choose λ for all experts of the layer; fewer, but two, where their
-# sums, which are held together, would take more than these bytes.
+# Number of experts whose held-out tokens choose λ for all experts of the layer. It is lower, but
+# at least two, if their sums would take more than these bytes.
 SAMPLED, SAMPLED_BYTES = 8, 2**29
-# Routing weights that sum up to less count for nothing; their share is not to become 0 / 0.
+# Lower bound of a token's summed routing weights, so that a share is never 0 / 0.
 SMALLEST_TOTAL = 1e-12
 DomainKey = tuple[str, bool]  # a domain, and whether its rows are held out
 
 
 @dataclass(frozen=True)
 class RoutedBatch:
-    """One batch: where its tokens are sent."""
+    """One batch, and the experts that its tokens are routed to."""
 
     batch: Batch
     x: Tensor  # (tokens, d)
@@ -43,7 +50,7 @@ class RoutedBatch:
     weights: Tensor  # (tokens, k)
 
     def total(self) -> Tensor:
-        """The sum of each token's routing weights, (tokens, 1), in float32 at least."""
+        """Return the sum of each token's routing weights, (tokens, 1), in float32 at least."""
         wide = self.weights if self.weights.dtype == torch.float64 else self.weights.float()
         return wide.sum(dim=1, keepdim=True).clamp_min(SMALLEST_TOTAL)
 
@@ -57,10 +64,10 @@ class RoutedBatch:
 
 @dataclass(frozen=True)
 class RoutedDomain:
-    """All batches of one domain, or its held-out ones, below each other.
+    """The concatenated batches of one domain, either calibration or held-out.
 
-    An expert's tokens are then read and summed at once: a batch has few of them, and every sum is
-    a pass over matrices of the map's size. Pairs of token and expert are sorted by expert.
+    Pairs of token and expert are sorted by expert. So the tokens of an expert are read and summed
+    at once: a batch has few of them, and every sum is a pass over matrices of the map's size.
     """
 
     batches: tuple[Batch, ...]
@@ -80,7 +87,7 @@ class RoutedDomain:
         return self.batches[0].domain, self.batches[0].holdout
 
     def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Its tokens (n,), and the routing weight of each (n, 1) in float32 at least."""
+        """Return an expert's tokens (n,), and their routing weights (n, 1) in float32 at least."""
         places = self.order[self.bounds[expert] : self.bounds[expert + 1]]
         weights = self.weights.reshape(-1).index_select(0, places)
         wide = weights if weights.dtype == torch.float64 else weights.float()
@@ -88,7 +95,7 @@ class RoutedDomain:
 
 
 def by_domain(routed: Sequence[RoutedBatch], experts: int) -> list[RoutedDomain]:
-    """The batches of every domain together, those held out apart, in the order they came in."""
+    """Concatenate the batches of every domain, held-out ones separately, in the order given."""
     groups: dict[DomainKey, list[RoutedBatch]] = {}
     for one in routed:
         groups.setdefault((one.batch.domain, one.batch.holdout), []).append(one)
@@ -96,7 +103,7 @@ def by_domain(routed: Sequence[RoutedBatch], experts: int) -> list[RoutedDomain]
 
 
 class ExpertStack:
-    """The experts of one layer of one model, one by one, always as (out, in)."""
+    """The experts of one layer of one model, each matrix as (out, in)."""
 
     def __init__(self, module: Any, tap: ExpertsTap) -> None:
         self.module = module
@@ -117,14 +124,14 @@ class ExpertStack:
             self.weight(which, expert).copy_(weight)
 
     def inner(self, expert: int, x: Tensor) -> Tensor:
-        """What the last projection reads, (n, inner)."""
+        """Return the input of the last projection, (n, inner)."""
         view = ExpertView(self.module, expert)
         return view.mid(view.pre(x))
 
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Some tokens of one expert, as one of its projections reads them."""
+    """Some tokens of one expert, as inputs and residuals of one of its projections."""
 
     x: Tensor  # (n, in)
     missing: Tensor  # (n, out)
@@ -132,13 +139,13 @@ class ExpertRows:
     factor: Tensor | float = 1.0  # of x, (n, 1) or one for all
 
 
-# (routing, expert) -> its tokens, in blocks
+# (routing, expert) -> blocks of the expert's tokens
 Problem = Callable[[RoutedDomain, int], Iterator[ExpertRows]]
 
 
 @dataclass(frozen=True)
 class ProjectionFit:
-    """How one projection of all experts is fitted."""
+    """The fit of one projection of all experts of a layer."""
 
     stack: ExpertStack
     which: str  # up (with gate) or down
@@ -150,8 +157,11 @@ class ProjectionFit:
     def run(
         self, routings: Sequence[RoutedDomain], problem: Problem, rule: RidgeRule
     ) -> tuple[Fit, ...]:
-        """Fit every expert and put it into place. Experts do not read each other's outputs, so
-        their order does not matter, and ranks fit them in turns."""
+        """Fit every expert and store its weight.
+
+        Experts do not read each other's outputs, so their order does not matter. They are assigned
+        to ranks round-robin.
+        """
         device = routings[0].x.device
         ready: dict[int, tuple[FitSums, FitSums]] = {}
         if rule.fixed is None:
@@ -159,7 +169,7 @@ class ProjectionFit:
             ready = {expert: self._sums(routings, problem, expert) for expert in sampled}
         own = [sums for expert, sums in ready.items() if _is_own(expert)]
         ridge = rule.choose(self.kind, own, partial(ranks.sum_of, device=device))
-        # A factorisation leaves most of a GPU idle: an expert is fitted beside the next ones' sums.
+        # A factorisation leaves most of a GPU idle, so a fit overlaps with the next experts' sums.
         beside = Beside(device)
         fits: dict[int, Fit] = {}
         waiting: list[tuple[int, tuple[FitSums, FitSums], Any]] = []
@@ -167,7 +177,7 @@ class ProjectionFit:
             sums = ready.pop(expert, None) or self._sums(routings, problem, expert)
             if _is_own(expert):
                 waiting.append((expert, sums, beside.mark()))
-            # Every rank has the sums of its next expert: all fit at once.
+            # Every rank has the sums of its next expert now, so all ranks fit at once.
             if _ends_turn(expert) and len(waiting) > beside.ahead:
                 fits |= self._fit(*waiting.pop(0), ridge, beside)
         for last in waiting:
@@ -176,7 +186,7 @@ class ProjectionFit:
         return self._of_all(fits)
 
     def _of_all(self, fits: dict[int, Fit]) -> tuple[Fit, ...]:
-        """Weights and fits of all ranks, in all of them."""
+        """Exchange weights and fits, so that every rank has all of them."""
         if ranks.count() > 1:
             for expert in range(self.count):
                 weight = self.stack.weight(self.which, expert).contiguous()
@@ -216,7 +226,7 @@ class ProjectionFit:
 
 
 def _owner(expert: int) -> int:
-    """The rank that fits it."""
+    """Return the rank that fits an expert."""
     return expert % ranks.count()
 
 
@@ -225,19 +235,19 @@ def _is_own(expert: int) -> bool:
 
 
 def _ends_turn(expert: int) -> bool:
-    """Whether every rank has been given one more."""
+    """Return whether every rank has been assigned one more expert."""
     return _owner(expert) == ranks.count() - 1
 
 
 def sample_size(shape: Sequence[int]) -> int:
-    """How many experts choose λ, with maps of this shape (out, in)."""
+    """Return how many experts choose λ, for maps of this shape (out, in)."""
     inputs = shape[1]
     nbytes = 2 * torch.float64.itemsize * (inputs + shape[0]) * inputs
-    return max(2, min(SAMPLED, SAMPLED_BYTES // max(1, nbytes)))  # a config may say 0
+    return max(2, min(SAMPLED, SAMPLED_BYTES // max(1, nbytes)))  # a config may contain 0
 
 
 def _sample(routings: Sequence[RoutedDomain], count: int, shape: Sequence[int]) -> list[int]:
-    """Experts spread evenly over the ranks of how many tokens they get, in their own order."""
+    """Return experts whose token counts are spread evenly, in ascending order."""
     own = [sum(r.bounds[e + 1] - r.bounds[e] for r in routings) for e in range(count)]
     tokens = ranks.totals(own, routings[0].x.device)
     ranked = sorted(range(count), key=lambda expert: (tokens[expert], expert))
@@ -249,9 +259,9 @@ def first_projection(
     stack: ExpertStack,
     source: Callable[[DomainKey], tuple[ExpertStack, Tensor]],
 ) -> Problem:
-    """gate and up: what the source's expert makes of the source's own state of the token.
+    """Fit gate and up to the source expert's output on the source's own hidden state.
 
-    `source` gives a domain's source experts and the state they read, (tokens, d).
+    `source` returns the experts of a domain's source and the states that they read, (tokens, d).
     """
 
     def problem(routing: RoutedDomain, expert: int) -> Iterator[ExpertRows]:
@@ -272,11 +282,12 @@ def last_projection(
     shares: Mapping[DomainKey, Tensor],
     factor: Mapping[DomainKey, Tensor | float],
 ) -> Problem:
-    """down: its share of what the hidden state is missing after the layer.
+    """Fit down to its share of the residual of the hidden state after the layer.
 
-    The expert adds `factor` · w · Δ inner to it and should add w / Σw of what is missing: so inputs
-    are scaled by both, and the share is divided by w, which is what each token is weighted by. That
-    leaves `shares` (tokens, d), what is missing / Σw: the same for all experts of a token.
+    The expert adds `factor` · w · Δ inner to the hidden state and should add w / Σw of the
+    residual. So inputs are scaled by both, and the share is divided by w, which is the weight of
+    the token. That leaves `shares` (tokens, d), the residual / Σw, which is the same for all
+    experts of a token.
     """
 
     def problem(routing: RoutedDomain, expert: int) -> Iterator[ExpertRows]:
@@ -295,7 +306,7 @@ def last_projection(
 def own_last_projection(
     stack: ExpertStack, source: Callable[[DomainKey], tuple[ExpertStack, Tensor]]
 ) -> Problem:
-    """down, where experts do not write to the hidden state: what the source's expert says."""
+    """Fit down to the source expert's output, for experts that do not write to the hidden state."""
 
     def problem(routing: RoutedDomain, expert: int) -> Iterator[ExpertRows]:
         theirs, states = source(routing.key)

@@ -1,4 +1,4 @@
-"""One decoder layer: its maps are refitted one after the other, as the batches come to them."""
+"""Refit the maps of one decoder layer, one after the other, in the order of the forward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from moemerge.errors import ArchitectureError
 from moemerge.features.stops import Stop
 from moemerge.features.taps import ExpertsTap, LinearTap
-from moemerge.refitting.domains import Affine, DomainScales, joined, parameter
 from moemerge.refitting.experts import (
     DomainKey,
     ExpertStack,
@@ -24,26 +23,32 @@ from moemerge.refitting.experts import (
     last_projection,
     own_last_projection,
 )
+from moemerge.refitting.least_squares import Affine, DomainScales, RidgeRule, joined, parameter
 from moemerge.refitting.linear import Inputs, Missing, fit_linear, fitted_by_lead, sum_up
 from moemerge.refitting.plan import LayerPlan
 from moemerge.refitting.report import ExpertsRow, MapRow, Row, kind_of_map
-from moemerge.refitting.ridge import RidgeRule
-from moemerge.refitting.rounding import Likeness, of_experts, of_output
-from moemerge.refitting.targets import HiddenState, LayerView, roundings_of
-from moemerge.refitting.writes import Write
+from moemerge.refitting.targets import (
+    HiddenState,
+    LayerView,
+    ResidualWrite,
+    RoundingCheck,
+    of_experts,
+    of_output,
+    roundings_of,
+)
 from moemerge.text.batches import Batch
 
 
 @dataclass
 class LayerStructure:
-    """How a layer's modules write to the hidden state, learnt from the first batch."""
+    """How a layer's modules write to the hidden state, found from the first batch."""
 
-    writes: tuple[Write, ...] = ()
+    writes: tuple[ResidualWrite, ...] = ()
     leaders: Mapping[str, str] = field(default_factory=dict)  # gate -> reads the same, earlier
     called: frozenset[str] = frozenset()  # modules that the layer runs
 
     def place(self, path: str) -> int | None:
-        """Which write a module is; None: it writes elsewhere."""
+        """Return the index of a module's write, or None if it writes elsewhere."""
         return next((at for at, write in enumerate(self.writes) if write.path == path), None)
 
     @property
@@ -66,11 +71,11 @@ class LayerFitter:
     _shared: Inputs | None = None
 
     def fit(self, stop: Stop) -> list[Row]:
-        """All batches wait before a map: refit it and put it into place."""
+        """Refit the map that all batches stopped before, and store its weight."""
         if not all(a.given for a in stop.arrivals) or not self._recorded(stop):
             self.notices.append(
                 f"layer {self.plan.number}: {stop.path} reads other than the text's tokens: it "
-                "stays as merged"
+                "keeps its merged weights"
             )
             return []
         if stop.path in self.plan.experts:
@@ -79,7 +84,7 @@ class LayerFitter:
         return [self._linear(stop, self.plan.linear[stop.path])]
 
     def _recorded(self, stop: Stop) -> bool:
-        """Whether the sources have shown what is needed of this map."""
+        """Return whether the sources' inputs of this map were recorded."""
         if self.structure.place(stop.path) is not None:
             return True
         return all(
@@ -115,7 +120,7 @@ class LayerFitter:
         return self._shared
 
     def _own(self, tap: LinearTap) -> Missing:
-        """The target is what the source's map gives on the source's own input."""
+        """Return residuals to the output of the source's map on the source's own input."""
         now = Affine.of(self.merged.model, tap.weight).widened()
         wanted = {
             name: Affine.of(view.model, tap.weight).widened() for name, view in self.sources.items()
@@ -128,34 +133,34 @@ class LayerFitter:
         return missing
 
     def _residual(self, stop: Stop, tap: LinearTap, place: int) -> Missing:
-        """The target is the source's hidden state after this write."""
+        """Return residuals to the source's hidden state after this write."""
         now = Affine.of(self.merged.model, tap.weight).widened()
         state, write = self.structure.state, self.structure.writes[place]
 
-        def said(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        def written(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
             factor = state.coefficient(self.merged, batch, write, rows)
             return factor * now(x), factor
 
-        def lacking(batch: Batch, rows: slice, says: Tensor) -> Tensor:
+        def residual(batch: Batch, rows: slice, output: Tensor) -> Tensor:
             wanted = state.after(self.sources[batch.domain], batch, place + 1, rows)
-            return wanted - state.after(self.merged, batch, place, rows) - says
+            return wanted - state.after(self.merged, batch, place, rows) - output
 
         def compared(batch: Batch, inputs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            says, _ = said(batch, rows, inputs[rows])
-            bound = of_output(says, inputs.dtype, tap.shape[1], roundings_of(write))
-            bound += state.rounding(self.merged, batch, place, rows, says)
-            return lacking(batch, rows, says), bound
+            output, _ = written(batch, rows, inputs[rows])
+            bound = of_output(output, inputs.dtype, tap.shape[1], roundings_of(write))
+            bound += state.rounding(self.merged, batch, place, rows, output)
+            return residual(batch, rows, output), bound
 
-        likeness = Likeness(self.sources)
+        check = RoundingCheck(self.sources)
         for arrival in stop.arrivals:
-            likeness.look(arrival.batch, partial(compared, arrival.batch, arrival.given[0]))
-        alike = likeness.alike()
+            check.compare(arrival.batch, partial(compared, arrival.batch, arrival.given[0]))
+        matching = check.matching()
 
         def missing(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
-            says, factor = said(batch, rows, x)
-            if batch.domain in alike:
-                return torch.zeros_like(says), factor
-            return lacking(batch, rows, says), factor
+            output, factor = written(batch, rows, x)
+            if batch.domain in matching:
+                return torch.zeros_like(output), factor
+            return residual(batch, rows, output), factor
 
         return missing
 
@@ -170,7 +175,7 @@ class LayerFitter:
         }
 
         if any(len(arrival.given) < 3 for arrival in stop.arrivals):
-            raise ArchitectureError(f"{tap.path} is not told where its tokens go")
+            raise ArchitectureError(f"{tap.path} does not receive the routing of its tokens")
         batches = [RoutedBatch.of(a.batch, a.given) for a in stop.arrivals]
         routings = by_domain(batches, tap.count)
         states = {
@@ -201,10 +206,10 @@ class LayerFitter:
         self._forget_states(place)
         return fits
 
-    # --- what is of no more use ---
+    # --- releasing memory ---
 
     def forget(self, path: str) -> None:
-        """What the sources read there."""
+        """Release the sources' recorded inputs of a module."""
         if path in self.structure.leaders.values():
             return
         for view in self.sources.values():
@@ -212,8 +217,10 @@ class LayerFitter:
                 record.inputs.pop(path, None)
 
     def _forget_states(self, place: int | None) -> None:
-        """The sources' states inside the layer, once only its last write is left: for that they
-        are known as they left it."""
+        """Release the sources' states inside the layer when only its last write is left.
+
+        That write needs only the state after the layer.
+        """
         if place is None or place + 2 < len(self.structure.writes):
             return
         for view in self.sources.values():
@@ -223,8 +230,11 @@ class LayerFitter:
                     record.outputs.clear()
 
     def _last(self, stack: ExpertStack, routed: list[RoutedBatch], place: int) -> Any:
-        """What the hidden state still lacks with the new first projections, by domain; divided by
-        the sum of a token's routing weights, as all of its experts share it."""
+        """Return the problem of the last projections: the residual of the hidden state after the
+        new first projections, by domain.
+
+        It is divided by the sum of a token's routing weights, since all of its experts share it.
+        """
         sizes: dict[DomainKey, int] = {}
         for routing in routed:
             key = (routing.batch.domain, routing.batch.holdout)
@@ -232,52 +242,52 @@ class LayerFitter:
         shares: dict[DomainKey, Tensor] = {}
         filled = dict.fromkeys(sizes, 0)
         factors: dict[DomainKey, list[Tensor | float]] = {}
-        likeness = Likeness(self.sources)
+        check = RoundingCheck(self.sources)
         for routing in routed:
             key = (routing.batch.domain, routing.batch.holdout)
-            gap, factor = self._gap(stack, routing, place, likeness)
+            gap, factor = self._gap(stack, routing, place, check)
             gap = gap / routing.total()
-            # Put below the others at once: held apart and then joined, they would be there twice.
+            # Written in place: kept separately and then concatenated, they would exist twice.
             if key not in shares:
                 shares[key] = gap.new_empty(sizes[key], gap.shape[1])
             shares[key][filled[key] : filled[key] + gap.shape[0]] = gap
             filled[key] += gap.shape[0]
             factors.setdefault(key, []).append(factor)
-        alike = likeness.alike()
+        matching = check.matching()
         for (domain, _), gaps in shares.items():
-            if domain in alike:
+            if domain in matching:
                 gaps.zero_()
         return last_projection(
             stack, shares, {key: _together(parts) for key, parts in factors.items()}
         )
 
     def _gap(
-        self, stack: ExpertStack, routing: RoutedBatch, place: int, likeness: Likeness
+        self, stack: ExpertStack, routing: RoutedBatch, place: int, check: RoundingCheck
     ) -> tuple[Tensor, Tensor | float]:
-        """What one batch lacks after the experts, and the factor of what they say."""
+        """Return one batch's residual after the experts, and the factor of their output."""
         batch, everything = routing.batch, slice(None)
         state, write = self.structure.state, self.structure.writes[place]
         with torch.no_grad():
-            says: Tensor = stack.module(routing.x, routing.chosen, routing.weights)
+            output: Tensor = stack.module(routing.x, routing.chosen, routing.weights)
         factor = state.coefficient(self.merged, batch, write, everything)
         gap = state.after(self.sources[batch.domain], batch, place + 1, everything)
         gap = gap - state.after(self.merged, batch, place, everything)
-        said = factor * says
-        gap -= said
+        written = factor * output
+        gap -= written
         terms = stack.weight("down", 0).shape[1]
         roundings = roundings_of(write) + of_experts(routing.chosen.shape[1])
 
         def compared(rows: slice) -> tuple[Tensor, Tensor]:
-            wide = said[rows].to(gap.dtype)
+            wide = written[rows].to(gap.dtype)
             bound = of_output(wide, routing.x.dtype, terms, roundings)
             bound += state.rounding(self.merged, batch, place, rows, wide)
             return gap[rows], bound
 
-        likeness.look(batch, compared)
+        check.compare(batch, compared)
         return gap, factor
 
 
 def _together(factors: list[Tensor | float]) -> Tensor | float:
-    """Of all batches: one number, or one for each token."""
+    """Concatenate the factors of all batches: one number, or one per token."""
     tensors = [factor for factor in factors if isinstance(factor, Tensor)]
     return joined(tensors) if tensors else factors[0]

@@ -1,28 +1,34 @@
-"""Refit one linear map: all batches wait before it."""
+"""Refit one linear map, or the head, when all batches have stopped before it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from moemerge.refitting.domains import DomainScales
-from moemerge.refitting.ridge import Factor, Fit, fit_map
-from moemerge.refitting.sums import FitSums
+from moemerge.refitting.least_squares import (
+    Affine,
+    DomainScales,
+    Factor,
+    Fit,
+    FitSums,
+    RidgeRule,
+    fit_map,
+)
 from moemerge.runtime import ranks
 from moemerge.text.batches import Batch
 
-# Values of a block of outputs that are held at a time.
+# Values of one block of outputs.
 BLOCK_VALUES = {"cpu": 2**23, "cuda": 2**27}
-# (batch, rows, their inputs) -> what the map is missing (n, out), and the factor of its output
+# (batch, rows, their inputs) -> residuals of the map (n, out), and the factor of its output
 Missing = Callable[[Batch, slice, Tensor], tuple[Tensor, Tensor | float]]
 
 
 @dataclass
 class Inputs:
-    """What every batch is about to give a map; the Gram is summed once for maps that share them."""
+    """The inputs of a map, by batch; the Gram is summed once for maps that share them."""
 
     batches: Sequence[Batch]
     values: Sequence[Tensor]  # (tokens, in) by batch
@@ -41,7 +47,7 @@ class Inputs:
 def sum_up(
     inputs: Inputs, outputs: int, missing: Missing, scales: DomainScales
 ) -> tuple[FitSums, FitSums]:
-    """Sums over calibration rows, and over those held out; of all ranks, for rank 0."""
+    """Return sums over calibration rows and over held-out rows; rank 0 gets those of all ranks."""
     fresh = inputs.calibration is None
     if inputs.calibration is None or inputs.held is None:
         made = [FitSums.empty(outputs, inputs.width, inputs.device) for _ in range(2)]
@@ -53,8 +59,8 @@ def sum_up(
         for rows in blocks(x.shape[0], max(outputs, inputs.width), x.device):
             part = x[rows]
             scale = torch.full((1,), scales(batch), dtype=torch.float64, device=x.device)
-            lacking, factor = missing(batch, rows, part)
-            sums[batch.holdout].add(part, lacking, scale, factor=factor, gram=fresh)
+            residual, factor = missing(batch, rows, part)
+            sums[batch.holdout].add(part, residual, scale, factor=factor, gram=fresh)
     for one in sums:
         one.add_up(gram=fresh)
     return sums
@@ -69,13 +75,13 @@ def blocks(tokens: int, width: int, device: torch.device) -> Iterator[slice]:
 def fit_linear(
     merged: Tensor, sums: tuple[FitSums, FitSums], ridge: float, stored: torch.dtype
 ) -> tuple[Tensor, Fit]:
-    """A map's new weight (out, in)."""
+    """Return a map's new weight (out, in), and its figures."""
     calibration, held = sums
     return fit_map(merged, calibration, held, Factor(calibration.gram, ridge), stored)
 
 
 def fitted_by_lead(fit: Callable[[], tuple[Tensor, Fit]]) -> tuple[Tensor, Fit]:
-    """What rank 0 fits, which alone has the sums, in every rank."""
+    """Run a fit on rank 0, which alone has the sums, and return the result in every rank."""
     if ranks.count() == 1:
         return fit()
 
@@ -84,3 +90,81 @@ def fitted_by_lead(fit: Callable[[], tuple[Tensor, Fit]]) -> tuple[Tensor, Fit]:
         return weight.cpu(), worth
 
     return ranks.made_by_lead(made)
+
+
+# --- the head: logits of the sources, from the merged model's final states ------------------------
+# A vocabulary is large, so its rows are fitted in groups that share the Gram of their inputs.
+
+GROUP = 8192  # rows of the vocabulary that are fitted together
+SAMPLED = 2048  # rows, spread over the vocabulary, whose held-out error chooses λ
+
+
+def fit_head(
+    merged: Affine,
+    sources: Mapping[str, Affine],
+    inputs: Inputs,
+    theirs: Mapping[int, Tensor],
+    scales: DomainScales,
+    rule: RidgeRule,
+    stored: torch.dtype,
+) -> tuple[Tensor, Fit]:
+    """Return the head's new weight. `theirs` are the sources' final states, by id of the batch."""
+
+    def missing(rows_of: slice) -> Missing:
+        now = _rows(merged, rows_of)
+        wanted = {name: _rows(affine, rows_of) for name, affine in sources.items()}
+
+        def of(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
+            return wanted[batch.domain](theirs[id(batch)][rows]) - now(x), 1.0
+
+        return of
+
+    count = merged.weight.shape[0]
+    sampled = []
+    if rule.fixed is None:
+        some = slice(0, count, max(1, count // SAMPLED))
+        rows = len(range(*some.indices(count)))
+        sampled = [sum_up(inputs, rows, missing(some), scales)]
+    ridge = ranks.made_by_lead(lambda: rule.choose("head", sampled))
+    factor: Factor | None = None
+    new, fits = torch.empty_like(merged.weight, dtype=stored), []
+    for begin in range(0, count, GROUP):
+        group = slice(begin, min(begin + GROUP, count))
+        sums = sum_up(inputs, group.stop - group.start, missing(group), scales)
+        if not ranks.leads():
+            continue
+        factor = factor or Factor(sums[0].gram, ridge)
+        new[group], fit = fit_map(merged.weight[group], *sums, factor, stored, keep=False)
+        fits.append(fit)
+
+    def chosen() -> tuple[Tensor, Fit]:
+        fit = _together(fits)
+        return merged.weight.to(stored) if fit.kept else new, fit
+
+    return fitted_by_lead(chosen)
+
+
+def _rows(affine: Affine, rows: slice) -> Affine:
+    bias = None if affine.bias is None else affine.bias[rows]
+    return Affine(affine.weight[rows], bias).widened()
+
+
+def _together(fits: list[Fit]) -> Fit:
+    """Combine groups of one map: errors add up, and all groups are kept or none is."""
+    before, after = sum(f.before for f in fits), sum(f.after for f in fits)
+    held_before = held_after = None
+    kept = after > before
+    if fits[0].held_tokens:
+        held_before = sum(f.held_before or 0.0 for f in fits)
+        held_after = sum(f.held_after or 0.0 for f in fits)
+        kept = held_after >= held_before
+    if kept:
+        after, held_after = before, held_before
+    return replace(
+        fits[0],
+        before=before,
+        after=after,
+        held_before=held_before,
+        held_after=held_after,
+        kept=kept,
+    )

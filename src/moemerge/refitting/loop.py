@@ -1,4 +1,4 @@
-"""Layer after layer: the sources run it, the merged model stops in it, its maps are refitted."""
+"""The loop over layers: sources run a layer, then the merged model stops at each map to refit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from moemerge.errors import ArchitectureError
 from moemerge.features.stops import Stop
 from moemerge.features.taps import UnitMap
 from moemerge.features.tokens import real_rows
-from moemerge.lockstep.repairs import errors_of
-from moemerge.refitting.domains import Affine, DomainScales, parameter
-from moemerge.refitting.drift import AsMerged, followed_batches, layer_drift
-from moemerge.refitting.head import fit_head
+from moemerge.lockstep.request import errors_of
 from moemerge.refitting.layer import LayerFitter
-from moemerge.refitting.linear import Inputs
+from moemerge.refitting.least_squares import Affine, DomainScales, RidgeRule, parameter
+from moemerge.refitting.linear import Inputs, fit_head
 from moemerge.refitting.plan import LayerPlan, RefitPlan, stored_experts, stored_linear
+from moemerge.refitting.records import AsMerged, followed_batches, layer_drift
 from moemerge.refitting.report import LayerRow, MapRow, RouterRow, Row
-from moemerge.refitting.ridge import RidgeRule
 from moemerge.refitting.routers import RouterJob
 from moemerge.refitting.streams import RefitStreams
 from moemerge.runtime.timing import memory_in_use
@@ -33,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FinishedLayer:
-    """A layer, or the head: its new tensors by name on disk, and what it was worth."""
+    """A finished layer, or the head: its new tensors by name on disk, and its row of the report."""
 
     tensors: dict[str, Tensor]
     row: LayerRow
@@ -41,7 +39,7 @@ class FinishedLayer:
 
 @dataclass
 class RefitLoop:
-    """Runs everything once; `on_done` gets every finished layer that was planned."""
+    """Runs all layers once; `on_done` receives every finished layer that was planned."""
 
     streams: RefitStreams
     batches: tuple[Batch, ...]
@@ -51,7 +49,9 @@ class RefitLoop:
     scales: DomainScales
     ridge: RidgeRule
     on_done: Callable[[FinishedLayer], None]
-    before_fits: Callable[[], None] = lambda: None  # waits for what must not go on beside one
+    before_fits: Callable[[], None] = lambda: (
+        None
+    )  # waits for work that must not overlap with a fit
     done_before: Collection[int] = ()  # layers that a killed run had finished
     _fitter: LayerFitter | None = None
     _rows: list[Row] = field(default_factory=list)
@@ -150,7 +150,7 @@ class RefitLoop:
     def _run_as_merged(self, plan: LayerPlan) -> None:
         self._as_merged.run(self.streams.merged.model.get_submodule(plan.path))
 
-    # --- what is finished ---
+    # --- finished layers ---
 
     def _finish_layer(self) -> None:
         fitter, self._fitter = self._fitter, None
@@ -185,7 +185,7 @@ class RefitLoop:
             logger.debug("layer %d is done; so far %s", layer, spent)
 
     def _require_all_ran(self, fitter: LayerFitter) -> None:
-        # Some matrices are read by the model's code without their module: nothing stops there.
+        # The model's code reads some matrices without calling their module: nothing stops there.
         never = self._left & fitter.structure.called
         if never:
             raise ArchitectureError(
@@ -194,7 +194,7 @@ class RefitLoop:
                 hint="config.json and weights may not belong together",
             )
         fitter.notices += [
-            f"layer {fitter.plan.number}: {path} is not run as a module: it stays as merged"
+            f"layer {fitter.plan.number}: {path} is not called as a module, so it is not refitted"
             for path in sorted(self._left)
         ]
 
@@ -238,7 +238,7 @@ class RefitLoop:
         self.on_done(FinishedLayer(tensors, row))
 
     def _stored(self, name: str) -> torch.dtype:
-        """The dtype in which a parameter lies on disk."""
+        """Return the dtype of a parameter on disk."""
         stream = self.streams.merged.stream
         recipe = stream.names.recipes[name]
         return stream.checkpoint.tensors[recipe.sources[0][1]].dtype.torch

@@ -1,4 +1,4 @@
-"""Which maps of a model are refitted, in which part of it they lie, and where each is stored."""
+"""The plan of a refit: which maps of the model are refitted, and where each is stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import Checkpoint
-from moemerge.config.refit import Part
 from moemerge.errors import ArchitectureError
 from moemerge.features.routers import Anatomy, RouterModule
 from moemerge.features.taps import (
@@ -26,10 +25,11 @@ from moemerge.features.taps import (
     projections,
 )
 from moemerge.lockstep.models import PairedRouter
+from moemerge.refitting.settings import Part
 from moemerge.runtime.gpu import to_host
 
 _NUMBER = re.compile(r"\.\d+\.")
-# Gates of shared experts have one output and decide how much, not what: they stay as merged.
+# Gates of shared experts have one output: they scale an output and keep their merged weights.
 GATE_OUTPUTS = 1
 PARTS: Mapping[Role, Part] = {
     Role.ATTENTION: "attention",
@@ -43,7 +43,7 @@ PARTS: Mapping[Role, Part] = {
 
 @dataclass(frozen=True)
 class RouterMap:
-    """A router by its names in memory, and as it is stored."""
+    """A router by its names in memory, and its names on disk."""
 
     module: RouterModule
     info: RouterInfo
@@ -51,14 +51,14 @@ class RouterMap:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The maps of one decoder layer that are refitted, by module path."""
+    """The maps of one decoder layer to refit, by module path."""
 
     number: int
     path: str
     linear: Mapping[str, LinearTap] = field(default_factory=dict)
     experts: Mapping[str, ExpertsTap] = field(default_factory=dict)
     routers: Mapping[str, RouterMap] = field(default_factory=dict)
-    gates: tuple[str, ...] = ()  # maps with one output: they may scale what a shared expert says
+    gates: tuple[str, ...] = ()  # maps with one output: they may scale a shared expert
     writers: tuple[str, ...] = ()  # modules that may write to the hidden state
 
     @property
@@ -66,13 +66,13 @@ class LayerPlan:
         return (*self.linear, *self.experts, *self.routers)
 
     def without_maps(self) -> LayerPlan:
-        """The same layer with nothing to do in it."""
+        """Return the plan of the same layer with nothing to refit."""
         return replace(self, linear={}, experts={}, routers={})
 
 
 @dataclass(frozen=True)
 class RefitPlan:
-    """Every map that is refitted, and the stored tensors that will change."""
+    """Every map to refit."""
 
     layers: tuple[LayerPlan, ...]
     head: LinearTap | None
@@ -88,9 +88,9 @@ def make_plan(
     layers: Collection[int],
     parts: Collection[Part],
 ) -> RefitPlan:
-    """Sort the taps of every layer by what they are for; refuses experts that cannot be read.
+    """Sort the input hooks of every layer by purpose; refuse experts that cannot be read.
 
-    `routers` are those to refit, by their weight on disk.
+    `routers` are the routers to refit, by their weight on disk.
     """
     if "experts" in parts:
         _require_experts(units, taps)
@@ -104,9 +104,11 @@ def make_plan(
     planned = tuple(replace(layer, **_of_parts(layer, units, parts)) for layer in planned)
     head = taps.head if "head" in parts and len(layers) == len(anatomy.layers) else None
     if "head" in parts and taps.head is None:
-        notices.append("the head shares its matrix with the embedding, so it stays as merged")
+        notices.append(
+            "the head shares its matrix with the embedding, so it keeps its merged weights"
+        )
     elif "head" in parts and head is None:
-        notices.append("the head stays as merged, since not all layers are refitted")
+        notices.append("the head keeps its merged weights, since not all layers are refitted")
     return RefitPlan(planned, head, tuple(dict.fromkeys(notices)))
 
 
@@ -130,7 +132,7 @@ def _layer(
     routers: Mapping[str, PairedRouter],
     notices: list[str],
 ) -> LayerPlan:
-    """All that could be refitted."""
+    """Return the plan of a layer with everything that can be refitted."""
     linear: dict[str, LinearTap] = {}
     gates: list[str] = []
     stops = {}
@@ -147,14 +149,14 @@ def _layer(
         linear[tap.path] = tap
         if not units.linear(tap):
             kind = _NUMBER.sub(".N.", tap.weight)
-            notices.append(f"{kind} is stored in parts: it stays as merged")
+            notices.append(f"{kind} is stored in parts: it keeps its merged weights")
     experts = {tap.path: tap for tap in taps if isinstance(tap, ExpertsTap)}
     writers = (*linear, *experts)
     return LayerPlan(number, anatomy.layers[number], linear, experts, stops, tuple(gates), writers)
 
 
 def _of_parts(layer: LayerPlan, units: UnitMap, parts: Collection[Part]) -> dict[str, Any]:
-    """The maps of a layer that belong to the wanted parts."""
+    """Return the maps of a layer that belong to the requested parts."""
     linear = {}
     for path, tap in layer.linear.items():
         placed = units.linear(tap)
@@ -165,7 +167,7 @@ def _of_parts(layer: LayerPlan, units: UnitMap, parts: Collection[Part]) -> dict
 
 
 def planned_names(plan: RefitPlan, units: UnitMap) -> set[str]:
-    """The stored tensors that will change."""
+    """Return the names of the stored tensors that will change."""
     linear = [tap for layer in plan.layers for tap in layer.linear.values()]
     linear += [] if plan.head is None else [plan.head]
     names = {placed.unit.tensor for tap in linear for placed in units.linear(tap)}
@@ -183,7 +185,7 @@ def planned_names(plan: RefitPlan, units: UnitMap) -> set[str]:
 def stored_linear(
     checkpoint: Checkpoint, placed: Sequence[PlacedUnit], weight: Tensor
 ) -> dict[str, Tensor]:
-    """A linear map's stored tensors, from its matrix in memory."""
+    """Return the stored tensors of a linear map, from its matrix in memory."""
     tensors: dict[str, Tensor] = {}
     weight = to_host(weight)
     for one in placed:
@@ -201,9 +203,9 @@ def stored_experts(
     tap: ExpertsTap,
     begun: dict[str, Tensor],
 ) -> None:
-    """Put the experts' projections, from the stacks in memory, into the tensors they are stored in.
+    """Write the experts' projections from memory into the tensors they are stored in.
 
-    `begun` are those that other maps were put into, by name.
+    `begun` are the tensors that other maps were written into, by name.
     """
     holder: Any = module
     ups, downs = (getattr(holder, n.rpartition(".")[2]).detach() for n in (tap.up, tap.down))
@@ -224,7 +226,7 @@ def stored_experts(
 
 
 def _block(checkpoint: Checkpoint, unit: Unit, begun: dict[str, Tensor]) -> Tensor:
-    """The stored tensor a unit lies in, as merged until its units are put into it."""
+    """Return the stored tensor of a unit, with merged values until its units are written."""
     if unit.tensor not in begun:
         info = checkpoint.tensors[unit.tensor]
         whole = unit.slot.covers_block and unit.slot.rows is None

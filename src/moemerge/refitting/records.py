@@ -1,15 +1,23 @@
-"""What a model read and gave in the layer it has just run, token by token."""
+"""Activations of the layer that ran last, token by token, and the drift of its hidden states.
+
+The drift is the distance of hidden states from the sources', for the refitted model and for the
+merge. For the merge, a few batches run twice: when a layer is in memory and none of its maps has
+changed yet, it is called again on the merge's hidden states.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from moemerge.features.stops import Call
 from moemerge.features.tokens import real_tokens
+from moemerge.runtime import ranks
 from moemerge.text.batches import Batch
 
 Key = int  # id of a batch: models that run side by side share their batches
@@ -17,7 +25,7 @@ Key = int  # id of a batch: models that run side by side share their batches
 
 @dataclass
 class Record:
-    """One batch in one layer: rows of real tokens, by module path."""
+    """Activations of one batch in one layer: rows of real tokens, by module path."""
 
     entered: Tensor | None = None  # the hidden state before the layer, (tokens, d)
     left: Tensor | None = None  # and after it
@@ -28,21 +36,21 @@ class Record:
 
 @dataclass
 class LayerRecorder:
-    """Keeps what is `wanted` of the calls that a stream tells of.
+    """Records activations of the calls that a stream reports.
 
-    `inputs` and `outputs` name the modules whose inputs and outputs are kept; they may be asked
-    for again for every batch, so the first batch of a layer can teach what the others need.
+    `inputs` and `outputs` choose modules by path. They are evaluated for every batch, so the first
+    batch of a layer can reduce what later ones record.
     """
 
     layers: Collection[str]
     inputs: Callable[[str], bool]
     outputs: Callable[[str], bool]
-    copies: bool  # what a waiting batch holds may be taken away from it meanwhile
+    copies: bool  # activations of a waiting batch may be offloaded, so they are copied
     records: dict[Key, Record] = field(default_factory=dict)
     on_batch: Callable[[Batch, Record], None] | None = None  # a batch has passed a layer
 
     def begin(self) -> None:
-        """Forget the layer before."""
+        """Drop the records of the previous layer."""
         self.records = {}
 
     def on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
@@ -50,7 +58,7 @@ class LayerRecorder:
         if not calls:
             return
         record = self.records.setdefault(id(batch), Record())
-        known: dict[int, Tensor] = {}  # tensors that several modules read are kept once
+        known: dict[int, Tensor] = {}  # tensors that several modules read are stored once
         for call in calls:
             if call.path in self.layers:
                 if record.entered is None:
@@ -89,3 +97,118 @@ def _first(call: Call) -> Any:
 
 def _output(call: Call) -> Any:
     return call.out[0] if isinstance(call.out, tuple) else call.out
+
+
+# --- drift --------------------------------------------------------------------------------------
+
+Again = Callable[[nn.Module, Tensor], Any]  # calls a layer again, on other hidden states
+
+
+@dataclass
+class AsMerged:
+    """The hidden states of the merge, layer by layer."""
+
+    layers: Collection[str]  # by path
+    batches: Collection[Key]  # those that are followed
+    copies: bool  # activations of a waiting batch may be offloaded
+    working: bool = True  # until a layer cannot be called again
+    _calls: dict[Key, tuple[Again, Tensor | None]] = field(default_factory=dict)
+    _hidden: dict[Key, Tensor] = field(default_factory=dict)
+
+    def on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
+        """Keep the arguments of a layer that a batch has entered."""
+        if not self.working or self.copies or id(batch) not in self.batches:
+            return
+        for call in calls:
+            if call.path not in self.layers or call.out is not None:
+                continue
+            rerun = _again(call)
+            if rerun is None:
+                self.working = False
+                return
+            hidden, again = rerun
+            self._calls[id(batch)] = (again, rows)
+            self._hidden.setdefault(id(batch), hidden.detach())
+
+    def run(self, layer: nn.Module) -> None:
+        """Call the layer in memory, with merged weights, on every followed batch."""
+        calls, self._calls = self._calls, {}
+        for key, (again, _) in calls.items():
+            try:
+                with torch.no_grad():
+                    out = again(layer, self._hidden[key])
+            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
+                self.working = False  # layers exchange more than hidden states
+                return
+            out = out[0] if isinstance(out, tuple) else out
+            if not isinstance(out, Tensor) or out.shape != self._hidden[key].shape:
+                self.working = False
+                return
+            self._hidden[key] = out.detach()
+
+    def states(self, batch: Batch, rows: Tensor | None) -> Tensor | None:
+        """Return the states after the layer that ran last, (tokens, d)."""
+        hidden = self._hidden.get(id(batch)) if self.working else None
+        return None if hidden is None else real_tokens(hidden, batch, rows)
+
+
+def _again(call: Call) -> tuple[Tensor, Again] | None:
+    if call.args and isinstance(call.args[0], Tensor):
+        rest, kwargs = call.args[1:], call.kwargs
+        return call.args[0], lambda layer, x: layer(x, *rest, **kwargs)
+    name = "hidden_states"
+    if not isinstance(call.kwargs.get(name), Tensor):
+        return None
+    others = {key: value for key, value in call.kwargs.items() if key != name}
+    return call.kwargs[name], lambda layer, x: layer(hidden_states=x, **others)
+
+
+@dataclass
+class Drift:
+    """‖h − h_source‖ / ‖h_source‖ over the tokens of every domain."""
+
+    _sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, domain: str, states: Tensor, wanted: Tensor) -> None:
+        own = self._sums.setdefault(domain, [0.0, 0.0])
+        own[0] += float((states.double() - wanted.double()).square().sum())
+        own[1] += float(wanted.double().square().sum())
+
+    def add_up(self) -> None:
+        """Sum over all ranks."""
+        parts = ranks.gathered(self._sums)
+        self._sums = {
+            domain: [sum(part[domain][at] for part in parts if domain in part) for at in (0, 1)]
+            for domain in self._sums
+        }
+
+    def by_domain(self) -> dict[str, float]:
+        return {
+            domain: math.sqrt(gap / size) if size > 0.0 else 0.0
+            for domain, (gap, size) in self._sums.items()
+        }
+
+
+def followed_batches(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the held-out batches; if there are none, the first of every domain."""
+    held = [batch for batch in batches if batch.holdout]
+    return held or list({batch.domain: batch for batch in reversed(batches)}.values())
+
+
+def layer_drift(
+    batches: Sequence[Batch],
+    states: Callable[[Batch], Tensor | None],
+    source: Callable[[Batch], Record],
+) -> dict[str, float]:
+    """Return the drift of one model after the last layer; {} if a rank does not know it."""
+    drift, known = Drift(), True
+    for batch in batches:
+        mine, theirs = states(batch), source(batch).left
+        if mine is None or theirs is None or mine.shape != theirs.shape:
+            known = False
+            break
+        drift.add(batch.domain, mine, theirs)
+    if not ranks.all_say(known):
+        return {}
+    drift.add_up()
+    return drift.by_domain()

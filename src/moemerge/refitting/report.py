@@ -1,4 +1,4 @@
-"""What a refit did, as data: a row for each map, each layer's drift, totals."""
+"""The report of a refit: a row for each map, the drift of each layer, totals."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moemerge.linalg.cg import Status
-from moemerge.lockstep.repairs import RepairReport
-from moemerge.refitting.ridge import Fit
+from moemerge.lockstep.report import RepairReport
+from moemerge.refitting.least_squares import Fit
 from moemerge.refitting.routers import RouterFit
+from moemerge.refitting.settings import REFIT
 from moemerge.report.files import in_markdown
 from moemerge.runtime.progress import counted
 
-SHOWN = 5  # experts that a notice names
+MOST_NAMED = 5  # maps that a warning names
 
 
 def number(value: float | None) -> float | None:
-    """Six digits; JSON has no NaN and no infinity."""
+    """Round to six digits; JSON has no NaN and no infinity."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
@@ -26,10 +27,10 @@ def number(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class MapRow:
-    """One linear map."""
+    """The row of one linear map."""
 
     name: str  # its weight, by the name in memory
-    target: str  # what it aims at: the source's `output`, or its `hidden state`
+    target: str  # the source's `output`, or its `hidden state`
     fit: Fit
 
     @property
@@ -57,7 +58,7 @@ class MapRow:
 
 @dataclass(frozen=True)
 class ExpertsRow:
-    """One projection of all experts of a layer."""
+    """The row of one projection of all experts of a layer."""
 
     name: str
     target: str
@@ -86,7 +87,7 @@ class ExpertsRow:
 
 @dataclass(frozen=True)
 class RouterRow:
-    """One router."""
+    """The row of one router."""
 
     name: str  # its weight on disk
     fit: RouterFit
@@ -118,7 +119,7 @@ Row = MapRow | ExpertsRow | RouterRow
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer, or the head (None)."""
+    """The row of a layer, or of the head (None)."""
 
     layer: int | None
     rows: tuple[Row, ...]
@@ -142,9 +143,10 @@ class LayerRow:
         }
 
     def warnings(self) -> list[str]:
-        """What a user should look at: maps that stay as merged, and routers without an end."""
+        """Return warnings about maps that keep their merged weights, and routers that did not
+        converge."""
         warnings = []
-        complete = [row for row in self.rows if lacks_nothing(row.to_json())]
+        complete = [row for row in self.rows if matches_sources(row.to_json())]
         for row in self.rows:
             if isinstance(row, RouterRow) and row.fit.status is not Status.CONVERGED:
                 warnings.append(f"{self.where}: {row.name} did not converge ({row.fit.status})")
@@ -152,53 +154,52 @@ class LayerRow:
                 continue
             if not isinstance(row, ExpertsRow) and row.fit.kept:
                 warnings.append(
-                    f"{self.where}: {row.name} stays as merged, held-out rows would lose"
+                    f"{self.where}: {row.name} keeps its merged weights: held-out rows would lose"
                 )
             if isinstance(row, ExpertsRow) and all(fit.kept for fit in row.fits):
                 warnings.append(
-                    f"{self.where}: all of {row.name} stays as merged, held-out rows lose"
+                    f"{self.where}: no expert of {row.name} is changed: held-out rows would lose"
                 )
         if complete:
             warnings.append(
-                f"{self.where}: nothing is missing beyond rounding in {len(complete)} of "
-                f"{counted(len(self.rows), 'map')}, which stay as merged"
+                f"{self.where}: {len(complete)} of {counted(len(self.rows), 'map')} match their "
+                "sources within rounding and keep their merged weights"
             )
         return warnings
 
 
-def lacks_nothing(row: Mapping[str, Any]) -> bool:
-    """Whether a map, all experts of one, or a router gives what its sources give, on every row."""
+def matches_sources(row: Mapping[str, Any]) -> bool:
+    """Return whether a map, all experts, or a router already matches its sources on every row."""
     sides = (errors_on(row, held_out=held) for held in (False, True))
     return all(side is None or side[0] == 0.0 for side in sides)
 
 
 def few_tokens(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """By name and count, the maps that fewer tokens reach than they have inputs; and where that is
-    most of them, what it may cost."""
+    """Return a warning about maps that fewer tokens reach than they have inputs."""
     reached = _tokens_and_inputs(layers)
     scarce = {name: pair for name, pair in reached.items() if pair[0] < pair[1]}
     if not scarce:
         return []
     fewest = sorted(scarce.items(), key=lambda item: item[1])
-    named = ", ".join(f"{name} ({t} of {inputs})" for name, (t, inputs) in fewest[:SHOWN])
-    more = f" and {len(scarce) - SHOWN} more" if len(scarce) > SHOWN else ""
-    told = (
+    named = ", ".join(f"{name} ({t} of {inputs})" for name, (t, inputs) in fewest[:MOST_NAMED])
+    more = f" and {len(scarce) - MOST_NAMED} more" if len(scarce) > MOST_NAMED else ""
+    warning = (
         f"{len(scarce)} of {counted(len(reached), 'map')} and experts reached by fewer tokens than "
         f"inputs, which cannot determine them: {named}{more}"
     )
     if 2 * len(scarce) <= len(reached):
-        return [f"{told}; more text helps"]
+        return [f"{warning}; more text helps"]
     shares = sorted(tokens / inputs for tokens, inputs in reached.values())
     middle = shares[len(shares) // 2]
     times = f"at least {math.ceil(1 / middle)} times as much" if middle else "far more"
     return [
-        f"{told}. The text is too short for most of the model, and the result may be worse than "
+        f"{warning}. The text is too short for most of the model, and the result may be worse than "
         f"the merge: give {times}, or compare the two on problems of your own"
     ]
 
 
 def _tokens_and_inputs(layers: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Of every linear map, and of every expert (for its wider projection)."""
+    """Return tokens and inputs of every linear map and expert (of its wider projection)."""
     reached: dict[str, tuple[int, int]] = {}
     for layer in layers:
         for row in layer["maps"]:
@@ -216,12 +217,12 @@ def _tokens_and_inputs(layers: Sequence[Mapping[str, Any]]) -> dict[str, tuple[i
 
 
 def map_errors(row: Mapping[str, Any]) -> tuple[float, float]:
-    """A map's error before and after, on held-out rows where there are any; a router's KL."""
+    """Return a map's error before and after, on held-out rows if there are any; a router's KL."""
     return errors_on(row, held_out=True) or errors_on(row, held_out=False) or (0.0, 0.0)
 
 
 def errors_on(row: Mapping[str, Any], *, held_out: bool) -> tuple[float, float] | None:
-    """The same on held-out rows, or on those of the calibration; None where there are none."""
+    """Return the same on held-out rows or on calibration rows; None if there are none."""
     side = row.get("experts", row)
     side = side["held_out"] if held_out else side
     figure = "kl" if "router" in row else "error"
@@ -235,14 +236,14 @@ def errors_on(row: Mapping[str, Any], *, held_out: bool) -> tuple[float, float] 
 
 
 def _values(given: Any) -> list[float | None]:
-    """One number, one for each expert, or one for each domain."""
+    """Return one number, the numbers of all experts, or those of all domains as a list."""
     if isinstance(given, Mapping):
         return list(given.values())
     return list(given) if isinstance(given, list) else [given]
 
 
 def errors_left(layers: Sequence[Mapping[str, Any]], *, held_out: bool) -> dict[str, float]:
-    """What is left of each kind of map's error: the mean over maps of after / before."""
+    """Return the remaining error of each kind of map: the mean over maps of after / before."""
     by_kind: dict[str, list[float]] = {}
     for layer in layers:
         for row in layer["maps"]:
@@ -253,7 +254,7 @@ def errors_left(layers: Sequence[Mapping[str, Any]], *, held_out: bool) -> dict[
 
 
 def both_left(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """The same on the calibration's rows and on those held out (empty where there are none)."""
+    """Return the same on calibration rows and on held-out rows ({} if there are none)."""
     return {
         name: {kind: number(v) for kind, v in errors_left(layers, held_out=held).items()}
         for name, held in (("calibration", False), ("held_out", True))
@@ -261,12 +262,12 @@ def both_left(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float 
 
 
 def kind_of(row: Mapping[str, Any]) -> str:
-    """What a row of the report is of: q_proj, experts.down_proj, router, ..."""
+    """Return the kind of map of a row: q_proj, experts.down_proj, router, ..."""
     return "router" if "router" in row else kind_of_map(row["map"])
 
 
 def kind_of_map(name: str) -> str:
-    """The last word of a map's name, or the last two of an expert's."""
+    """Return the last word of a map's name, or the last two of an expert's."""
     words = [word for word in name.split(".") if word != "weight" and not word.isdigit()]
     return ".".join(words[-2:]) if "expert" in name else words[-1]
 
@@ -275,11 +276,7 @@ def kind_of_map(name: str) -> str:
 class RefitReport(RepairReport):
     """The `refit` part of `moemerge_report.json`."""
 
-    part = "refit"
-    section = "Refit"
-    done = "Refitted"
-    summary = "its linear maps refitted in closed form to what the sources give"
-    held_out = "the rows held out (no weight was fitted to them, but they chose λ)"
+    repair = REFIT
 
     tokens: Mapping[str, int]
     held_out_tokens: Mapping[str, int]
@@ -312,24 +309,24 @@ class RefitReport(RepairReport):
         }
 
     @property
-    def words(self) -> str:
-        """What was done, and a table of what is left of each kind of map's error."""
+    def card_section(self) -> str:
+        """What was fitted, and tables of the remaining error and drift."""
         total, settings = self.totals, self.settings
         texts = ", ".join(
             f"{name} ({counted(tokens, 'token')})" for name, tokens in self.tokens.items()
         )
         complete = ""
         if total["complete"]:
-            complete = f", and {total['complete']}, since nothing was missing on this text"
+            complete = f", and {total['complete']}, since they matched on this text"
         lines = [
             f"{counted(total['maps'], 'linear map')} and {counted(total['routers'], 'router')} "
-            f"fitted to what each source gives on its own text: {texts}. Ridge "
+            f"fitted to each source's outputs on its own text: {texts}. Ridge "
             f"{settings['ridge']}, parts {', '.join(settings['parts'])}; "
-            f"{counted(total['kept'] - total['complete'], 'map')} left as merged, since rows held "
-            f"out would have lost{complete}. "
-            "What is left of each kind of map's error, as means over maps:",
+            f"{counted(total['kept'] - total['complete'], 'map')} kept their merged weights, since "
+            f"held-out rows would have lost{complete}. "
+            "Remaining error of each kind of map, as means over maps:",
             "",
-            "| map | error left, calibration rows | rows held out |",
+            "| map | remaining error, calibration rows | held-out rows |",
             "|---|---|---|",
             *(
                 f"| {kind} | {left:.1%} | {_share(total['error_left']['held_out'].get(kind))} |"
@@ -346,9 +343,9 @@ class RefitReport(RepairReport):
 
 
 def _complete(row: Mapping[str, Any]) -> int:
-    """How many maps of a row stay as merged for want of anything missing."""
+    """Return how many maps of a row keep their weights since they already match."""
     if "experts" not in row:
-        return int(row["kept"] and lacks_nothing(row))
+        return int(row["kept"] and matches_sources(row))
     side = row["experts"]
     errors = list(zip(side["error_before"], side["held_out"]["error_before"], strict=True))
     return sum(not any(errors[expert]) for expert in row["kept"])

@@ -14,8 +14,8 @@ from moemerge.architectures.rules import Gate
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.stops import Stop
 from moemerge.linalg.cg import Status
-from moemerge.lockstep.models import PairedRouter, RouterWeights, StoredRouters
-from moemerge.refitting.domains import joined
+from moemerge.lockstep.models import PairedRouter, StoredRouters
+from moemerge.refitting.least_squares import joined
 from moemerge.refitting.targets import LayerView
 from moemerge.routing import DomainFeatures, SolveSettings, minimise_divergence
 from moemerge.routing.gates import divergence
@@ -23,12 +23,12 @@ from moemerge.routing.products import features_of, logits_of, working_dtype
 from moemerge.routing.solve import build_operator, solve_system
 from moemerge.runtime import ranks
 
-LEAST_SHARE = 1 / 16  # of the way to a solution that is worth going
+LEAST_SHARE = 1 / 16  # smallest share of the way to a solution that is tried
 
 
 @dataclass(frozen=True)
 class RouterProblem:
-    """A merged router on the tokens of every domain, and what each source's would do."""
+    """A merged router on the tokens of every domain, and the sources' routing to match."""
 
     gate: Gate
     merged: Tensor  # (K, d), or (K, d + 1) with the bias as last column; float64
@@ -36,7 +36,7 @@ class RouterProblem:
     holdout: Sequence[DomainFeatures]
 
     def divergences(self, weight: Tensor) -> tuple[dict[str, float], dict[str, float]]:
-        """A router's from each source's routing: on calibration tokens, and on those held out."""
+        """Return a router's divergence from each source: on calibration and on held-out tokens."""
         return (
             _divergences(self.gate, self.domains, weight),
             _divergences(self.gate, self.holdout, weight),
@@ -56,13 +56,13 @@ class RouterFit:
     held_before: Mapping[str, float]
     held_after: Mapping[str, float]
     kept: bool
-    share: float  # of the way from the merged router to the solution; 0: it is kept
+    share: float  # of the way to the solution; 0: the merged router is kept
 
 
 def fit_router(
     problem: RouterProblem, dtypes: tuple[torch.dtype, torch.dtype | None], *, exact: bool
 ) -> RouterFit:
-    """Solve, and go as far towards the solution as held-out tokens agree; rounded as stored."""
+    """Solve, then move towards the solution as far as held-out tokens gain; round as stored."""
     settings = SolveSettings()
     merged = problem.merged
     solution = solve_system(
@@ -97,11 +97,11 @@ def _as_far_as_it_helps(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     before: Mapping[str, float],
 ) -> tuple[Tensor, float]:
-    """The solution, or a point half the way to it, a quarter of it, ..., whichever held-out tokens
-    like best; and the share of the way. The merged router, where the solution is no better.
+    """Return the best point on the way to the solution for held-out tokens, and its share.
 
-    A solution by little text has learnt that text by heart, and half of its move is worth more
-    than all of it. Without held-out tokens nobody can tell.
+    Candidates are the solution, half the way, a quarter, and so on; the merged router if the
+    solution is no better. With little text a solution overfits, and half of its update is better
+    than all of it. Without held-out tokens the full solution is used.
     """
     judges = problem.holdout or problem.domains
     weights = {domain.name: domain.weight for domain in problem.domains}
@@ -140,7 +140,7 @@ def _total(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 
 def _divergences(gate: Gate, domains: Sequence[DomainFeatures], weight: Tensor) -> dict[str, float]:
-    """Mean KL(source ‖ router) of each domain."""
+    """Return the mean KL(source ‖ router) of each domain."""
     divergences = {}
     for domain in domains:
         total = torch.zeros((), dtype=torch.float64, device=weight.device)
@@ -160,7 +160,7 @@ def _divergences(gate: Gate, domains: Sequence[DomainFeatures], weight: Tensor) 
 
 @dataclass(frozen=True)
 class RouterJob:
-    """Everything about routers that the loop does not need to know."""
+    """The models and settings that router fits share."""
 
     merged: OpenModel
     sources: Mapping[str, OpenModel]
@@ -171,7 +171,7 @@ class RouterJob:
     def fit(
         self, stop: Stop, place: RouterInfo, sources: Mapping[str, LayerView]
     ) -> tuple[RouterFit, dict[str, Tensor]]:
-        """The fit, and the router's new tensors by name on disk."""
+        """Return the fit, and the router's new tensors by name on disk."""
         pair = self.pairs[place.weight]
         merged = StoredRouters(self.merged, [place]).weights(place)
         device = stop.arrivals[0].given[0].device
@@ -197,24 +197,12 @@ class RouterJob:
                 if self.exact:
                     states = (sources[name].record(batch).inputs[stop.path] for batch, _ in own)
                     targets = [joined([logits_of(x.to(working_dtype(x)), matrix) for x in states])]
-                # In one block: a product is then one launch, not one for every batch.
+                # Concatenated, so that a product is one kernel launch, not one per batch.
                 features = [joined([x for _, x in own])]
                 domains.append(DomainFeatures(name, features, matrix, targets, self.weights[name]))
         bias_dtype = None if merged.bias is None else merged.bias.dtype
         problem = RouterProblem(gate, merged.matrix.to(device), kept[False], kept[True])
         fit = fit_router(problem, (merged.weight.dtype, bias_dtype), exact=self.exact)
-        return fit, self._tensors(place, merged, fit.weight.cpu())
-
-    def _tensors(
-        self, place: RouterInfo, merged: RouterWeights, matrix: Tensor
-    ) -> dict[str, Tensor]:
-        width = merged.weight.shape[1]
-        weight = merged.weight.clone()
-        weight[: place.rows] = matrix[:, :width].to(weight.dtype)
-        tensors = {place.weight: weight}
-        if place.bias is not None and merged.bias is not None:
-            bias = merged.bias.clone()
-            bias[: place.rows] = matrix[:, width].to(bias.dtype)
-            shape = self.merged.checkpoint.tensors[place.bias].shape
-            tensors[place.bias] = bias.reshape(shape)
-        return tensors
+        width, matrix = merged.weight.shape[1], fit.weight.cpu()
+        bias = None if merged.bias is None else matrix[:, width]
+        return fit, merged.updated(self.merged, place, matrix[:, :width], bias)

@@ -1,4 +1,4 @@
-"""A refit from merged folder to refitted folder."""
+"""Run a refit, from the merged folder to the refitted folder."""
 
 from __future__ import annotations
 
@@ -8,92 +8,101 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from moemerge.checkpoint import Checkpoint
+from moemerge.architectures.opened import OpenModel
+from moemerge.checkpoint.overlay import OverlaidCheckpoint
 from moemerge.checkpoint.patch import Quantised
-from moemerge.errors import ResourceError
-from moemerge.features.settings import HEADROOM
-from moemerge.features.spill import Offload
+from moemerge.features.settings import StreamSettings
 from moemerge.features.taps import ExpertsTap, UnitMap
 from moemerge.linalg.cg import Status
+from moemerge.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repair
 from moemerge.lockstep.journal import Entry
-from moemerge.lockstep.models import OverlaidCheckpoint
-from moemerge.lockstep.output import Output, RefusedResultError
-from moemerge.lockstep.repairs import RepairReport, open_output, output_files
-from moemerge.lockstep.streams import PROCESS_BYTES
-from moemerge.lockstep.warm_up import WarmUp
+from moemerge.lockstep.output import RefusedResultError
+from moemerge.lockstep.report import RepairReport
+from moemerge.lockstep.streams import Need, open_streams, process_bytes
+from moemerge.lockstep.warm_up import RandomRouter, router_like
 from moemerge.refitting.experts import sample_size
-from moemerge.refitting.head import GROUP
-from moemerge.refitting.linear import BLOCK_VALUES
+from moemerge.refitting.job import RefitJob, RefitRequest, check, prepare
+from moemerge.refitting.least_squares import Factor, FitSums, RidgeRule, fit_map
+from moemerge.refitting.linear import BLOCK_VALUES, GROUP
 from moemerge.refitting.loop import FinishedLayer, RefitLoop
 from moemerge.refitting.plan import RefitPlan, make_plan, planned_names
-from moemerge.refitting.prepare import RefitJob, RefitRequest, prepare
 from moemerge.refitting.report import (
     RefitReport,
     few_tokens,
     kind_of,
-    lacks_nothing,
     map_errors,
+    matches_sources,
 )
-from moemerge.refitting.ridge import RidgeRule
-from moemerge.refitting.routers import RouterJob
+from moemerge.refitting.routers import RouterJob, RouterProblem, fit_router
+from moemerge.refitting.settings import RefitSettings
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
-from moemerge.runtime import ranks
-from moemerge.runtime.devices import available_memory, resolve_device
+from moemerge.routing.products import logits_of, working_dtype
+from moemerge.routing.rehearsal import rehearse
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Timings, peak_memory
 
 HEAD = "head"
+REHEARSAL_RIDGE = 0.1
 
 
 def run_refit(request: RefitRequest, progress: Progress) -> RefitReport:
-    """Refit into `request.out`, which appears whole or not at all.
-
-    A run that is killed or interrupted leaves a journal of its finished layers next to OUT. Under
-    torchrun every process runs a share of the text and fits a share of the experts.
-    """
-    start = time.perf_counter()
-    ranks.join(resolve_device(request.settings.device))
-    progress = ranks.progress_of_lead(progress)
-    stored: Quantised = "same" if request.settings.requantize == "same" else "floats"
-    with WarmUp() as warm_up:
-        job = prepare(request, warm_up)
-        for notice in job.notices:
-            progress.note(notice)
-        with open_output(request, job.merged, job.sources, stored) as output:
-            run = _Run(job, output, warm_up, progress, start)
-            report = run.run()
-            fitted = time.perf_counter()
-            ranks.meet()  # others may still read the journal
-            report = replace(report, requantised=ranks.from_lead(output.write()))
-            output.finish(output_files(request, job.merged, report))
-    timings = report.timings.written(time.perf_counter() - fitted, output.copied)
-    return replace(report, timings=timings, seconds=time.perf_counter() - start)
+    """Refit into `request.out`. The journal has an entry for every layer."""
+    return run_repair(request, progress, Refit())
 
 
-class _Run:
-    """One refit on its way."""
+class Refit(RepairSteps[RefitSettings, RefitJob, RefitReport]):
+    """The steps of a refit."""
 
-    def __init__(
-        self, job: RefitJob, output: Output, warm_up: WarmUp, progress: Progress, start: float
-    ) -> None:
+    def require(self, merged: OpenModel) -> None:
+        merged.require_readable("dequantise it to bfloat16 first and refit that")
+
+    def check(self, opened: OpenedRepair[RefitSettings]) -> None:
+        check(opened)
+
+    def stored_as(self, settings: RefitSettings) -> Quantised:
+        return "same" if settings.requantize == "same" else "floats"
+
+    def rehearse(self, opened: OpenedRepair[RefitSettings]) -> None:
+        exact = opened.request.settings.router == "exact"
+        fit_once(opened.merged, opened.stream, exact=exact)
+
+    def prepare(self, opened: OpenedRepair[RefitSettings]) -> RefitJob:
+        return prepare(opened)
+
+    def compute(self, job: RefitJob, run: RepairRun) -> RefitReport:
+        return RefitRun(job, run).compute()
+
+    def with_rounding(self, report: RefitReport, errors: Mapping[str, Any]) -> RefitReport:
+        return replace(report, requantised=errors)
+
+
+class RefitRun:
+    """One running refit."""
+
+    def __init__(self, job: RefitJob, run: RepairRun) -> None:
         self.job = job
-        self.output = output
-        self.warm_up = warm_up
-        self.progress = progress
-        self.start = start
+        self.output = run.output
+        self.warm_up = run.warm_up
+        self.progress = run.progress
+        self.start = run.start
 
-    def run(self) -> RefitReport:
+    def compute(self) -> RefitReport:
         job, output = self.job, self.output
         overlay: dict[str, Callable[[], Tensor]] = {}
         checkpoint = OverlaidCheckpoint(job.merged.checkpoint, overlay)
-        with open_streams(job, checkpoint, self.warm_up, self.progress) as streams:
+        with open_streams(
+            lambda offload: build_streams(job, checkpoint, offload, self.progress),
+            partial(memory_need, job),
+            job.stream,
+            self.warm_up.wait,
+        ) as streams:
             require_same_shapes(streams, job.sources)
             plan, units = self._plan(streams)
-            names = planned_names(plan, units)
-            output.begin(job.key, names, resume=job.request.resume)
+            output.begin(job.key, planned_names(plan, units), resume=job.request.resume)
             ridge = RidgeRule(job.ridge)
             done = self._finished(plan, overlay, ridge)
             loop = RefitLoop(
@@ -117,9 +126,9 @@ class _Run:
             loop.run()
             output.check()
             report = self._report(streams, plan)
-            for notice in few_tokens(report.layers):
-                self.progress.note(notice)
-            return report
+        for notice in few_tokens(report.layers):
+            self.progress.note(notice)
+        return report
 
     def _plan(self, streams: RefitStreams) -> tuple[RefitPlan, UnitMap]:
         job, stream = self.job, streams.merged.stream
@@ -141,8 +150,11 @@ class _Run:
     def _finished(
         self, plan: RefitPlan, overlay: dict[str, Callable[[], Tensor]], ridge: RidgeRule
     ) -> set[int]:
-        """Layers that a killed run had finished: the model is streamed with their new tensors, and
-        the next λ is sought where that run would have begun."""
+        """Return the layers that a killed run had finished.
+
+        The model is streamed with their new tensors, and the search for λ starts where that run
+        would have started it.
+        """
         done = set()
         for layer in plan.layers:
             if not layer.pauses:
@@ -151,7 +163,7 @@ class _Run:
             if entry is None:
                 break
             overlay.update({n: partial(entry.tensors.__getitem__, n) for n in entry.tensors})
-            self._require(entry.row)
+            self._refuse_if_strict(entry.row)
             ridge.last.update({kind_of(m): m["ridge"] for m in entry.row["maps"] if "ridge" in m})
             done.add(layer.number)
         if self.job.request.resume:
@@ -161,24 +173,24 @@ class _Run:
     def _done(self, finished: FinishedLayer) -> None:
         self.output.check()
         row = finished.row.to_json()
-        self._require(row)
+        self._refuse_if_strict(row)
         for notice in row["notices"]:
             self.progress.note(notice)
-        self._tell(row)
+        self._note_progress(row)
         tensors = finished.tensors if self.job.request.write else {}
         self.output.add(Entry(_name(finished.row.layer), tensors, row))
 
-    def _require(self, row: Mapping[str, Any]) -> None:
-        """With `strict`, also of layers that a run without it had finished."""
+    def _refuse_if_strict(self, row: Mapping[str, Any]) -> None:
+        """With `strict`, refuse kept maps, also of layers that a run without it had finished."""
         if self.job.request.settings.strict and row["notices"]:
             bad = [m for m in row["maps"] if m.get("status", Status.CONVERGED) != Status.CONVERGED]
-            kept = [m for m in row["maps"] if m["kept"] is True and not lacks_nothing(m)]
+            kept = [m for m in row["maps"] if m["kept"] is True and not matches_sources(m)]
             if bad or kept:
                 raise RefusedResultError(
                     row["notices"][0], hint="give more text, or leave `strict` out"
                 )
 
-    def _tell(self, row: Mapping[str, Any]) -> None:
+    def _note_progress(self, row: Mapping[str, Any]) -> None:
         where = "head" if row["layer"] is None else f"layer {row['layer']}"
         errors = [map_errors(m) for m in row["maps"] if "router" not in m]
         before, after = sum(b for b, _ in errors), sum(a for _, a in errors)
@@ -197,11 +209,11 @@ class _Run:
         tokens = {domain.name: domain.tokens for domain in job.text.domains}
         held = {domain.name: sum(map(len, domain.holdout)) for domain in job.text.domains}
         return RefitReport(
-            **RepairReport.asked(job.request),
-            device=str(job.device),
-            dtype=dtype_name(job.dtype),
+            **RepairReport.request_fields(job.request),
+            device=str(job.stream.device),
+            dtype=dtype_name(job.stream.dtype),
             offload=streams.offload,
-            memory=expected_bytes(job, streams),
+            memory=process_bytes(streams.memory, memory_need(job, streams).extra),
             resumed=self.output.resumed,
             tokens=tokens,
             held_out_tokens=held,
@@ -213,7 +225,7 @@ class _Run:
                 *few_tokens(layers),
             ),
             seconds=fitted,
-            timings=Timings.of(stopwatch, fitted, peak_memory(job.device)),
+            timings=Timings.of(stopwatch, fitted, peak_memory(job.stream.device)),
         )
 
 
@@ -228,78 +240,47 @@ def _mean(values: Mapping[str, float]) -> float:
 # --- memory -------------------------------------------------------------------------------------
 
 
-def expected_bytes(job: RefitJob, streams: RefitStreams) -> int:
-    """What the device will hold of this process at the most."""
-    own = PROCESS_BYTES if job.device.type == "cpu" else 0
-    models = [runner.stream.memory for runner in streams.runners]
-    total = sum(memory.on_device for memory in models)
-    # One of them runs at a time.
-    total -= sum(memory.running for memory in models) - max(memory.running for memory in models)
-    if streams.merged.stream.memory.offload == "device" and not any(b.padded for b in job.batches):
-        total -= sum(memory.features for memory in models)  # read where they wait
-    return own + total + refit_bytes(job, streams)
+def memory_need(job: RefitJob, streams: RefitStreams) -> Need:
+    """Estimate the memory of a refit besides its streams."""
+    models = streams.memory
+    # One model runs at a time.
+    shared = sum(memory.running for memory in models) - max(memory.running for memory in models)
+    if streams.offload == "device" and not any(batch.padded for batch in job.batches):
+        shared += sum(memory.features for memory in models)  # read without a copy
+    extra = refit_bytes(job, streams) - shared
+    return Need("refitting", extra, ["lower `max_tokens` or `max_length`"])
 
 
-def open_streams(
-    job: RefitJob, checkpoint: Checkpoint, warm_up: WarmUp, progress: Progress
-) -> RefitStreams:
-    """Build all models, and choose where activations are parked; refuses what fits nowhere."""
-    wanted = job.request.settings.offload
-    kinds: tuple[Offload, ...] = (
-        ("device", "disk") if job.device.type == "cpu" else ("device", "cpu", "disk")
-    )
-    for kind in kinds if wanted == "auto" else (wanted,):
-        streams = build_streams(job, checkpoint, kind, progress)
-        needed = expected_bytes(job, streams)
-        if needed > usable_bytes(job):
-            warm_up.wait()  # it holds some of the device
-        free = usable_bytes(job)
-        if needed <= free:
-            return streams
-        described = streams.merged.stream.memory.describe()
-        streams.close()
-    raise ResourceError(
-        f"refitting needs about {needed / 1e9:.1f} GB on {job.device}, and {free / 1e9:.1f} GB are "
-        f"usable. {described}, and the same for {len(job.sources)} sources",
-        hint="lower `max_tokens` or `max_length`"
-        + ("" if wanted in ("auto", "disk") else '; `offload="disk"` parks activations there'),
-    )
-
-
-def usable_bytes(job: RefitJob) -> int:
-    return int(available_memory(job.device) * HEADROOM)
-
-
-# Hidden states of every token that are kept of a layer: of its source what two norms give, what
-# attention says and the states before and after; of the merged model what is read now, what its
-# attention says and the state before. What experts read lies joined by domain once more, of both;
-# what the hidden state lacks is float32 at least.
+# Hidden states per token that are kept of a layer. Of its source: the outputs of two norms and of
+# attention, and the states before and after. Of the merged model: the current input, the output of
+# attention, and the state before. Inputs of experts are concatenated by domain once more, of both.
+# The residual of the hidden state is float32 at least.
 SOURCE_STATES = 6
 MERGED_STATES = 4
 MISSING_STATES = 1
-# Batches that wait on the device hold most of these themselves; this many they do not.
+# Batches that wait on the device hold most of these states, except this number.
 MORE_STATES = 2
-# Of a map's Gram and cross products, in float64: the sums, their factor, the solution and what is
-# compared with it, for calibration and held-out rows.
+# Copies of a map's Gram and cross products in float64: the sums, their factor, the solution and the
+# candidates compared with it, for calibration and held-out rows.
 SUM_COPIES = 6
 BLOCKS = 4  # of outputs in float32 at a time
 
 
 def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
-    """Records of a layer, the largest map's sums, and blocks of outputs."""
+    """Return the bytes of a layer's records, the largest map's sums, and blocks of outputs."""
     stream = streams.merged.stream
     width = job.merged.architecture.hidden_size or 0
     tokens = sum(batch.tokens for batch in job.batches)
     waiting = stream.memory.offload == "device"
     kept = MORE_STATES if waiting else SOURCE_STATES + MERGED_STATES
-    states = kept * tokens * width * job.dtype.itemsize
-    states += MISSING_STATES * tokens * width * max(4, job.dtype.itemsize)
+    states = kept * tokens * width * job.stream.dtype.itemsize
+    states += MISSING_STATES * tokens * width * max(4, job.stream.dtype.itemsize)
     largest = 0
     for taps in stream.taps.layers:
         for tap in taps:
             if isinstance(tap, ExpertsTap):
-                # Experts go one by one; the sums of those that choose λ are held together, and on
-                # a GPU the next ones' come while an expert is fitted.
+                # Experts are fitted one by one. The sums of those that choose λ are held together,
+                # and on a GPU the next sums overlap with a fit.
                 for name in (tap.up, tap.down):
                     shape = stream.model.get_parameter(name).shape[1:]
                     held = 2 * sample_size(shape) if job.ridge is None else 2
@@ -311,12 +292,47 @@ def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
     if head is not None and "head" in job.request.settings.parts:
         rows, inputs = head.shape
         largest = max(largest, SUM_COPIES * inputs * (inputs + min(rows, GROUP)))
-        resident = (2 + len(job.sources)) * rows * inputs * job.dtype.itemsize
-        resident += 2 * tokens * inputs * job.dtype.itemsize
-    block = BLOCK_VALUES.get(job.device.type, BLOCK_VALUES["cpu"])
+        resident = (2 + len(job.sources)) * rows * inputs * job.stream.dtype.itemsize
+        resident += 2 * tokens * inputs * job.stream.dtype.itemsize
+    block = BLOCK_VALUES.get(job.stream.device.type, BLOCK_VALUES["cpu"])
     return max(states, resident) + 8 * largest + 4 * BLOCKS * block
 
 
 def _values(shape: tuple[int, ...]) -> int:
-    """Of a Gram and of cross products, whichever side is the input."""
+    """Return the number of values of a Gram and of cross products, whichever side is the input."""
     return max(shape) ** 2 + shape[0] * shape[1]
+
+
+# --- rehearsal ----------------------------------------------------------------------------------
+
+
+def fit_once(model: OpenModel, stream: StreamSettings, *, exact: bool) -> None:
+    """Fit a random router of the model's shape, and a map with the same inputs."""
+    router = router_like(model, stream.device, stream.dtype)
+    if router is not None:
+        rehearse(router.gate, router.domains[0])
+        fit_router_of(router, stream.dtype, exact=exact)
+        fit_map_of(router, stream.dtype)
+
+
+def fit_router_of(router: RandomRouter, dtype: torch.dtype, *, exact: bool) -> None:
+    """Fit a random router."""
+    domains = router.domains
+    if exact:
+        domains = [
+            replace(d, targets=[logits_of(x.to(working_dtype(x)), d.router) for x in d.features])
+            for d in domains
+        ]
+    problem = RouterProblem(router.gate, router.merged, domains, [])
+    fit_router(problem, (dtype, dtype if router.has_bias else None), exact=exact)
+
+
+def fit_map_of(router: RandomRouter, dtype: torch.dtype) -> None:
+    """Fit a linear map to the features of a random router."""
+    (x,) = router.domains[0].features
+    width, wide = x.shape[1], x.to(working_dtype(x))
+    sums, held = (FitSums.empty(width, width, x.device) for _ in range(2))
+    for one in (sums, held):
+        one.add(x, wide, torch.full_like(wide[:, :1], 0.5))
+    merged = x.new_zeros(width, width)
+    fit_map(merged, sums, held, Factor(sums.gram, REHEARSAL_RIDGE), dtype)

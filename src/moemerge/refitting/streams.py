@@ -1,9 +1,9 @@
-"""The merged model and its sources, layer by layer; what a layer's fits need is recorded."""
+"""Stream the merged model and its sources layer by layer, and record what the fits need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
-from moemerge.features.settings import StreamSettings
+from moemerge.features.settings import MemoryEstimate, StreamSettings
 from moemerge.features.spill import Offload
 from moemerge.features.stops import Stop
 from moemerge.features.stream import ModelStream
 from moemerge.features.taps import LinearTap, head_input
 from moemerge.features.tokens import real_tokens
+from moemerge.refitting.job import RefitJob
 from moemerge.refitting.layer import LayerStructure
 from moemerge.refitting.plan import LayerPlan
-from moemerge.refitting.prepare import RefitJob
 from moemerge.refitting.records import LayerRecorder, Record
-from moemerge.refitting.targets import LayerView
-from moemerge.refitting.writes import Write, find_writes
+from moemerge.refitting.targets import LayerView, ResidualWrite, find_writes
 from moemerge.runtime import ranks
 from moemerge.runtime.process import give_back_large_buffers
 from moemerge.runtime.progress import Progress
@@ -33,7 +32,7 @@ from moemerge.text.batches import Batch
 
 @dataclass
 class Needs:
-    """What has to be recorded in the layer at hand; the first batch teaches how little that is."""
+    """What must be recorded in the current layer; the first batch reduces it."""
 
     plan: LayerPlan | None = None
     structure: LayerStructure | None = None
@@ -64,10 +63,10 @@ class Needs:
         return self.structure is not None and self.source_output(path)
 
     def learn(self, batch: Batch, record: Record) -> None:
-        """From the first batch that has passed the layer."""
+        """Find the structure of the layer from the first batch."""
         if self.plan is None or self.structure is not None:
             return
-        # Its factors are read off one batch: those of rank 0's count.
+        # The factors come from one batch: rank 0's.
         self.structure = ranks.from_lead(_structure(self.plan, record))
         record.inputs = {p: x for p, x in record.inputs.items() if self.source_input(p)}
         record.outputs = {p: x for p, x in record.outputs.items() if self.source_output(p)}
@@ -91,8 +90,8 @@ def _structure(plan: LayerPlan, record: Record) -> LayerStructure:
     return LayerStructure(tuple(writes), leaders, called)
 
 
-def _leader(record: Record, write: Write) -> str | None:
-    """A module that reads the gate's input no later than the write."""
+def _leader(record: Record, write: ResidualWrite) -> str | None:
+    """Return a module that reads the gate's input no later than the write."""
     assert write.gate is not None
     read = record.inputs.get(write.gate)
     for path in record.order[: record.order.index(write.path) + 1]:
@@ -103,7 +102,7 @@ def _leader(record: Record, write: Write) -> str | None:
 
 @dataclass
 class FinalStates:
-    """What the head reads, of every batch."""
+    """The inputs of the head, of every batch."""
 
     head: LinearTap | None
     values: dict[int, Tensor] = field(default_factory=dict)  # by id of the batch
@@ -120,7 +119,7 @@ class FinalStates:
 
 @dataclass
 class Runner:
-    """One model on its way, and what it has shown in the layer it ran last."""
+    """One streamed model, and its records of the layer that ran last."""
 
     stream: ModelStream
     recorder: LayerRecorder
@@ -146,7 +145,7 @@ class Runner:
 
 @dataclass
 class RefitStreams:
-    """All models: the merged one, and the source of every domain."""
+    """The streamed models: the merged one, and the source of every domain."""
 
     merged: Runner
     sources: Mapping[str, Runner]
@@ -167,11 +166,16 @@ class RefitStreams:
         return (self.merged, *self.sources.values())
 
     @property
+    def memory(self) -> list[MemoryEstimate]:
+        """The memory estimate of each model, the merged one first."""
+        return [runner.stream.memory for runner in self.runners]
+
+    @property
     def offload(self) -> Offload:
         return self.merged.stream.memory.offload
 
     def begin_layer(self, plan: LayerPlan, stop: Stop) -> LayerStructure:
-        """The merged model waits before a layer: the sources run it whole."""
+        """Run a layer in the sources, when the merged model has stopped before it."""
         self.needs.plan = plan if plan.pauses else None
         self.needs.structure = None
         for runner in self.sources.values():
@@ -183,12 +187,12 @@ class RefitStreams:
         return self.needs.structure or LayerStructure()
 
     def drop_embeddings(self) -> None:
-        """All models wait before the first layer."""
+        """Release the embeddings, when all models have stopped before the first layer."""
         for runner in self.runners:
             runner.stream.drop_embeddings()
 
     def drop_layers(self) -> None:
-        """All layers are done with: what comes is the head."""
+        """Release the layers after the last one; only the head remains."""
         for runner in self.runners:
             runner.recorder.begin()
             runner.stream.drop_layer()
@@ -200,13 +204,13 @@ class RefitStreams:
 def build_streams(
     job: RefitJob, merged: Checkpoint, offload: Offload, progress: Progress
 ) -> RefitStreams:
-    """Skeletons of all models, and recorders that listen to them.
+    """Build skeletons of all models, with recorders.
 
-    `merged` is the merged model's checkpoint, with what a killed run had finished.
+    `merged` is the merged model's checkpoint, with the layers that a killed run had finished.
     """
     needs = Needs()
-    stopwatch = Stopwatch(job.device)
-    settings = StreamSettings(job.device, job.dtype, offload=offload, gather=False)
+    stopwatch = Stopwatch(job.stream.device)
+    settings = replace(job.stream, offload=offload, gather=False)
     runners: dict[str, Runner] = {}
     try:
         for name in ("", *job.sources):
@@ -219,8 +223,8 @@ def build_streams(
         for runner in runners.values():
             runner.stream.close()
         raise
-    if job.device.type == "cpu":
-        give_back_large_buffers()  # Grams and their factors, expert after expert
+    if job.stream.device.type == "cpu":
+        give_back_large_buffers()  # of Grams and their factors
     return RefitStreams(runners.pop(""), runners, needs)
 
 
@@ -232,7 +236,7 @@ def _runner(
     stopwatch: Stopwatch,
     progress: Progress | None,
 ) -> Runner:
-    """`progress` is the merged model's; a source has none."""
+    """Build one model; `progress` is None for a source."""
     is_merged = progress is not None
     final = FinalStates(None)
     stream = ModelStream(
@@ -252,7 +256,7 @@ def _runner(
     )
     stream.stop_at_layers(inputs=is_merged)
     taps = [tap.path for taps in stream.taps.layers for tap in taps]
-    # A router may be a module around its linear map, and then it is no tap.
+    # A router may be a module around its linear map, which then has no input hook.
     routers = [router.path for router in stream.anatomy.routers]
     heard = dict.fromkeys([*stream.anatomy.layers, *taps, *routers])
     stream.listen(list(heard), recorder.on_calls, outputs=True)
@@ -260,7 +264,7 @@ def _runner(
 
 
 def require_same_shapes(streams: RefitStreams, sources: Mapping[str, OpenModel]) -> None:
-    """Every parameter of the layers must have its counterpart in every source."""
+    """Check that every parameter of the layers has a counterpart in every source."""
     ours = {name: p.shape for name, p in streams.merged.model.named_parameters()}
     inside = tuple(path + "." for path in streams.merged.stream.anatomy.layers)
     for name, runner in streams.sources.items():

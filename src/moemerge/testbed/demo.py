@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from moemerge import api
-from moemerge.config.calibration import Targets
+from moemerge.calibration.settings import Targets
 from moemerge.testbed.accuracy import RoutingAgreement, accuracy, compare_routing
 from moemerge.testbed.experiments.merges import (
     AVERAGE,

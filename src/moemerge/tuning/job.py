@@ -15,7 +15,6 @@ import torch
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint.reader import AdaptedCheckpoint
 from moemerge.config.models import ModelRef
-from moemerge.config.tuning import TuningSettings
 from moemerge.errors import ArchitectureError, UsageError
 from moemerge.features.settings import stored_dtype
 from moemerge.runtime import ranks
@@ -25,6 +24,7 @@ from moemerge.text.answers import Answers, load_answers
 from moemerge.text.domains import TextSettings
 from moemerge.text.rows import TextSource, check_files
 from moemerge.text.tokens import Tokenizer, load_tokenizer
+from moemerge.tuning.settings import TuningSettings
 from moemerge.tuning.weights import TrainedLayout
 
 PACKAGES: Final = ("trl", "peft")

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from moemerge.checkpoint import hub_ids
 from moemerge.config.dump import dump_document
-from moemerge.lockstep.repairs import TUNING, earlier_report
+from moemerge.lockstep.output_files import TUNING, earlier_report
 from moemerge.report.files import (
     CARD_NAME,
     CONFIG_NAME,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moemerge.config.coefficients import CoefficientMethod
+from moemerge.coefficients.settings import CoefficientMethod
 from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
 

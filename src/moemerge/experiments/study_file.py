@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, Final
 
-from moemerge.config.faults import Fault, Path
-from moemerge.config.study import AS_MERGED, AVERAGE, BASE, StudyConfig, TunedSource
-from moemerge.config.translate import WorkingCopy, validate
+from moemerge.config.faults import Fault, Path, WorkingCopy, validate
 from moemerge.config.yaml_lines import Document, FaultReporter, read_document, read_yaml
 from moemerge.errors import ConfigError
+from moemerge.experiments.settings import AS_MERGED, AVERAGE, BASE, StudyConfig, TunedSource
 from moemerge.registry import did_you_mean
 
 EXTENDS: Final = "extends"
@@ -211,7 +210,7 @@ def _repair_faults(config: StudyConfig, name: str, models: list[str]) -> Iterato
         given = getattr(repair, key)
         if given is not None:
             yield from _unknown(given, known, (*place, key), what)
-    block = repair.calibrate or repair.refit
+    block = repair.block
     if block is not None and isinstance(block.sources, tuple):
         for number, one in enumerate(block.sources):
             where = (*place, repair.kind, "sources", number)
@@ -222,7 +221,7 @@ def _repair_faults(config: StudyConfig, name: str, models: list[str]) -> Iterato
 
 def _lacks_text(config: StudyConfig, name: str) -> Iterator[Fault]:
     repair = config.repairs[name]
-    block = repair.calibrate or repair.refit or repair.tune
+    block = repair.block or repair.tune
     if block is None or block.data is not None or getattr(block, "sources", None) is not None:
         return
     data = (config.texts.get(repair.text, {}) if repair.text else config.data) or {}

@@ -1,4 +1,4 @@
-"""Every setting of a refit. What other jobs have too is declared once, in `settings`."""
+"""Settings of a refit, and its declaration as a repair."""
 
 from __future__ import annotations
 
@@ -7,29 +7,10 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field
 
-from moemerge.config.calibration import RepairBlock
 from moemerge.config.faults import FaultsError, listed, shown
-from moemerge.config.fields import LayerSelection, PositiveInt, Strict, read_by
-from moemerge.config.settings import (
-    DEVICE,
-    DTYPE,
-    LIMIT,
-    MAX_LENGTH,
-    MAX_TOKENS,
-    MEASURE,
-    OFFLOAD,
-    REQUANTIZE,
-    SEED,
-    DeviceField,
-    Dtype,
-    Flag,
-    ForwardKeywords,
-    LayersField,
-    Offload,
-    Requantize,
-    Seed,
-    Share,
-)
+from moemerge.config.fields import LayerSelection, read_by
+from moemerge.config.repairs import Repair, RepairKeywords, RepairSettings
+from moemerge.config.settings import REQUANTIZE, Flag, LayersField, Requantize, Share
 from moemerge.registry import did_you_mean
 
 Part = Literal["attention", "router", "experts", "head"]
@@ -39,7 +20,7 @@ RouterBy = Literal["exact", "harc", "keep"]
 
 
 def chosen_parts(raw: object) -> tuple[Part, ...]:
-    """`all`, or parts by name: `router,attention`, or a list of them."""
+    """Read `all`, or names of parts: `router,attention`, or a list of them."""
     given = raw if isinstance(raw, list | tuple) else [raw]
     if not given or not all(isinstance(word, str) for word in given):
         raise FaultsError.one(f"expected all, or some of {listed(PARTS)}, not {shown(raw)}")
@@ -52,7 +33,7 @@ def chosen_parts(raw: object) -> tuple[Part, ...]:
 
 
 def ridge_value(raw: object) -> Ridge:
-    """`auto`, or a number above zero."""
+    """Read `auto`, or a number above zero."""
     if raw == "auto":
         return "auto"
     if isinstance(raw, int | float) and not isinstance(raw, bool) and 0.0 < raw < float("inf"):
@@ -60,13 +41,13 @@ def ridge_value(raw: object) -> Ridge:
     raise FaultsError.one(f"expected auto, or a number above 0, not {shown(raw)}")
 
 
-class RefitSettings(Strict):
-    """How the maps of a merged model are refitted."""
+class RefitSettings(RepairSettings):
+    """How the linear maps of a merged model are refitted."""
 
     ridge: Annotated[Ridge, read_by(ridge_value, Ridge)] = Field(
         "auto",
-        description="how strongly maps are held to their merged weights: auto takes what held-out "
-        "rows want, or a number λ",
+        description="how strongly maps are held to their merged weights: auto: chosen on "
+        "held-out rows, or a number λ",
     )
     parts: Annotated[tuple[Part, ...], read_by(chosen_parts, str | list[str])] = Field(
         PARTS, description="what is refitted: all, or some of attention, router, experts, head"
@@ -74,32 +55,24 @@ class RefitSettings(Strict):
     router: RouterBy = Field(
         "exact",
         description="routers by the KL itself on each source's own routing (exact), by HARC "
-        "(harc), or as merged (keep)",
+        "(harc), or unchanged (keep)",
     )
     layers: LayersField = Field(
         LayerSelection(), description="which decoder layers: all, last:4, 8-15 or 0,2,5-7"
     )
-    max_tokens: PositiveInt | None = MAX_TOKENS
-    max_length: PositiveInt = MAX_LENGTH
-    limit: PositiveInt | None = LIMIT
-    seed: Seed = SEED
     holdout: Share = Field(
         0.1,
         description="share of the rows kept out of every fit: they choose λ, and a map that loses "
-        "on them stays as merged",
+        "on them keeps its merged weights",
     )
-    offload: Offload = OFFLOAD
-    device: DeviceField = DEVICE
-    dtype: Dtype = DTYPE
     requantize: Requantize = REQUANTIZE
     strict: Flag = Field(
-        False, description="fail when a router does not converge, or a map stays as merged"
+        False, description="fail when a router does not converge, or a map keeps its merged weights"
     )
-    measure: Flag = MEASURE
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """λ is chosen on held-out rows, so there must be some."""
+        """Refuse to choose λ on held-out rows if there are none."""
         if data.get("holdout") == 0 and data.get("ridge", "auto") == "auto":
             raise FaultsError.one(
                 "ridge auto is chosen on held-out rows: give a holdout above 0, or a ridge",
@@ -108,23 +81,25 @@ class RefitSettings(Strict):
         return data
 
 
-class RefitKeywords(ForwardKeywords, total=False):
+class RefitKeywords(RepairKeywords, total=False):
     """`RefitSettings` one by one."""
 
     ridge: Ridge
-    parts: str | Sequence[str]
+    parts: str | Sequence[str] | tuple[Part, ...]
     router: RouterBy
-    layers: LayerSelection | str | int | Sequence[str | int]
-    holdout: float
     requantize: Requantize
-    strict: bool
-    measure: bool
 
 
-class RefitBlock(RefitSettings, RepairBlock):
-    """The `refit:` block of a config: the settings, and what to refit with."""
-
-    @property
-    def settings(self) -> RefitSettings:
-        """The settings alone."""
-        return self.narrowed(RefitSettings)
+REFIT = Repair(
+    key="refit",
+    verb="refit",
+    settings=RefitSettings,
+    runner="moemerge.refitting.run:run_refit",
+    block_help="how `moemerge run` refits the merged model; left empty, by its defaults",
+    text_use="refits to",
+    needs_routers=False,
+    card_title="Refit",
+    card_done="Refitted",
+    card_summary="its linear maps refitted in closed form to the sources' outputs",
+    card_holdout="the held-out rows (no weight was fitted to them, but they chose λ)",
+)

@@ -1,20 +1,16 @@
 """A study file as frozen data: sources, text, merges, repairs, evaluations and tables.
 
-What stands under `merges` is kept as it was written: the methods are known above this room, where
-each merge is checked like a config of its own.
+Merges are kept as they were written. `plan` checks each of them like a config.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Final, Literal, TypedDict
 
 from pydantic import Field, model_validator
 
-from moemerge.config.calibration import CalibrationBlock
-from moemerge.config.data import NamedTexts, Text
-from moemerge.config.evaluation import EvaluationSettings
 from moemerge.config.faults import FaultsError, listed, shown
 from moemerge.config.fields import (
     ChatTemplateField,
@@ -28,11 +24,15 @@ from moemerge.config.fields import (
     model_ref,
     read_by,
 )
-from moemerge.config.generation import Texts
 from moemerge.config.models import ModelRef
-from moemerge.config.refit import RefitBlock
-from moemerge.config.settings import DEVICE, DeviceField, DiagnosisSettings, Flag
-from moemerge.config.tuning import TuningSettings
+from moemerge.config.repairs import Repair, RepairBlock
+from moemerge.config.schema import REPAIRS, with_repairs
+from moemerge.config.settings import DEVICE, DeviceField, Flag
+from moemerge.data.settings import NamedTexts, Text
+from moemerge.diagnosis.settings import DiagnosisSettings
+from moemerge.evaluation.settings import EvaluationSettings
+from moemerge.generation.settings import Texts
+from moemerge.tuning.settings import TuningSettings
 
 BASE = "base"  # what the base is called where names of sources stand
 Keep = Literal["models", "results"]
@@ -84,17 +84,19 @@ def _source(raw: object) -> ModelRef | TunedSource:
     return model_ref(raw)
 
 
-class RepairEntry(Strict):
-    """One of `repairs:`: what is done to every merge. Exactly one of its kinds."""
+BY_VERB: Final[Mapping[str, Repair]] = {repair.verb: repair for repair in REPAIRS}
 
-    kinds: ClassVar[tuple[str, ...]] = ("routers", "calibrate", "refit", "tune")
-    blocks: ClassVar[tuple[str, ...]] = ("calibrate", "refit", "tune")
+
+@with_repairs(BY_VERB)
+class RepairEntry(Strict):
+    """One of `repairs:`, applied to every merge. It has exactly one of its kinds."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("routers", *BY_VERB, "tune")
+    blocks: ClassVar[tuple[str, ...]] = (*BY_VERB, "tune")
 
     routers: Name | None = Field(
         None, description="other routers: average (of the merged models), or a source's name"
     )
-    calibrate: CalibrationBlock | None = Field(None, description="settings of a calibration")
-    refit: RefitBlock | None = Field(None, description="settings of a refit")
     tune: TuneBlock | None = Field(None, description="settings of a tuning after the merge")
     after: Name | None = Field(None, description="the repair that it begins from (default: none)")
     text: Name | None = Field(None, description="which of `texts` it uses (default: `data`)")
@@ -115,6 +117,12 @@ class RepairEntry(Strict):
     @property
     def kind(self) -> str:
         return next(kind for kind in self.kinds if getattr(self, kind) is not None)
+
+    @property
+    def block(self) -> RepairBlock | None:
+        """The block of a repair that a merge config may have, too."""
+        block: RepairBlock | None = getattr(self, self.kind) if self.kind in BY_VERB else None
+        return block
 
 
 class EvaluateBlock(EvaluationSettings):

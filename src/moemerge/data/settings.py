@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from moemerge.config.fields import Files, Name, NotEmpty, PositiveInt, read_by
-from moemerge.config.generation import (
+from moemerge.generation.settings import (
     GenerationKeywords,
     GenerationSettings,
     PromptKeywords,

@@ -8,8 +8,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from moemerge.config.faults import WorkingCopy, validate
 from moemerge.config.fields import PositiveInt, Strict
-from moemerge.config.generation import (
+from moemerge.config.settings import Flag
+from moemerge.config.yaml_lines import FaultReporter, read_document
+from moemerge.generation.settings import (
     MAX_NEW_TOKENS,
     SAMPLES,
     TEMPERATURE,
@@ -19,9 +22,6 @@ from moemerge.config.generation import (
     Temperature,
     Texts,
 )
-from moemerge.config.settings import Flag
-from moemerge.config.translate import WorkingCopy, validate
-from moemerge.config.yaml_lines import FaultReporter, read_document
 
 Protocol = Literal["correct", "paper"]
 

@@ -1,4 +1,4 @@
-"""One router: from the models that wait at it to its new tensors and its row of the report."""
+"""Calibrate each router: from the stopped models to new tensors and a row of the report."""
 
 from __future__ import annotations
 
@@ -10,48 +10,40 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from moemerge.architectures.rules import Score
 from moemerge.calibration.job import CalibrationJob
 from moemerge.calibration.layer import LayerProblem, calibrate_layer
 from moemerge.calibration.report import layer_row
-from moemerge.config.calibration import CalibrationSettings
+from moemerge.calibration.settings import CalibrationSettings
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.router_stream import RouterStop
 from moemerge.linalg.cg import Status
+from moemerge.lockstep.job import RepairRun
 from moemerge.lockstep.journal import Entry
 from moemerge.lockstep.models import MERGED, PairedRouter, RouterWeights
 from moemerge.lockstep.output import RefusedResultError
-from moemerge.lockstep.repairs import errors_of
-from moemerge.lockstep.streams import Need, Stops
-from moemerge.lockstep.walk import Visitor
-from moemerge.lockstep.warm_up import WarmUp
+from moemerge.lockstep.request import errors_of
+from moemerge.lockstep.streams import Stops, Visitor
 from moemerge.routing import Curvature, DomainFeatures, Preconditioner, SolveSettings
-from moemerge.routing.curvature import logits_of, rows_at_once, working_dtype
-from moemerge.routing.preconditioners import matrix_bytes
-from moemerge.runtime.progress import Progress, counted
+from moemerge.routing.curvature import logits_of, working_dtype
+from moemerge.runtime.progress import counted
 from moemerge.runtime.timing import Stopwatch
 
-# Vectors of the solver, preconditioner's scales, measured routers: all (K, d) in float64.
-ROUTER_COPIES = 16
 
+class RouterCalibrator(Visitor):
+    """Solves for every router that the models stop at."""
 
-class RouterSolver(Visitor):
-    """Visits routers and solves for them."""
-
-    def __init__(
-        self, job: CalibrationJob, stopwatch: Stopwatch, warm_up: WarmUp, progress: Progress
-    ) -> None:
+    def __init__(self, job: CalibrationJob, run: RepairRun, stopwatch: Stopwatch) -> None:
         self._job = job
         self._settings = job.request.settings
         self._stopwatch = stopwatch
-        self._warm_up = warm_up
-        self._progress = progress
+        self._warm_up = run.warm_up
+        self._progress = run.progress
         self._left = len(job.routers.pairs)
         self._solved = 0
         self._begun = time.perf_counter()
 
     def visit(self, pair: PairedRouter, stops: Stops) -> Entry:
-        """Solve for the router that all models wait at."""
+        """Solve for the router that all models stopped at."""
         begin = time.perf_counter()
         info, stored = pair.info, self._job.stored
         with self._stopwatch.span("routers"), _errors_of(info.layer):
@@ -72,29 +64,17 @@ class RouterSolver(Visitor):
         if row["status"] == Status.NON_FINITE:
             raise NumericalError(
                 f"layer {info.layer}: solving for {info.weight} gave values that are not finite",
-                hint="`gamma` or a router's weights are too large for these numbers",
+                hint="`gamma` or a router's weights are too large",
             )
-        entry = Entry(info.weight, self._tensors(pair, merged, result.weight, result.bias), row)
+        tensors = merged.updated(self._job.merged, info, result.weight, result.bias)
+        entry = Entry(info.weight, tensors, row)
         for notice in row["notices"]:
             self._progress.note(notice)
         self._require_converged(entry)
         return entry
 
-    def _tensors(
-        self, pair: PairedRouter, merged: RouterWeights, weight: Tensor, bias: Tensor | None
-    ) -> dict[str, Tensor]:
-        """As they will be stored: rows that are no logits of experts stay as merged."""
-        info, tensors = pair.info, self._job.merged.checkpoint.tensors
-        whole = {info.weight: merged.weight.clone()}
-        whole[info.weight][: info.rows] = weight
-        if info.bias is not None and merged.bias is not None and bias is not None:
-            flat = merged.bias.clone()
-            flat[: info.rows] = bias
-            whole[info.bias] = flat.reshape(tensors[info.bias].shape)
-        return whole
-
     def resumed(self, entry: Entry) -> None:
-        """`strict` also counts for routers that a run without it had finished."""
+        """Apply `strict` to routers that an earlier run without it had finished."""
         self._left -= 1
         self._require_converged(entry)
 
@@ -131,9 +111,6 @@ def _errors_of(layer: int) -> AbstractContextManager[None]:
     )
 
 
-# --- one layer's problem ------------------------------------------------------------------------
-
-
 def solve_settings(settings: CalibrationSettings) -> SolveSettings:
     return SolveSettings(
         alpha=settings.alpha,
@@ -148,7 +125,7 @@ def solve_settings(settings: CalibrationSettings) -> SolveSettings:
 def initial_router(
     kind: str, merged: RouterWeights, sources: Mapping[str, RouterWeights]
 ) -> Tensor:
-    """Where the solver starts, (K, d [+ 1]) float64."""
+    """Return the router that the solver starts from, (K, d [+ 1]) float64."""
     if kind == "zero":
         return torch.zeros_like(merged.matrix)
     if kind == "average":
@@ -163,7 +140,7 @@ def layer_problem(
     sources: Mapping[str, RouterWeights],
     weights: Mapping[str, float],
 ) -> LayerProblem:
-    """The merged model's features with every source's router, or with its own routing."""
+    """Pair the merged model's features with each source's router, or with its own routing."""
     gate, stop = pair.info.gate, stops.lead
     if gate is None:
         raise ArchitectureError(f"layer {pair.info.layer}: no gate is known for this router")
@@ -199,49 +176,8 @@ def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 def _own_logits(
     name: str, router: Tensor, stop: RouterStop, own: RouterStop, *, holdout: bool
 ) -> list[Tensor]:
-    """The source's routing on its own features, token by token beside the merged model's."""
+    """Return a source's logits on its own features, token by token as the merged model's."""
     mine = [batch for batch, _ in stop.by_batch(name, holdout=holdout)]
     theirs = own.by_batch(name, holdout=holdout) if mine else []
     assert [id(batch) for batch in mine] == [id(batch) for batch, _ in theirs]
     return [logits_of(x.to(working_dtype(x)), router) for _, x in theirs]
-
-
-# --- memory -------------------------------------------------------------------------------------
-
-
-def memory_need(job: CalibrationJob) -> Need:
-    """What solving holds beside the streams, and what would make it fit."""
-    settings = job.request.settings
-    hints = ["lower `max_tokens` or `max_length`"]
-    if job.streams_sources:
-        hints.append('`targets="merged-features"` holds the layers of one model instead of all')
-    if settings.preconditioner not in ("none", "jacobi"):
-        hints.append('`preconditioner="jacobi"` holds no matrices')
-    if job.stream.dtype == torch.float32:
-        hints.append('`dtype="bfloat16"` halves a layer')
-    return Need("calibration", solver_bytes(job), hints)
-
-
-def solver_bytes(job: CalibrationJob) -> int:
-    """What the largest router's solve holds beside the features: H, targets, preconditioner."""
-    tokens = sum(domain.tokens for domain in job.text.domains)
-    settings = job.request.settings
-    working = torch.float64 if job.stream.dtype == torch.float64 else torch.float32
-    largest = 0
-    for pair in job.routers.pairs:
-        width = job.merged.checkpoint.tensors[pair.info.weight].shape[1]
-        experts, gate = pair.info.rows, pair.info.gate
-        rows = 0 if settings.curvature == "identity" else 1  # (tokens, K) held in float32
-        if rows and gate is not None and gate.score is not Score.SOFTMAX:
-            rows += 1
-        rows += settings.targets == "source-features"
-        rows += 3 * (settings.objective == "exact")
-        chunk = min(tokens, rows_at_once(job.stream.device)) * (width + 4 * experts)
-        kind = Preconditioner(settings.preconditioner)
-        largest = max(
-            largest,
-            4 * rows * tokens * experts
-            + 8 * (chunk + ROUTER_COPIES * experts * width)
-            + matrix_bytes(kind, (experts, width), tokens, working),
-        )
-    return largest

@@ -1,0 +1,203 @@
+"""Repairs of a merged model: run one, then measure the routing before and after it.
+
+A repair is declared in its settings module. Its Python function here only adds the signature that
+editors and type checkers read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from moemerge.api.jobs import Model, files_of, output_for, settings_for, uploaded
+from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords, CalibrationSettings
+from moemerge.config.repairs import Repair
+from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywords
+from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError
+from moemerge.refitting.settings import REFIT, RefitKeywords, RefitSettings
+from moemerge.runtime import ranks
+from moemerge.runtime.process import wake_gpu
+from moemerge.runtime.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from moemerge.api.jobs import Files
+    from moemerge.calibration.report import CalibrationReport
+    from moemerge.diagnosis.page import BeforeAndAfter
+    from moemerge.diagnosis.results import Diagnosis
+    from moemerge.lockstep.report import RepairReport
+    from moemerge.lockstep.request import RepairRequest
+    from moemerge.refitting.report import RefitReport
+
+
+class CalibrateKeywords(CalibrationKeywords, OutputKeywords, total=False):
+    """Keywords of `calibrate`."""
+
+
+class RefitOutKeywords(RefitKeywords, OutputKeywords, total=False):
+    """Keywords of `refit`."""
+
+
+@with_keywords(CalibrateKeywords, CalibrationSettings, OutputSettings)
+def calibrate(
+    merged: Model,
+    out: str | Path,
+    *,
+    sources: Mapping[str, Model],
+    data: Mapping[str, Files],
+    weights: Mapping[str, float] | None = None,
+    settings: CalibrationSettings | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[CalibrateKeywords],
+) -> CalibrationReport:
+    """Solve for the routers of `merged` and write the calibrated model to `out`.
+
+    `sources` are the merged models and `data` their text (JSON lines or parquet), under the same
+    names. `weights` set how much each counts (default: 1). Pass the settings as one object, or one
+    by one: `calibrate(..., alpha=0.5, layers="8-15")`. `report` is an HTML page to write: a
+    diagnosis before and after, on the held-out rows (without any, on the same rows). `resume`
+    continues a killed run. Under torchrun every process must call this function: each processes a
+    share of the text, and rank 0 writes.
+    """
+    given = {"sources": sources, "data": data, "weights": weights, "progress": progress}
+    report: CalibrationReport = _repair_model(CALIBRATION, merged, out, settings, given, keywords)
+    return report
+
+
+@with_keywords(RefitOutKeywords, RefitSettings, OutputSettings)
+def refit(
+    merged: Model,
+    out: str | Path,
+    *,
+    sources: Mapping[str, Model],
+    data: Mapping[str, Files],
+    weights: Mapping[str, float] | None = None,
+    settings: RefitSettings | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[RefitOutKeywords],
+) -> RefitReport:
+    """Refit the linear maps of `merged` to the outputs of its sources; write the model to `out`.
+
+    Arguments are those of `calibrate`, with other settings:
+    `refit(..., ridge=0.01, parts="attention,experts")`. Under torchrun every process must call this
+    function: each processes a share of the text and fits a share of the experts, and rank 0 writes.
+    """
+    given = {"sources": sources, "data": data, "weights": weights, "progress": progress}
+    report: RefitReport = _repair_model(REFIT, merged, out, settings, given, keywords)
+    return report
+
+
+def _repair_model(
+    repair: Repair,
+    merged: Model,
+    out: str | Path,
+    settings: Any,
+    given: Mapping[str, Any],
+    keywords: Mapping[str, Any],
+) -> Any:
+    """Run a repair as its Python function was called: `given` are its sources, data, weights and
+    progress bar."""
+    output, values = output_for(OutputSettings, keywords, repair.verb)
+    settings = settings_for(repair.settings, settings, values, repair.verb)
+    wake_gpu(settings.device)
+    from moemerge.lockstep.request import RepairRequest
+
+    request = RepairRequest(
+        merged=merged,
+        out=Path(out),
+        sources=given["sources"],
+        data={name: files_of(files) for name, files in given["data"].items()},
+        settings=settings,
+        weights=given["weights"] or {},
+        overwrite=output.overwrite,
+        resume=output.resume,
+    )
+    progress = given["progress"] or Silent()
+    target = output.push_to_hub if ranks.leads() else None
+    with uploaded(request.out, target, progress):
+        return run_repair(repair, request, progress, output.report)
+
+
+def run_repair(
+    repair: Repair,
+    request: RepairRequest[Any],
+    progress: Progress,
+    page: str | Path | None,
+    *,
+    label: str | None = None,
+    command: str | None = None,
+) -> RepairReport:
+    """Repair a model; then diagnose merge and result, if a page or the settings require it.
+
+    On the page, `label` is the name of the merged model, and `command` the command that was run.
+    """
+    run = repair.load_runner()
+    measure = request.settings.measure and request.settings.holdout != 0
+    report: RepairReport
+    if page is None and not measure:
+        report = run(request, progress)
+        return report
+    try:
+        both = _before_and_after(request, page if ranks.leads() else None, label, command)
+    except (ArchitectureError, TokenizerError) as error:
+        if page is not None:
+            raise
+        # Routers of a source can be read even if the source cannot be run.
+        progress.note(f"the routing will not be measured on held-out rows: {error.message}")
+        report = run(request, progress)
+        return report
+    report = run(replace(request, text=both.text), progress)
+    if page is None and not both.holds_out:
+        return report
+    try:
+        diagnosis = _measured(both, ranks.progress_of_lead(progress))
+    except MoeMergeError as error:
+        if page is not None:
+            raise
+        ranks.progress_of_lead(progress).note(error.message)
+        return report
+    if diagnosis is None or not measure or not both.holds_out:
+        return report
+    from moemerge.diagnosis.page import loss_notices
+    from moemerge.lockstep.output_files import add_diagnosis
+
+    figures = both.figures(diagnosis)
+    for notice in loss_notices(figures):
+        ranks.progress_of_lead(progress).note(notice)
+    try:
+        add_diagnosis(report, figures)
+    except MoeMergeError as error:  # OUT is complete without it
+        progress.note(f"{error.message}, so it lacks the figures measured on held-out rows")
+    return replace(report, diagnosis=figures)
+
+
+def _measured(both: BeforeAndAfter, progress: Progress) -> Diagnosis | None:
+    """Diagnose with all ranks if each can read OUT and has a row of every domain.
+
+    Otherwise rank 0 does it alone, and the other ranks return None.
+    """
+    ranks.from_lead(None)  # rank 0 has written OUT by then
+    fewest = min(len(domain.holdout or domain.rows) for domain in both.text.domains)
+    if ranks.all_say(both.out.is_dir() and fewest >= ranks.count()):
+        return both.measure(progress)
+    if not ranks.leads():
+        return None
+    with ranks.apart():
+        return both.measure(progress)
+
+
+def _before_and_after(
+    request: RepairRequest[Any],
+    page: str | Path | None,
+    label: str | None,
+    command: str | None,
+) -> BeforeAndAfter:
+    from moemerge.diagnosis.page import BeforeAndAfter
+
+    values = request.settings
+    settings = {name: getattr(values, name) for name in type(values).model_fields}
+    models = (request.merged, request.out)
+    return BeforeAndAfter.of(
+        page, models, request.sources, request.data, settings, label=label, command=command
+    )

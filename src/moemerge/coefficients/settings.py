@@ -1,0 +1,51 @@
+"""Settings of finding coefficients."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moemerge.config.fields import Fraction, PositiveInt
+from moemerge.config.settings import ForwardKeywords, ForwardSettings
+
+CoefficientMethod = Literal["acm", "sens", "neuron", "adamerging"]
+FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class CoefficientSettings(ForwardSettings):
+    """How coefficients are found, over how much text, and where the models run."""
+
+    sharpness: PositiveNumber = Field(
+        1.0, description="acm: how fast a coefficient falls as a layer stays what it was"
+    )
+    temperature: PositiveNumber = Field(
+        0.1, description="sens: of the softmax over models; the higher, the more alike"
+    )
+    own: FiniteNumber = Field(
+        1.0, description="neuron: how much of a model its own domain's neurons take"
+    )
+    other: FiniteNumber = Field(0.0, description="neuron: how much they take of every other model")
+    specific: PositiveNumber = Field(
+        2.0,
+        description="neuron: times more active in its domain than in the others a neuron must be",
+    )
+    steps: PositiveInt = Field(500, description="adamerging: steps of Adam")
+    lr: PositiveNumber = Field(1e-3, description="adamerging: step size")
+    start: Fraction = Field(0.3, description="adamerging: every coefficient at the start")
+    rows: PositiveInt = Field(16, description="adamerging: rows of each text in one step")
+
+
+class CoefficientKeywords(ForwardKeywords, total=False):
+    """`CoefficientSettings` one by one."""
+
+    sharpness: float
+    temperature: float
+    own: float
+    other: float
+    specific: float
+    steps: int
+    lr: float
+    start: float
+    rows: int

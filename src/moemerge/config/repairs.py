@@ -1,0 +1,138 @@
+"""Repairs: jobs that `moemerge run` can do after a merge. Each is declared once.
+
+The settings module of a repair declares it, and `config.schema` lists the declarations. The block
+of a config and its checks, the flags of `run`, the steps of a study, the part of the report and the
+section of the model card follow from the declaration.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, create_model
+
+from moemerge.config.faults import FaultsError, shown
+from moemerge.config.fields import ModelForm, Strict, model_ref, read_by
+from moemerge.config.models import ModelRef
+from moemerge.config.settings import (
+    LAYERS,
+    Flag,
+    ForwardKeywords,
+    ForwardSettings,
+    LayersField,
+    LayersForm,
+    Share,
+)
+from moemerge.data.settings import NamedTexts
+
+
+class RepairSettings(ForwardSettings):
+    """Settings that every repair has; a repair adds its own."""
+
+    exclusive: ClassVar[tuple[str, ...]] = ()  # fields of which one unsets the others
+
+    layers: LayersField = LAYERS
+    holdout: Share = Field("auto", description="share of the rows kept out of every fit")
+    strict: Flag = Field(False, description="fail when a layer does not converge")
+    measure: Flag = Field(
+        True,
+        description="diagnose merge and result on the held-out rows, which runs the sources; for "
+        "summary and card",
+    )
+
+
+class RepairKeywords(ForwardKeywords, total=False):
+    """Keywords of every repair: `RepairSettings` one by one."""
+
+    layers: LayersForm
+    holdout: float | Literal["auto"]
+    strict: bool
+    measure: bool
+
+
+NamedSources = dict[str, ModelRef] | tuple[str, ...]
+SourcesForm = dict[str, ModelForm] | list[str]
+
+
+def named_sources(raw: object) -> NamedSources:
+    """Read `name: model`, or a list of names of merged models."""
+    if isinstance(raw, Mapping) and raw:
+        return {str(name): _named(name, model) for name, model in raw.items()}
+    names = raw if isinstance(raw, (list, tuple)) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise FaultsError.one(f"expected name: model, or a list of model names, not {shown(raw)}")
+    return tuple(names)
+
+
+def _named(name: object, model: object) -> ModelRef:
+    try:
+        return model_ref(model)
+    except FaultsError as error:
+        raise FaultsError([p.under((str(name),)) for p in error.faults]) from None
+
+
+Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+class RepairBlock(Strict):
+    """The fields that the config block of every repair has besides its settings.
+
+    `data` defaults to the config's own `data:`, `sources` to the merged models.
+    """
+
+    data: NamedTexts | None = Field(
+        None, description="text of each source, by name: files, or how to make one"
+    )
+    sources: Annotated[NamedSources, read_by(named_sources, SourcesForm)] | None = Field(
+        None, description="name: model, or names of merged models; default: all but the base"
+    )
+    weights: dict[str, Weight] | None = Field(
+        None, description="how much each source counts, by name (default: 1)"
+    )
+
+
+@dataclass(frozen=True)
+class Repair:
+    """The declaration of a repair."""
+
+    key: str  # of its block in a config, and of its part of the report: "calibration"
+    verb: str  # its command, Python function and step of a study: "calibrate"
+    settings: type[RepairSettings]
+    runner: str  # module:function; takes a request and a progress bar, returns a report
+    block_help: str  # description of the block in a config
+    text_use: str  # what it does with a source's text: "calibrates"
+    needs_routers: bool  # whether it refuses models without routers
+    card_title: str  # heading of its section in the model card
+    card_done: str  # "Routers calibrated", before "with moemerge 1.0"
+    card_summary: str  # of the result, after "2 models merged with `ties`"
+    card_holdout: str = "the held-out rows"  # how the card describes the held-out rows
+
+    @cached_property
+    def block(self) -> type[RepairBlock]:
+        """Its block in a config: the settings, and the sources and text to use."""
+        name = self.settings.__name__.replace("Settings", "Block")
+        bases: tuple[type[Any], ...] = (self.settings, RepairBlock)
+        block: type[RepairBlock] = create_model(
+            name,
+            __base__=bases,
+            __module__=__name__,
+            __doc__=f"The `{self.key}:` block of a config.",
+        )
+        return block
+
+    def load_runner(self) -> Callable[[Any, Any], Any]:
+        """Import the function that does it, and torch with it."""
+        module, _, function = self.runner.partition(":")
+        run: Callable[[Any, Any], Any] = getattr(importlib.import_module(module), function)
+        return run
+
+    def overridden(self, block: RepairBlock, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a block, with `values` in place of those that they override."""
+        exclusive = self.settings.exclusive
+        unset = exclusive if any(name in values for name in exclusive) else ()
+        kept = {name: getattr(block, name) for name in self.block.model_fields if name not in unset}
+        return {**{n: value for n, value in kept.items() if value is not None}, **values}

@@ -1,0 +1,46 @@
+"""Settings of a diagnosis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from moemerge.config.settings import (
+    LAYERS,
+    Flag,
+    ForwardKeywords,
+    ForwardSettings,
+    LayersField,
+    LayersForm,
+    ModelName,
+    Share,
+)
+
+
+class DiagnosisSettings(ForwardSettings):
+    """How a model's routing is measured."""
+
+    layers: LayersField = LAYERS
+    holdout: Share = Field(
+        0.0,
+        description="measure on those rows alone that calibrate holds out (same seed)",
+    )
+    swaps: Flag = Field(
+        False,
+        description="also run the model with each source's routers, and each source with the "
+        "model's (twice the time)",
+    )
+    base: ModelName | None = Field(
+        None, description="model that text without a source of its name is measured against"
+    )
+
+
+class DiagnosisKeywords(ForwardKeywords, total=False):
+    """`DiagnosisSettings` one by one."""
+
+    layers: LayersForm
+    holdout: float | Literal["auto"]
+    swaps: bool
+    base: str | Path | None

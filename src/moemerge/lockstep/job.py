@@ -1,0 +1,153 @@
+"""The skeleton of every repair: request, checked job, and the steps from one to the other.
+
+class Calibration(RepairSteps):              # what this repair adds
+    def require(self, merged): ...           # refuse models that it cannot repair
+    def rehearse(self, opened): ...          # compile GPU kernels while text is read
+    def prepare(self, opened): ...           # read text, pair routers: a `RepairJob`
+    def compute(self, job, run): ...         # the work: entries into `run.output`, a report
+
+run_repair(request, progress, Calibration())
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Generic, TypeVar
+
+from moemerge.architectures.opened import OpenModel
+from moemerge.checkpoint.patch import Quantised
+from moemerge.config.settings import ForwardSettings
+from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
+from moemerge.lockstep.inputs import JobText, source_weights
+from moemerge.lockstep.output import Output
+from moemerge.lockstep.output_files import output_files
+from moemerge.lockstep.report import RepairReport
+from moemerge.lockstep.request import RepairRequest, open_models, open_output
+from moemerge.lockstep.warm_up import WarmUp
+from moemerge.runtime import ranks
+from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.progress import Progress
+from moemerge.text.batches import Batch, make_batches, own_share
+
+S = TypeVar("S", bound=ForwardSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedRepair(Generic[S]):
+    """A repair whose models were opened and checked."""
+
+    request: RepairRequest[S]
+    merged: OpenModel
+    sources: Mapping[str, OpenModel]
+    stream: StreamSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairJob(OpenedRepair[S], ABC):
+    """A repair that can be run: everything that can be refused was checked."""
+
+    text: JobText
+    notices: tuple[str, ...]
+
+    @cached_property
+    def weights(self) -> dict[str, float]:
+        """How much each source counts, with a mean of 1."""
+        return source_weights(self.request.weights, self.sources)
+
+    @cached_property
+    def all_batches(self) -> tuple[Batch, ...]:
+        """The batches of all ranks."""
+        return tuple(make_batches(self.text.domains, batch_tokens=self.batch_tokens))
+
+    @cached_property
+    def batches(self) -> tuple[Batch, ...]:
+        """The batches of this rank."""
+        return tuple(own_share(self.all_batches))
+
+    @property
+    def batch_tokens(self) -> int:
+        return batch_tokens(self.merged, self.stream.device)
+
+    @property
+    @abstractmethod
+    def key(self) -> dict[str, Any]:
+        """Everything that the result depends on, as plain data: the key of the journal."""
+
+
+@dataclass(frozen=True)
+class RepairRun:
+    """What a running repair works with."""
+
+    output: Output
+    warm_up: WarmUp
+    progress: Progress
+    start: float  # time.perf_counter() when it began
+
+
+J = TypeVar("J", bound=RepairJob[Any])
+R = TypeVar("R", bound=RepairReport)
+
+
+class RepairSteps(ABC, Generic[S, J, R]):
+    """The steps in which repairs differ."""
+
+    @abstractmethod
+    def require(self, merged: OpenModel) -> None:
+        """Refuse a merged model that cannot be repaired."""
+
+    @abstractmethod
+    def rehearse(self, opened: OpenedRepair[S]) -> None:
+        """Compute something small with the kernels of the repair, so that they are compiled."""
+
+    @abstractmethod
+    def prepare(self, opened: OpenedRepair[S]) -> J:
+        """Read the text, and refuse everything else that can be refused."""
+
+    @abstractmethod
+    def compute(self, job: J, run: RepairRun) -> R:
+        """Do the work: add finished entries to `run.output`, and return the report."""
+
+    def check(self, opened: OpenedRepair[S]) -> None:
+        """Refuse what the headers and settings show, before OUT is opened."""
+
+    def stored_as(self, settings: S) -> Quantised:
+        """Return how changed tensors of a quantised model are stored."""
+        return "keep"
+
+    def with_rounding(self, report: R, errors: Mapping[str, Any]) -> R:
+        """Return the report with the errors of quantising the output, by format."""
+        return report
+
+
+def run_repair(request: RepairRequest[S], progress: Progress, steps: RepairSteps[S, J, R]) -> R:
+    """Repair into `request.out`, which appears complete or not at all.
+
+    A run that is killed or interrupted leaves a journal of its finished entries next to OUT. Under
+    torchrun each process computes a share, and rank 0 writes.
+    """
+    start = time.perf_counter()
+    settings = request.settings
+    ranks.join(resolve_device(settings.device))
+    progress = ranks.progress_of_lead(progress)
+    with WarmUp() as warm_up:
+        merged, sources = open_models(request, steps.require)
+        device = ranks.own_device(resolve_device(settings.device))
+        stream = StreamSettings(device, forward_dtype(settings.dtype, merged), settings.offload)
+        opened = OpenedRepair(request=request, merged=merged, sources=sources, stream=stream)
+        steps.check(opened)
+        warm_up.begin(device, partial(steps.rehearse, opened))
+        with open_output(request, merged, sources, steps.stored_as(settings)) as output:
+            job = steps.prepare(opened)
+            for notice in job.notices:
+                progress.note(notice)
+            report = steps.compute(job, RepairRun(output, warm_up, progress, start))
+            computed = time.perf_counter()
+            ranks.meet()  # other ranks may still read the journal
+            report = steps.with_rounding(report, ranks.from_lead(output.write()))
+            output.finish(output_files(request, merged, report))
+    timings = report.timings.written(time.perf_counter() - computed, output.copied)
+    return replace(report, timings=timings, seconds=time.perf_counter() - start)

@@ -1,0 +1,195 @@
+"""The files that moemerge adds to a repaired model: resolved config, report and model card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moemerge.architectures.opened import OpenModel
+from moemerge.checkpoint import hub_ids
+from moemerge.config.documents import MergeDocument, parse_document
+from moemerge.config.dump import dump_config
+from moemerge.config.faults import parse_settings
+from moemerge.config.schema import REPAIRS, RunConfig
+from moemerge.config.settings import as_flags
+from moemerge.config.yaml_lines import read_yaml
+from moemerge.errors import MoeMergeError
+from moemerge.lockstep.inputs import settings_data
+from moemerge.lockstep.report import RepairReport
+from moemerge.lockstep.request import RepairRequest
+from moemerge.report.files import (
+    CARD_NAME,
+    CONFIG_NAME,
+    REPORT_NAME,
+    in_code,
+    in_markdown,
+    model_card,
+    report_bytes,
+    report_document,
+)
+from moemerge.runtime import ranks
+from moemerge.runtime.files import read_file, read_object, read_utf8, write_whole
+from moemerge.runtime.progress import counted
+from moemerge.version import __version__
+
+TUNING = "tuning"  # the part of a fine-tuning in a report
+
+
+def output_files(
+    request: RepairRequest[Any], merged: OpenModel, report: RepairReport
+) -> dict[str, bytes]:
+    """Return resolved config, report and model card of a repaired model."""
+    folder = merged.checkpoint.path
+    earlier = earlier_report(folder)
+    config, flags = _resolved_config(request, merged, earlier, report)
+    whole = not any(isinstance(text, Mapping) for rows in request.data.values() for text in rows)
+    # The parts of repairs that this one may follow are kept.
+    keys = [repair.key for repair in REPAIRS]
+    own = report.repair.key
+    before = ("merge", TUNING, *keys[: keys.index(own)])
+    parts = {**{name: earlier.get(name) for name in before}, own: report.to_json()}
+    card = _card(folder / CARD_NAME, earlier, report, config, flags if whole else None)
+    return {
+        CONFIG_NAME: config.encode(),
+        REPORT_NAME: report_bytes(report_document(__version__, **parts)),
+        CARD_NAME: card.encode(),
+    }
+
+
+def _resolved_config(
+    request: RepairRequest[Any], merged: OpenModel, earlier: Mapping[str, Any], report: RepairReport
+) -> tuple[str, list[str]]:
+    """Return a config with which `moemerge run` makes this model again, and the flags it needs.
+
+    It is the config of the merge with the block of the repair. If another tool merged the model,
+    or it was repaired before, it is a config that starts from that model.
+    """
+    written = merged.checkpoint.path / CONFIG_NAME
+    needed = dict(earlier.get("merge", {}).get("settings", {}))
+    if request.temporary and written.is_file():
+        return read_utf8(written), as_flags(needed)
+    block = {
+        **settings_data(request.settings),
+        "sources": dict(report.sources),
+        "weights": dict(request.weights) or None,
+        "data": {name: list(files) for name, files in report.data.items()},
+    }
+    block = {key: value for key, value in block.items() if value is not None}
+    # A refit writes floats, or quantises as the merge before it: `run` has one flag for both.
+    rounded = block.get("requantize", "same") == "same"
+    alike = rounded or "requantize" not in needed
+    config = merge_config(written, {report.repair.key: block}) if alike else None
+    if config is None:
+        needed.pop("requantize", None)
+        if rounded and merged.checkpoint.quantisation is not None:
+            needed["requantize"] = "same"
+        plain = {
+            "merge_method": "passthrough",
+            "models": [{"model": report.merged}],
+            report.repair.key: block,
+        }
+        config = parse_settings(RunConfig, plain, "the resolved config")
+    return dump_config(config, absolute=True), as_flags(needed)
+
+
+def _card(
+    written: Path,
+    earlier: Mapping[str, Any],
+    report: RepairReport,
+    config: str,
+    flags: Sequence[str] | None,
+) -> str:
+    """Return a new model card; a card that another tool wrote is kept and gets a section.
+
+    `flags` are None if no config makes the model again, since rows came from memory.
+    """
+    repair = report.repair
+    if not earlier and written.is_file():
+        old = read_file(written).decode("utf-8", "replace").rstrip("\n")
+        made = (
+            f"{repair.card_done} with [moemerge](https://pypi.org/project/moemerge/) {__version__}."
+        )
+        return f"{old}\n\n## {repair.card_title}\n\n{made} {report.card_section}\n"
+    merge = earlier.get("merge", {})
+    inputs = merge.get("inputs", {})
+    models = [
+        f"- `{in_code(str(m.get('model')))}` ({in_markdown(name)})" for name, m in inputs.items()
+    ] or [
+        f"- `{in_code(report.merged)}` (merged)",
+        *(f"- `{in_code(model)}` ({in_markdown(name)})" for name, model in report.sources.items()),
+    ]
+    how = (
+        f"{counted(len(inputs), 'model')} merged with `{merge.get('method')}`"
+        if inputs
+        else "A merged model"
+    )
+    named = [m.get("model") for m in inputs.values()] or [*report.sources.values()]
+    return model_card(
+        title=Path(report.output).name,
+        summary=f"{how}, {repair.card_summary}.",
+        hub_models=[part for m in named if m for part in hub_ids(str(m))],
+        sections=[("Models", "\n".join(models)), (repair.card_title, report.card_section)],
+        config=config,
+        version=__version__,
+        flags=flags,
+    )
+
+
+def earlier_report(folder: Path) -> dict[str, Any]:
+    """Return the report in a folder, or {} if moemerge did not merge it.
+
+    A repair only repeats it, so a damaged or edited report is ignored.
+    """
+    try:
+        report = read_object(folder / REPORT_NAME)
+        parse_document(MergeDocument, report.get("merge"), str(folder / REPORT_NAME))
+        json.dumps(report, allow_nan=False)  # it is repeated, and NaN is not JSON
+    except (MoeMergeError, ValueError):
+        return {}
+    return report
+
+
+def merge_config(path: Path, blocks: Mapping[str, Any]) -> RunConfig | None:
+    """Return a merge's config with `blocks` added; None if it is unreadable or has a repair."""
+    try:
+        data = read_yaml(read_utf8(path), str(path)).data
+        if any(repair.key in data for repair in REPAIRS):
+            return None
+        return parse_settings(RunConfig, {**data, **blocks}, str(path))
+    except MoeMergeError:
+        return None
+
+
+def add_diagnosis(report: RepairReport, figures: Mapping[str, Any]) -> None:
+    """Add figures that were measured afterwards to the report and the card in OUT."""
+    if not ranks.leads():
+        return
+    folder = Path(report.output)
+    path = folder / REPORT_NAME
+    document = read_object(path)
+    document[report.repair.key]["diagnosis"] = dict(figures)
+    write_whole(path, report_bytes(document))
+    path = folder / CARD_NAME
+    card = read_file(path).decode("utf-8", errors="replace")
+    at = card.find("\n## ", card.rfind(f"## {report.repair.card_title}\n") + 1)
+    at = len(card) if at < 0 else at + 1
+    table = "\n".join(diagnosis_table(figures, report.repair.card_holdout))
+    write_whole(path, f"{card[:at].rstrip(chr(10))}\n\n{table}\n\n{card[at:]}".encode())
+
+
+def diagnosis_table(figures: Mapping[str, Any], rows: str) -> list[str]:
+    """Return a Markdown table of the routing on held-out rows, each model on its own features."""
+    lines = [
+        f"What `moemerge diagnose` measures on {rows}, each model on its own features:",
+        "",
+        "| domain | tokens | mismatch before | after | loss before | after |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, tokens in figures["tokens"].items():
+        shares = (f"{figures[f'mismatch_{end}'][name]:.1%}" for end in ("before", "after"))
+        losses = (figures[f"loss_{end}"][name] for end in ("before", "after"))
+        cells = [*shares, *("" if loss is None else f"{loss:.4g}" for loss in losses)]
+        lines.append(f"| {in_markdown(name)} | {tokens} | {' | '.join(cells)} |")
+    return lines

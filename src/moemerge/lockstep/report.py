@@ -1,0 +1,87 @@
+"""The report that repairs share: their part of `moemerge_report.json`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from moemerge.config.repairs import Repair
+from moemerge.lockstep.inputs import settings_data, source_weights
+from moemerge.lockstep.request import RepairRequest
+from moemerge.runtime.timing import Timings
+from moemerge.text.rows import source_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairReport(ABC):
+    """The part of a repair in `moemerge_report.json`."""
+
+    repair: ClassVar[Repair]
+
+    merged: str
+    output: str
+    sources: Mapping[str, str]
+    weights: Mapping[str, float]
+    data: Mapping[str, tuple[str, ...]]
+    settings: Mapping[str, Any]
+    device: str
+    dtype: str
+    offload: str
+    memory: int  # bytes that the run was expected to need on its device
+    resumed: int  # entries taken from the journal of a killed run
+    layers: tuple[dict[str, Any], ...]
+    notices: tuple[str, ...]
+    seconds: float
+    timings: Timings
+    # Figures of `diagnose` on the held-out rows, for the merge and the result, each on its own
+    # features. None if they were not measured.
+    diagnosis: Mapping[str, Any] | None = None
+
+    @staticmethod
+    def request_fields(request: RepairRequest[Any]) -> dict[str, Any]:
+        """Return the fields that repeat the request."""
+        return {
+            "merged": "this run's merge" if request.temporary else str(request.merged),
+            "output": str(request.out),
+            "sources": {name: str(ref) for name, ref in request.sources.items()},
+            "weights": source_weights(request.weights, request.sources),
+            "data": {name: source_names(request.data[name]) for name in request.sources},
+            "settings": settings_data(request.settings),
+        }
+
+    @property
+    @abstractmethod
+    def totals(self) -> dict[str, Any]: ...
+
+    @property
+    @abstractmethod
+    def card_section(self) -> str:
+        """Markdown for the model card: what was done, and its figures."""
+
+    @abstractmethod
+    def own_json(self) -> dict[str, Any]:
+        """Return the fields that only this kind of repair reports."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "merged": self.merged,
+            "output": self.output,
+            "sources": dict(self.sources),
+            "weights": dict(self.weights),
+            "data": {name: list(files) for name, files in self.data.items()},
+            "settings": dict(self.settings),
+            "device": self.device,
+            "dtype": self.dtype,
+            "offload": self.offload,
+            "memory_estimate": self.memory,
+            "resumed": self.resumed,
+            **self.own_json(),
+            "layers": list(self.layers),
+            "totals": self.totals,
+            "notices": list(self.notices),
+            "seconds": round(self.seconds, 3),
+            "timings": self.timings.to_json(),
+            "diagnosis": None if self.diagnosis is None else dict(self.diagnosis),
+        }

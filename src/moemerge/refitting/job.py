@@ -1,0 +1,128 @@
+"""A refit: its request, and the job once everything that can be refused was checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from moemerge.architectures.opened import OpenModel
+from moemerge.errors import UsageError
+from moemerge.features.settings import forward_dtype
+from moemerge.lockstep.inputs import (
+    JobText,
+    base_notices,
+    check_same_tokens,
+    read_text,
+    require_streamable,
+)
+from moemerge.lockstep.job import OpenedRepair, RepairJob
+from moemerge.lockstep.models import PairedRouter, gate_notices, pair_routers
+from moemerge.lockstep.request import RepairRequest, request_key
+from moemerge.refitting.least_squares import DomainScales
+from moemerge.refitting.settings import RefitSettings
+from moemerge.runtime.dtypes import dtype_name
+
+SAME = "a source is a model that was merged: same layers, same experts, same width"
+
+RefitRequest = RepairRequest[RefitSettings]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefitJob(RepairJob[RefitSettings]):
+    """A refit that was checked and can be run."""
+
+    layers: tuple[int, ...]
+    routers: Mapping[str, PairedRouter]  # by the merged router's weight on disk
+
+    @cached_property
+    def scales(self) -> DomainScales:
+        """The scale of every domain, over the batches of all ranks."""
+        return DomainScales.of(self.all_batches, self.weights)
+
+    @property
+    def ridge(self) -> float | None:
+        """λ, or None if held-out rows choose it."""
+        ridge = self.request.settings.ridge
+        return None if ridge == "auto" else ridge
+
+    @property
+    def key(self) -> dict[str, Any]:
+        models = {name: model.checkpoint.fingerprint() for name, model in self.sources.items()}
+        return {
+            "job": "refit",
+            "merged": self.merged.checkpoint.fingerprint(),
+            "sources": models,
+            **request_key(self.request, self.text.domains, self.stream.device, self.stream.dtype),
+        }
+
+
+def check(opened: OpenedRepair[RefitSettings]) -> None:
+    """Refuse settings and sources that do not suit the merged model."""
+    settings, merged = opened.request.settings, opened.merged
+    if settings.requantize == "same" and merged.checkpoint.quantisation is None:
+        raise UsageError(
+            f'`requantize="same"`: {merged.label} is not quantised', hint="leave it out"
+        )
+    _require_wide_enough(merged, opened.stream.dtype)
+    for source in opened.sources.values():
+        require_streamable(merged, source, what=f"source {source.name!r}", hint=SAME)
+    settings.layers.resolve(merged.architecture.num_layers)
+
+
+def prepare(opened: OpenedRepair[RefitSettings]) -> RefitJob:
+    """Pair the routers and read the text; refuse everything that does not match."""
+    request, merged, sources = opened.request, opened.merged, opened.sources
+    settings = request.settings
+    layers = tuple(settings.layers.resolve(merged.architecture.num_layers))
+    notices = base_notices(merged, sources, request.sources)
+    routers = _routers(settings, merged, sources, layers)
+    if routers:
+        notices += gate_notices(merged, list(sources.values()), next(iter(routers.values())))
+    text = request.text or read_text(merged, sources, request.data, settings)
+    notices += [*text.notices, *_check_text(text, sources)]
+    return RefitJob(
+        request=request,
+        merged=merged,
+        sources=sources,
+        stream=opened.stream,
+        text=text,
+        notices=tuple(notices),
+        layers=layers,
+        routers=routers,
+    )
+
+
+def _require_wide_enough(merged: OpenModel, dtype: torch.dtype) -> None:
+    """Refuse a dtype that would round the merged weights, to which the update is added."""
+    stored = forward_dtype("auto", merged)
+    if dtype.itemsize < stored.itemsize:
+        raise UsageError(
+            f"{merged.label} is stored in {dtype_name(stored)}; computing in {dtype_name(dtype)} "
+            "would round the weights that are kept",
+            hint=f'use `dtype="{dtype_name(stored)}"`, or convert the model first',
+        )
+
+
+def _routers(
+    settings: RefitSettings,
+    merged: OpenModel,
+    sources: Mapping[str, OpenModel],
+    layers: Sequence[int],
+) -> dict[str, PairedRouter]:
+    family = merged.architecture.family
+    if settings.router == "keep" or "router" not in settings.parts or family is None:
+        return {}
+    return {pair.info.weight: pair for pair in pair_routers(merged, list(sources.values()), layers)}
+
+
+def _check_text(text: JobText, sources: Mapping[str, OpenModel]) -> list[str]:
+    """Check that every source tokenizes its text as the merged model does."""
+    notices: list[str] = []
+    for domain in text.domains:
+        source, what = sources[domain.name], f"source {domain.name!r}"
+        notices += check_same_tokens([domain], text.tokenizer, source, what=what, hint=SAME)
+    return notices

@@ -1,0 +1,371 @@
+"""Least squares of one linear map: weighted sums over tokens, the closed form, and the choice of λ.
+
+min_Δ Σ_t s_t² ‖r_t − Δ x_t‖² + λ mean(diag G) ‖Δ‖²  ⇒  Δ = C (G + λ mean(diag G) I)⁻¹,
+with W = W_merged + Δ. λ is in units of the inputs' mean square, so it means the same for every map.
+As λ → ∞ the map keeps its merged weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from moemerge.errors import NumericalError
+from moemerge.kernels import long_sums
+from moemerge.runtime import ranks
+from moemerge.text.batches import Batch
+
+HALF = (torch.bfloat16, torch.float16)
+# Tokens that are converted to float64 at a time. Products are float64 whatever the inputs are:
+# hidden states have channels far from zero. With float32 sums, the difference of two such channels
+# is off by 1e-3, and a small λ passes that on to the map. With rounded inputs it is ten times that.
+# Many bf16 inputs on a GPU use sums that are float32 over a few hundred tokens only (`long_sums`).
+# They are three times as fast, and maps are off by less than a thousandth of their update, far less
+# than rounding to bf16 changes.
+CHUNK = {"cpu": 1024, "cuda": 8192}
+# Number of eight-bit terms that represent weighted inputs and residuals in that case.
+TERMS = 2
+# Columns of a Gram that are computed together; each pair of groups is computed once. A GPU needs
+# larger groups to be busy.
+GRAM_COLUMNS = {"cpu": 512, "cuda": 1024}
+
+
+@dataclass
+class FitSums:
+    """The problem min_Δ Σ_t s_t² ‖r_t − Δ x_t‖² of a map with inputs x and residual outputs r.
+
+    gram = Σ s² x xᵀ (in, in), cross = Σ s² r xᵀ (out, in), energy = Σ s² ‖r‖², all in float64.
+    Tokens are added in order, so the last bits depend on it.
+    """
+
+    gram: Tensor
+    cross: Tensor
+    energy: Tensor  # a scalar
+    tokens: int = 0
+
+    @classmethod
+    def empty(cls, outputs: int, inputs: int, device: torch.device) -> FitSums:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        return cls(zeros(inputs, inputs), zeros(outputs, inputs), zeros())
+
+    def sharing_gram(self, outputs: int) -> FitSums:
+        """Return sums of another map with the same inputs, without its own part."""
+        inputs = self.gram.shape[0]
+        fresh = FitSums.empty(outputs, inputs, self.gram.device)
+        fresh.gram, fresh.tokens = self.gram, self.tokens
+        return fresh
+
+    def add(
+        self,
+        x: Tensor,
+        missing: Tensor,
+        scale: Tensor,
+        *,
+        factor: Tensor | float = 1.0,
+        gram: bool = True,
+    ) -> None:
+        """Add tokens: x (n, in), `missing` (n, out), `scale` (n,) with s of each, or one for all.
+
+        The map reads `factor` times x, (n, 1) or one for all. Without `gram`, the inputs were
+        already added for another map (`sharing_gram`).
+        """
+        if x.shape[0] == 0:
+            return
+        s = scale.reshape(-1, 1).double()
+        if long_sums.serves(x):
+            self._add_terms(x, missing, s, factor, gram=gram)
+        else:
+            self._add_wide(x, missing, s, factor, gram=gram)
+        if gram:
+            self.tokens += x.shape[0]
+
+    def _add_wide(
+        self, x: Tensor, missing: Tensor, s: Tensor, factor: Tensor | float, *, gram: bool
+    ) -> None:
+        """Add in float64."""
+        inputs = s * factor
+        for part in _chunks(x.shape[0], x.device):
+            scaled_x, scaled_r = x[part].double() * _of(inputs, part), missing[part].double()
+            scaled_r *= _of(s, part)
+            self.energy += scaled_r.square().sum()
+            self.cross.addmm_(scaled_r.T, scaled_x)
+            if gram:
+                add_gram(self.gram, scaled_x)
+
+    def _add_terms(
+        self, x: Tensor, missing: Tensor, s: Tensor, factor: Tensor | float, *, gram: bool
+    ) -> None:
+        """Add with `long_sums`: x stays bf16, and all weights are applied to the other side."""
+        # float32 is enough for one token; otherwise torch would copy `missing` to float64.
+        sizes = torch.linalg.vector_norm(missing, dim=1, keepdim=True)
+        self.energy += (s * sizes).square().sum()
+        long_sums.add_product(self.cross, missing, x, TERMS, s.square() * factor)
+        if gram:
+            long_sums.add_gram(self.gram, x, TERMS, (s * factor).square())
+
+    def add_up(self, owner: int = 0, *, gram: bool = True) -> None:
+        """Sum over all ranks: rank `owner` gets the sums, and all ranks the number of tokens."""
+        if gram:
+            self.tokens = ranks.total(self.tokens, self.gram.device)
+        if self.tokens:
+            ranks.add_up_for(owner, self.cross, self.energy, *([self.gram] if gram else []))
+
+    def error(self, update: Tensor) -> float:
+        """Return Σ s² ‖r − Δ x‖² at Δ = `update` (out, in)."""
+        step = update.double()
+        fit = (step @ self.gram - 2.0 * self.cross).mul_(step).sum()
+        return max(0.0, float(self.energy + fit))
+
+
+def add_gram(gram: Tensor, x: Tensor) -> None:
+    """Add xᵀ x of x (tokens, in): compute the part above the diagonal, then mirror it."""
+    width, size = x.shape[1], GRAM_COLUMNS.get(x.device.type, GRAM_COLUMNS["cpu"])
+    groups = [(b, min(b + size, width)) for b in range(0, width, size)]
+    for begin, end in groups:
+        gram[:end, begin:end].addmm_(x[:, :end].T, x[:, begin:end])
+    for begin, end in groups:
+        gram[begin:end, :begin] = gram[:begin, begin:end].T
+
+
+def _of(weights: Tensor, part: slice) -> Tensor:
+    return weights if weights.shape[0] == 1 else weights[part]
+
+
+def _chunks(tokens: int, device: torch.device) -> list[slice]:
+    size = CHUNK.get(device.type, CHUNK["cpu"])
+    return [slice(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
+
+
+# --- domains and maps ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DomainScales:
+    """√(ω_i / N_i) of every domain, for its calibration rows and for its held-out rows."""
+
+    scales: Mapping[tuple[str, bool], float]
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], weights: Mapping[str, float]) -> DomainScales:
+        tokens: dict[tuple[str, bool], int] = {}
+        for batch in batches:
+            key = (batch.domain, batch.holdout)
+            tokens[key] = tokens.get(key, 0) + batch.tokens
+        return cls({key: math.sqrt(weights[key[0]] / count) for key, count in tokens.items()})
+
+    def __call__(self, batch: Batch) -> float:
+        return self.scales[batch.domain, batch.holdout]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors by rows; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def parameter(model: nn.Module, name: str) -> Tensor:
+    """Return a parameter by its name in memory, to be read or written in place."""
+    return model.get_parameter(name).detach()
+
+
+@dataclass(frozen=True)
+class Affine:
+    """y = W x + b with float32 accuracy at least, whatever dtype the weights have."""
+
+    weight: Tensor  # (out, in)
+    bias: Tensor | None  # (out,)
+
+    @classmethod
+    def of(cls, model: nn.Module, weight: str) -> Affine:
+        """Return the map of a linear module, by the name of its weight in memory."""
+        path, _, _ = weight.rpartition(".")
+        bias = getattr(model.get_submodule(path), "bias", None)
+        return cls(parameter(model, weight), bias.detach() if isinstance(bias, Tensor) else None)
+
+    def widened(self) -> Affine:
+        """On a CPU, convert the weight to float32 once for all tokens."""
+        if self.weight.dtype in HALF and self.weight.device.type != "cuda":
+            return Affine(self.weight.float(), self.bias)
+        return self
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map (tokens, in) to (tokens, out)."""
+        if x.dtype in HALF and x.device.type == "cuda" and x.dtype == self.weight.dtype:
+            y: Tensor = torch.mm(x, self.weight.T, out_dtype=torch.float32)
+        else:
+            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+            y = x.to(wide) @ self.weight.to(wide).T
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+# --- the closed form ----------------------------------------------------------------------------
+
+
+# λ that `auto` chooses from: half-decades. Smaller values gain nothing, and float64 can factorise G
+# at all of them despite rounding.
+RIDGES: tuple[float, ...] = tuple(10.0 ** (exponent / 2) for exponent in range(-10, 3))
+FIRST_GUESS = 0.003
+
+
+class Factor:
+    """The factorised G + λ mean(diag G) I, for every map with these inputs."""
+
+    def __init__(self, gram: Tensor, ridge: float) -> None:
+        self.ridge = ridge
+        mean = float(gram.diagonal().mean())
+        self._lower: Tensor | None = None
+        if mean == 0.0:
+            return  # no token, or inputs of zeros: the update is zero
+        damped = gram.clone()
+        damped.diagonal().add_(ridge * mean)
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if int(info) != 0:
+            raise NumericalError(
+                f"the Gram matrix of {gram.shape[0]} inputs cannot be factored at ridge {ridge:g}",
+                hint="the inputs hardly vary: use a larger `ridge`",
+            )
+        self._lower = lower
+
+    def update(self, cross: Tensor) -> Tensor:
+        """Return Δ = C (G + λ mean(diag G) I)⁻¹, (out, in) float64."""
+        if self._lower is None:
+            return torch.zeros_like(cross)
+        return torch.cholesky_solve(cross.T, self._lower).T
+
+
+@dataclass(frozen=True)
+class RidgeChoice:
+    """A ridge chosen on held-out tokens."""
+
+    ridge: float
+    errors: dict[float, float]  # λ tried -> summed error on held-out tokens
+
+
+def choose_ridge(
+    problems: Sequence[tuple[FitSums, FitSums]],
+    ridges: Sequence[float] = RIDGES,
+    start: float = FIRST_GUESS,
+    added_up: Callable[[float], float] = float,
+) -> RidgeChoice:
+    """Return the λ with the least total error on held-out tokens.
+
+    `problems` are (calibration, held-out) sums of maps of one kind. The search walks downhill over
+    `ridges` from `start`: the error has one minimum, and every step costs a factorisation.
+    `added_up` adds the errors of other ranks.
+    """
+    errors: dict[float, float] = {}
+
+    def error(ridge: float) -> float:
+        if ridge not in errors:
+            own = (
+                held.error(Factor(sums.gram, ridge).update(sums.cross)) for sums, held in problems
+            )
+            errors[ridge] = added_up(sum(own))
+        return errors[ridge]
+
+    at = min(range(len(ridges)), key=lambda i: abs(ridges[i] - start))
+    at = _downhill(at, lambda i: error(ridges[i]), len(ridges))
+    return RidgeChoice(ridges[at], errors)
+
+
+def _downhill(at: int, value: Callable[[int], float], count: int) -> int:
+    """Return the local minimum that a descent from `at` reaches; of equals, the rightmost."""
+    for step in (1, -1):
+        moved = False
+        while 0 <= at + step < count and (
+            value(at + step) < value(at) or (step > 0 and value(at + step) == value(at))
+        ):
+            at, moved = at + step, True
+        if moved:
+            break
+    return at
+
+
+@dataclass
+class RidgeRule:
+    """The λ of every map: `fixed`, or chosen on held-out tokens if that is None.
+
+    Layers are similar, so a search starts where the last one for a map of that kind ended. Most end
+    there, after three factorisations instead of up to a dozen.
+    """
+
+    fixed: float | None = None
+    last: dict[str, float] = field(default_factory=dict)  # by kind of map
+
+    def choose(
+        self,
+        kind: str,
+        problems: Sequence[tuple[FitSums, FitSums]],
+        added_up: Callable[[float], float] = float,
+    ) -> float:
+        """Choose λ for maps of one kind that share it; see `choose_ridge`."""
+        if self.fixed is not None:
+            return self.fixed
+        start = self.last.get(kind, FIRST_GUESS)
+        self.last[kind] = choose_ridge(problems, start=start, added_up=added_up).ridge
+        return self.last[kind]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The figures of a map's new weight. Errors are Σ s² ‖r − Δ x‖² of the stored weight."""
+
+    ridge: float
+    inputs: int  # of the map; fewer tokens than these cannot determine it
+    tokens: int
+    before: float  # on the calibration tokens, with the merged weight
+    after: float
+    held_tokens: int
+    held_before: float | None  # on held-out tokens; None: there are none
+    held_after: float | None
+    kept: bool  # the merged weight is kept, since held-out tokens would have lost
+
+
+def fit_map(
+    merged: Tensor,
+    sums: FitSums,
+    held: FitSums,
+    factor: Factor,
+    stored: torch.dtype,
+    *,
+    keep: bool = True,
+) -> tuple[Tensor, Fit]:
+    """Solve, and round to the `stored` dtype; keep the merged weight if held-out tokens lose.
+
+    `merged` is (out, in). Without held-out tokens, the calibration tokens must not lose, since
+    rounding can cancel a small update. Without `keep`, the caller decides.
+    """
+    old = merged.double()
+    weight = (old + factor.update(sums.cross)).to(stored)
+    if not bool(torch.isfinite(weight).all()):
+        raise NumericalError(
+            f"the new weight does not fit into {stored}: it holds non-finite values",
+            hint="use a larger `ridge`, or give more text",
+        )
+    step = weight.double() - old
+    before, after = float(sums.energy), sums.error(step)
+    held_before = held_after = None
+    if held.tokens:
+        held_before, held_after = float(held.energy), held.error(step)
+        kept = held_after >= held_before
+    else:
+        kept = after > before
+    kept = kept and keep
+    if kept:
+        weight, after, held_after = merged.to(stored), before, held_before
+    return weight, Fit(
+        ridge=factor.ridge,
+        inputs=merged.shape[1],
+        tokens=sums.tokens,
+        before=before,
+        after=after,
+        held_tokens=held.tokens,
+        held_before=held_before,
+        held_after=held_after,
+        kept=kept,
+    )
