@@ -62,8 +62,8 @@ def test_a_model_that_is_its_own_source_stays_as_it_is(
     assert total["kept"] == total["complete"] == total["maps"]
     assert all(drift == 0 for layer in report.layers for drift in layer["drift_after"].values())
     first = len(report.layers[0]["maps"])
-    told = f"{first} of {first} maps match their sources within rounding and keep their merged"
-    assert f"layer 0: {told}" in report.notices
+    match = f"{first} of {first} maps match their sources within rounding"
+    assert f"layer 0: {match} and keep their merged weights" in report.notices
     assert not any("would lose" in notice for notice in report.notices)
     card = (out / "README.md").read_text()
     kept = "0 maps kept their merged weights, since held-out rows would have lost"
