@@ -24,7 +24,8 @@ from moemerge.errors import (
     ResourceError,
     UsageError,
 )
-from moemerge.refitting import loop, run
+from moemerge.features import settings as streaming
+from moemerge.refitting import loop
 from moemerge.runtime.progress import Silent
 from refitting.cases import Case, make_case
 
@@ -316,7 +317,7 @@ def test_too_little_memory_is_told_before_a_weight_is_read(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    monkeypatch.setattr(run, "available_memory", lambda device: 100_000)
+    monkeypatch.setattr(streaming, "available_memory", lambda device: 100_000)
     monkeypatch.setattr(Checkpoint, "read", lambda self, name, *rest: read.append(name))
     with pytest.raises(ResourceError, match=r"refitting needs about .*B on cpu"):
         case.refit(tmp_path / "out", **FAST)
