@@ -345,7 +345,7 @@ def test_names_text_and_weights_must_fit(case: Case, tmp_path: Path) -> None:
         (ConfigError, "ridge auto is chosen on held-out rows", {"holdout": 0.0}),
         (ConfigError, "unknown part 'expert'", {"parts": "expert"}),
         (ConfigError, "expected auto, or a number above 0", {"ridge": -1}),
-        (UsageError, "would round the weights that stay", {"dtype": "bfloat16"}),
+        (UsageError, "would round the weights that are kept", {"dtype": "bfloat16"}),
     ]
     for error, words, options in bad:
         with pytest.raises(error, match=words):
