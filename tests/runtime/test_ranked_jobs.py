@@ -211,7 +211,9 @@ def same_routers(done: tuple[Path, Path], jobs: Jobs, name: str) -> None:
     for figures_of_rank in others:
         assert_alike(alone, figures_of_rank)
     card = [(folder / name / "README.md").read_text() for folder in done]
-    assert all(("`moemerge diagnose` measures" in words) == ("measure" in settings) for words in card)
+    assert all(
+        ("`moemerge diagnose` measures" in words) == ("measure" in settings) for words in card
+    )
 
 
 def same_figures(done: tuple[Path, Path], _: Jobs, name: str) -> None:
