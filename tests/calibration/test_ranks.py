@@ -23,15 +23,15 @@ EXACT = {"rtol": 1e-11, "device": "cpu", "dtype": "float64"}
 # In rank 1 the job ends before the second router.
 DIES = """
 import os
-from moemerge.calibration.solve import RouterSolver
-visit, visits = RouterSolver.visit, []
+from moemerge.calibration.routers import RouterCalibrator
+visit, visits = RouterCalibrator.visit, []
 def ends(self, pair, stops):
     visits.append(pair)
     if len(visits) == 2:
         os._exit(9)
     return visit(self, pair, stops)
 if os.environ["RANK"] == "1":
-    RouterSolver.visit = ends
+    RouterCalibrator.visit = ends
 """
 
 

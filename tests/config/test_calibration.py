@@ -51,5 +51,6 @@ def test_values_from_python_are_checked_in_our_words() -> None:
 
 def test_block_gives_its_settings() -> None:
     block = parse_settings(CALIBRATION.block, {"data": {"a": "f"}, "layers": "last:2"}, "x")
-    assert block.settings == CalibrationSettings(layers=LayerSelection("last:2"))
+    settings = block.narrowed(CALIBRATION.settings)
+    assert settings == CalibrationSettings(layers=LayerSelection("last:2"))
     assert block.data == {"a": ("f",)}

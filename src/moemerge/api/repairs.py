@@ -113,7 +113,7 @@ def _repair_model(
         overwrite=output.overwrite,
         resume=output.resume,
     )
-    progress = given["progress"] or Silent()
+    progress = Silent() if given["progress"] is None else given["progress"]
     target = output.push_to_hub if ranks.leads() else None
     with uploaded(request.out, target, progress):
         return run_repair(repair, request, progress, output.report)
