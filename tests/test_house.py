@@ -175,7 +175,6 @@ WITH_FLAGS = (
     "diagnosis/advice.py",
     "diagnosis/run.py",
     "diagnosis/verdict.py",
-    "kernels/single_read.py",
     "report/page/",
     "testbed/training/run.py",
     "verification/sandbox/",

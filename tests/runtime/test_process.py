@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import _thread
-import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -111,48 +109,6 @@ def test_a_gpu_is_woken_beside_other_work(
     monkeypatch.setenv("WORLD_SIZE", "2")  # one of several: which GPU is its own is not known yet
     process.wake_gpu(device)
     assert len(started) == wakes
-
-
-DIGEST = """
-import shutil, sys
-from moemerge.runtime.process import _read_compiler
-
-_read_compiler()
-from triton.runtime import cache
-assert cache.made == [1]
-del cache.triton_key  # other releases keep it elsewhere, and make the digest when they need it
-_read_compiler()
-for name in ("triton", "triton.runtime", "triton.runtime.cache"):
-    del sys.modules[name]
-shutil.rmtree(sys.argv[1])
-_read_compiler()
-"""
-
-
-def test_triton_is_digested_where_it_is_installed(tmp_path: Path) -> None:
-    cache = tmp_path / "triton" / "runtime" / "cache.py"
-    cache.parent.mkdir(parents=True)
-    for package in (tmp_path / "triton", cache.parent):
-        (package / "__init__.py").touch()
-    cache.write_text("made = []\ndef triton_key():\n    made.append(1)\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", DIGEST, tmp_path / "triton"],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_woken_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    before = set(threading.enumerate())
-    process.wake_gpu("cuda")
-    process.wait_for_gpu()
-    assert set(threading.enumerate()) <= before
-    process.wait_for_gpu()  # nothing to wait for
 
 
 def refuse_threads_after(monkeypatch, allowed):

@@ -1,12 +1,10 @@
-"""A transformers model's experts, RMS norms and rotations in fused form, where a GPU computes the
-same so."""
+"""Fused experts and RMS norms for a transformers model on a GPU."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,16 +14,14 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
-from moemerge.kernels import rotary
 from moemerge.kernels.availability import triton_works
 from moemerge.runtime.devices import multiplies_bfloat16
 
 
 def fuse(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """All that can be computed in fused form is."""
+    """Switch the experts and the plain RMS norms of a model to their fused forms."""
     use_fused_experts(model, device, dtype)
     use_fused_norms(model, device, dtype)
-    use_fused_rotations(model, device, dtype)
 
 
 # --- experts ------------------------------------------------------------------------------------
@@ -175,103 +171,3 @@ def _fused(self: Any, hidden_states: Tensor) -> Tensor:
         result: Tensor = type(self).forward(self, hidden_states)
         return result
     return functional.rms_norm(hidden_states, self.weight.shape, self.weight, _epsilon(self))
-
-
-# --- rotary position embeddings -----------------------------------------------------------------
-#
-# An attention's forward calls a function of its module by name, which turns queries and keys in
-# eight passes over each. The model gets copies of those forwards that find ours under that name;
-# the module itself is left alone.
-
-ROTATION = "apply_rotary_pos_emb"
-
-
-def use_fused_rotations(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
-    """Let every attention that turns in full, half against half, do so in one pass; gives how many
-    do."""
-    if dtype != torch.bfloat16 or not multiplies_bfloat16(device) or not triton_works(device):
-        return 0
-    forwards: dict[type, Any] = {}
-    switched = 0
-    module: Any
-    for module in model.modules():
-        kind = type(module)
-        if kind not in forwards:
-            forwards[kind] = _with_fused_rotation(kind.forward, device, heads=_heads(module))
-        if forwards[kind] is not None:
-            module.forward = types.MethodType(forwards[kind], module)
-            switched += 1
-    return switched
-
-
-# Heads of queries and of keys, and their width: odd ones, which show most.
-SOME_HEADS = (3, 1, 16)
-
-
-def _heads(module: Any) -> tuple[int, int, int]:
-    """An attention's own: a kernel that is compiled to try it out is then the one to be used."""
-    config: Any = getattr(module, "config", None)
-    queries: Any = getattr(config, "num_attention_heads", None)
-    keys: Any = getattr(config, "num_key_value_heads", None)
-    width: Any = getattr(module, "head_dim", None)
-    known = all(isinstance(number, int) for number in (queries, keys, width))
-    if not known or not rotary.fits(max(queries, keys), width):
-        return SOME_HEADS
-    return queries, keys, width
-
-
-def _with_fused_rotation(
-    forward: Any,
-    device: torch.device,
-    turn: Callable[..., Any] = rotary.rotary,
-    heads: tuple[int, int, int] = SOME_HEADS,
-) -> Any:
-    """A copy of an attention's forward; None of what calls no such function, or an unknown one."""
-    if not isinstance(forward, types.FunctionType) or ROTATION not in forward.__code__.co_names:
-        return None
-    plain = forward.__globals__.get(ROTATION)
-    if not callable(plain) or not is_plain_rotation(plain, device, turn, heads):
-        return None
-
-    def rotation(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        if args or options or not rotary.usable(q, k, cos, sin):
-            result: tuple[Tensor, Tensor] = plain(q, k, cos, sin, *args, **options)
-            return result
-        turned: tuple[Tensor, Tensor] = turn(q, k, cos, sin)
-        return turned
-
-    made = types.FunctionType(
-        forward.__code__,
-        {**forward.__globals__, ROTATION: rotation},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
-
-
-def is_plain_rotation(
-    function: Any,
-    device: torch.device,
-    turn: Callable[..., Any],
-    heads: tuple[int, int, int] = SOME_HEADS,
-) -> bool:
-    """Whether the function turns queries and keys as `turn` does, tried on random numbers."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator).to(torch.bfloat16)
-
-    # Heads lie inside tokens, as they do behind a linear map.
-    width = heads[2]
-    q, k = (normal(2, 5, count, width).transpose(1, 2) for count in heads[:2])
-    angles = normal(2, 5, width), normal(2, 5, width)
-    try:
-        made = function(q, k, *angles)
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return False  # angles of another shape, say
-    wanted = turn(q, k, *angles)
-    return isinstance(made, tuple) and len(made) == 2 and all(map(torch.equal, made, wanted))

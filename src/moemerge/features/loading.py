@@ -34,8 +34,7 @@ from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, CheckpointError, library_errors
 
-_CONSTRUCTION = threading.Lock()  # `_parameters_on_meta` changes two classes for a moment
-DRAWS = ("normal_", "uniform_")  # from which weights are drawn
+_CONSTRUCTION = threading.Lock()  # `_parameters_on_meta` replaces a method of nn.Module meanwhile
 
 
 # --- the skeleton -------------------------------------------------------------------------------
@@ -89,40 +88,26 @@ def holds_scores(checkpoint: Checkpoint) -> bool:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter goes to meta as soon as a module takes it; buffers stay where they are.
+    """Inside, a module registers its parameters on meta; buffers stay real.
 
-    `torch.device("meta")` would take the buffers (rotary frequencies, ...) along. No numbers are
-    drawn for what is on meta: torch would load its compiler to do nothing by.
+    `torch.device("meta")` would place the buffers (rotary frequencies, ...) on meta, too.
     """
     register = nn.Module.register_parameter
-    draws = {name: getattr(Tensor, name) for name in DRAWS}
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
             param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
         if param is not None:
-            # Without this mark transformers would draw its values, of which there are none here:
-            # milliseconds each, since torch draws on meta by functions written in Python.
+            # With this mark transformers does not initialise it: on meta there are no values.
             param._is_hf_initialized = True  # type: ignore[attr-defined]
         register(module, name, param)
 
     with _CONSTRUCTION:
         nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
-        for name, draw in draws.items():
-            setattr(Tensor, name, _unless_on_meta(draw))
         try:
             yield
         finally:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
-            for name, draw in draws.items():
-                setattr(Tensor, name, draw)
-
-
-def _unless_on_meta(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def drawn(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-        return tensor if tensor.is_meta else draw(tensor, *args, **options)
-
-    return drawn
 
 
 def tied_names(model: PreTrainedModel) -> Mapping[str, str]:

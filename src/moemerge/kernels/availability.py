@@ -13,8 +13,6 @@ from importlib.util import find_spec
 
 import torch
 
-from moemerge.runtime.process import wait_for_gpu
-
 _FIRST = threading.Lock()  # a first launch sets Triton up, and must be alone
 
 
@@ -26,7 +24,6 @@ def triton_works(device: torch.device) -> bool:
 
 @cache
 def _tried(device: torch.device) -> bool:
-    wait_for_gpu()
     if find_spec("triton") is None:
         return False
     try:

@@ -1,8 +1,7 @@
 """Products with bf16 features on a GPU: which kernel in which shape, launched and summed up.
 
 One application of the curvature reads the features twice: once for u = H (X Vᵀ), and once for
-uᵀ X, summed over splits of the tokens in float32 and over the splits in float64. For the commonest
-shapes a solver's steps have a kernel that reads them once.
+uᵀ X, summed over splits of the tokens in float32 and over the splits in float64.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemerge.kernels import single_read
 from moemerge.kernels.availability import triton_works
 from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, Terms
 
@@ -91,13 +89,6 @@ def add_product(
         raise ValueError(f"out is {out.dtype} with strides {out.stride()}, not contiguous float64")
     experts = v.shape[0]
     weights = _kind(diagonal, rank_one)
-    if tiles == (None, None) and single_read.serves(x, v, terms, weights):
-        stacked, bias = _stacked(v, single_read.EXPERTS, terms.vector, like=x)
-        partial, sums = single_read.partial_sums(
-            x, stacked, bias, diagonal, rank_one, kind=weights, shape=v.shape
-        )
-        _add_up(out, partial, sums, factor=factor)
-        return
     if experts <= FUSED_EXPERTS:
         u = x.new_empty(x.shape[0], terms.weighted * _padded(experts))
         sums = _launch_logits(x, v, weights, diagonal, rank_one, u, terms=terms, tile=tiles[0])

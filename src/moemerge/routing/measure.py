@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moemerge.architectures.rules import Gate, Score
+from moemerge.architectures.rules import Gate
 from moemerge.errors import DataError
-from moemerge.kernels import agreement
 from moemerge.routing.figures import (
     FIGURES,
     FLOWS,
-    MODERATE_SHIFT,
-    SMALL_SHIFT,
     Choices,
     Measured,
     RouterOutput,
@@ -83,15 +80,11 @@ class FigureSums:
         parts = [torch.stack([figure(tokens).sum() for figure in self._of_tokens.values()])]
         if self._of_choices:
             parts += _choice_sums(tokens)
-        self.add_sums(parts, tokens.count, tokens.source.gate.top_k)
-
-    def add_sums(self, parts: list[Tensor], tokens: int, top_k: int) -> None:
-        """Add what was summed elsewhere, over so many tokens with so many choices each."""
         self._sums = (
             [a + b for a, b in zip(self._sums, parts, strict=True)] if self._sums else parts
         )
-        self._tokens += tokens
-        self._choices += tokens * top_k
+        self._tokens += tokens.count
+        self._choices += tokens.count * tokens.source.gate.top_k
 
     def result(self) -> Measured:
         """The figures so far: the one moment at which the host waits for the device."""
@@ -176,29 +169,8 @@ def measure_routers(
     for x, given in chunks_of(domain):
         features = features_of(x, target_router.shape[1])
         wanted = features.working_logits(target_router) if given is None else given
-        fused = _is_plain(gate) and agreement.usable(wanted, wanted)
         target = RouterOutput.of(gate, wanted, target_bias)
         for one, router in zip(sums, routers, strict=True):
             logits = features.working_logits(router)
-            if fused:
-                one.add_sums([_fused_sums(wanted, logits, gate.top_k)], len(logits), gate.top_k)
-            else:
-                one.add(Tokens(target, RouterOutput.of(gate, logits, bias), moved=target))
+            one.add(Tokens(target, RouterOutput.of(gate, logits, bias), moved=target))
     return [one.result() for one in sums]
-
-
-def _fused_sums(target: Tensor, logits: Tensor, top_k: int) -> Tensor:
-    """The sums of the calibration's figures by one kernel."""
-    sums, _ = agreement.agreement(target, logits, top_k, (SMALL_SHIFT, MODERATE_SHIFT))
-    return sums[[agreement.FIGURES.index(name) for name in CALIBRATION_FIGURES]]
-
-
-def _is_plain(gate: Gate) -> bool:
-    """A softmax whose choice is that of the largest logits."""
-    return (
-        gate.score is Score.SOFTMAX
-        and gate.soft_cap is None
-        and gate.scale == 1.0
-        and gate.selection_bias is None
-        and gate.groups == 1
-    )

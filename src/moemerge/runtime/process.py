@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import mmap
 import os
 import sys
@@ -166,9 +165,6 @@ def _no_thread(name: str, error: BaseException) -> ResourceError:
     )
 
 
-_waking: list[threading.Thread] = []
-
-
 def wake_gpu(device: str) -> None:
     """Begin to make a GPU's context: that takes as long as many an import, which can go on
     meanwhile, as the driver needs no lock of Python's. Whether the device is there is for others
@@ -176,38 +172,18 @@ def wake_gpu(device: str) -> None:
     number = device.partition(":")[2] or "0"
     if device == "cpu" or not number.isdecimal() or "WORLD_SIZE" in os.environ:
         return
-    waking = threading.Thread(target=_wake, args=(int(number),), daemon=True)
+    waking = threading.Thread(target=_make_context, args=(int(number),), daemon=True)
     with suppress(ResourceError):
         start_thread(waking)
-        _waking.append(waking)
 
 
-def wait_for_gpu() -> None:
-    """Until it is awake, if it was woken: what is done there must not be done twice."""
-    while _waking:
-        _waking.pop().join()
-
-
-def _wake(number: int) -> None:
-    if _made_context(number) and is_ours():
-        _read_compiler()
-
-
-def _made_context(number: int) -> bool:
-    """The device's primary context, which torch will use, too."""
+def _make_context(number: int) -> None:
+    """Make the device's primary context, which torch uses, too."""
     with suppress(OSError, AttributeError):  # no driver here, or one that is very old
         driver = ctypes.CDLL("libcuda.so.1")
         ordinal, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(ordinal), number) == 0:
-            return bool(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal) == 0)
-    return False
-
-
-def _read_compiler() -> None:
-    """Kernels that were compiled before are found by a digest of Triton, which makes it of all its
-    files, 400 MB, and then keeps it."""
-    with suppress(ImportError, AttributeError, OSError):  # none here, or another release
-        importlib.import_module("triton.runtime.cache").triton_key()
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal)
 
 
 @contextmanager
