@@ -12,7 +12,7 @@ from transformers.integrations import moe
 
 from features import reference
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.features import fused
+from moemerge.features import compat, fused
 from moemerge.features.fused import SUFFIX, is_plain_norm, use_fused_norms
 from moemerge.features.loading import build_skeleton
 from moemerge.features.router_stream import RouterStream
@@ -61,7 +61,7 @@ def test_on_a_cpu_nothing_is_switched(zoo_folder: Folder) -> None:
     model = build_skeleton(Checkpoint.open(zoo_folder("olmoe")), BF16)
     assert use_fused_norms(model, CPU, BF16) == 0
     assert not fused.use_fused_experts(model, CPU, BF16)
-    assert model.config._experts_implementation == fused.GROUPED
+    assert model.config._experts_implementation == compat.GROUPED
 
 
 def experts_of(folder: Path) -> Any:

@@ -15,6 +15,7 @@ from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError, library_errors
 from moemerge.runtime.files import open_plain
 from moemerge.runtime.lazy import torch
+from moemerge.runtime.torch_compat import record_offset
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +110,7 @@ def _check_storages(path: Path, state: object) -> None:
                 hint=CONVERT,
             )
         storage = value.untyped_storage()
-        held = sizes.get(storage._checkpoint_offset, 0)
+        held = sizes.get(record_offset(storage), 0)
         if held != storage.nbytes():
             raise CheckpointError(
                 f"{path}: {name!r} needs {storage.nbytes()} bytes, but the file holds {held} of it",

@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
-from transformers.integrations import moe
 
+from moemerge.features.compat import (
+    grouped_experts,
+    has_default_gate,
+    register_experts,
+    set_experts_implementation,
+)
 from moemerge.kernels.availability import triton_works
 from moemerge.runtime.devices import multiplies_bfloat16
 
@@ -31,7 +36,6 @@ def fuse(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> No
 # products.
 
 NAME = "moemerge"
-GROUPED = "grouped_mm"  # what transformers takes by itself
 EAGER = "eager"  # expert by expert
 
 
@@ -43,19 +47,12 @@ def use_fused_experts(model: PreTrainedModel, device: torch.device, dtype: torch
     # Older GPUs have no grouped products; transformers then goes from expert to expert.
     if dtype != torch.bfloat16 or not multiplies_bfloat16(device) or not triton_works(device):
         return False
-    register: Any = moe.ALL_EXPERTS_FUNCTIONS.register
-    register(NAME, experts_forward)
+    register_experts(NAME, experts_forward)
     return _compute_by(NAME, model)
 
 
 def _compute_by(name: str, model: PreTrainedModel) -> bool:
-    switched = False
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "_experts_implementation", None) == GROUPED:
-            config._experts_implementation_internal = name
-            switched = True
-    return switched
+    return any([set_experts_implementation(module, name) for module in model.modules()])
 
 
 def experts_forward(
@@ -63,16 +60,14 @@ def experts_forward(
 ) -> Tensor:
     """What transformers calls in place of an experts module's own forward."""
     if not _suited(module, hidden_states, top_k_index, top_k_weights):
-        plain: Any = moe.grouped_mm_experts_forward
-        result: Tensor = plain(module, hidden_states, top_k_index, top_k_weights)
-        return result
+        return grouped_experts(module, hidden_states, top_k_index, top_k_weights)
     from moemerge.kernels.experts import experts
 
     return experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
 
 
 def _suited(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> bool:
-    flags = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+    flags = ("has_bias", "is_transposed", "has_post_expert_norm")
     learns = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (x, weights, *module.parameters())
     )
@@ -81,7 +76,7 @@ def _suited(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> bool:
         and bool(module.has_gate)
         and getattr(module, "is_concatenated", True)
         and not any(getattr(module, flag, False) for flag in flags)
-        and type(module)._apply_gate is moe._default_apply_gate
+        and has_default_gate(module)
         and _is_silu(module.act_fn)
         and x.dim() == chosen.dim() == 2
         and chosen.shape == weights.shape

@@ -1,9 +1,4 @@
-"""The only module that touches transformers' internals: skeletons, and names on disk <-> in memory.
-
-transformers 5 keeps experts fused in memory and per expert on disk, and converts between the two
-by a table that has no public door. What is used of it: `get_model_conversion_mapping`,
-`rename_source_key`, `dot_natural_key`, `WeightConverter.convert` and `_get_dtype_plan`.
-"""
+"""Models without weights, and the names of their tensors on disk and in memory."""
 
 from __future__ import annotations
 
@@ -18,24 +13,27 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, CheckpointError, library_errors
-
-_CONSTRUCTION = threading.Lock()  # `_parameters_on_meta` replaces a method of nn.Module meanwhile
-
+from moemerge.features.compat import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    build_model,
+    dot_natural_key,
+    dtype_plan,
+    get_model_conversion_mapping,
+    mark_initialised,
+    rename_source_key,
+    router_recorders,
+    supports_sdpa,
+    tied_weights,
+)
 
 # --- the skeleton -------------------------------------------------------------------------------
 
@@ -54,7 +52,7 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMode
     what = f"{checkpoint.label}: no model can be built as its config.json says"
     ours = library_errors(ArchitectureError, what, hint=CONFIG_HINT)
     with ours, _parameters_on_meta(), torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = cls._from_config(config, dtype=dtype)
+        model = build_model(cls, config, dtype)
     model.requires_grad_(False)
     model.train(False)
     return model
@@ -83,7 +81,7 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
 def holds_scores(checkpoint: Checkpoint) -> bool:
     """Whether its attention keeps a score for every pair of tokens: families that transformers
     knows no fused attention for."""
-    return not _model_class(_model_config(checkpoint), checkpoint)._supports_sdpa
+    return not supports_sdpa(_model_class(_model_config(checkpoint), checkpoint))
 
 
 @contextlib.contextmanager
@@ -92,33 +90,33 @@ def _parameters_on_meta() -> Iterator[None]:
 
     `torch.device("meta")` would place the buffers (rotary frequencies, ...) on meta, too.
     """
-    register = nn.Module.register_parameter
+    thread = threading.get_ident()
 
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.device.type != "meta":
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        if threading.get_ident() != thread:  # another model, whose weights are being loaded
+            return None
+        if not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
-        if param is not None:
-            # With this mark transformers does not initialise it: on meta there are no values.
-            param._is_hf_initialized = True  # type: ignore[attr-defined]
-        register(module, name, param)
+        mark_initialised(param)
+        return param
 
-    with _CONSTRUCTION:
-        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = register  # type: ignore[method-assign]
+    hook: Any = to_meta
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def tied_names(model: PreTrainedModel) -> Mapping[str, str]:
     """Names that share one tensor, in both directions."""
-    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = tied_weights(model)
     return {**{source: target for target, source in tied.items()}, **tied}
 
 
 def keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
     """Which parameters a family keeps in float32 whatever the rest is computed in."""
-    plan = model._get_dtype_plan(dtype)
+    plan = dtype_plan(model, dtype)
     if any(value != torch.float32 for value in plan.values()):
         raise ArchitectureError(f"unexpected dtype plan of {type(model).__name__}: {plan}")
     if not plan:
@@ -131,8 +129,7 @@ def recorded_routers(model: PreTrainedModel) -> list[str]:
     """Paths of the modules whose outputs a model (or a part of it) declares as router logits."""
     paths: dict[str, None] = {}
     for base, part in model.named_modules():
-        recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", ())
-        for recorder in recorders if isinstance(recorders, list | tuple) else [recorders]:
+        for recorder in router_recorders(part):
             kind = getattr(recorder, "target_class", recorder)
             inside = f".{name}." if (name := getattr(recorder, "layer_name", None)) else ""
             for path, module in part.named_modules(prefix=base):

@@ -12,6 +12,7 @@ import torch
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import Checkpoint, format_size, main_dtype
 from moemerge.errors import ArchitectureError, MoeMergeError, ResourceError
+from moemerge.features.compat import attention_implementation
 from moemerge.features.loading import holds_scores
 from moemerge.features.routers import Anatomy
 from moemerge.features.spill import SMALLEST, Offload
@@ -186,7 +187,7 @@ def estimate_memory(
 def _scores(text: Any, batches: Sequence[Batch], itemsize: int) -> int:
     """What attention that is not fused keeps for every pair of tokens: scores before and behind the
     mask, and their softmax in float32."""
-    if getattr(text, "_attn_implementation", None) != "eager":
+    if attention_implementation(text) != "eager":
         return 0
     pairs = max((b.input_ids.numel() * b.input_ids.shape[1] for b in batches), default=0)
     return pairs * _number(text, "num_attention_heads") * (2 * itemsize + 4)

@@ -134,11 +134,14 @@ def held_by(modules: Iterable[nn.Module]) -> set[int]:
     """Addresses of all storages that modules hold: these belong to every batch."""
     held: set[int] = set()
     for module in modules:
-        owned = (module._parameters, module._buffers, module.__dict__)
-        for values in owned:
-            for value in values.values():
-                if isinstance(value, Tensor) and value.device.type != "meta":
-                    held.add(value.untyped_storage().data_ptr())
+        owned = (
+            *module.parameters(recurse=False),
+            *module.buffers(recurse=False),
+            *vars(module).values(),
+        )
+        for value in owned:
+            if isinstance(value, Tensor) and value.device.type != "meta":
+                held.add(value.untyped_storage().data_ptr())
     return held
 
 

@@ -20,6 +20,7 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
+from moemerge.features.compat import apply_gate, is_experts, tied_weights
 from moemerge.features.loading import NameMap, Recipe
 from moemerge.features.routers import Anatomy
 
@@ -123,22 +124,10 @@ def _head(model: PreTrainedModel) -> LinearTap | None:
     if not isinstance(head, nn.Linear):
         return None
     path = next((path for path, module in model.named_modules() if module is head), None)
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = tied_weights(model)
     if path is None or f"{path}.weight" in {*tied, *tied.values()}:
         return None
     return LinearTap(path, f"{path}.weight", (head.out_features, head.in_features))
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module follows transformers' interface of fused experts."""
-    return (
-        hasattr(module, "_apply_gate")
-        and hasattr(module, "has_gate")
-        and isinstance(getattr(module, "down_proj", None), nn.Parameter)
-        and isinstance(
-            getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), nn.Parameter
-        )
-    )
 
 
 class ExpertView:
@@ -158,7 +147,9 @@ class ExpertView:
     def mid(self, pre: Tensor) -> Tensor:
         """What the down projection reads: (tokens, inner)."""
         module = self._module
-        mid: Tensor = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
+        if module.has_gate:
+            return apply_gate(module, pre)
+        mid: Tensor = module.act_fn(pre)
         return mid
 
     def down(self, mid: Tensor) -> Tensor:

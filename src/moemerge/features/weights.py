@@ -383,9 +383,9 @@ class Weights:
 
     def _buffers_to_device(self) -> None:
         for module in self.model.modules():
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[leaf] = buffer.to(self.device)
+            buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+            for leaf, buffer in list(buffers):
+                setattr(module, leaf, buffer.to(self.device))
 
 
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -402,10 +402,8 @@ def _current(model: nn.Module, name: str) -> Tensor:
 
 def _set(model: nn.Module, name: str, value: nn.Parameter) -> None:
     parent, leaf = _parent(model, name)
-    if leaf in parent._buffers:
-        parent._buffers[leaf] = value.data
-    else:
-        parent._parameters[leaf] = value
+    is_buffer = any(name == leaf for name, _ in parent.named_buffers(recurse=False))
+    setattr(parent, leaf, value.data if is_buffer else value)
 
 
 def _is_finite(value: Tensor) -> bool:

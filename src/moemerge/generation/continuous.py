@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from moemerge.config.generation import GenerationSettings
+from moemerge.features.compat import attention_implementation
 from moemerge.generation.drawing import draw, signed, uniform
 from moemerge.generation.engine import Finish, Wanted
 from moemerge.generation.slots import SlotCache, layers_of
@@ -263,8 +264,8 @@ def why_not(model: PreTrainedModel) -> str | None:
         return f"layers of {', '.join(sorted(kinds))}"
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return "a sliding window"
-    if config._attn_implementation != "sdpa":
-        return f"{config._attn_implementation} attention"
+    if (attention := attention_implementation(config)) != "sdpa":
+        return f"{attention} attention"
     try:
         error = _error(model)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as problem:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import Cache, CacheLayerMixin
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

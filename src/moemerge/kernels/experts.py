@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moemerge.errors import ResourceError
 from moemerge.runtime.process import side_by_side
+from moemerge.runtime.torch_compat import grouped_mm
 
 WARPS = 4
 
@@ -156,6 +157,4 @@ def _compile(
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Every expert's rows times its matrix: (rows, in) x (experts, out, in) -> (rows, out)."""
-    product = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    products: Tensor = product(rows, weights.transpose(-2, -1), offs=ends)
-    return products
+    return grouped_mm(rows, weights.transpose(-2, -1), ends)

@@ -24,6 +24,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from moemerge.checkpoint.output import write_file
 from moemerge.errors import NumericalError
+from moemerge.features.compat import use_one_gpu
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import multiplies_bfloat16
 from moemerge.runtime.progress import Progress
@@ -193,5 +194,5 @@ def _arguments(job: TuningJob, folder: Path) -> Any:
         report_to="none",
         disable_tqdm=True,
     )
-    arguments._n_gpu = min(1, arguments._n_gpu)  # other processes use the others
+    use_one_gpu(arguments)  # other processes use the others
     return arguments
