@@ -68,9 +68,9 @@ def collect(spec: dict[str, Any]) -> None:
     from moemerge.collecting import CollectRequest, run_collect
     from moemerge.config.settings import CollectingSettings
     from moemerge.config.translate import parse_settings
-    from moemerge.runtime.process import keep_few_kernels
+    from moemerge.runtime.process import limit_kernel_cache
 
-    keep_few_kernels()
+    limit_kernel_cache()
     settings = {"kind": spec["kind"], "device": spec["device"]}
     request = CollectRequest(
         spec["model"],

@@ -12,9 +12,15 @@ import torch
 from collecting import direct
 from collecting.cases import Collect, token_rows
 from moemerge.architectures.opened import open_model
+from moemerge.features.input_hooks import (
+    InputHook,
+    LinearHook,
+    UnitMap,
+    find_input_hooks,
+    projections,
+)
 from moemerge.features.loading import map_names
 from moemerge.features.routers import anatomy
-from moemerge.features.taps import LinearTap, Tap, UnitMap, find_taps, projections
 from moemerge.statistics import Statistics
 from moemerge.text.domains import TextSettings, load_domain
 from moemerge.text.tokens import load_tokenizer
@@ -126,31 +132,31 @@ def test_fisher_values_of_other_kinds_of_experts(
     rows = load_domain("text", text, load_tokenizer(folder), TextSettings(limit=4)).rows
     total = direct.squared_gradients(folder, rows)
     model = direct.whole_model(folder)
-    taps = find_taps(model, anatomy(model))
+    hooks = find_input_hooks(model, anatomy(model))
     opened = open_model("model", folder)
     names = map_names(model, opened.checkpoint)
     units = UnitMap(opened.checkpoint, opened.architecture, names)
     compared = 0
     with Statistics.open(tmp_path / "a.stats") as found:
-        for tap in (tap for layer in taps.layers for tap in layer):
-            for key, wanted in expected(tap, model, units, total).items():
+        for hook in (hook for layer in hooks.layers for hook in layer):
+            for key, wanted in expected(hook, model, units, total).items():
                 fisher = found.fisher(key)
                 assert fisher is not None
                 assert difference(fisher.values, wanted) < TOLERANCE, key
                 compared += 1
-    assert compared in (report.units, report.units - 1)  # the head is no tap of a layer
+    assert compared in (report.units, report.units - 1)  # the head is no hook of a layer
 
 
 def expected(
-    tap: Tap, model: Any, units: UnitMap, total: dict[str, torch.Tensor]
+    hook: InputHook, model: Any, units: UnitMap, total: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Unit key -> squared gradients."""
-    if isinstance(tap, LinearTap):
-        return {p.unit.key: p.take(total[tap.weight]) for p in units.linear(tap)}
-    module = model.get_submodule(tap.path)
+    if isinstance(hook, LinearHook):
+        return {p.unit.key: p.take(total[hook.weight]) for p in units.linear(hook)}
+    module = model.get_submodule(hook.path)
     found: dict[str, torch.Tensor] = {}
-    for (expert, projection), unit in units.experts(tap).items():
-        up, down = total[tap.up][expert], total[tap.down][expert]
+    for (expert, projection), unit in units.experts(hook).items():
+        up, down = total[hook.up][expert], total[hook.down][expert]
         if module.is_transposed:
             up, down = up.T, down.T
         parts = {**projections(module, up), "down": down}

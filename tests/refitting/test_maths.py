@@ -10,7 +10,7 @@ from moemerge.errors import NumericalError
 from moemerge.refitting.experts import SAMPLED, sample_size
 from moemerge.refitting.ridge import RIDGES, Factor, RidgeRule, choose_ridge, fit_map
 from moemerge.refitting.sums import FitSums, add_gram
-from moemerge.refitting.writes import Write, find_writes
+from moemerge.refitting.writes import ResidualWrite, find_writes
 
 CPU = torch.device("cpu")
 
@@ -221,7 +221,7 @@ def test_writes_are_found_with_their_factors(dtype: torch.dtype) -> None:
     writes = find_writes(t["h"], left, outputs, gates)
     assert writes is not None
     assert [(write.path, write.gate) for write in writes] == [("o", None), ("e", None), ("s", "g")]
-    assert writes[0] == Write("o", 1.0)
+    assert writes[0] == ResidualWrite("o", 1.0)
     assert writes[1].factor == pytest.approx(0.22, rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -239,7 +239,7 @@ def test_large_channels_do_not_hide_a_write() -> None:
     t["h"][:, 3] *= 3000
     left = (t["h"].float() + t["o"].float() + t["e"].float()).to(torch.bfloat16)
     writes = find_writes(t["h"], left, {"o": t["o"], "e": t["e"], "q": t["q"]}, {})
-    assert writes == (Write("o", 1.0), Write("e", 1.0))
+    assert writes == (ResidualWrite("o", 1.0), ResidualWrite("e", 1.0))
     # A contribution that is left out is noticed all the same.
     assert find_writes(t["h"], left, {"o": t["o"], "q": t["q"]}, {}) is None
 

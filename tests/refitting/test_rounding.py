@@ -13,9 +13,9 @@ import torch
 import zoo
 from calibration import cases as calibrating
 from moemerge.refitting.records import Record
-from moemerge.refitting.rounding import Likeness, of_output, unit
+from moemerge.refitting.rounding import RoundingCheck, of_output, unit
 from moemerge.refitting.targets import HiddenState, LayerView
-from moemerge.refitting.writes import Write
+from moemerge.refitting.writes import ResidualWrite
 from moemerge.text.batches import Batch
 from refitting.cases import Case, make_case
 
@@ -124,7 +124,7 @@ def test_a_states_rounding_by_hand() -> None:
     value = torch.full((1, 1), 8.0, dtype=torch.bfloat16)
     record = Record(entered=value, outputs={"o": torch.full((1, 1), 2.0, dtype=torch.bfloat16)})
     view = LayerView(torch.nn.Module(), {id(batch): record})
-    state = HiddenState((Write("o", 1.0), Write("e", 1.0)), {})
+    state = HiddenState((ResidualWrite("o", 1.0), ResidualWrite("e", 1.0)), {})
     own = 2 * 2.0**-24
     first = state.rounding(view, batch, 0, slice(None), torch.full((1, 1), 2.0))
     assert float(first) == pytest.approx(own * (8 + 10))
@@ -143,7 +143,7 @@ def batch_of(domain: str, tokens: int) -> Batch:
 def test_one_value_of_one_token_is_enough(value: float, alike: bool) -> None:
     gap = torch.zeros(3000, 2)
     gap[2999, 1] = value
-    likeness = Likeness(["math", "code"])
+    likeness = RoundingCheck(["math", "code"])
     seen = []
 
     def compared(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:

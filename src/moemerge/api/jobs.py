@@ -26,7 +26,7 @@ from moemerge.config.translate import parse_settings
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
 from moemerge.features.known_configs import require_loadable
 from moemerge.runtime import ranks
-from moemerge.runtime.process import wake_gpu
+from moemerge.runtime.process import init_cuda_context
 from moemerge.runtime.progress import Progress, Silent
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def calibrate(
     """
     output, values = output_for(OutputSettings, keywords, "calibrate")
     settings = settings_for(CalibrationSettings, settings, values, "calibrate")
-    wake_gpu(settings.device)
+    init_cuda_context(settings.device)
     from moemerge.calibration import CalibrationRequest, run_calibration
 
     request = CalibrationRequest(
@@ -139,7 +139,7 @@ def refit(
     """
     output, values = output_for(OutputSettings, keywords, "refit")
     settings = settings_for(RefitSettings, settings, values, "refit")
-    wake_gpu(settings.device)
+    init_cuda_context(settings.device)
     from moemerge.refitting import RefitRequest, run_refit
 
     request = RefitRequest(

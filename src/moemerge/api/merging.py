@@ -274,7 +274,7 @@ def _check_repair(loaded: LoadedConfig) -> None:
     for key in BLOCKS:
         wanted: SourceData | None = getattr(loaded, key)
         if wanted is not None:
-            check_text(loaded.is_there(wanted.data))
+            check_text(loaded.existing(wanted.data))
             layers = getattr(loaded.config, key).layers
             check_sources(wanted.sources, layers, routers=key == "calibration")
 

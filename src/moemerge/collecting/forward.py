@@ -17,12 +17,12 @@ from moemerge.checkpoint.output import temporary_folder, writing
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.collecting.job import CollectingJob
 from moemerge.errors import ArchitectureError
+from moemerge.features.input_hooks import InputHooks, UnitMap
 from moemerge.features.routers import Anatomy
 from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Offload
 from moemerge.features.stops import Call
 from moemerge.features.stream import ModelStream
-from moemerge.features.taps import Taps, UnitMap
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
 from moemerge.text.batches import Batch
@@ -85,7 +85,7 @@ class Forward:
 
     model: Any
     anatomy: Anatomy
-    taps: Taps
+    input_hooks: InputHooks
     tail: str  # the norm after the last layer
     store: StateStore  # (layer, batch) -> its input; beyond the last layer: the tail's
     calls: dict[tuple[int, int], Rerun] = field(default_factory=dict)
@@ -115,7 +115,7 @@ def run_forward(job: CollectingJob, progress: Progress) -> Iterator[Forward]:
         progress=progress,
     ) as stream:
         units = UnitMap(job.model.checkpoint, job.model.architecture, stream.names)
-        units.require_experts(stream.taps)
+        units.require_experts(stream.input_hooks)
         forward = keeper.attach(stream)
         try:
             for _ in stream:
@@ -145,7 +145,7 @@ class _InputKeeper:
         store = StateStore(
             self._place(stream), self._job.stream.device, self._job.request.out.absolute().parent
         )
-        self.forward = Forward(stream.model, anatomy, stream.taps, "", store)
+        self.forward = Forward(stream.model, anatomy, stream.input_hooks, "", store)
         return self.forward
 
     def _place(self, stream: ModelStream) -> Offload:

@@ -15,8 +15,8 @@ from moemerge.collecting.grams import FORMS, InputCollector
 from moemerge.collecting.job import CollectingJob, CollectRequest, prepare
 from moemerge.config.models import ModelRef
 from moemerge.config.requests import StatisticsRequest
+from moemerge.features.input_hooks import UnitMap
 from moemerge.features.stream import ModelStream
-from moemerge.features.taps import UnitMap
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress
@@ -106,7 +106,7 @@ def _inputs(
         progress=progress,
     ) as stream:
         units = UnitMap(job.model.checkpoint, job.model.architecture, stream.names)
-        units.require_experts(stream.taps)
+        units.require_experts(stream.input_hooks)
         collector.attach(stream, units)
         for stop in stream:
             if stop.layer > 0:

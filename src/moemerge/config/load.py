@@ -75,8 +75,8 @@ class LoadedConfig:
     texts: Mapping[str, TextRequest] = field(default_factory=dict)  # to be made, by file
     coefficients: Coefficients | None = None  # that multiply the models' weights
 
-    def is_there(self, data: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """`data` without what is still to be made."""
+    def existing(self, data: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """Return the entries of `data` whose files all exist already."""
         made = {file for file in self.texts if not FilePath(file).exists()}
         return {name: files for name, files in data.items() if made.isdisjoint(files)}
 

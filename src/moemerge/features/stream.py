@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.features.fused import fuse
+from moemerge.features.input_hooks import InputHooks, find_input_hooks
 from moemerge.features.loading import NameMap, build_skeleton
 from moemerge.features.routers import Anatomy, anatomy, names_outside_layers
 from moemerge.features.settings import (
@@ -47,12 +48,11 @@ from moemerge.features.settings import (
 )
 from moemerge.features.spill import Emptied, Gathered, SpillRoom, held_by
 from moemerge.features.stops import Arrival, CallLog, OnCalls, Stop, take_over_inputs
-from moemerge.features.taps import Taps, find_taps
 from moemerge.features.tokens import check_tokens, finite, flat_tokens, real_rows
 from moemerge.features.weights import Weights
 from moemerge.features.workers import Pause, PauseKind, Worker, current_worker, part_of_a_layer
 from moemerge.runtime.devices import attention_without_plans
-from moemerge.runtime.process import give_back_freed_memory, keep_few_kernels, share_one_heap
+from moemerge.runtime.process import give_back_freed_memory, limit_kernel_cache, share_one_heap
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
@@ -79,7 +79,7 @@ class ModelStream:
         progress: Progress | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
-        keep_few_kernels()
+        limit_kernel_cache()
         self.checkpoint = checkpoint
         self.settings = settings = settings or StreamSettings()
         self.device = settings.device
@@ -133,9 +133,9 @@ class ModelStream:
         return self.weights.names
 
     @cached_property
-    def taps(self) -> Taps:
+    def input_hooks(self) -> InputHooks:
         """The modules of every layer whose inputs can be read."""
-        return find_taps(self.model, self.anatomy)
+        return find_input_hooks(self.model, self.anatomy)
 
     # --- what to stop at, and what to listen to: before the iteration begins ---
 

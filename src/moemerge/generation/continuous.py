@@ -20,7 +20,7 @@ from moemerge.features.compat import attention_implementation
 from moemerge.generation.drawing import draw, signed, uniform
 from moemerge.generation.engine import Finish, Wanted
 from moemerge.generation.slots import SlotCache, layers_of
-from moemerge.runtime.gpu import Repeated
+from moemerge.runtime.gpu import RecordedStep
 
 # Columns that attention looks at are rounded up to these: a window is one recorded graph, and
 # equal shapes round alike.
@@ -74,7 +74,7 @@ class ContinuousBatch:
         self._streams = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._steps = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._cache: SlotCache | None = None
-        self._recorded: dict[int, Repeated] = {}
+        self._recorded: dict[int, RecordedStep] = {}
         self._recordable = True
         # Nobody reads the logits of prompts.
         known = inspect.signature(model.forward).parameters
@@ -142,7 +142,7 @@ class ContinuousBatch:
 
     def _advance_recorded(self, window: int) -> None:
         if self._recordable:
-            step = self._recorded.setdefault(window, Repeated(self._advance, self._device))
+            step = self._recorded.setdefault(window, RecordedStep(self._advance, self._device))
             try:
                 step()
                 return

@@ -19,7 +19,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from moemerge.errors import ResourceError
-from moemerge.runtime.process import side_by_side
+from moemerge.runtime.process import run_in_threads
 from moemerge.runtime.torch_compat import grouped_mm
 
 WARPS = 4
@@ -152,7 +152,7 @@ def _compile(
             launch()
 
     with suppress(ResourceError):  # threads: then each is compiled when it is needed
-        side_by_side([partial(on_device, launch) for launch in launches], "compilers")
+        run_in_threads([partial(on_device, launch) for launch in launches], "compilers")
 
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

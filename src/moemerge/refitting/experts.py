@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import NumericalError
-from moemerge.features.taps import ExpertsTap, ExpertView
+from moemerge.features.input_hooks import ExpertsHook, ExpertView
 from moemerge.features.tokens import sort_by_expert
 from moemerge.refitting.domains import Affine, DomainScales, joined
 from moemerge.refitting.linear import blocks
 from moemerge.refitting.ridge import Factor, Fit, RidgeRule, fit_map
 from moemerge.refitting.sums import FitSums
 from moemerge.runtime import ranks
-from moemerge.runtime.gpu import Beside
+from moemerge.runtime.gpu import Overlap
 from moemerge.text.batches import Batch
 
 # Experts whose held-out tokens choose λ for all experts of the layer; fewer, but two, where their
@@ -98,9 +98,9 @@ def by_domain(routed: Sequence[RoutedBatch], experts: int) -> list[RoutedDomain]
 class ExpertStack:
     """The experts of one layer of one model, one by one, always as (out, in)."""
 
-    def __init__(self, module: Any, tap: ExpertsTap) -> None:
+    def __init__(self, module: Any, hook: ExpertsHook) -> None:
         self.module = module
-        self.names = {"up": tap.up.rpartition(".")[2], "down": tap.down.rpartition(".")[2]}
+        self.names = {"up": hook.up.rpartition(".")[2], "down": hook.down.rpartition(".")[2]}
 
     def affine(self, which: str, expert: int) -> Affine:
         bias = None
@@ -160,7 +160,7 @@ class ProjectionFit:
         own = [sums for expert, sums in ready.items() if _is_own(expert)]
         ridge = rule.choose(self.kind, own, partial(ranks.sum_of, device=device))
         # A factorisation leaves most of a GPU idle: an expert is fitted beside the next ones' sums.
-        beside = Beside(device)
+        beside = Overlap(device)
         fits: dict[int, Fit] = {}
         waiting: list[tuple[int, tuple[FitSums, FitSums], Any]] = []
         for expert in range(self.count):
@@ -186,7 +186,7 @@ class ProjectionFit:
         return tuple(fits[expert] for expert in range(self.count))
 
     def _fit(
-        self, expert: int, sums: tuple[FitSums, FitSums], mark: Any, ridge: float, beside: Beside
+        self, expert: int, sums: tuple[FitSums, FitSums], mark: Any, ridge: float, beside: Overlap
     ) -> dict[int, Fit]:
         try:
             with beside.after(mark):

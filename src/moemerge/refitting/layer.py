@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import ArchitectureError
+from moemerge.features.input_hooks import ExpertsHook, LinearHook
 from moemerge.features.stops import Stop
-from moemerge.features.taps import ExpertsTap, LinearTap
 from moemerge.refitting.domains import Affine, DomainScales, joined, parameter
 from moemerge.refitting.experts import (
     DomainKey,
@@ -28,9 +28,9 @@ from moemerge.refitting.linear import Inputs, Missing, fit_linear, fitted_by_lea
 from moemerge.refitting.plan import LayerPlan
 from moemerge.refitting.report import ExpertsRow, MapRow, Row, kind_of_map
 from moemerge.refitting.ridge import RidgeRule
-from moemerge.refitting.rounding import Likeness, of_experts, of_output
+from moemerge.refitting.rounding import RoundingCheck, of_experts, of_output
 from moemerge.refitting.targets import HiddenState, LayerView, roundings_of
-from moemerge.refitting.writes import Write
+from moemerge.refitting.writes import ResidualWrite
 from moemerge.text.batches import Batch
 
 
@@ -38,7 +38,7 @@ from moemerge.text.batches import Batch
 class LayerStructure:
     """How a layer's modules write to the hidden state, learnt from the first batch."""
 
-    writes: tuple[Write, ...] = ()
+    writes: tuple[ResidualWrite, ...] = ()
     leaders: Mapping[str, str] = field(default_factory=dict)  # gate -> reads the same, earlier
     called: frozenset[str] = frozenset()  # modules that the layer runs
 
@@ -88,24 +88,24 @@ class LayerFitter:
 
     # --- linear maps ---
 
-    def _linear(self, stop: Stop, tap: LinearTap) -> MapRow:
-        place = self.structure.place(tap.path)
+    def _linear(self, stop: Stop, hook: LinearHook) -> MapRow:
+        place = self.structure.place(hook.path)
         inputs = self._inputs(stop, alone=place is not None)
-        missing = self._own(tap) if place is None else self._residual(stop, tap, place)
-        sums = sum_up(inputs, tap.shape[0], missing, self.scales)
-        old = parameter(self.merged.model, tap.weight)
-        stored = self.stored(tap.weight)
+        missing = self._own(hook) if place is None else self._residual(stop, hook, place)
+        sums = sum_up(inputs, hook.shape[0], missing, self.scales)
+        old = parameter(self.merged.model, hook.weight)
+        stored = self.stored(hook.weight)
         weight, fit = fitted_by_lead(
             lambda: fit_linear(
-                old, sums, self.ridge.choose(kind_of_map(tap.weight), [sums]), stored
+                old, sums, self.ridge.choose(kind_of_map(hook.weight), [sums]), stored
             )
         )
         with torch.no_grad():
             old.copy_(weight)
-        self.forget(tap.path)
+        self.forget(hook.path)
         self._forget_states(place)
         target = "output" if place is None else "hidden state"
-        return MapRow(tap.weight, target, fit)
+        return MapRow(hook.weight, target, fit)
 
     def _inputs(self, stop: Stop, *, alone: bool) -> Inputs:
         if not stop.shared or self._shared is None or alone:
@@ -114,22 +114,23 @@ class LayerFitter:
             return inputs
         return self._shared
 
-    def _own(self, tap: LinearTap) -> Missing:
+    def _own(self, hook: LinearHook) -> Missing:
         """The target is what the source's map gives on the source's own input."""
-        now = Affine.of(self.merged.model, tap.weight).widened()
+        now = Affine.of(self.merged.model, hook.weight).widened()
         wanted = {
-            name: Affine.of(view.model, tap.weight).widened() for name, view in self.sources.items()
+            name: Affine.of(view.model, hook.weight).widened()
+            for name, view in self.sources.items()
         }
 
         def missing(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
-            theirs = self.sources[batch.domain].record(batch).inputs[tap.path][rows]
+            theirs = self.sources[batch.domain].record(batch).inputs[hook.path][rows]
             return wanted[batch.domain](theirs) - now(x), 1.0
 
         return missing
 
-    def _residual(self, stop: Stop, tap: LinearTap, place: int) -> Missing:
+    def _residual(self, stop: Stop, hook: LinearHook, place: int) -> Missing:
         """The target is the source's hidden state after this write."""
-        now = Affine.of(self.merged.model, tap.weight).widened()
+        now = Affine.of(self.merged.model, hook.weight).widened()
         state, write = self.structure.state, self.structure.writes[place]
 
         def said(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -142,11 +143,11 @@ class LayerFitter:
 
         def compared(batch: Batch, inputs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             says, _ = said(batch, rows, inputs[rows])
-            bound = of_output(says, inputs.dtype, tap.shape[1], roundings_of(write))
+            bound = of_output(says, inputs.dtype, hook.shape[1], roundings_of(write))
             bound += state.rounding(self.merged, batch, place, rows, says)
             return lacking(batch, rows, says), bound
 
-        likeness = Likeness(self.sources)
+        likeness = RoundingCheck(self.sources)
         for arrival in stop.arrivals:
             likeness.look(arrival.batch, partial(compared, arrival.batch, arrival.given[0]))
         alike = likeness.alike()
@@ -161,33 +162,33 @@ class LayerFitter:
 
     # --- experts ---
 
-    def _experts(self, stop: Stop, tap: ExpertsTap) -> list[Row]:
-        module: Any = self.merged.model.get_submodule(tap.path)
-        stack = ExpertStack(module, tap)
+    def _experts(self, stop: Stop, hook: ExpertsHook) -> list[Row]:
+        module: Any = self.merged.model.get_submodule(hook.path)
+        stack = ExpertStack(module, hook)
         theirs = {
-            name: ExpertStack(view.model.get_submodule(tap.path), tap)
+            name: ExpertStack(view.model.get_submodule(hook.path), hook)
             for name, view in self.sources.items()
         }
 
         if any(len(arrival.given) < 3 for arrival in stop.arrivals):
-            raise ArchitectureError(f"{tap.path} is not told where its tokens go")
+            raise ArchitectureError(f"{hook.path} is not told where its tokens go")
         batches = [RoutedBatch.of(a.batch, a.given) for a in stop.arrivals]
-        routings = by_domain(batches, tap.count)
+        routings = by_domain(batches, hook.count)
         states = {
-            r.key: joined([self.sources[b.domain].record(b).inputs[tap.path] for b in r.batches])
+            r.key: joined([self.sources[b.domain].record(b).inputs[hook.path] for b in r.batches])
             for r in routings
         }
-        self.forget(tap.path)
+        self.forget(hook.path)
 
         def source(key: DomainKey) -> tuple[ExpertStack, Tensor]:
             return theirs[key[0]], states[key]
 
         fits: list[Row] = []
-        place = self.structure.place(tap.path)
+        place = self.structure.place(hook.path)
         for which in ("up", "down"):
-            name = getattr(tap, which)
+            name = getattr(hook, which)
             fitting = ProjectionFit(
-                stack, which, kind_of_map(name), tap.count, self.stored(name), self.scales
+                stack, which, kind_of_map(name), hook.count, self.stored(name), self.scales
             )
             if which == "up":
                 problem, target = first_projection(stack, source), "output"
@@ -232,7 +233,7 @@ class LayerFitter:
         shares: dict[DomainKey, Tensor] = {}
         filled = dict.fromkeys(sizes, 0)
         factors: dict[DomainKey, list[Tensor | float]] = {}
-        likeness = Likeness(self.sources)
+        likeness = RoundingCheck(self.sources)
         for routing in routed:
             key = (routing.batch.domain, routing.batch.holdout)
             gap, factor = self._gap(stack, routing, place, likeness)
@@ -252,7 +253,7 @@ class LayerFitter:
         )
 
     def _gap(
-        self, stack: ExpertStack, routing: RoutedBatch, place: int, likeness: Likeness
+        self, stack: ExpertStack, routing: RoutedBatch, place: int, likeness: RoundingCheck
     ) -> tuple[Tensor, Tensor | float]:
         """What one batch lacks after the experts, and the factor of what they say."""
         batch, everything = routing.batch, slice(None)

@@ -61,7 +61,7 @@ def of_experts(chosen: int) -> float:
 Compared = Callable[[slice], tuple[Tensor, Tensor]]
 
 
-class Likeness:
+class RoundingCheck:
     """Finds the domains of which no value lacks more than rounding."""
 
     def __init__(self, domains: Iterable[str]) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.patch import Quantised
 from moemerge.errors import ResourceError
+from moemerge.features.input_hooks import ExpertsHook, UnitMap
 from moemerge.features.settings import HEADROOM
 from moemerge.features.spill import Offload
-from moemerge.features.taps import ExpertsTap, UnitMap
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.journal import Entry
 from moemerge.lockstep.models import OverlaidCheckpoint
@@ -126,7 +126,7 @@ class _Run:
         units = UnitMap(job.merged.checkpoint, job.merged.architecture, stream.names)
         plan = make_plan(
             stream.anatomy,
-            stream.taps,
+            stream.input_hooks,
             units,
             job.routers,
             layers=job.layers,
@@ -295,18 +295,18 @@ def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
     states = kept * tokens * width * job.dtype.itemsize
     states += MISSING_STATES * tokens * width * max(4, job.dtype.itemsize)
     largest = 0
-    for taps in stream.taps.layers:
-        for tap in taps:
-            if isinstance(tap, ExpertsTap):
+    for hooks in stream.input_hooks.layers:
+        for hook in hooks:
+            if isinstance(hook, ExpertsHook):
                 # Experts go one by one; the sums of those that choose λ are held together, and on
                 # a GPU the next ones' come while an expert is fitted.
-                for name in (tap.up, tap.down):
+                for name in (hook.up, hook.down):
                     shape = stream.model.get_parameter(name).shape[1:]
                     held = 2 * sample_size(shape) if job.ridge is None else 2
                     largest = max(largest, (SUM_COPIES + held) * _values(shape))
             else:
-                largest = max(largest, SUM_COPIES * _values(tap.shape))
-    head = stream.taps.head
+                largest = max(largest, SUM_COPIES * _values(hook.shape))
+    head = stream.input_hooks.head
     resident = 0
     if head is not None and "head" in job.request.settings.parts:
         rows, inputs = head.shape

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
+from moemerge.features.input_hooks import LinearHook, head_input
 from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Offload
 from moemerge.features.stops import Stop
 from moemerge.features.stream import ModelStream
-from moemerge.features.taps import LinearTap, head_input
 from moemerge.features.tokens import real_tokens
 from moemerge.refitting.layer import LayerStructure
 from moemerge.refitting.plan import LayerPlan
 from moemerge.refitting.prepare import RefitJob
 from moemerge.refitting.records import LayerRecorder, Record
 from moemerge.refitting.targets import LayerView
-from moemerge.refitting.writes import Write, find_writes
+from moemerge.refitting.writes import ResidualWrite, find_writes
 from moemerge.runtime import ranks
 from moemerge.runtime.process import give_back_large_buffers
 from moemerge.runtime.progress import Progress
@@ -91,7 +91,7 @@ def _structure(plan: LayerPlan, record: Record) -> LayerStructure:
     return LayerStructure(tuple(writes), leaders, called)
 
 
-def _leader(record: Record, write: Write) -> str | None:
+def _leader(record: Record, write: ResidualWrite) -> str | None:
     """A module that reads the gate's input no later than the write."""
     assert write.gate is not None
     read = record.inputs.get(write.gate)
@@ -105,7 +105,7 @@ def _leader(record: Record, write: Write) -> str | None:
 class FinalStates:
     """What the head reads, of every batch."""
 
-    head: LinearTap | None
+    head: LinearHook | None
     values: dict[int, Tensor] = field(default_factory=dict)  # by id of the batch
 
     def add(self, stream: ModelStream, batch: Batch, hidden: Tensor) -> None:
@@ -251,10 +251,10 @@ def _runner(
         on_batch=None if is_merged else needs.learn,
     )
     stream.stop_at_layers(inputs=is_merged)
-    taps = [tap.path for taps in stream.taps.layers for tap in taps]
-    # A router may be a module around its linear map, and then it is no tap.
+    hooks = [hook.path for hooks in stream.input_hooks.layers for hook in hooks]
+    # A router may be a module around its linear map, and then it is no hook.
     routers = [router.path for router in stream.anatomy.routers]
-    heard = dict.fromkeys([*stream.anatomy.layers, *taps, *routers])
+    heard = dict.fromkeys([*stream.anatomy.layers, *hooks, *routers])
     stream.listen(list(heard), recorder.on_calls, outputs=True)
     return Runner(stream, recorder, final)
 

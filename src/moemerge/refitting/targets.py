@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moemerge.refitting.domains import Affine
 from moemerge.refitting.records import Key, Record
 from moemerge.refitting.rounding import GATED_ROUNDINGS, OWN_ROUNDINGS, unit
-from moemerge.refitting.writes import Write
+from moemerge.refitting.writes import ResidualWrite
 from moemerge.text.batches import Batch
 
 
@@ -35,7 +35,7 @@ class LayerView:
 class HiddenState:
     """The hidden state at a point inside a layer: h + Σ a_j o_j over the writes so far."""
 
-    writes: Sequence[Write]  # all of the layer, in order
+    writes: Sequence[ResidualWrite]  # all of the layer, in order
     leaders: Mapping[str, str]  # a gate's path -> a module that reads the same input before it
 
     def after(self, view: LayerView, batch: Batch, count: int, rows: slice) -> Tensor:
@@ -74,7 +74,7 @@ class HiddenState:
         return own.add_(sums.add_(products), alpha=unit(record.entered.dtype))
 
     def coefficient(
-        self, view: LayerView, batch: Batch, write: Write, rows: slice
+        self, view: LayerView, batch: Batch, write: ResidualWrite, rows: slice
     ) -> Tensor | float:
         """a_j of every token: a number, or (tokens, 1)."""
         if write.gate is None:
@@ -84,7 +84,7 @@ class HiddenState:
         return write.factor * torch.sigmoid(gate(x))
 
 
-def roundings_of(write: Write) -> float:
+def roundings_of(write: ResidualWrite) -> float:
     """Of what a module adds to the hidden state, before it is added."""
     return OWN_ROUNDINGS if write.gate is None else GATED_ROUNDINGS
 

@@ -28,7 +28,7 @@ SNAP = 5e-3
 
 
 @dataclass(frozen=True)
-class Write:
+class ResidualWrite:
     """A module adds `factor` times its output, or that times the sigmoid of `gate`'s output."""
 
     path: str
@@ -41,7 +41,7 @@ def find_writes(
     left: Tensor,
     outputs: Mapping[str, Tensor],
     gates: Mapping[str, Tensor],
-) -> tuple[Write, ...] | None:
+) -> tuple[ResidualWrite, ...] | None:
     """In the order of `outputs`; None where the layer is no such sum.
 
     All tensors are (tokens, d), but `gates`, which are (tokens, 1).
@@ -83,7 +83,8 @@ def find_writes(
     if float((rest / noise).square().mean()) > 1.0 or len(set(paths)) != len(paths):
         return None
     return tuple(
-        Write(path, factor, gate) for factor, (path, gate, _) in zip(factors, columns, strict=True)
+        ResidualWrite(path, factor, gate)
+        for factor, (path, gate, _) in zip(factors, columns, strict=True)
     )
 
 

@@ -30,7 +30,7 @@ from moemerge.routing.products import (
     working_dtype,
 )
 from moemerge.runtime import ranks
-from moemerge.runtime.process import side_by_side
+from moemerge.runtime.process import run_in_threads
 
 TOKENS = 512  # enough for a tile of every kernel
 Launch = Callable[[], object]
@@ -42,7 +42,7 @@ def rehearse(gate: Gate, domain: DomainFeatures, curvature: Curvature = Curvatur
     few = replace(domain, features=[domain.features[0][:TOKENS]], targets=None)
     launches = [_apart(launch) for launch in _launches(gate, few, curvature)]
     with suppress(ResourceError):  # so many threads: then each is compiled when it is needed
-        side_by_side(launches, "compilers")
+        run_in_threads(launches, "compilers")
 
 
 def _apart(launch: Launch) -> Launch:

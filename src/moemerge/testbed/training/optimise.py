@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moemerge.runtime.gpu import Repeated
+from moemerge.runtime.gpu import RecordedStep
 from moemerge.testbed.network.forward import (
     Routing,
     hidden_states,
@@ -82,7 +82,7 @@ def train_stack(
     """Do all steps that are left. `report` is told the number of steps done since its last call."""
     device = state.flat.device
     steps = len(courses[0].rows)
-    step = Repeated(_Step(state, courses, pool.to(device), shape), device)
+    step = RecordedStep(_Step(state, courses, pool.to(device), shape), device)
     done = reported = int(state.step)
     with _fast_products():
         while done < steps:

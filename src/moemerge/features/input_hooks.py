@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True)
-class LinearTap:
+class LinearHook:
     """y = x Wᵀ: a linear module, or a router."""
 
     path: str  # the module whose first argument is x
@@ -38,7 +38,7 @@ class LinearTap:
 
 
 @dataclass(frozen=True)
-class ExpertsTap:
+class ExpertsHook:
     """A module that holds all experts of a layer and is told which tokens go to which."""
 
     path: str
@@ -47,79 +47,81 @@ class ExpertsTap:
     count: int
 
 
-Tap = LinearTap | ExpertsTap
+InputHook = LinearHook | ExpertsHook
 
 
 @dataclass(frozen=True)
-class Taps:
-    """What is tapped in each layer, and what has matrices but cannot be."""
+class InputHooks:
+    """What is hooked in each layer, and what has matrices but cannot be."""
 
-    layers: tuple[tuple[Tap, ...], ...]
-    head: LinearTap | None  # None: none, or tied to the embedding
-    untapped: tuple[str, ...]  # matrices without a tap, by their names in memory
+    layers: tuple[tuple[InputHook, ...], ...]
+    head: LinearHook | None  # None: none, or tied to the embedding
+    unhooked: tuple[str, ...]  # matrices without a hook, by their names in memory
 
     @property
     def notice(self) -> str | None:
         """A word about matrices that nothing will be known of."""
-        kinds = sorted({_NUMBER.sub(".N.", n) for n in self.untapped if not n.endswith("bias")})
+        kinds = sorted({_NUMBER.sub(".N.", n) for n in self.unhooked if not n.endswith("bias")})
         if not kinds:
             return None
         return f"no linear maps of tokens, so without statistics: {', '.join(kinds)}"
 
 
-def linear_weights(taps: Iterable[Tap]) -> list[str]:
-    """The matrices of the linear maps among taps, by their names in memory.
+def linear_weights(hooks: Iterable[InputHook]) -> list[str]:
+    """The matrices of the linear maps among hooks, by their names in memory.
 
     Fused attention may take NaN for a masked place, so hidden states do not always show one. What
     an expert makes of its tokens does; one that none came to is no harm to statistics.
     """
-    return [tap.weight for tap in taps if isinstance(tap, LinearTap)]
+    return [hook.weight for hook in hooks if isinstance(hook, LinearHook)]
 
 
-def find_taps(model: PreTrainedModel, anatomy: Anatomy) -> Taps:
+def find_input_hooks(model: PreTrainedModel, anatomy: Anatomy) -> InputHooks:
     """Look through the modules of every layer."""
     routers = {router.path: router.weight for router in anatomy.routers}
-    layers: list[tuple[Tap, ...]] = []
-    untapped: list[str] = []
+    layers: list[tuple[InputHook, ...]] = []
+    unhooked: list[str] = []
     for path in anatomy.layers:
-        taps = _layer_taps(model, path, routers)
-        layers.append(taps)
-        seen = {name for tap in taps for name in _weights_of(tap)}
+        hooks = _layer_hooks(model, path, routers)
+        layers.append(hooks)
+        seen = {name for hook in hooks for name in _weights_of(hook)}
         matrices = (n for n, p in model.get_submodule(path).named_parameters(path) if p.dim() > 1)
-        untapped += [name for name in matrices if name not in seen]
-    return Taps(tuple(layers), _head(model), tuple(untapped))
+        unhooked += [name for name in matrices if name not in seen]
+    return InputHooks(tuple(layers), _head(model), tuple(unhooked))
 
 
-def _weights_of(tap: Tap) -> tuple[str, ...]:
-    return (tap.weight,) if isinstance(tap, LinearTap) else (tap.up, tap.down)
+def _weights_of(hook: InputHook) -> tuple[str, ...]:
+    return (hook.weight,) if isinstance(hook, LinearHook) else (hook.up, hook.down)
 
 
-def _layer_taps(model: PreTrainedModel, layer: str, routers: Mapping[str, str]) -> tuple[Tap, ...]:
-    taps: list[Tap] = []
+def _layer_hooks(
+    model: PreTrainedModel, layer: str, routers: Mapping[str, str]
+) -> tuple[InputHook, ...]:
+    hooks: list[InputHook] = []
     for path, module in model.get_submodule(layer).named_modules(prefix=layer):
         if path in routers and (
             isinstance(module, nn.Linear) or not _inner_linear(model, routers[path], path)
         ):
             out, width = model.get_parameter(routers[path]).shape
-            taps.append(LinearTap(path, routers[path], (out, width), router=True))
+            hooks.append(LinearHook(path, routers[path], (out, width), router=True))
         elif isinstance(module, nn.Linear):
-            taps.append(
-                LinearTap(path, f"{path}.weight", (module.out_features, module.in_features))
+            hooks.append(
+                LinearHook(path, f"{path}.weight", (module.out_features, module.in_features))
             )
         elif is_experts(module):
             up = "gate_up_proj" if module.has_gate else "up_proj"
             count = int(model.get_parameter(f"{path}.down_proj").shape[0])
-            taps.append(ExpertsTap(path, f"{path}.{up}", f"{path}.down_proj", count))
-    return tuple(taps)
+            hooks.append(ExpertsHook(path, f"{path}.{up}", f"{path}.down_proj", count))
+    return tuple(hooks)
 
 
 def _inner_linear(model: PreTrainedModel, weight: str, router: str) -> bool:
-    """Whether a router's matrix belongs to a linear module inside it, which is tapped itself."""
+    """Whether a router's matrix belongs to a linear module inside it, which is hooked itself."""
     owner = weight.rpartition(".")[0]
     return owner != router and isinstance(model.get_submodule(owner), nn.Linear)
 
 
-def _head(model: PreTrainedModel) -> LinearTap | None:
+def _head(model: PreTrainedModel) -> LinearHook | None:
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, nn.Linear):
         return None
@@ -127,7 +129,7 @@ def _head(model: PreTrainedModel) -> LinearTap | None:
     tied = tied_weights(model)
     if path is None or f"{path}.weight" in {*tied, *tied.values()}:
         return None
-    return LinearTap(path, f"{path}.weight", (head.out_features, head.in_features))
+    return LinearHook(path, f"{path}.weight", (head.out_features, head.in_features))
 
 
 class ExpertView:
@@ -207,7 +209,7 @@ class _Reached(BaseException):
     """Ends a forward at the head. No Exception, so that no model code can swallow it."""
 
 
-def head_input(model: PreTrainedModel, owner: str, head: LinearTap, hidden: Tensor) -> Tensor:
+def head_input(model: PreTrainedModel, owner: str, head: LinearHook, hidden: Tensor) -> Tensor:
     """What the head's matrix reads, which some families scale first; its weights may be away."""
     seen: list[Tensor] = []
 
@@ -269,30 +271,30 @@ class UnitMap:
         self._architecture = architecture
         self._names = names
 
-    def linear(self, tap: LinearTap) -> tuple[PlacedUnit, ...]:
+    def linear(self, hook: LinearHook) -> tuple[PlacedUnit, ...]:
         """Units that read the input of a linear map; none where they are stored in another way."""
-        recipe = self._names.recipes.get(tap.weight)
+        recipe = self._names.recipes.get(hook.weight)
         if recipe is None or not _joins_rows(recipe):
             return ()
         placed: list[PlacedUnit] = []
         start = 0
         for _, name in recipe.sources:
             shape = self._checkpoint.tensors[name].shape
-            if len(shape) != 2 or shape[1] != tap.shape[1]:
+            if len(shape) != 2 or shape[1] != hook.shape[1]:
                 return ()
             units = self._architecture.units(name)
-            placed += [PlacedUnit(u, start) for u in units if u.shape[1:] == (tap.shape[1],)]
+            placed += [PlacedUnit(u, start) for u in units if u.shape[1:] == (hook.shape[1],)]
             start += shape[0]
-        return tuple(placed) if start == tap.shape[0] else ()
+        return tuple(placed) if start == hook.shape[0] else ()
 
     def stored_as(self, parameter: str) -> str | None:
         """The stored tensor that a parameter is, where it is exactly one, unchanged."""
         return self._names.on_disk(parameter)
 
-    def experts(self, tap: ExpertsTap) -> Mapping[ExpertKey, Unit]:
+    def experts(self, hook: ExpertsHook) -> Mapping[ExpertKey, Unit]:
         """Every expert's projections."""
         experts: dict[ExpertKey, Unit] = {}
-        for parameter in (tap.up, tap.down):
+        for parameter in (hook.up, hook.down):
             recipe = self._names.recipes.get(parameter)
             for _, name in () if recipe is None else recipe.sources:
                 for unit in self._architecture.units(name):
@@ -300,9 +302,9 @@ class UnitMap:
                         experts[unit.expert, unit.projection] = unit
         return experts
 
-    def require_experts(self, taps: Taps) -> None:
-        """Refuse a model with experts that none of the taps reads: most of it would be missing."""
-        for parameter in taps.untapped:
+    def require_experts(self, hooks: InputHooks) -> None:
+        """Refuse a model with experts that none of the hooks reads: most of it would be missing."""
+        for parameter in hooks.unhooked:
             recipe = self._names.recipes.get(parameter)
             for _, name in () if recipe is None else recipe.sources:
                 for unit in self._architecture.units(name):
