@@ -31,20 +31,19 @@ def fuse(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> No
 
 # --- experts ------------------------------------------------------------------------------------
 #
-# transformers chooses how experts are computed by a name in the config. Ours takes what it knows
-# (SwiGLU, bf16, stacked as [gate; up]) and hands anything else to transformers' own grouped
-# products.
+# A name in the config chooses transformers' implementation of experts. Ours computes SwiGLU experts
+# in bf16, stacked as [gate; up], and passes all others to transformers' grouped products.
 
 NAME = "moemerge"
 EAGER = "eager"  # expert by expert
 
 
 def use_fused_experts(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:
-    """Switch a model to the fused experts; tells whether it was."""
+    """Switch a model to the fused experts; return whether it was switched."""
     if dtype == torch.float64:  # torch has no grouped products of it
         _compute_by(EAGER, model)
         return False
-    # Older GPUs have no grouped products; transformers then goes from expert to expert.
+    # Older GPUs have no grouped products; transformers then computes expert by expert.
     if dtype != torch.bfloat16 or not multiplies_bfloat16(device) or not triton_works(device):
         return False
     register_experts(NAME, experts_forward)
@@ -58,7 +57,7 @@ def _compute_by(name: str, model: PreTrainedModel) -> bool:
 def experts_forward(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """What transformers calls in place of an experts module's own forward."""
+    """Compute experts; transformers calls this instead of the module's own forward."""
     if not _suited(module, hidden_states, top_k_index, top_k_weights):
         return grouped_experts(module, hidden_states, top_k_index, top_k_weights)
     from moemerge.kernels.experts import experts
@@ -72,7 +71,7 @@ def _suited(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> bool:
         tensor.requires_grad for tensor in (x, weights, *module.parameters())
     )
     return (
-        not learns  # the kernels have no way back
+        not learns  # the kernels have no backward pass
         and bool(module.has_gate)
         and getattr(module, "is_concatenated", True)
         and not any(getattr(module, flag, False) for flag in flags)
@@ -91,17 +90,17 @@ def _is_silu(function: Any) -> bool:
 
 # --- norms --------------------------------------------------------------------------------------
 #
-# transformers' norms convert, square, average, scale and convert back one after the other, ten
-# times the memory traffic of the norm itself. Whether a class is such a plain norm is tried out,
-# not read from its name.
+# transformers' norms convert, square, average, scale and convert back in separate kernels. That is
+# ten times the memory traffic of a fused norm. Whether a class is such a plain norm is tested on
+# random numbers.
 
 SUFFIX = "RMSNorm"
-# The plain formulation rounds to bf16 before and after the weight: two halves of a last place.
+# The plain formulation rounds to bf16 before and after the weight: twice half a unit.
 TOLERANCE = 2 * 2.0**-8
 
 
 def use_fused_norms(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
-    """Switch every plain RMS norm to torch's fused one; gives how many were."""
+    """Switch every plain RMS norm to torch's fused one; return how many were switched."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return 0
     plain: dict[tuple[type, int], bool] = {}
@@ -120,18 +119,17 @@ def use_fused_norms(model: nn.Module, device: torch.device, dtype: torch.dtype) 
 
 
 def is_plain_norm(module: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the module computes x / rms(x) * weight, tried on random numbers."""
+    """Return whether the module computes x / rms(x) * weight, tested on random numbers."""
     if not _looks_plain(module):
         return False
     probe = copy.deepcopy(module)
-    # Not by `to_empty`, for which torch loads its symbolic algebra.
     probe.weight = nn.Parameter(torch.empty(module.weight.shape, device=device, dtype=dtype))
     generator = torch.Generator(device).manual_seed(0)
     epsilon = _epsilon(module) or 0.0
     with torch.no_grad():
         probe.weight.uniform_(0.5, 1.5, generator=generator)
         x = torch.randn(16, module.weight.shape[0], device=device, generator=generator)
-        # The second is as small as epsilon, and so tells where a norm adds it.
+        # The second is as small as epsilon, and so shows where a norm adds it.
         inputs = [(x * scale).to(dtype) for scale in (3.0, epsilon**0.5)]
         pairs = [(probe(some), _fused(probe, some)) for some in inputs]
     return all(

@@ -1,4 +1,4 @@
-"""One layer, or the head, run again with gradients: what its matrices read and what comes back."""
+"""Run a layer or the head again with gradients, and record inputs and output gradients."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class ModuleCall:
     """One call of a hooked module."""
 
     hook: InputHook
-    args: tuple[Any, ...]  # as given; the first is x
-    delta: Tensor | None = None  # d loss / d output, once the way back has passed
+    args: tuple[Any, ...]  # unchanged; the first is x
+    delta: Tensor | None = None  # d loss / d output, after the backward pass
 
 
 @dataclass
 class Recorder:
-    """Listens to hooked modules while it is entered, and to their gradients afterwards."""
+    """Records calls of hooked modules inside the block, and their gradients afterwards."""
 
     model: PreTrainedModel
     hooks: Iterable[InputHook]
@@ -71,7 +71,7 @@ class Recorder:
         if out.requires_grad:
             out.register_hook(back)  # type: ignore[no-untyped-call]
 
-    # A router's own output is what it makes of its logits; the product itself lies inside.
+    # A router returns more than its logits, so the product inside it is recorded.
 
     def _enter_router(self, hook: LinearHook) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -86,7 +86,7 @@ class Recorder:
 
 
 class _FirstProduct(TorchFunctionMode):
-    """Tells of the first product with a matrix of the given shape."""
+    """Calls `tell` at the first product with a matrix of the given shape."""
 
     def __init__(self, shape: tuple[int, int], tell: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
@@ -124,9 +124,9 @@ def run_back(
     gradient: Tensor,
     hooks: Sequence[InputHook],
 ) -> tuple[Tensor, Tensor, list[ModuleCall]]:
-    """Run a layer on `hidden` again and send `gradient` back through it.
+    """Run a layer on `hidden` again and backpropagate `gradient` through it.
 
-    Gives its output, the gradient of its input, and the calls of its hooked modules.
+    Return its output, the gradient of its input, and the calls of its hooked modules.
     """
     with torch.enable_grad(), Recorder(model, hooks) as recorder:
         x = hidden.detach().requires_grad_(True)
@@ -149,10 +149,10 @@ def head_back(
     hidden: Tensor,
     head: LinearHook | None,
 ) -> tuple[Tensor, list[ModuleCall]]:
-    """The loss of every sequence, sent back to the last layer's output.
+    """Backpropagate the loss of every sequence to the last layer's output.
 
     A sequence's loss is -Σ_t log p(token t + 1 | tokens up to t). `tail` is the norm after the last
-    layer. Rows do not act on each other, so the sum over rows has each row's own gradient.
+    layer. Rows are independent, so the gradient of the sum contains each row's own gradient.
     """
     hooks = () if head is None else (head,)
     with torch.enable_grad(), Recorder(model, hooks) as recorder:
@@ -175,9 +175,9 @@ def head_back(
 
 
 def expert_deltas(view: Any, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one expert: d loss / d pre, what its down projection reads, and d loss / d down.
+    """Return d loss / d pre, the down projection's input, and d loss / d down of one expert.
 
-    `gradient` is d loss / d output of the expert, the routing weight taken in.
+    `gradient` is d loss / d output of the expert, including the routing weight.
     """
     with torch.enable_grad():
         pre = view.pre(x).detach().requires_grad_(True)
@@ -189,7 +189,7 @@ def expert_deltas(view: Any, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tenso
 
 
 def experts_call(call: ModuleCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Input (tokens, d), chosen experts (tokens, k) and routing weights (tokens, k)."""
+    """Return the input (tokens, d), the chosen experts and the routing weights (tokens, k)."""
     assert isinstance(call.hook, ExpertsHook)
     x, chosen, weights = call.args[:3]
     if chosen.is_floating_point():

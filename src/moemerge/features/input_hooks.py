@@ -1,6 +1,6 @@
-"""Where a model's matrices read their inputs: linear maps, routers, and stacks of experts.
+"""Find the modules whose inputs can be hooked: linear maps, routers and stacks of experts.
 
-`UnitMap` leads from a matrix in memory to the units that it is stored as.
+`UnitMap` maps a matrix in memory to the units that it is stored as.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class LinearHook:
 
 @dataclass(frozen=True)
 class ExpertsHook:
-    """A module that holds all experts of a layer and is told which tokens go to which."""
+    """A module with all experts of a layer, which gets the chosen experts of each token."""
 
     path: str
-    up: str  # the stack that reads x: gate and up, or up alone; by its name in memory
+    up: str  # the stack that reads x (gate and up, or up alone), by name in memory
     down: str
     count: int
 
@@ -52,15 +52,15 @@ InputHook = LinearHook | ExpertsHook
 
 @dataclass(frozen=True)
 class InputHooks:
-    """What is hooked in each layer, and what has matrices but cannot be."""
+    """Input hooks per layer, and the matrices that cannot be hooked."""
 
     layers: tuple[tuple[InputHook, ...], ...]
-    head: LinearHook | None  # None: none, or tied to the embedding
-    unhooked: tuple[str, ...]  # matrices without a hook, by their names in memory
+    head: LinearHook | None  # None: no head, or one tied to the embeddings
+    unhooked: tuple[str, ...]  # matrices without a hook, by name in memory
 
     @property
     def notice(self) -> str | None:
-        """A word about matrices that nothing will be known of."""
+        """A message about matrices without statistics, or None."""
         kinds = sorted({_NUMBER.sub(".N.", n) for n in self.unhooked if not n.endswith("bias")})
         if not kinds:
             return None
@@ -68,16 +68,16 @@ class InputHooks:
 
 
 def linear_weights(hooks: Iterable[InputHook]) -> list[str]:
-    """The matrices of the linear maps among hooks, by their names in memory.
+    """Return the matrices of the linear maps among the hooks, by name in memory.
 
-    Fused attention may take NaN for a masked place, so hidden states do not always show one. What
-    an expert makes of its tokens does; one that none came to is no harm to statistics.
+    Fused attention may ignore NaN at a masked position, so hidden states do not always show it. An
+    expert's output does, and an expert without tokens does not affect statistics.
     """
     return [hook.weight for hook in hooks if isinstance(hook, LinearHook)]
 
 
 def find_input_hooks(model: PreTrainedModel, anatomy: Anatomy) -> InputHooks:
-    """Look through the modules of every layer."""
+    """Find the input hooks of all layers and of the head."""
     routers = {router.path: router.weight for router in anatomy.routers}
     layers: list[tuple[InputHook, ...]] = []
     unhooked: list[str] = []
@@ -116,7 +116,7 @@ def _layer_hooks(
 
 
 def _inner_linear(model: PreTrainedModel, weight: str, router: str) -> bool:
-    """Whether a router's matrix belongs to a linear module inside it, which is hooked itself."""
+    """Return whether a router's matrix belongs to a linear module inside it."""
     owner = weight.rpartition(".")[0]
     return owner != router and isinstance(model.get_submodule(owner), nn.Linear)
 
@@ -133,9 +133,9 @@ def _head(model: PreTrainedModel) -> LinearHook | None:
 
 
 class ExpertView:
-    """One expert of such a module, computed by the family's own gate and activation.
+    """One expert of a fused module, computed by the family's own gate and activation.
 
-    pre = W_up x, mid = gate(pre), out = W_down mid; the routing weight comes after it.
+    pre = W_up x, mid = gate(pre), out = W_down mid; the routing weight is applied afterwards.
     """
 
     def __init__(self, module: Any, expert: int) -> None:
@@ -147,7 +147,7 @@ class ExpertView:
         return self._linear(x, "gate_up_proj" if self._module.has_gate else "up_proj")
 
     def mid(self, pre: Tensor) -> Tensor:
-        """What the down projection reads: (tokens, inner)."""
+        """Return the input of the down projection, (tokens, inner)."""
         module = self._module
         if module.has_gate:
             return apply_gate(module, pre)
@@ -159,7 +159,7 @@ class ExpertView:
         return self._linear(mid, "down_proj")
 
     def finish(self, down: Tensor) -> Tensor:
-        """What stands between the down projection and the routing weight."""
+        """Apply the norm between the down projection and the routing weight, if there is one."""
         if getattr(self._module, "has_post_expert_norm", False):
             normed: Tensor = self._module.post_expert_norm(down)
             return normed
@@ -174,7 +174,7 @@ class ExpertView:
 
 
 def projections(module: Any, values: Tensor) -> dict[str, Tensor]:
-    """Rows of W_up by projection, (gate and up, d) -> each (inner, d)."""
+    """Split the rows of W_up by projection: (gate and up, d) -> each (inner, d)."""
     if not module.has_gate:
         return {"up": values}
     if getattr(module, "is_concatenated", True):
@@ -185,12 +185,15 @@ def projections(module: Any, values: Tensor) -> dict[str, Tensor]:
 
 # --- the head without the body ----------------------------------------------------------------
 
-OTHER_STATES = "_hidden_states"  # how a body's output calls those of images and sounds
+OTHER_STATES = "_hidden_states"  # how a body's output names the states of images and sounds
 
 
 class _BodyOutput(MoeModelOutputWithPast):
-    """What a body gives. A head may pass on states of images or sounds, of which there are none;
-    one that asks for more than that cannot do without the body."""
+    """The output of a body, for a head that runs alone.
+
+    States of images or sounds, which a head may pass on, are None. A head that reads any other
+    attribute cannot run without the body.
+    """
 
     def __getattr__(self, name: str) -> None:
         if not name.endswith(OTHER_STATES):
@@ -199,18 +202,18 @@ class _BodyOutput(MoeModelOutputWithPast):
 
 @contextlib.contextmanager
 def body_gives(model: PreTrainedModel, owner: str, hidden: Tensor) -> Iterator[None]:
-    """Inside, the body (which holds `owner`) is passed over: the head gets `hidden` at once."""
+    """Skip the body (which contains `owner`) inside the block: the head gets `hidden`."""
     given: Any = _BodyOutput(last_hidden_state=hidden)  # type: ignore[arg-type]
     with _forward_of(model, owner.split(".")[0], lambda *args, **kwargs: given):
         yield
 
 
 class _Reached(BaseException):
-    """Ends a forward at the head. No Exception, so that no model code can swallow it."""
+    """Ends a forward at the head. Not an Exception, so that model code cannot swallow it."""
 
 
 def head_input(model: PreTrainedModel, owner: str, head: LinearHook, hidden: Tensor) -> Tensor:
-    """What the head's matrix reads, which some families scale first; its weights may be away."""
+    """Return the input of the head's matrix, which some families scale; needs no weights."""
     seen: list[Tensor] = []
 
     def reached(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -248,13 +251,13 @@ def _forward_of(model: PreTrainedModel, path: str, forward: Any) -> Iterator[Non
 
 @dataclass(frozen=True)
 class PlacedUnit:
-    """A unit and where it begins in the matrix in memory."""
+    """A unit and its first row in the matrix in memory."""
 
     unit: Unit
     start: int
 
     def take(self, values: Tensor) -> Tensor:
-        """The unit's part of a tensor like the matrix in memory, as (out, in)."""
+        """Return the unit's part of a tensor of the matrix's shape, as (out, in)."""
         slot = self.unit.slot
         first, stop = slot.rows or (0, self.unit.shape[0])
         return slot.take(values[self.start + first : self.start + stop])
@@ -264,7 +267,7 @@ ExpertKey = tuple[int, str | None]  # (expert, projection); None: gate and up in
 
 
 class UnitMap:
-    """The units of one checkpoint behind the parameters of its model."""
+    """Maps the parameters of a model to the units of its checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture, names: NameMap) -> None:
         self._checkpoint = checkpoint
@@ -272,7 +275,7 @@ class UnitMap:
         self._names = names
 
     def linear(self, hook: LinearHook) -> tuple[PlacedUnit, ...]:
-        """Units that read the input of a linear map; none where they are stored in another way."""
+        """Return the units of a linear map; none if it is not stored as rows of units."""
         recipe = self._names.recipes.get(hook.weight)
         if recipe is None or not _joins_rows(recipe):
             return ()
@@ -288,11 +291,11 @@ class UnitMap:
         return tuple(placed) if start == hook.shape[0] else ()
 
     def stored_as(self, parameter: str) -> str | None:
-        """The stored tensor that a parameter is, where it is exactly one, unchanged."""
+        """Return the stored tensor of a parameter, if it is exactly one, unchanged."""
         return self._names.on_disk(parameter)
 
     def experts(self, hook: ExpertsHook) -> Mapping[ExpertKey, Unit]:
-        """Every expert's projections."""
+        """Return the units of all experts by (expert, projection)."""
         experts: dict[ExpertKey, Unit] = {}
         for parameter in (hook.up, hook.down):
             recipe = self._names.recipes.get(parameter)
@@ -303,7 +306,7 @@ class UnitMap:
         return experts
 
     def require_experts(self, hooks: InputHooks) -> None:
-        """Refuse a model with experts that none of the hooks reads: most of it would be missing."""
+        """Refuse a model whose experts cannot be hooked: most statistics would be missing."""
         for parameter in hooks.unhooked:
             recipe = self._names.recipes.get(parameter)
             for _, name in () if recipe is None else recipe.sources:
@@ -318,7 +321,7 @@ class UnitMap:
 
 
 def _joins_rows(recipe: Recipe) -> bool:
-    """Whether the parameter is a stored tensor, or several below each other."""
+    """Return whether the parameter is one stored tensor, or several stacked row-wise."""
     if recipe.converter is None:
         return True
     plan = [(type(op).__name__, getattr(op, "dim", None)) for op in recipe.converter.operations]

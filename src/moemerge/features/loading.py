@@ -39,7 +39,7 @@ from moemerge.features.compat import (
 
 
 def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with every parameter on meta; buffers are real, as not all of them are on disk."""
+    """Return the model with all parameters on meta. Buffers are real: some are not on disk."""
     config = _model_config(checkpoint)
     if getattr(config, "quantization_config", None) is not None:
         if checkpoint.quantisation is None:
@@ -79,8 +79,10 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
 
 
 def holds_scores(checkpoint: Checkpoint) -> bool:
-    """Whether its attention keeps a score for every pair of tokens: families that transformers
-    knows no fused attention for."""
+    """Return whether attention holds a score for every pair of tokens.
+
+    It does in families without fused attention in transformers.
+    """
     return not supports_sdpa(_model_class(_model_config(checkpoint), checkpoint))
 
 
@@ -109,13 +111,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def tied_names(model: PreTrainedModel) -> Mapping[str, str]:
-    """Names that share one tensor, in both directions."""
+    """Return the names that share one tensor, in both directions."""
     tied = tied_weights(model)
     return {**{source: target for target, source in tied.items()}, **tied}
 
 
 def keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Which parameters a family keeps in float32 whatever the rest is computed in."""
+    """Return a test for parameters that a family keeps in float32 in any dtype."""
     plan = dtype_plan(model, dtype)
     if any(value != torch.float32 for value in plan.values()):
         raise ArchitectureError(f"unexpected dtype plan of {type(model).__name__}: {plan}")
@@ -126,7 +128,7 @@ def keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str],
 
 
 def recorded_routers(model: PreTrainedModel) -> list[str]:
-    """Paths of the modules whose outputs a model (or a part of it) declares as router logits."""
+    """Return the paths of modules that a model declares as the origin of router logits."""
     paths: dict[str, None] = {}
     for base, part in model.named_modules():
         for recorder in router_recorders(part):
@@ -143,24 +145,28 @@ def recorded_routers(model: PreTrainedModel) -> list[str]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one parameter is made from stored tensors: as it is, or by a conversion."""
+    """How one parameter is made from stored tensors: unchanged, or by a conversion."""
 
-    target: str  # name in memory; a conversion that splits makes siblings beside it
+    target: str  # name in memory; a conversion that splits makes further parameters
     sources: tuple[tuple[str, str], ...]  # (pattern, name on disk), in natural order
     converter: WeightConverter | None = None
 
     @property
     def columns(self) -> tuple[tuple[str, ...], ...] | None:
-        """Names on disk by (projection, expert) of what can be read straight to its place: a
-        stack, or a parameter that is stored as it is (one of each). None for anything else."""
+        """Return names on disk by (projection, expert), if the parameter can be read into place.
+
+        That is a stack, or a parameter that is stored unchanged. None for any other.
+        """
         if self.converter is None:
             return ((self.sources[0][1],),)
         return self.stack
 
     @property
     def stack(self) -> tuple[tuple[str, ...], ...] | None:
-        """Names on disk by (projection, expert) where the conversion only stacks experts and
-        joins their projections row-wise: nearly always. None for anything else."""
+        """Return names on disk by (projection, expert), if the conversion is a plain stack.
+
+        A plain stack only stacks experts and joins their projections row-wise. None for any other.
+        """
         if self.converter is None or len(self.converter.target_patterns) != 1:
             return None
         plan = [(type(op), getattr(op, "dim", None)) for op in self.converter.operations]
@@ -175,7 +181,7 @@ class Recipe:
         return columns if len({len(names) for names in columns}) == 1 else None
 
     def convert(self, model: PreTrainedModel, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Run the conversion; `read` gives a stored tensor in the dtype it is wanted in."""
+        """Run the conversion; `read` returns a stored tensor in the final dtype."""
         if self.converter is None:
             return {self.target: read(self.sources[0][1])}
         work = deepcopy(self.converter)
@@ -200,20 +206,20 @@ def _reader(read: Callable[[str], Tensor], name: str) -> Any:
 
 @dataclass(frozen=True)
 class NameMap:
-    """Every stored tensor's place in the model."""
+    """The parameters of a model by the stored tensors that they are made of."""
 
     recipes: Mapping[str, Recipe]  # by name in memory
-    unused: tuple[str, ...]  # stored, but unknown to the model (MTP layers, ...)
+    unused: tuple[str, ...]  # stored, but not part of the model (MTP layers, ...)
 
     def on_disk(self, name: str) -> str | None:
-        """The stored tensor that is this parameter, where it is exactly one, unchanged."""
+        """Return the stored tensor of this parameter, if it is exactly one, unchanged."""
         recipe = self.recipes.get(name)
         if recipe is None or recipe.converter is not None:
             return None
         return recipe.sources[0][1]
 
     def in_memory(self, stored: str) -> str:
-        """The parameter that this stored tensor is, unchanged."""
+        """Return the parameter that is this stored tensor, unchanged."""
         for name, recipe in self.recipes.items():
             if recipe.converter is None and recipe.sources[0][1] == stored:
                 return name
@@ -221,7 +227,7 @@ class NameMap:
 
 
 def map_names(model: PreTrainedModel, checkpoint: Checkpoint) -> NameMap:
-    """Names on disk -> names in memory, by transformers' own table."""
+    """Map names on disk to names in memory, by transformers' table."""
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
@@ -231,7 +237,7 @@ def map_names(model: PreTrainedModel, checkpoint: Checkpoint) -> NameMap:
     sources: dict[str, list[tuple[str, str]]] = {}
     used_by: dict[str, WeightConverter | None] = {}
     unused: list[str] = []
-    # Natural order is part of the contract: experts stack in it, and some renamings count.
+    # transformers stacks experts in natural order, and some renamings count in it.
     for name in sorted(checkpoint.tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:
