@@ -152,8 +152,8 @@ def as_bytes(storage: torch.UntypedStorage) -> Tensor:
 # --- router inputs as one block ------------------------------------------------------------------
 #
 # The kernels are fastest with few, long blocks. On a GPU, a domain's inputs are therefore copied
-# into one block. A batch's own storage is emptied while it waits, and refilled from the block before it
-# continues, so that hidden states are held once.
+# into one block. A batch's own storage is emptied while it waits, and refilled from the block
+# before it continues, so that hidden states are held once.
 
 Key = tuple[str, bool]  # domain, holdout
 
