@@ -24,7 +24,7 @@ from moemerge.lockstep.streams import Lockstep, open_lockstep
 from moemerge.lockstep.walk import walk
 from moemerge.lockstep.warm_up import RandomRouter, WarmUp, router_like
 from moemerge.routing import SolveSettings
-from moemerge.routing.rehearsal import rehearse
+from moemerge.routing.compilation import compile_kernels
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
@@ -117,7 +117,7 @@ def solve_once(
     """Solve for a random router of the model's shape."""
     router = router_like(model, device, dtype)
     if router is not None:
-        rehearse(router.gate, router.domains[0], settings.curvature)
+        compile_kernels(router.gate, router.domains[0], settings.curvature)
         problem = problem_of(router, dtype)
         calibrate_layer(problem, settings, start=problem.merged)
 

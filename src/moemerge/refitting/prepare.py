@@ -35,7 +35,7 @@ from moemerge.refitting.ridge import Factor, fit_map
 from moemerge.refitting.routers import RouterProblem, fit_router
 from moemerge.refitting.sums import FitSums
 from moemerge.routing.products import logits_of, working_dtype
-from moemerge.routing.rehearsal import rehearse
+from moemerge.routing.compilation import compile_kernels
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
@@ -166,7 +166,7 @@ def fit_once(model: OpenModel, device: torch.device, dtype: torch.dtype, *, exac
     """Fit a random router of the model's shape, and a map that reads what it reads."""
     router = router_like(model, device, dtype)
     if router is not None:
-        rehearse(router.gate, router.domains[0])
+        compile_kernels(router.gate, router.domains[0])
         fit_router_of(router, dtype, exact=exact)
         fit_map_of(router, dtype)
 

@@ -1,4 +1,4 @@
-"""What a solve asks the features for was rehearsed, so that its kernels are compiled."""
+"""What a solve asks the features for was compiled_for, so that its kernels are compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moemerge.routing import (
 from moemerge.routing.curvature import Curvature
 from moemerge.routing.gates import TokenWeights
 from moemerge.routing.products import PlainFeatures, Precision
-from moemerge.routing.rehearsal import rehearse
+from moemerge.routing.compilation import compile_kernels
 from routing.problems import GATES, make_domains
 
 ASKED = (
@@ -82,9 +82,9 @@ def test_a_solve_asks_for_nothing_else(
     gate: Any, curvature: Curvature, bias: bool, asked: Asked
 ) -> None:
     domains = problem(bias=bias, source_targets=bias)
-    rehearse(gate, domains[0], curvature)
-    rehearsed = set(asked)
-    assert {name for name, *_ in rehearsed} == set(ASKED)
+    compile_kernels(gate, domains[0], curvature)
+    compiled_for = set(asked)
+    assert {name for name, *_ in compiled_for} == set(ASKED)
     asked.clear()
     plain = replace(gate, selection_bias=None)
     for kind in Preconditioner:
@@ -94,21 +94,21 @@ def test_a_solve_asks_for_nothing_else(
         solution = solve_router(plain, domains, domains[0].router.double(), settings)
     measure_routers(plain, domains[0], [solution.weight])
     assert {name for name, *_ in asked} >= {"moment", "add_weighted", "working_logits"}
-    assert asked <= rehearsed
+    assert asked <= compiled_for
 
 
 def test_so_do_newtons_systems(asked: Asked) -> None:
     domains = problem(bias=False, source_targets=True)
-    rehearse(GATES["softmax"], domains[0])
-    rehearsed = set(asked)
+    compile_kernels(GATES["softmax"], domains[0])
+    compiled_for = set(asked)
     minimise_divergence(GATES["softmax"], domains, domains[0].router.double())
-    assert asked <= rehearsed
+    assert asked <= compiled_for
 
 
 def test_no_token_is_refused() -> None:
     (domain, _) = problem(bias=False, source_targets=False)
     with pytest.raises(DataError, match="has no token"):
-        rehearse(GATES["softmax"], replace(domain, features=[domain.features[0][:0]]))
+        compile_kernels(GATES["softmax"], replace(domain, features=[domain.features[0][:0]]))
 
 
 def test_a_system_without_threads_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_a_system_without_threads_is_no_reason_to_fail(monkeypatch: pytest.Monke
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    rehearse(GATES["softmax"], problem(bias=False, source_targets=False)[0])
+    compile_kernels(GATES["softmax"], problem(bias=False, source_targets=False)[0])
 
 
 @pytest.mark.gpu
@@ -133,7 +133,7 @@ def test_on_a_gpu_a_solve_compiles_nothing_more(bias: bool) -> None:
         for d in make_domains(2, experts=16, width=64, tokens=5000, move=0.2, bias=bias)
     ]
     gate = GATES["softmax"]
-    rehearse(gate, domains[0])
+    compile_kernels(gate, domains[0])
     compiled: list[str] = []
     before = knobs.compilation.listener
     knobs.compilation.listener = lambda **options: compiled.append(str(options["src"].name))

@@ -1,9 +1,10 @@
-"""Every kernel that a solve may launch, launched once on a few tokens, side by side.
+"""Compile all kernels of a solve in parallel, by launching each on a few tokens.
 
-A kernel is compiled at its first launch. Compilers hold Python's lock for a small part of their
-time, so that many kernels take hardly longer than the slowest of them; what was compiled in an
-earlier run is found on disk. A solve of a small problem comes to some of the kernels only, one
-after the other.
+A kernel is compiled at its first launch, unless Triton's cache on disk has it. Compilers hold
+Python's lock for a small part of their time, so many kernels take hardly longer than the slowest. A
+solve of a small problem would compile only some of them, one after the other.
+
+`tests/routing/test_compilation.py` checks that solves request no product that is not listed here.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ from moemerge.routing.products import (
 from moemerge.runtime import ranks
 from moemerge.runtime.process import run_in_threads
 
-TOKENS = 512  # enough for a tile of every kernel
+TOKENS = 512  # at least a tile of every kernel
 Launch = Callable[[], object]
 
 
-def rehearse(gate: Gate, domain: DomainFeatures, curvature: Curvature = Curvature.FULL) -> None:
-    """Have all that solving for a router of the domain's shape may need compiled."""
+def compile_kernels(
+    gate: Gate, domain: DomainFeatures, curvature: Curvature = Curvature.FULL
+) -> None:
+    """Compile the kernels that solving for a router of the domain's shape may need."""
     domain.check()
     few = replace(domain, features=[domain.features[0][:TOKENS]], targets=None)
     launches = [_apart(launch) for launch in _launches(gate, few, curvature)]
-    with suppress(ResourceError):  # so many threads: then each is compiled when it is needed
+    with suppress(ResourceError):  # too many threads: then each is compiled at its first use
         run_in_threads(launches, "compilers")
 
 
@@ -54,7 +57,7 @@ def _apart(launch: Launch) -> Launch:
 
 
 def _launches(gate: Gate, domain: DomainFeatures, curvature: Curvature) -> Iterator[Launch]:
-    """Those that take longest to compile come first."""
+    """Yield a launch of every kernel, slowest compilation first."""
     (x,) = domain.features
     router = domain.router.to(x.device, torch.float64)  # (K, d)
     features = features_of(x, router.shape[1])
@@ -77,12 +80,12 @@ def _launches(gate: Gate, domain: DomainFeatures, curvature: Curvature) -> Itera
 
 
 def _rows(router: Tensor, count: int) -> Tensor:
-    """So many directions of the features, (count, d)."""
+    """Return `count` directions of the features, (count, d)."""
     return router[:1].repeat(count, 1)
 
 
 def _sketching(features: Features, rows: Tensor) -> Iterator[Launch]:
-    """What looking for directions in a sample of the tokens takes (`leading`)."""
+    """Yield the products of the search for directions (`leading`)."""
     along = torch.zeros(
         len(features.x), len(rows), dtype=working_dtype(features.x), device=rows.device
     )
@@ -103,7 +106,7 @@ def _products(
 def _along_directions(
     features: Features, weights: TokenWeights, z: Tensor, directions: Tensor
 ) -> Iterator[Launch]:
-    """What the correction along `directions`, (J, d), takes (`leading`)."""
+    """Yield the products of the correction along `directions`, (J, d) (`leading`)."""
     projected = z.new_zeros(len(z), len(directions))
     shift = Shift(projected, z.new_zeros(z.shape[1], len(directions), dtype=torch.float64))
     out = directions.new_zeros(z.shape[1], directions.shape[1])
