@@ -1,4 +1,4 @@
-"""What a solve asks the features for was compiled_for, so that its kernels are compiled."""
+"""Every product that a solve requests was launched before, so that its kernels are compiled."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from moemerge.routing import (
     minimise_divergence,
     solve_router,
 )
+from moemerge.routing.compilation import compile_kernels
 from moemerge.routing.curvature import Curvature
 from moemerge.routing.gates import TokenWeights
 from moemerge.routing.products import PlainFeatures, Precision
-from moemerge.routing.compilation import compile_kernels
 from routing.problems import GATES, make_domains
 
 ASKED = (
@@ -83,8 +83,8 @@ def test_a_solve_asks_for_nothing_else(
 ) -> None:
     domains = problem(bias=bias, source_targets=bias)
     compile_kernels(gate, domains[0], curvature)
-    compiled_for = set(asked)
-    assert {name for name, *_ in compiled_for} == set(ASKED)
+    compiled_products = set(asked)
+    assert {name for name, *_ in compiled_products} == set(ASKED)
     asked.clear()
     plain = replace(gate, selection_bias=None)
     for kind in Preconditioner:
@@ -94,15 +94,15 @@ def test_a_solve_asks_for_nothing_else(
         solution = solve_router(plain, domains, domains[0].router.double(), settings)
     measure_routers(plain, domains[0], [solution.weight])
     assert {name for name, *_ in asked} >= {"moment", "add_weighted", "working_logits"}
-    assert asked <= compiled_for
+    assert asked <= compiled_products
 
 
 def test_so_do_newtons_systems(asked: Asked) -> None:
     domains = problem(bias=False, source_targets=True)
     compile_kernels(GATES["softmax"], domains[0])
-    compiled_for = set(asked)
+    compiled_products = set(asked)
     minimise_divergence(GATES["softmax"], domains, domains[0].router.double())
-    assert asked <= compiled_for
+    assert asked <= compiled_products
 
 
 def test_no_token_is_refused() -> None:

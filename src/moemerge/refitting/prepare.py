@@ -34,8 +34,8 @@ from moemerge.refitting.domains import DomainScales
 from moemerge.refitting.ridge import Factor, fit_map
 from moemerge.refitting.routers import RouterProblem, fit_router
 from moemerge.refitting.sums import FitSums
-from moemerge.routing.products import logits_of, working_dtype
 from moemerge.routing.compilation import compile_kernels
+from moemerge.routing.products import logits_of, working_dtype
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name

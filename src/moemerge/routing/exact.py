@@ -53,8 +53,8 @@ MOST_DAMPING = 1e5
 DIAGONAL_FLOOR = 1e-2
 # Newton systems need no more accuracy than their model of the objective. CG ends when the residual
 # has fallen by FORCING, and its last steps add less than a share of the predicted decrease, or of
-# the decrease that ends the descent. The residual alone does not suffice: with a weak preconditioner
-# it may be small while the step is far from complete.
+# the decrease that ends the descent. The residual alone does not suffice: with a weak
+# preconditioner it may be small while the step is far from complete.
 FORCING = 0.1
 ENERGY_RTOL = 0.02
 NEGLIGIBLE = 0.02
