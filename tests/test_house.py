@@ -176,7 +176,6 @@ WITH_FLAGS = (
     "diagnosis/run.py",
     "diagnosis/verdict.py",
     "report/page/",
-    "testbed/training/run.py",
     "verification/sandbox/",
 )
 
@@ -198,9 +197,10 @@ def test_settings_that_messages_advise_exist() -> None:
     import inspect
 
     from moemerge import api
-    from moemerge.testbed.experiments.run import run_tables
+    from moemerge.experiments.study import study
 
     jobs = [
+        study,
         api.evaluate,
         api.make_data,
         api.calibrate,
@@ -208,9 +208,8 @@ def test_settings_that_messages_advise_exist() -> None:
         api.diagnose,
         api.merge,
         api.tune,
-        run_tables,
     ]
-    known = {name for job in (*jobs, run_tables) for name in inspect.signature(job).parameters}
+    known = {name for job in jobs for name in inspect.signature(job).parameters}
     known |= set(inspect.signature(api.collect_statistics).parameters)
     advised = {
         name

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from moemerge.cli.app import app
+from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import bundled_set
 
 
 @pytest.fixture(scope="module")

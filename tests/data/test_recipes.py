@@ -10,8 +10,8 @@ import pytest
 
 import moemerge
 from moemerge.errors import CheckpointError, ConfigError, DataError, UsageError
+from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import bundled_set
 
 Config = dict[str, Any]
 RECIPE = {"verify": "exact", "max_new_tokens": 24, "device": "cpu"}

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from evidence.scoring import accuracy
 from moemerge.config.data import DataSettings
 from moemerge.config.translate import parse_settings
 from moemerge.data import DataRequest, run_data
 from moemerge.errors import CheckpointError, DataError, UsageError
 from moemerge.runtime.progress import Silent
-from moemerge.testbed.accuracy import accuracy
+from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import bundled_set
 from moemerge.text.rows import read_rows, row_fields
 from processes import python
 

@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("lm_eval")
 
 from evaluation.cases import request, run
+from evidence.scoring import accuracy
 from moemerge.errors import DataError, UsageError
 from moemerge.evaluation.bridge import Bridge, language_model
 from moemerge.evaluation.job import prepare
 from moemerge.runtime.progress import Silent
-from moemerge.testbed.accuracy import accuracy
 
 GENERATED = """
 task: sums_written

@@ -9,9 +9,9 @@ import pytest
 
 import moemerge
 from evaluation.cases import GREEDY, kept_answers, run, write_task
+from evidence.scoring import accuracy
 from moemerge.errors import DataError, UsageError
 from moemerge.generation.transformers_engine import TransformersEngine
-from moemerge.testbed.accuracy import accuracy
 from moemerge.testbed.tasks import problems
 
 

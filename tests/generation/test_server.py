@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import processes
+from evidence.scoring import generate
 from moemerge.config.generation import GenerationSettings
 from moemerge.config.translate import parse_settings
 from moemerge.errors import ResourceError, UsageError
@@ -21,9 +22,8 @@ from moemerge.generation.engine import Finish, Wanted
 from moemerge.generation.engines import engine_maker
 from moemerge.generation.server import ServerEngine
 from moemerge.runtime.progress import Silent
-from moemerge.testbed.accuracy import generate
+from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import bundled_set
 from moemerge.text.tokens import load_tokenizer
 
 
