@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -260,10 +260,3 @@ def _pair(adapter: Adapter, parameter: str, parts: Mapping[str, str]) -> LoraPai
         rank=adapter.settings.rank_of(key),
         scaling=adapter.settings.scaling_of(key),
     )
-
-
-def listed(names: Iterable[str], limit: int = 5) -> str:
-    """The first few of many names."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more

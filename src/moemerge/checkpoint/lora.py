@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from moemerge.checkpoint.adapter import Adapter, LoraPair, listed
+from moemerge.checkpoint.adapter import Adapter, LoraPair
 from moemerge.checkpoint.folder import TensorFile
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import FLOATS
 from moemerge.runtime.lazy import torch
+from moemerge.runtime.progress import first_few
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,7 +143,7 @@ class LoraChanges:
             tied = config.get("tie_word_embeddings")
             raise CheckpointError(
                 f"{len(self._unmatched)} tensors of the adapter {adapter.path} match nothing "
-                f"in {path}: {listed(self._unmatched)}",
+                f"in {path}: {first_few(sorted(self._unmatched))}",
                 hint="name the base model that the adapter was trained on"
                 + ("; its output layer is tied to the embeddings, so it has none" if tied else ""),
             )

@@ -73,6 +73,6 @@ def _thinned(
 ) -> list[TaskVector]:
     vectors = [task_vector(i, base) for i in inputs]
     for position, (vector, model) in enumerate(zip(vectors, inputs, strict=True)):
-        seed = unit.stream("dare", position)  # by position: each model has its own mask
+        seed = unit.stream("dare", position)  # each model has its own mask
         drop_randomly_(vector, model.params.density, seed, rescale=options.rescaling)
     return vectors

@@ -1,4 +1,4 @@
-"""RAM: what one model alone changed is kept whole, what several changed is averaged (2026)."""
+"""RAM: keep elements that one model alone changed, average the others (2026)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ram(
 ) -> Tensor:
     """Keep changes of one model alone, average changes that several made.
 
-    Element by element, over the models with |δ_i| > epsilon: θ_0 + mean δ_i. Meant for models
+    Element by element, over the models with |δ_i| > epsilon: θ_0 + mean δ_i. Intended for models
     trained by reinforcement learning, whose changes are sparse.
     """
     return _merge(inputs, base, options.epsilon, [1.0] * len(inputs))
@@ -65,7 +65,7 @@ def ramplus_tl(
 def _merge(
     inputs: Sequence[ModelTensor], base: Tensor | None, epsilon: float, factors: Sequence[float]
 ) -> Tensor:
-    """`factors` are on what each model alone changed."""
+    """Merge element by element; `factors` multiply changes that one model alone made."""
     assert base is not None
     origin, tensors = flat(base), [flat(i.tensor) for i in inputs]
     out = torch.empty_like(origin)
