@@ -105,8 +105,8 @@ class Sensitivity:
 
 # Tokens whose logits are in memory at once.
 HEAD_TOKENS = {"cpu": 512, "cuda": 8192}
-# A layer that is run again gives what it gave. By how much it may differ, as a share of the mean
-# size: another kernel rounds otherwise and may send a token elsewhere, but never most of them.
+# How far a recomputed layer may deviate, relative to the mean size. Another kernel rounds
+# differently and may route a token to other experts, but never most tokens.
 RERUN_TOLERANCE = 0.05
 
 

@@ -36,7 +36,7 @@ from moemerge.text.rows import TextSource, check_files
 from moemerge.text.tokens import load_tokenizer
 from moemerge.version import __version__
 
-# The name enters the choice of rows: a file gives the same rows whatever its model is called.
+# The name affects the choice of rows. A fixed one selects the same rows for every model name.
 DOMAIN = "text"
 
 

@@ -16,8 +16,8 @@ from moemerge.features.tokens import sort_by_expert
 from moemerge.kernels.long_sums import add_up
 from moemerge.runtime import ranks
 
-# Tokens whose products are summed by the matrix unit in float32; beyond it float64 goes on. A GPU's
-# unit cuts bits off at every step: 25 000 tokens at once are wrong by 5e-5, 1024 by 3e-6.
+# Tokens whose products are summed in float32; sums over chunks are float64. A GPU's tensor cores
+# truncate at every step: the relative error is 5e-5 for 25 000 tokens at once, 3e-6 for 1024.
 TOKENS_PER_SUM = 1024
 # Bytes of chunk sums in memory at once.
 CHUNK_SUM_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
@@ -150,7 +150,7 @@ def add_squares(total: Tensor, delta: Tensor, x: Tensor) -> None:
     out, width = total.shape
     budget = BUDGET.get(x.device.type, BUDGET["cpu"])
     together = max(1, budget // (4 * out * width))  # sequences
-    rows = max(1, min(out, budget // (4 * width)))  # of W, where a single sequence is too much
+    rows = max(1, min(out, budget // (4 * width)))  # rows of W, if a single sequence is too large
     for first in range(0, x.shape[0], together):
         some = slice(first, first + together)
         for row in range(0, out, rows):

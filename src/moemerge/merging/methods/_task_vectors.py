@@ -30,12 +30,12 @@ class SumOptions:
     """Options of every sum of task vectors. Each method declares its own defaults."""
 
     normalize: bool = param(False, help="divide by the sum of the weights")
-    rescale: bool = param(False, help="scale what is kept back to the whole's L1 norm")
+    rescale: bool = param(False, help="rescale the kept elements to the original L1 norm")
     lambda_: float = param(1.0, key="lambda", help="factor on the merged task vector")
     int8_mask: bool = param(False, help="accepted for mergekit's configs; has no effect here")
 
 
-ELECTION_HELP = "what votes on an element's sign: task vectors times weight, or as they are"
+ELECTION_HELP = "what votes on an element's sign: weighted or unweighted task vectors"
 
 
 @dataclass

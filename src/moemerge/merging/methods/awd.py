@@ -32,7 +32,7 @@ class AwdParams:
 
 @dataclass(frozen=True)
 class AwdOptions:
-    alpha: float = param(0.1, minimum=0, help="what the size of the part taken away costs")
+    alpha: float = param(0.1, minimum=0, help="penalty on the size of the subtracted part")
     lr: float = param(0.01, minimum=0, exclusive_minimum=True, help="step size")
     steps: int = param(300, minimum=0, help="number of steps")
     lambda_: float = param(1.0, key="lambda", help="factor on the merged task vector")

@@ -24,7 +24,7 @@ _NOTHING_LEFT = 1e-6
 class CatOptions:
     directions: int = param(2, minimum=0, help="how many directions each model is protected in")
     penalty: float = param(
-        0.5, minimum=0, help="what a direction's use to its own model counts against trimming it"
+        0.5, minimum=0, help="weight of a direction's use to its own model against trimming it"
     )
     lambda_: float = param(1.0, key="lambda", help="factor on the sum of the trimmed task vectors")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DareLinearOptions(SumOptions):
-    rescale: bool = param(True, help="scale what is kept back to the whole's size")
+    rescale: bool = param(True, help="rescale the kept elements to the original size")
     rescale_norm: str = param(
         "l1",
         choices=("l1", "probability"),

@@ -25,7 +25,7 @@ class FisherOptions:
         1e-6,
         minimum=0,
         exclusive_minimum=True,
-        help="least Fisher information of a weight, as a share of its tensor's mean",
+        help="smallest Fisher information of a weight, relative to its tensor's mean",
     )
 
 

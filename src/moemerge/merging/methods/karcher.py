@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KarcherOptions:
-    max_iter: int = param(10, minimum=1, help="most steps of the mean's fixed-point iteration")
+    max_iter: int = param(10, minimum=1, help="maximum steps of the mean's fixed-point iteration")
     tol: float = param(1e-5, minimum=0, help="stop once a step is shorter than this")
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoreOptions:
-    mu: float = param(0.01, minimum=0, help="what the changes' squared nuclear norm costs")
-    iterations: int = param(10, minimum=1, help="rounds of base and changes in turn")
+    mu: float = param(0.01, minimum=0, help="penalty on the changes' squared nuclear norm")
+    iterations: int = param(10, minimum=1, help="alternating updates of base and changes")
     lambda_: float = param(1.0, key="lambda", help="factor on the sum of the low-rank changes")
 
 

@@ -20,7 +20,7 @@ _LEAST_DISTANCE = 1e-6  # smaller distances count as this
 
 @dataclass(frozen=True)
 class NearswapOptions:
-    t: float = param(help="distance up to which the other model's value is taken whole")
+    t: float = param(help="distance up to which the other model's value is used fully")
 
 
 @merge_method(

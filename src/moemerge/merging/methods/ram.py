@@ -22,10 +22,8 @@ class RamOptions:
 
 @dataclass(frozen=True)
 class RamPlusOptions(RamOptions):
-    r: float = param(0.1, minimum=0, help="how much a model's own changes are raised")
-    alpha: float = param(
-        0.2, minimum=0, help="most that the ratio of shared to own changes counts for"
-    )
+    r: float = param(0.1, minimum=0, help="gain on changes that a model alone made")
+    alpha: float = param(0.2, minimum=0, help="upper limit of the ratio of shared to own changes")
 
 
 @merge_method("ram", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamOptions)

@@ -37,18 +37,18 @@ DEVICE_SOLVE_ELEMENTS = 2**26
 @dataclass(frozen=True)
 class RegMeanOptions:
     factor: float = param(
-        0.9, minimum=0, maximum=1, help="what the Gram matrices' off-diagonals are multiplied by"
+        0.9, minimum=0, maximum=1, help="factor on the Gram matrices' off-diagonals"
     )
     normalize: bool = param(
         True, help="each model's text counts the same, however long; otherwise each token"
     )
     min_tokens: int = param(
-        16, minimum=0, help="an expert with fewer tokens in a model is drawn towards the anchor"
+        16, minimum=0, help="an expert with fewer tokens in a model is pulled towards the anchor"
     )
     anchor: str = param(
         "average",
         choices=("average", "base"),
-        help="what is left as it is where inputs never go: the models' average, or the base_model",
+        help="result in directions without inputs: the models' average, or the base_model",
     )
 
     @property

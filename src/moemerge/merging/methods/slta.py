@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class SltaOptions:
     ridge: float = param(
-        1e-3, minimum=0, help="pull of the coefficients towards an equal share, of their own scale"
+        1e-3, minimum=0, help="ridge towards equal coefficients, relative to their scale"
     )
 
 

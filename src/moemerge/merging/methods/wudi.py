@@ -38,9 +38,9 @@ class WudiOptions(OthersOptions):
     targets: str = param(
         "task",
         choices=("task", "centred", "leading"),
-        help="what the result shall be to each model's inputs: its task vector; or, as OptMerge "
-        "has it, the mean and the leading directions in which it differs from the mean (fine-tuned "
-        "wholly), or its leading directions, from the mean on (LoRA)",
+        help="what the result should match on each model's inputs: its task vector; or OptMerge's "
+        "targets, the mean plus the leading directions of the difference from it (full "
+        "fine-tuning), or the leading directions, starting from the mean (LoRA)",
     )
     lr: float = param(1e-5, minimum=0, exclusive_minimum=True, help="Adam's step size")
     steps: int = param(300, minimum=0, help="Adam's number of steps")

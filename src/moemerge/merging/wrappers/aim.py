@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class AimOptions:
     omega: float = param(
-        0.4, minimum=0, maximum=1, help="share of the change that the most active input keeps"
+        0.4, minimum=0, maximum=1, help="fraction of the change that the most active input keeps"
     )
 
 

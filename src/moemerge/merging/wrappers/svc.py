@@ -22,7 +22,7 @@ class SvcOptions:
         1.0,
         minimum=0,
         exclusive_minimum=True,
-        help="least a model's answer may count for; below 1 a direction may also be strengthened",
+        help="lower limit of a model's share; below 1 a direction may also be strengthened",
     )
 
 
