@@ -127,7 +127,7 @@ def test_a_sum_in_pieces_is_the_methods_own(models, tmp_path, monkeypatch, lengt
     """`linear` is summed model by model as it is read: the same bytes as the method's."""
     settings = {**config("linear", models, weight=0.3), "dtype": dtype}
     settings["parameters"] = {"weight": 1.7}
-    monkeypatch.setattr(chunked, "CPU_CHUNK", length)
+    monkeypatch.setattr(chunked, "CPU_READ_ELEMENTS", length)
     quick = run(settings, tmp_path / "quick")
     method = METHODS.get("linear")
     monkeypatch.setitem(METHODS._entries, "linear", replace(method, weights=None))
