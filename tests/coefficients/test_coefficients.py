@@ -15,8 +15,8 @@ from collecting.cases import token_rows
 from moemerge.coefficients.maths import (
     Information,
     balanced_coefficients,
-    entropy,
     falling,
+    next_token_entropy,
     transfer,
 )
 from moemerge.config.coefficients import read_coefficients
@@ -200,5 +200,5 @@ def test_coefficients_worked_out_by_hand():
     got = balanced_coefficients({"a": [3.0, 4.0], "b": [0.0, 0.0]}, {"a": 0.5, "b": 0.5}, 1.0)
     assert got["a"][0] == pytest.approx(2 / (1 + math.exp(-0.3)))
     assert got["a"][1] + got["b"][1] == pytest.approx(2)
-    even = entropy(torch.zeros(1, 2, 8), torch.tensor([[True, False]]))
+    even = next_token_entropy(torch.zeros(1, 2, 8), torch.tensor([[True, False]]))
     assert float(even) == pytest.approx(math.log(8))

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import format_size
 from moemerge.coefficients.job import CoefficientsJob, FoundCoefficients
-from moemerge.coefficients.maths import entropy
+from moemerge.coefficients.maths import next_token_entropy
 from moemerge.config.coefficients import EVERYWHERE
 from moemerge.errors import NumericalError, ResourceError
 from moemerge.features.loading import build_skeleton
@@ -112,7 +112,7 @@ class BlendedModel:
         }
         with torch.enable_grad():
             logits = functional_call(self._model, parameters, kwargs=inputs).logits
-            return entropy(logits, mask)
+            return next_token_entropy(logits, mask)
 
     def _merged(self, name: str, base: Tensor, shares: Tensor) -> Tensor:
         for share, changes in zip(shares, self._changes, strict=True):

@@ -97,7 +97,7 @@ def served_domain(activity: Tensor, specific: float) -> Tensor:
     return torch.where(own, served, count)
 
 
-def entropy(logits: Tensor, mask: Tensor) -> Tensor:
+def next_token_entropy(logits: Tensor, mask: Tensor) -> Tensor:
     """Return the mean entropy of the next token over real tokens: logits (rows, tokens, vocab)."""
     logs = logits[mask].float().log_softmax(-1)  # (real, vocab)
     return -(logs.exp() * logs).sum(-1).mean()

@@ -17,7 +17,7 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import NumericalError
 from moemerge.merging.method import UnitInfo
-from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
+from moemerge.merging.plan import MergeBlock, MergePlan, UnitInput, UnitMerge
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.progress import counted, first_few
@@ -62,7 +62,7 @@ class FiniteCheck:
     def is_noted(self, source: UnitInput) -> bool:
         return source.tensor in self._noted.get(self._plan.models[source.model].label, ())
 
-    def merged(self, result: Tensor, block: Block) -> None:
+    def merged(self, result: Tensor, block: MergeBlock) -> None:
         """Refuse or record a result that overflowed its dtype."""
         if not result.is_floating_point() or is_finite(result) or bool(result.isfinite().all()):
             return
@@ -163,7 +163,7 @@ class ChunkMerger:
         self._length = CPU_READ_ELEMENTS if self._cpu else DEVICE_READ_ELEMENTS
         self._scratch = _Scratch()
 
-    def takes(self, block: Block) -> bool:
+    def takes(self, block: MergeBlock) -> bool:
         """Return whether a block is one elementwise unit, stored alike in all models and OUT."""
         if len(block.merges) != 1:
             return False
@@ -175,7 +175,7 @@ class ChunkMerger:
             self._plan.models[s.model].checkpoint.has_elements(s.tensor) for s in merge.reads
         )
 
-    def merge(self, block: Block, unit: UnitInfo, dtype: torch.dtype) -> Tensor:
+    def merge(self, block: MergeBlock, unit: UnitInfo, dtype: torch.dtype) -> Tensor:
         """Return the merged block in the output's dtype."""
         (merge,) = block.merges
         result = torch.empty(block.shape, dtype=dtype)

@@ -21,7 +21,7 @@ from moemerge.merging.chunked import ChunkMerger, FiniteCheck
 from moemerge.merging.coefficients import neuron_shares
 from moemerge.merging.kept import ModelKeeper
 from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo, UnitStatistics
-from moemerge.merging.plan import Block, MergePlan, NeuronScale, UnitInput, UnitMerge
+from moemerge.merging.plan import MergeBlock, MergePlan, NeuronScale, UnitInput, UnitMerge
 from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
 from moemerge.merging.wrapper import around
@@ -165,7 +165,7 @@ class _Runner:
         self.finite = FiniteCheck(plan, allow=settings.allow_nonfinite)
         self.chunks = ChunkMerger(plan, settings.device, self._apply, self.finite)
 
-    def run(self, block: Block, soon: Block | None = None) -> None:
+    def run(self, block: MergeBlock, soon: MergeBlock | None = None) -> None:
         """Merge or copy one block, and prefetch `soon`, a later one."""
         if self.stopped.is_set():
             raise StoppedError
@@ -188,11 +188,11 @@ class _Runner:
             self.writer.write(block.tensor, result, row=row)
         self.progress.advance(result.numel() * self.sizes[block.tensor])
 
-    def _prefetch(self, block: Block) -> None:
+    def _prefetch(self, block: MergeBlock) -> None:
         for source in (s for merge in block.merges for s in merge.reads):
             self.plan.models[source.model].checkpoint.prefetch(source.tensor, source.slot.rows)
 
-    def _merge(self, block: Block) -> Tensor:
+    def _merge(self, block: MergeBlock) -> Tensor:
         out_dtype = self.dtypes[block.tensor]
         if self.chunks.takes(block):
             return self.chunks.merge(block, self._unit(block.merges[0]), out_dtype)
@@ -276,7 +276,7 @@ class _Runner:
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         return tensor.to(self.settings.device).to(wide)  # transfer the narrow dtype
 
-    def _copy(self, block: Block) -> Tensor:
+    def _copy(self, block: MergeBlock) -> Tensor:
         assert block.copy is not None
         first = self._raw(block.copy, block)
         for other in block.must_equal:
@@ -288,7 +288,7 @@ class _Runner:
                 )
         return first.to(self.dtypes[block.tensor])
 
-    def _raw(self, source: UnitInput, block: Block) -> Tensor:
+    def _raw(self, source: UnitInput, block: MergeBlock) -> Tensor:
         tensor = self.plan.models[source.model].checkpoint.read(source.tensor, block.rows)
         self.finite.read(tensor, source)
         return tensor

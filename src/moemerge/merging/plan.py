@@ -100,7 +100,7 @@ class UnitMerge:
 
 
 @dataclass(frozen=True)
-class Block:
+class MergeBlock:
     """Rows of one output tensor that are written together."""
 
     tensor: str
@@ -124,7 +124,7 @@ class Block:
         return 4 * self.numel * (2 * widest + TEMPORARIES) + statistics
 
 
-def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Block]:
+def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[MergeBlock]:
     """Group a tensor's units by the rows they share. Split large elementwise units into runs."""
     if len(merges) == 1 and _splits(merges[0]):
         yield from _runs(info, merges[0])
@@ -139,7 +139,7 @@ def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Blo
                 f"{info.stored_as} together with others",
                 hint="leave `requantize` out",
             )
-        yield Block(info.name, rows, info.block_shape(rows), tuple(group))
+        yield MergeBlock(info.name, rows, info.block_shape(rows), tuple(group))
 
 
 def _splits(merge: UnitMerge) -> bool:
@@ -147,7 +147,7 @@ def _splits(merge: UnitMerge) -> bool:
     return whole and merge.elementwise and merge.prepare is None and bool(merge.unit.shape)
 
 
-def _runs(info: TensorInfo, merge: UnitMerge) -> Iterator[Block]:
+def _runs(info: TensorInfo, merge: UnitMerge) -> Iterator[MergeBlock]:
     step = max(1, RUN_ELEMENTS * info.rows // max(1, info.nbytes // info.dtype.itemsize))
     if isinstance(info, QuantisedInfo):
         step = -(-step // info.step) * info.step
@@ -160,7 +160,7 @@ def _runs(info: TensorInfo, merge: UnitMerge) -> Iterator[Block]:
             inputs=tuple(replace(u, slot=slot) for u in merge.inputs),
             base=None if merge.base is None else replace(merge.base, slot=slot),
         )
-        yield Block(info.name, rows, info.block_shape(rows), (part,))
+        yield MergeBlock(info.name, rows, info.block_shape(rows), (part,))
 
 
 class Fate(StrEnum):
@@ -215,7 +215,7 @@ class MergePlan:
 
     models: tuple[OpenModel, ...]
     tensors: tuple[TensorInfo, ...]  # output tensors, in writing order
-    blocks: tuple[Block, ...]
+    blocks: tuple[MergeBlock, ...]
     accounts: tuple[Account, ...]
     input_dtype: Dtype | None  # the config's `dtype`: inputs are cast to it first
     seed: int

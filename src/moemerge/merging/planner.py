@@ -23,9 +23,9 @@ from moemerge.merging.matching import Destination, Destinations, UnitIndex
 from moemerge.merging.method import METHODS, MergeMethod, UnitInfo, yaml_key
 from moemerge.merging.plan import (
     Account,
-    Block,
     Fate,
     Ledger,
+    MergeBlock,
     NeuronScale,
     UnitInput,
     UnitMerge,
@@ -41,7 +41,7 @@ class OutputTensors:
     """The planner's result for the weights."""
 
     tensors: tuple[TensorInfo, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[MergeBlock, ...]
     accounts: tuple[Account, ...]
     notices: tuple[str, ...]
     layer_origins: tuple[tuple[str, int], ...]  # (reference model, its layer) per output layer
@@ -97,7 +97,7 @@ class Planner:
 
     def plan(self) -> OutputTensors:
         tensors: list[TensorInfo] = []
-        blocks: list[Block] = []
+        blocks: list[MergeBlock] = []
         matching.require_one_tying(
             self.models[self.merge.name_of(self.merge.donor)],
             self.models[self.destinations.reference(self.merge.slices[-1]).name],
@@ -125,7 +125,7 @@ class Planner:
 
     def _tensor(
         self, reference: str, name: str, to: Destination
-    ) -> tuple[TensorInfo, list[Block]] | None:
+    ) -> tuple[TensorInfo, list[MergeBlock]] | None:
         index = self.index[reference]
         stored = index.model.checkpoint.tensors[name]
         units = index.by_tensor[name]
@@ -306,7 +306,7 @@ class Planner:
 
     def _kept_router(
         self, reference: str, unit: Unit, output: str, to: Destination
-    ) -> tuple[TensorInfo, list[Block]]:
+    ) -> tuple[TensorInfo, list[MergeBlock]]:
         keep = self.merge.router_keep
         assert keep is not None
         index = self.index[keep]
@@ -329,18 +329,18 @@ class Planner:
 
     def _copied(
         self, model: str, name: str, output: str, stored: TensorInfo, why: str
-    ) -> tuple[TensorInfo, list[Block]]:
+    ) -> tuple[TensorInfo, list[MergeBlock]]:
         self.ledger.record(model, name, Fate.COPIED, why)
         dtype = self.out_dtype if stored.dtype.is_floating_point else None
         info = TensorInfo.of(output, dtype or stored.dtype, stored.shape)
         if self.requantise and isinstance(stored, QuantisedInfo):
             info = self._quantised(stored, model)
         source = UnitInput(self.position[model], name, WHOLE)
-        return info, [Block(output, None, info.shape, (), copy=source)]
+        return info, [MergeBlock(output, None, info.shape, (), copy=source)]
 
     def _integers(
         self, reference: str, output: str, stored: TensorInfo, matches: Mapping[str, list[Unit]]
-    ) -> tuple[TensorInfo, list[Block]]:
+    ) -> tuple[TensorInfo, list[MergeBlock]]:
         info = TensorInfo.of(output, stored.dtype, stored.shape)
         sources = {}
         for model, units in matches.items():
@@ -350,10 +350,10 @@ class Planner:
             self.ledger.record(model, units[0].tensor, Fate.COPIED, "integers, equal in all models")
             sources[model] = UnitInput(self.position[model], units[0].tensor, WHOLE)
         first = sources.pop(reference)
-        block = Block(output, None, info.shape, (), first, tuple(sources.values()))
+        block = MergeBlock(output, None, info.shape, (), first, tuple(sources.values()))
         return info, [block]
 
-    def _extras(self, written: set[str]) -> Iterator[tuple[TensorInfo, Block]]:
+    def _extras(self, written: set[str]) -> Iterator[tuple[TensorInfo, MergeBlock]]:
         """Yield tensors that the reference does not have.
 
         Auxiliary tensors are copied; any other is an error. No tensor is lost silently.
@@ -377,7 +377,7 @@ class Planner:
 
     def _extra(
         self, model: str, tensor: str, reference: str, written: set[str]
-    ) -> Iterator[tuple[TensorInfo, Block]]:
+    ) -> Iterator[tuple[TensorInfo, MergeBlock]]:
         """Yield an auxiliary tensor that the reference does not have.
 
         With slices, layers that are not the reference's have no position and are skipped.
