@@ -73,7 +73,7 @@ WHOLE = Slot()
 
 @dataclass(frozen=True)
 class Unit:
-    """What a merge method acts on: a whole tensor, or one expert's one projection in a stack."""
+    """The unit of a merge: a whole tensor, or one expert's one projection in a stack."""
 
     key: str  # the same in every on-disk layout; pairs inputs and seeds random methods
     tensor: str  # the stored tensor that contains it

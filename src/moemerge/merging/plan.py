@@ -50,7 +50,7 @@ class NeuronScale:
 
 @dataclass(frozen=True)
 class UnitInput:
-    """Where one model stores a unit, and the method's parameters for it."""
+    """One model's stored unit, and the method's parameters for it."""
 
     model: int  # position in MergePlan.models
     tensor: str

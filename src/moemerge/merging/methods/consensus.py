@@ -58,7 +58,7 @@ class ConsensusOptions:
 def consensus_ta(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: ConsensusOptions, unit: UnitInfo
 ) -> Tensor:
-    """The sum of task vectors where at least k models find it important, else the base.
+    """Keep the elements of the task vectors' sum that at least k models find important.
 
     With Δ = Σ w_i δ_i, element by element: θ_0 + λ Δ·[#{i : |δ_i| > t_i |Δ - δ_i|} ≥ k]. Intended
     for three models or more. With two models, k = 2 keeps elements that both changed similarly.

@@ -43,7 +43,7 @@ class DogeOptions(OthersOptions):
 def doge(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: DogeOptions, unit: UnitInfo
 ) -> Tensor:
-    """Add task vectors of equal size, corrected where they conflict and outside what they share.
+    """Add task vectors of equal size, corrected for conflicts outside their shared subspace.
 
     With l_i = eta / ‖τ_i‖ and P the leading directions of all models' leading left singular
     vectors, Adam minimises Σ_j ‖diag((τ_j - Σ l_i τ_i - Δ Σ l_i) τ_jᵀ)‖² over Δ with gradients

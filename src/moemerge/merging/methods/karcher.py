@@ -25,7 +25,7 @@ class KarcherOptions:
 def karcher(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: KarcherOptions, unit: UnitInfo
 ) -> Tensor:
-    """The direction nearest to all models' directions along the sphere, at their mean length.
+    """Take the Karcher mean of the models' directions on the sphere, at their mean length.
 
     Zero tensors have no direction but count towards the mean length. Directions that cancel have
     no mean: then the result is the plain average.

@@ -29,6 +29,6 @@ class PassthroughParams:
 def passthrough(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: NoParams, unit: UnitInfo
 ) -> Tensor:
-    """One model's tensor, times `scale` if given; without it, the input itself."""
+    """Pass one model's tensor through, times `scale` if given."""
     scale = inputs[0].params.scale
     return inputs[0].tensor if scale is None else inputs[0].tensor * scale

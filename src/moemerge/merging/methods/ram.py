@@ -42,7 +42,7 @@ def ram(
 def ramplus_tl(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: RamPlusOptions, unit: UnitInfo
 ) -> Tensor:
-    """As `ram`, with each model's own changes raised, the more it shares of its changes.
+    """As `ram`, with each model's own changes amplified, more so the more changes it shares.
 
     Elements that model i alone changed are multiplied by 1 + r·min(shared_i / own_i, alpha), with
     the numbers of elements of this tensor that it changed together with others, and alone.
