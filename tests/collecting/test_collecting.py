@@ -34,53 +34,28 @@ def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_grams_are_those_of_the_whole_model(
-    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
+OF_INPUTS = [(kind, family) for kind in ("gram", "activation") for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("kind", "family"), [*OF_INPUTS, ("power", "olmoe")])
+def test_statistics_of_inputs_are_those_of_the_whole_model(
+    kind: str, family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
 ) -> None:
     folder = model_folder(family)
-    collect(folder, tmp_path / "a.stats", kind="gram")
-    wanted = direct.grams(folder, token_rows(folder, text))
+    report = collect(folder, tmp_path / "a.stats", kind=kind)
+    compute = direct.activations if kind == "activation" else direct.grams
+    wanted = compute(folder, token_rows(folder, text))
+    if kind == "activation":
+        assert report.nbytes < 400_000  # a vector for every input, and the names of the units
     with Statistics.open(tmp_path / "a.stats") as found:
         assert set(found.units) == set(wanted)
-        for key, (matrix, tokens) in wanted.items():
-            gram = found.gram(key)
-            assert gram is not None
-            assert gram.tokens == tokens == found.tokens(key), key
-            assert gram.matrix.dtype == torch.float32
-            assert difference(gram.matrix, matrix) < TOLERANCE, key
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_mean_sizes_are_those_of_the_whole_model(
-    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
-) -> None:
-    folder = model_folder(family)
-    report = collect(folder, tmp_path / "a.stats", kind="activation")
-    wanted = direct.activations(folder, token_rows(folder, text))
-    assert report.nbytes < 400_000  # a vector for every input, and the names of the units
-    with Statistics.open(tmp_path / "a.stats") as found:
-        assert set(found.units) == set(wanted)
-        for key, (sizes, tokens) in wanted.items():
-            activation = found.activation(key)
-            assert activation is not None
-            assert activation.tokens == tokens
-            assert difference(activation.values, sizes) < TOLERANCE, key
-
-
-def test_mean_squares_are_the_diagonals_of_grams(
-    model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
-) -> None:
-    folder = model_folder("olmoe")
-    collect(folder, tmp_path / "a.stats", kind="power")
-    wanted = direct.grams(folder, token_rows(folder, text))
-    with Statistics.open(tmp_path / "a.stats") as found:
-        assert set(found.units) == set(wanted)
-        for key, (matrix, tokens) in wanted.items():
-            power = found.power(key)
-            assert power is not None
-            assert power.tokens == tokens
-            assert difference(power.values, matrix.diagonal()) < TOLERANCE, key
+        for key, (values, tokens) in wanted.items():
+            statistics = getattr(found, kind)(key)
+            assert statistics.tokens == tokens == found.tokens(key), key
+            got = statistics.matrix if kind == "gram" else statistics.values
+            assert got.dtype == torch.float32
+            expected = values.diagonal() if kind == "power" else values
+            assert difference(got, expected) < TOLERANCE, key
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moemerge.collecting import CollectReport
     from moemerge.diagnosis import Diagnosis, SwapReport
     from moemerge.diagnosis.page import BeforeAndAfter
-    from moemerge.merging.kept.extract import ExtractReport
+    from moemerge.merging.extract import ExtractReport
     from moemerge.refitting import RefitReport, RefitRequest
     from moemerge.text.rows import TextSource
 
@@ -321,7 +321,7 @@ def extract(
 
     `base` is where the base model is now, if it is not where the merge found it.
     """
-    from moemerge.merging.kept.extract import extract_model
+    from moemerge.merging.extract import extract_model
 
     progress = Silent() if progress is None else progress
     require_loadable(open_model(str(shared), shared))

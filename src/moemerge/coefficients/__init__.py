@@ -1,4 +1,4 @@
-"""Coefficients for a merge, found from text: how much of each model, layer by layer."""
+"""Merge coefficients per model and layer, computed from text."""
 
 from moemerge.coefficients.job import CoefficientsRequest
 from moemerge.coefficients.run import CoefficientsReport, run_coefficients

@@ -1,4 +1,4 @@
-"""Coefficients: what is asked for, and the same once all that can be refused was checked."""
+"""The request for coefficients, and the job after all checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moemerge.text.rows import TextSource, check_files
 
 @dataclass(frozen=True)
 class FoundCoefficients:
-    """What a maker found: by model and place, what it comes from, and neurons by groups."""
+    """The result of a method: coefficients by model and place, their origin, neuron groups."""
 
     coefficients: dict[str, dict[str, float]]
     measured: dict[str, Any]
@@ -33,7 +33,7 @@ class FoundCoefficients:
 
 @dataclass(frozen=True)
 class CoefficientsRequest:
-    """Which models of which base, text of each, by which method to which file."""
+    """A request: models, base, text of each model, method and output file."""
 
     method: CoefficientMethod
     models: Mapping[str, ModelRef]
@@ -46,7 +46,7 @@ class CoefficientsRequest:
 
 @dataclass(frozen=True)
 class CoefficientsJob:
-    """Coefficients that can be found."""
+    """A checked request, ready to run."""
 
     request: CoefficientsRequest
     base: OpenModel
@@ -57,13 +57,13 @@ class CoefficientsJob:
     notices: tuple[str, ...] = ()
 
     def batches(self, name: str) -> tuple[Batch, ...]:
-        """The text of one model."""
+        """Return the batches of one model's text."""
         most = batch_tokens(self.base, self.stream.device)
         return make_batches([self.domains[name]], batch_tokens=most)
 
 
 def prepare(request: CoefficientsRequest) -> CoefficientsJob:
-    """Check output, models and files; read the text through the base's tokenizer."""
+    """Check output, models and files; read the text with the base's tokenizer."""
     settings = request.settings
     check_output_file(request.out, overwrite=request.overwrite)
     missing = [name for name in request.models if name not in request.data]
@@ -96,7 +96,7 @@ def prepare(request: CoefficientsRequest) -> CoefficientsJob:
 
 
 def layer_places(model: OpenModel) -> tuple[str, ...]:
-    """What the keys of each decoder layer's units begin with."""
+    """Return the common prefix of the unit keys of each decoder layer."""
     places: dict[int, str] = {}
     for key in all_units(model.checkpoint, model.architecture):
         parts = split_layer(key)

@@ -1,4 +1,4 @@
-"""Activation and gradient statistics of one model, gathered over text."""
+"""Collect activation and gradient statistics of one model over text."""
 
 from moemerge.collecting.job import CollectRequest
 from moemerge.collecting.run import CollectReport, run_collect

@@ -1,8 +1,8 @@
-"""Gradients of one model: forward layer by layer, then back with every layer run again.
+"""Collect gradient statistics of one model: forward layer by layer, then backward.
 
-The forward keeps the input of every layer (`store`). On the way back one layer's weights are in
-memory at a time; what is kept of its gradients (their squares by sequence, or how much a unit's
-loss depends on it) is summed and written before the layer below comes.
+The forward pass stores the input of every layer (`store`). The backward pass recomputes one layer
+at a time with only its weights in memory. Statistics of its gradients (squares per sequence, or
+sensitivities) are summed and written before the next layer.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from moemerge.text.batches import Batch, rows_of
 
 
 class Measure(Protocol):
-    """Sums something of d loss / d W = Σ_t δ_t x_tᵀ into `total` (out, in)."""
+    """Accumulates a statistic of d loss / d W = Σ_t δ_t x_tᵀ into `total` (out, in)."""
 
     def add(self, total: Tensor, delta: Tensor, x: Tensor) -> None:
-        """Of (sequences, tokens, out) and (sequences, tokens, in)."""
+        """Add gradients (sequences, tokens, out) and inputs (sequences, tokens, in)."""
 
     def add_ragged(self, total: Tensor, delta: Tensor, x: Tensor, counts: Sequence[int]) -> None:
-        """Of rows (tokens, out) and (tokens, in) that lie sequence by sequence."""
+        """Add rows (tokens, out) and (tokens, in), ordered by sequence."""
 
     def finish(self, total: Tensor) -> Tensor:
-        """What the sum comes to, (out, in)."""
+        """Return the statistic of the sum, (out, in)."""
 
     def of_unit(self, unit: Unit, values: Tensor) -> Tensor:
-        """What the file keeps of a unit: float32, in the shape it has there."""
+        """Return a unit's stored value: float32, in its stored shape."""
 
 
 class Squares:
@@ -83,7 +83,7 @@ class Squares:
 
 
 class Sensitivity:
-    """Σ |W · d loss / d W| of a unit, with the loss of all sequences together."""
+    """Σ |W · d loss / d W| of a unit, with the summed loss of all sequences."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -103,20 +103,20 @@ class Sensitivity:
         return (weight * values).abs().sum().float().reshape(1)
 
 
-# Tokens whose logits are held at a time.
+# Tokens whose logits are in memory at once.
 HEAD_TOKENS = {"cpu": 512, "cuda": 8192}
-# A layer that is run again gives what it gave. By how much it may differ, as a share of the mean
-# size: another kernel rounds otherwise and may send a token elsewhere, but never most of them.
-SAME = 0.05
+# How far a recomputed layer may deviate, relative to the mean size. Another kernel rounds
+# differently and may route a token to other experts, but never most tokens.
+RERUN_TOLERANCE = 0.05
 
 
 def collect_gradients(
     job: CollectingJob, writer: StatisticsWriter | None, progress: Progress
 ) -> tuple[list[str], list[str]]:
-    """Write Fisher values or the sensitivity of every matrix; gives notices and the units of
-    unvisited experts.
+    """Write Fisher values or sensitivities of every matrix.
 
-    `writer` is rank 0's: the others only add to the sums.
+    Return notices and the units of unvisited experts. `writer` is rank 0's: other ranks only add to
+    the sums.
     """
     if not any(len(row) > 1 for row in job.domain.rows):
         raise DataError(
@@ -134,7 +134,7 @@ def collect_gradients(
 
 
 def predicting(job: CollectingJob) -> int:
-    """Sequences that predict at least one token: what the mean is over."""
+    """Return the number of sequences that predict at least one token, over which the mean is."""
     return sum(len(row) > 1 for row in job.domain.rows)
 
 
@@ -273,7 +273,7 @@ class _Backward:
             passed[path] = passed.get(path, 0) + batch.tokens
 
     def _add(self, total: Tensor, heard: Sequence[ModuleCall], batch: Batch) -> None:
-        """Calls of one module in one pass: a sequence's gradient is the sum over them."""
+        """Add all calls of one module in one pass: a sequence's gradient is their sum."""
         pairs = [(one.args[0], one.delta) for one in heard if one.delta is not None]
         if not pairs:
             return
@@ -306,7 +306,7 @@ class _Backward:
             return
         real = self._job.batches[0].mask.to(self._device)
         wanted, got = self._expected[real].float(), out[real].float()  # (tokens, d)
-        if float((got - wanted).abs().mean()) > SAME * float(wanted.abs().mean()):
+        if float((got - wanted).abs().mean()) > RERUN_TOLERANCE * float(wanted.abs().mean()):
             raise ArchitectureError(
                 f"{path} run again does not give what the layer above it read: this model hands "
                 "more than hidden states from layer to layer",
@@ -333,7 +333,7 @@ class _Backward:
             view = ExpertView(module, expert)
             tokens = ranks.total(x.shape[0], self._device)
             sums = None
-            if tokens:  # here, or in another rank
+            if tokens:  # on this rank or another
                 sums = self._expert_sums(view, module, x, gradient, counts)
             for (number, projection), unit in units.items():
                 if number != expert:
@@ -366,7 +366,7 @@ class _Backward:
 
     @contextlib.contextmanager
     def _errors_named(self, where: str) -> Iterator[None]:
-        """A failure inside the model's own code, told by where it happened."""
+        """Name the location of an error inside the model's own code."""
         label = self._job.model.label
         try:
             yield
@@ -383,7 +383,7 @@ class _Backward:
 
 
 def _row_groups(batch: Batch, tokens: int) -> Iterator[tuple[slice, Batch]]:
-    """Rows of a batch, as many as `tokens` allows."""
+    """Yield groups of rows of a batch, within the limit of `tokens`."""
     count, length = batch.input_ids.shape
     step = max(1, tokens // length)
     for first in range(0, count, step):

@@ -1,7 +1,7 @@
-"""What linear maps of one model read, layer by layer, as it streams over text: Grams, or sizes.
+"""Collect statistics of the inputs of linear maps: Gram matrices or mean sizes.
 
-Dense inputs are summed up batch by batch. What experts read is kept until the layer is done, and
-then summed expert by expert, so that one expert's matrix is held at a time.
+Dense inputs are summed batch by batch. Inputs of experts are stored until the layer is finished and
+then summed expert by expert, so that only one expert's matrix is in memory.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from moemerge.features.stops import Call
 from moemerge.features.stream import ModelStream
 from moemerge.features.tokens import real_tokens
 from moemerge.statistics import StatisticsWriter
-from moemerge.statistics.file import pack, packed_size
+from moemerge.statistics.file import pack_symmetric, packed_size
 from moemerge.text.batches import Batch
 
 Shapes = dict[str, tuple[int, ...]]
-# Tokens of one expert that go through it at a time.
+# Tokens of one expert that are processed at once.
 EXPERT_TOKENS = 16384
 
 
 @dataclass
 class _Layer:
-    """What was heard in the layer that runs."""
+    """The inputs recorded in the current layer."""
 
     moments: dict[str, TokenSum] = field(default_factory=dict)  # by the path that came first
     shares: dict[str, str] = field(default_factory=dict)  # path -> the path whose input it shares
@@ -50,27 +50,27 @@ class _Layer:
 
 @dataclass(frozen=True)
 class Form:
-    """What is summed of an input, and how the file keeps it."""
+    """A statistic of inputs, and its form in the file."""
 
     new: Callable[[], TokenSum]
     stored: Callable[[Tensor], Tensor]
     size: Callable[[int], int]  # of what is stored for inputs of a width
 
 
-FORMS = {
-    "gram": Form(Moment, pack, packed_size),
+INPUT_FORMS = {
+    "gram": Form(Moment, pack_symmetric, packed_size),
     "activation": Form(Magnitude, Tensor.contiguous, int),
     "power": Form(Power, Tensor.contiguous, int),
 }
 
 
 class InputCollector:
-    """Listens to a stream and writes Grams or mean sizes."""
+    """Records the inputs of a stream and writes Gram matrices or mean sizes."""
 
     def __init__(self, writer: StatisticsWriter | None, kind: StatisticsKind) -> None:
-        """`writer` is rank 0's: the others only add to the sums."""
+        """`writer` is rank 0's: other ranks only add to the sums."""
         self._writer = writer
-        self._form = FORMS[kind]
+        self._form = INPUT_FORMS[kind]
         self._layer = _Layer()
         self._head = self._form.new()
         self._headless = False
@@ -78,7 +78,7 @@ class InputCollector:
         self.notices: list[str] = []
 
     def attach(self, stream: ModelStream, units: UnitMap) -> None:
-        """Begin to listen."""
+        """Start recording."""
         self._stream = stream
         self._units = units
         self._hooks = {hook.path: hook for hooks in stream.input_hooks.layers for hook in hooks}
@@ -87,11 +87,11 @@ class InputCollector:
         if stream.input_hooks.notice:
             self.notices.append(stream.input_hooks.notice)
 
-    # --- hearing ---
+    # --- recording ---
 
     def on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
-        """The inputs of one batch in one layer."""
-        last: tuple[str, Any] = ("", None)  # who read the last input, and that input
+        """Record the inputs of one batch in one layer."""
+        last: tuple[str, Any] = ("", None)  # path and input of the last call
         for call in calls:
             hook = self._hooks[call.path]
             x = call.argument(0, "hidden_states", "input", "x")
@@ -118,12 +118,12 @@ class InputCollector:
         tokens, places = real_tokens(x, batch, rows), real_tokens(chosen, batch, rows)
         if tokens is None or places is None:
             raise ArchitectureError(f"{hook.path} is not given all tokens of a batch")
-        if rows is None:  # else it is a copy already
+        if rows is None:  # otherwise it is already a copy
             tokens, places = tokens.clone(), places.clone()
         self._layer.routed.setdefault(hook.path, Routed(hook.count)).add(tokens, places)
 
     def on_output(self, batch: Batch, hidden: Tensor) -> None:
-        """The final hidden states: what the head reads."""
+        """Record the final hidden states, the head's inputs."""
         head = self._stream.input_hooks.head
         if head is None or self._headless:
             return
@@ -141,7 +141,7 @@ class InputCollector:
     # --- writing ---
 
     def on_layer(self, number: int) -> None:
-        """Every batch has passed the layer."""
+        """Write the layer after its last batch."""
         layer, self._layer = self._layer, _Layer()
         hooks = self._stream.input_hooks.layers[number]
         self._stream.weights.require_finite(linear_weights(hooks))
@@ -157,7 +157,7 @@ class InputCollector:
             )
 
     def finish(self) -> None:
-        """After the last layer: the head."""
+        """Write the head after the last layer."""
         head = self._stream.input_hooks.head
         if head is not None and not self._headless:
             shapes = {placed.unit.key: placed.unit.shape for placed in self._units.linear(head)}
@@ -214,6 +214,6 @@ def _shapes(
 
 
 def _chosen(call: Call) -> Tensor:
-    """Which experts each token goes to: (tokens, k)."""
+    """Return the experts of each token: (tokens, k)."""
     chosen: Tensor = call.argument(1, "top_k_index", "router_indices", "selected_experts")
     return chosen

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.architecture import RouterInfo
-from moemerge.architectures.describe import gate_in_words
+from moemerge.architectures.describe import describe_gate
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.documents import CalibrationDocument, RefitDocument, parse_document
 from moemerge.config.settings import DiagnosisSettings, as_flags, plugin_flags
@@ -276,7 +276,7 @@ def _facts(job: DiagnosisJob) -> ModelFacts:
         layers=model.architecture.num_layers,
         experts=max(pair.info.rows for pair in job.routers.pairs),
         top_k=gate.top_k,
-        gate=gate_in_words(gate),
+        gate=describe_gate(gate),
         routers=len(job.routers.pairs),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -40,3 +41,9 @@ class Silent:
 def counted(number: int, one: str, several: str = "") -> str:
     """Return `1 row`, `2 rows`, `12,000 rows`; `several` is an irregular plural."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, and how many more there are: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -12,7 +12,7 @@ import moemerge
 import zoo
 from merging.gathered import unit_tensors
 from moemerge.errors import CheckpointError, ConfigError, UsageError
-from moemerge.merging.kept.kinds import pack_bits, unpack_bits
+from moemerge.merging.kept import pack_bits, unpack_bits
 
 NAMES = ("math", "code", "chat")
 

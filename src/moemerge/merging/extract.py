@@ -1,4 +1,4 @@
-"""A model taken out of a merge that kept it: `moemerge extract`."""
+"""Rebuild one model from a merge that kept it: `moemerge extract`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.config.documents import KeptDocument, parse_document
 from moemerge.config.models import ModelRef
 from moemerge.errors import CheckpointError, NumericalError, UsageError
-from moemerge.merging.kept.keeping import MANIFEST, part_name
-from moemerge.merging.kept.kinds import LEFT, MASK, REST, RIGHT, give_back
+from moemerge.merging.kept import KEPT_MANIFEST, LEFT, MASK, REST, RIGHT, part_name, rebuild_unit
 from moemerge.merging.matching import UnitIndex, require_one_family, require_shape
 from moemerge.registry import did_you_mean
 from moemerge.report.files import (
@@ -43,16 +42,16 @@ _HINT = "it is written by a merge whose config has `tasks: {keep: ...}`"
 
 @dataclass(frozen=True)
 class ExtractReport:
-    """What was taken out of where."""
+    """The report of an extraction."""
 
     shared: str
     task: str  # the model's name
     keep: str
     base: str
     scale: float
-    units: int  # that were made anew
+    units: int  # number of rebuilt units
     output: str
-    task_bytes: int  # that are kept of this model
+    task_bytes: int  # size of what is kept of this model
     output_bytes: int
     seconds: float
 
@@ -69,12 +68,12 @@ def extract_model(
     overwrite: bool,
     progress: Progress,
 ) -> ExtractReport:
-    """Write the kept model `name` to `out`, which appears whole or not at all."""
+    """Write the kept model `name` to `out`, which appears complete or not at all."""
     begin = time.perf_counter()
     ours = open_model(str(shared), shared)
     folder = ours.checkpoint.path / KEPT_FOLDER
-    document = read_object(folder / MANIFEST, _HINT)
-    kept = parse_document(KeptDocument, document, str(folder / MANIFEST), _HINT)
+    document = read_object(folder / KEPT_MANIFEST, _HINT)
+    kept = parse_document(KeptDocument, document, str(folder / KEPT_MANIFEST), _HINT)
     if name not in kept.tasks:
         raise UsageError(
             f"{ours.label} keeps no model {name!r}{did_you_mean(name, kept.tasks)}",
@@ -110,14 +109,13 @@ def extract_model(
 
 
 def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, bytes]:
-    """The merge's report and card speak of another model."""
-    words = f"The model `{report.task}`, taken out of `{report.shared}` ({report.keep})."
+    """Return a report and a card that describe the extracted model instead of the merge."""
     document = report_document(__version__, extract=report.to_json())
     config = checkpoint.path / CONFIG_NAME
     text = config.read_text(encoding="utf-8") if config.is_file() else ""
     card = model_card(
         title=Path(report.output).name,
-        summary=words,
+        summary=f"The model `{report.task}`, taken out of `{report.shared}` ({report.keep}).",
         hub_models=[],
         sections=[],
         config=text,
@@ -127,7 +125,7 @@ def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, byte
 
 
 class _Parts:
-    """What is kept of one model."""
+    """The file of parts that is kept of one model."""
 
     def __init__(self, folder: Path) -> None:
         self._file = SafetensorsFile(folder / SINGLE)
@@ -153,7 +151,7 @@ class _Extraction:
     scale: float
 
     def write(self, patch: CheckpointPatch, progress: Progress) -> int:
-        """Every unit that something was kept of; the others stay as they are shared."""
+        """Write every unit with kept parts; all other units keep the merged weights."""
         index, count = UnitIndex(self.shared), 0
         others = UnitIndex(self.base)
         progress.start("extracting", len(index.by_tensor), unit="tensors")
@@ -189,12 +187,12 @@ class _Extraction:
                 continue
             own = others.find(unit)
             if own is None:
-                raise CheckpointError(f"{self.base.label} has no {unit.key}", hint="give its base")
+                raise CheckpointError(f"{self.base.label} has no {unit.key}", hint="name its base")
             require_shape(unit, index, own, others)
             read = self.base.checkpoint.read(own.tensor, own.slot.rows)
             origin, merged = own.slot.take(read), unit.slot.take(stored)
             wide = torch.promote_types(merged.dtype, torch.float32)
-            made = give_back(
+            made = rebuild_unit(
                 self.keep, kept[unit.key], origin.to(wide), merged.to(wide), self.scale
             )
             unit.slot.take(result).copy_(made)
@@ -204,7 +202,7 @@ class _Extraction:
 
 
 def _blocks(units: tuple[Unit, ...]) -> Iterator[tuple[tuple[int, int] | None, list[Unit]]]:
-    """Units that share rows of their tensor."""
+    """Group the units of a tensor by their rows."""
     groups: dict[tuple[int, int] | None, list[Unit]] = defaultdict(list)
     for unit in units:
         groups[unit.slot.rows].append(unit)
