@@ -37,11 +37,11 @@ def test_an_object_is_read(tmp_path: Path) -> None:
 def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 11)
-    with pytest.raises(CheckpointError, match="no plain file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_file(tmp_path / "pipe")
-    with pytest.raises(CheckpointError, match="no plain file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_file(Path("/dev/zero"))
-    with pytest.raises(CheckpointError, match="no plain file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_file(tmp_path)
     with pytest.raises(CheckpointError, match="missing"):
         read_file(tmp_path / "none")

@@ -22,7 +22,7 @@ from moemerge.checkpoint.companions import CARRIED_FOLDERS, is_companion, is_wei
 from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.runtime.devices import free_disk
-from moemerge.runtime.files import lock_folder
+from moemerge.runtime.files import lock_folder, sync_folder
 from moemerge.runtime.process import is_alive
 
 # Folders that other tools leave in a model folder; nothing of the user's own is in them.
@@ -73,6 +73,21 @@ def check_output(out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = 
     if os.path.lexists(target):
         _check_replaceable(out, target, overwrite)
     _check_writable(out, target)
+
+
+def check_output_file(out: Path, *, overwrite: bool) -> None:
+    """Refuse an output file that must not or cannot be written, before any work is done."""
+    if out.is_dir():
+        raise CheckpointError(f"the output {out} is a folder", hint="name a file")
+    if os.path.lexists(out) and not overwrite:
+        raise CheckpointError(
+            f"the output {out} exists", hint="choose another name, or allow it: `overwrite=True`"
+        )
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise CheckpointError(f"the output {out} cannot be made: there is no folder {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"the output {out} cannot be made: {parent} is not writable")
 
 
 def _of_this_run(folder: Path, target: Path) -> bool:
@@ -327,14 +342,6 @@ def _lock(folder: Path) -> int | None:
         return None
 
 
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def copy_file(source: Path, target: Path, check: Callable[[], None] | None = None) -> None:
     """Copy contents, sharing blocks where the file system can. Symlinks are followed.
 
@@ -383,14 +390,6 @@ def _open_source(path: Path) -> BinaryIO:
             f"{path} cannot be read: {error.strerror}",
             hint="the file is to be copied into the output; restore it or its permissions",
         ) from error
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file durably, in place of one of that name."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from moemerge.checkpoint.output import check_output_file
 from moemerge.config.data import DataSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.translate import parse_settings
@@ -24,7 +25,6 @@ from moemerge.generation.prompts import (
     read_prompts,
 )
 from moemerge.registry import did_you_mean
-from moemerge.statistics.writer import check_output_file
 from moemerge.text.reading import Rows
 from moemerge.text.rows import TextRow, TextSource, read_rows, row_fields
 from moemerge.verification.judgement import Verifier

@@ -16,7 +16,8 @@ from moemerge.diagnosis.results import MODEL, Diagnosis
 from moemerge.diagnosis.run import diagnose
 from moemerge.errors import MoeMergeError
 from moemerge.lockstep.inputs import JobText
-from moemerge.report.page import check_page_path, require_page, write_page
+from moemerge.report.files import check_page_path
+from moemerge.report.page import require_page, write_page
 from moemerge.runtime.progress import Progress
 from moemerge.text.rows import TextSource
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from moemerge.errors import DataError
 from moemerge.report.words import display_names
-from moemerge.runtime.files import write_whole
+from moemerge.runtime.files import make_folder, read_object, write_whole
 
 _UNSAFE: Final = re.compile(r"[^\w.+-]+")
 KIND: Final = "moemerge evaluation"
@@ -69,8 +69,9 @@ class CompletionIndex:
 
     @classmethod
     def read(cls, path: Path) -> CompletionIndex:
+        hint = "delete it: the same command without `rescore` writes it anew"
         try:
-            content = json.loads(path.read_bytes())
+            content = read_object(path, hint, DataError)
             if content["kind"] != KIND:
                 raise ValueError(f"it says kind {content['kind']!r}")
             tasks = {
@@ -81,7 +82,7 @@ class CompletionIndex:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path} is damaged ({type(error).__name__}: {error})",
-                hint="delete it: the same command without `rescore` writes it anew",
+                hint=hint,
             ) from error
 
     @classmethod
@@ -99,5 +100,5 @@ class CompletionIndex:
                 for task, problems in self.tasks.items()
             },
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parents[1], self.path.parent.name)
         write_whole(self.path, json.dumps(content).encode())

@@ -23,10 +23,9 @@ from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation
 from moemerge.evaluation.page import check_cards, page_document, write_cards
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
 from moemerge.evaluation.scoring import ScoredTask, judge, opened_verifiers
-from moemerge.report.files import report_bytes, report_document
-from moemerge.report.page import check_page_path
+from moemerge.report.files import check_page_path, report_bytes, report_document
 from moemerge.report.scores import write_scores_page
-from moemerge.runtime.files import write_whole
+from moemerge.runtime.files import make_folder, write_whole
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.rows import write_rows
 from moemerge.version import __version__
@@ -120,8 +119,7 @@ def _keep(job: EvaluationJob, scored: Sequence[ScoredTask], report: EvaluationRe
     out = job.out
     for task in scored:
         for model in task.answers:
-            folder = out / "answers" / file_name(task.posed.name)
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = make_folder(out, "answers", file_name(task.posed.name))
             write_rows(folder / f"{file_name(model)}.jsonl", _answers(task, model))
     document = report_document(__version__, evaluation=report.to_json())
     write_whole(out / RESULTS, report_bytes(document))

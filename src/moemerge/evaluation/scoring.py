@@ -14,6 +14,7 @@ from moemerge.evaluation.job import EvaluationJob, PosedTask
 from moemerge.evaluation.significance import Array
 from moemerge.generation.engine import Completion, Finish
 from moemerge.generation.run import Counts, count
+from moemerge.runtime.files import make_folder
 from moemerge.runtime.progress import Progress
 from moemerge.verification.cache import CachedVerifier
 from moemerge.verification.code_checks import CodeVerifier
@@ -84,10 +85,9 @@ def judge(
         cached: dict[str, CachedVerifier] = {}
         for posed in job.tasks:
             if posed.verify not in cached:
-                path = job.out / "judgements" / f"{file_name(posed.verify)}.jsonl"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                memory = CachedVerifier(verifiers[posed.name], path)
-                cached[posed.verify] = stack.enter_context(memory)
+                path = make_folder(job.out, "judgements") / f"{file_name(posed.verify)}.jsonl"
+                verifier = CachedVerifier(verifiers[posed.name], path)
+                cached[posed.verify] = stack.enter_context(verifier)
         return [_scored(job, posed, cached[posed.verify], answers, progress) for posed in job.tasks]
 
 

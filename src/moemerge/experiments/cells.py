@@ -88,10 +88,14 @@ def run_cells(
     if not measured:
         return []
     failures: list[Failure] = []
-    progress.start("measuring", measured, unit="cells")
-    for outcome in run_work(items, workers):
-        failures += _note(outcome, journal, progress)
-    progress.finish()
+    journal.open()
+    try:
+        progress.start("measuring", measured, unit="cells")
+        for outcome in run_work(items, workers):
+            failures += _note(outcome, journal, progress)
+        progress.finish()
+    finally:
+        journal.close()
     return failures
 
 

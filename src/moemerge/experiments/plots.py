@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from moemerge.experiments.tables import (
     SOURCE,
     TUNED,
 )
+from moemerge.runtime.files import write_whole
 
 # Told apart in print and by colour-blind eyes (Okabe and Ito's palette).
 COLOURS = {
@@ -59,11 +61,19 @@ def draw(summary: Summary, path: Path) -> list[Path]:
         figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
         KINDS[summary.form.figure](summary, axes)
         axes.spines[["top", "right"]].set_visible(False)
-        files = [path.with_suffix(".png"), path.with_suffix(".svg")]
-        figure.savefig(files[0], dpi=DPI)
-        figure.savefig(files[1], metadata={"Date": None})
+        files = [
+            _save(figure, path.with_suffix(".png"), dpi=DPI),
+            _save(figure, path.with_suffix(".svg"), metadata={"Date": None}),
+        ]
         pyplot.close(figure)
     return files
+
+
+def _save(figure: Any, path: Path, **options: Any) -> Path:
+    data = io.BytesIO()
+    figure.savefig(data, format=path.suffix.removeprefix("."), **options)
+    write_whole(path, data.getvalue())
+    return path
 
 
 def _groups(summary: Summary, axes: Any) -> None:

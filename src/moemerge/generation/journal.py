@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 
 from moemerge.errors import DataError
 from moemerge.generation.engine import Completion, Finish
-from moemerge.runtime.journals import LineFile, OtherRunError
+from moemerge.runtime.journals import LineStore, OtherRunError
 
 KIND: Final = "moemerge completions"
 EDITION: Final = 2
@@ -30,7 +30,7 @@ class CompletionJournal:
         self._known: dict[tuple[str, int], Completion] = {}
         head = {"kind": KIND, "edition": EDITION, "made_by": self._made_by}
         try:
-            self._file = LineFile(path, head, restart=restart)
+            self._file = LineStore(path, head, restart=restart)
         except OtherRunError as error:
             raise self._another_run(error.stored) from error
         try:

@@ -9,7 +9,11 @@ import json
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
+
+from moemerge.errors import UsageError
+from moemerge.runtime.files import write_whole
 
 REPORT_NAME = "moemerge_report.json"
 CONFIG_NAME = "moemerge_config.yml"
@@ -97,3 +101,20 @@ def packed(text: str) -> str:
     """Compressed and in base64: a third of the size, and nothing in it can end a script element."""
     # mtime=0: the same document gives the same page.
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()
+
+
+def check_page_path(path: Path) -> None:
+    """Refuse a path at which a page cannot be written, before any work is done."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(
+            f"the report {path} cannot be written: "
+            + ("it is a folder" if path.is_dir() else f"there is no folder {path.parent}"),
+            hint="name an HTML file in a folder that exists",
+        )
+
+
+def save_page(text: str, path: Path) -> Path:
+    """Write the page to `path`, whole or not at all."""
+    # A label may contain bytes of a file name that are not UTF-8.
+    write_whole(path, text.encode("utf-8", "replace"))
+    return path

@@ -6,6 +6,7 @@ never by whatever a parser happens to raise.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -15,9 +16,9 @@ import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
-from moemerge.errors import CheckpointError, MoeMergeError
+from moemerge.errors import CheckpointError, DataError, MoeMergeError
 from moemerge.runtime.process import is_alive
 
 # The largest tokenizer.json known have some 40 MB.
@@ -35,7 +36,7 @@ def open_plain(path: Path) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(0, "it is no plain file")
+        raise OSError(0, "it is not a regular file")
     return fd
 
 
@@ -77,24 +78,70 @@ def read_file(
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A file that appears whole or not at all: written beside, made durable, and renamed."""
-    target = Path(os.path.realpath(path))
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    """Write a file that is complete on disk, or leave the one that was there.
+
+    A symbolic link at `path` is replaced; the file it points to stays.
+    """
     try:
-        remove_stale(target)
-        try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        remove_stale(path)
+        replace_file(path, data)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be written: {error.strerror or error}",
             hint="check the disk and your permissions there, or choose another place",
         ) from error
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a temporary file next to `path`, sync it and rename it. Raises OSError."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        write_file(partial, data)
+        partial.replace(path)
+        sync_folder(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Open a file for writing, truncated if it exists, without following a symbolic link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    return open(os.open(path, flags, 0o666), "wb")
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file and sync it. A killed process can leave it incomplete."""
+    with open_new(path) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder, so that new names in it survive a power loss."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(out: Path, *parts: str) -> Path:
+    """Create the folder `out/parts[0]/...` and return it. Below `out`, links are not followed."""
+    folder = out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for part in parts:
+            folder = folder / part
+            if folder.is_symlink():
+                raise OSError(errno.ELOOP, "it is a symbolic link")
+            folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the folder {folder} cannot be written: {error.strerror}",
+            hint="remove it, or choose another output folder",
+        ) from error
+    return folder
 
 
 def remove_stale(target: Path) -> None:

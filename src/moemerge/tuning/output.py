@@ -10,8 +10,9 @@ from typing import Any, Final, Self
 from torch import Tensor
 
 from moemerge.checkpoint import CheckpointPatch, require_space
-from moemerge.checkpoint.output import OutputFolder, temporary_sibling, write_file, writing
+from moemerge.checkpoint.output import OutputFolder, temporary_sibling, writing
 from moemerge.runtime import ranks
+from moemerge.runtime.files import write_file
 from moemerge.tuning.job import TuningJob
 from moemerge.tuning.report import TuningReport, output_files
 

@@ -22,14 +22,13 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from moemerge.checkpoint.output import write_file
 from moemerge.errors import NumericalError
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import multiplies_bfloat16
 from moemerge.runtime.progress import Progress
 from moemerge.tuning.adapters import check_adapter, lora_config
 from moemerge.tuning.job import TuningJob
-from moemerge.tuning.states import COMPLETE
+from moemerge.tuning.states import mark_complete
 
 TRAINED: Final = "trained.pt"
 IGNORED: Final = -100  # the label of a token that is not learnt
@@ -105,7 +104,7 @@ class _Watch(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            write_file(folder / COMPLETE, b"")
+            mark_complete(folder)
 
 
 @contextmanager

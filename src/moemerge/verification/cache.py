@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moemerge.errors import DataError
-from moemerge.runtime.journals import LineFile
+from moemerge.runtime.journals import LineStore
 from moemerge.verification.judgement import Grade, Judgement, Row, Verifier
 
 KIND: Final = "moemerge judgements"
@@ -31,9 +31,9 @@ class CachedVerifier:
         self.inner = verifier
         self._lock = threading.Lock()
         self._known: dict[str, Future[Judgement]] = {}
-        self._file: LineFile | None = None
+        self._file: LineStore | None = None
         if path is not None:
-            self._file = LineFile(path, {"kind": KIND, "edition": EDITION})
+            self._file = LineStore(path, {"kind": KIND, "edition": EDITION})
             self._load(self._file)
 
     def relevant(self, row: Row) -> Any:
@@ -81,7 +81,7 @@ class CachedVerifier:
         with self._lock:
             self._file.add({"key": key, **judgement.to_json()})
 
-    def _load(self, file: LineFile) -> None:
+    def _load(self, file: LineStore) -> None:
         try:
             for values in file.lines:
                 future: Future[Judgement] = Future()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moemerge.errors import UsageError
-from moemerge.runtime.files import write_whole
+from moemerge.report.files import save_page
 
 # By the names they are imported by; all of them are in the extra.
 NEEDED = ("plotly", "jinja2")
@@ -45,19 +45,3 @@ def render_page(document: Mapping[str, Any]) -> str:
 def write_page(document: Mapping[str, Any], path: Path) -> Path:
     """Write the page to `path`, whole or not at all."""
     return save_page(render_page(document), path)
-
-
-def check_page_path(path: Path) -> None:
-    """What would hinder a page is told before any work."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"the report {path} cannot be written: "
-            + ("it is a folder" if path.is_dir() else f"there is no folder {path.parent}"),
-            hint="name an HTML file in a folder that exists",
-        )
-
-
-def save_page(text: str, path: Path) -> Path:
-    # A label may hold what no text encoding can (a file name's odd bytes).
-    write_whole(path, text.encode("utf-8", "replace"))
-    return path

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from moemerge.report.files import packed
+from moemerge.report.files import packed, save_page
 from moemerge.report.frame import render_in_frame
-from moemerge.report.page import save_page
 from moemerge.report.words import p_value
 
 COLOURS: Final = 6  # of models, in the style sheet
