@@ -8,8 +8,7 @@ import pytest
 
 from moemerge.config.data import DataSettings
 from moemerge.config.translate import parse_settings
-from moemerge.data.job import read_text
-from moemerge.data.selection import Benchmark, balanced, distinct, normal
+from moemerge.data.job import Benchmark, balanced, distinct, normal, read_text
 from moemerge.errors import ConfigError, DataError
 from moemerge.generation.prompts import read_prompts
 from moemerge.text.rows import TextRow

@@ -62,7 +62,7 @@ def test_page_and_card_are_written(specialists, sums, tmp_path):
     assert "<h1>mine is better than chat, by" in page.read_text()
     run([model], [task], tmp_path / "out", card=True)
     assert "model-index:" in (model / "README.md").read_text()
-    with pytest.raises(DataError, match="whose card is meant"):
+    with pytest.raises(DataError, match="no card can be written"):
         run([], [task], tmp_path / "out", card=True, rescore=True)
     with pytest.raises(UsageError, match="there is no folder"):
         run([model], [task], tmp_path / "out", report=tmp_path / "no" / "page.html")

@@ -103,7 +103,7 @@ def test_answers_are_judged_anew_without_the_models(specialists, sums, tmp_path)
     assert set(again.models) == {"math", "chat"}
     assert again.tasks[0].counts[0].asked == len(sums)
     assert again.rows[0].scores["math"].mean >= first.rows[0].scores["math"].mean
-    with pytest.raises(DataError, match="holds no answers that were drawn with these settings"):
+    with pytest.raises(DataError, match="holds no answers with these sampling settings"):
         run([], [task], out, rescore=True, temperature=0.5)
     with pytest.raises(DataError, match="40 answers to sums missing in"):
         run([specialists["code"]], [task], out, rescore=True)

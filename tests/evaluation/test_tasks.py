@@ -6,8 +6,7 @@ import pytest
 
 from evaluation.cases import request
 from moemerge.errors import ConfigError
-from moemerge.evaluation.catalogue import find_task, task_names
-from moemerge.evaluation.job import prepare
+from moemerge.evaluation.job import find_task, prepare, task_names
 from moemerge.verification.verifiers import make_verifier
 
 ROWS = {

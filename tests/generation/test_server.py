@@ -18,7 +18,7 @@ from moemerge.config.translate import parse_settings
 from moemerge.errors import ResourceError, UsageError
 from moemerge.generation import server
 from moemerge.generation.engine import Finish, Wanted
-from moemerge.generation.engines import engine_maker
+from moemerge.generation.run import engine_maker
 from moemerge.generation.server import ServerEngine
 from moemerge.runtime.progress import Silent
 from moemerge.testbed.accuracy import generate
@@ -214,7 +214,7 @@ def test_when_all_servers_die_what_came_is_kept_and_it_is_said(toys, tokenizer, 
     engine = ServerEngine(tokenizer, settings(toys(dying).url, batch_size=1), Silent())
     answers = engine.generate(asked(10), 10)
     assert [next(answers).prompt for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(ResourceError, match=r"(?s)no server answers any more.*kept"):
+    with pytest.raises(ResourceError, match=r"(?s)no server answers any longer.*kept"):
         next(answers)
 
 

@@ -1,4 +1,4 @@
-"""From a request to a report, and the folder that keeps what it was made of."""
+"""Run an evaluation from a request to its report and results folder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moemerge.evaluation.answers import (
     ask,
     efforts,
     failures,
+    file_name,
     recall,
 )
 from moemerge.evaluation.bridge import bridged_scores, require_lm_eval
-from moemerge.evaluation.folder import file_name
 from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation_settings, prepare
 from moemerge.evaluation.page import check_cards, page_document, write_cards
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
@@ -34,7 +34,7 @@ RESULTS = "results.json"
 
 
 def run_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationReport:
-    """Let models answer, judge, compare. A killed run goes on when it is run again."""
+    """Let models answer, judge the answers, and compare. Run it again to resume a killed run."""
     begun = time.monotonic()
     job = prepare(request)
     if request.output.lm_eval:
@@ -107,7 +107,7 @@ def _notices(tasks: Sequence[TaskScores], models: Sequence[str]) -> Iterator[str
             if counts.cut:
                 yield (
                     f"{model}, {task.name}: {counts.cut} of {counted(counts.asked, 'completion')} "
-                    f"cut (most tokens: {task.most_tokens}), judged as they are"
+                    f"cut (most tokens: {task.most_tokens}), judged as generated"
                 )
             for grade in ("undecided", "timeout"):
                 if number := counts.grades.get(grade):

@@ -17,8 +17,7 @@ from moemerge.checkpoint.locate import hub_ids, is_here, is_local
 from moemerge.checkpoint.tensors import format_size, parse_size
 from moemerge.config.data import DataRecipe
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
-from moemerge.evaluation.catalogue import BenchmarkTask
-from moemerge.evaluation.job import generation_settings
+from moemerge.evaluation.job import BenchmarkTask, generation_settings
 from moemerge.experiments.plan import StudyPlan
 from moemerge.experiments.tree import StudyCell, StudyNode
 from moemerge.runtime.devices import free_disk

@@ -26,7 +26,7 @@ from moemerge.config.study import (
     TunedSource,
 )
 from moemerge.config.study_load import SOURCES, LoadedStudy
-from moemerge.evaluation.catalogue import BenchmarkTask, find_task
+from moemerge.evaluation.job import BenchmarkTask, find_task
 from moemerge.experiments.tables import AS_MERGED, REFERENCE, Row, TableForm
 from moemerge.experiments.tree import (
     Kind,

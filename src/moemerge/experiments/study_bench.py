@@ -18,7 +18,7 @@ from moemerge.config.refit import RefitSettings
 from moemerge.config.study import DiagnoseBlock, EvaluateBlock
 from moemerge.config.translate import parse_settings
 from moemerge.config.tuning import TuningSettings
-from moemerge.evaluation.folder import file_name
+from moemerge.evaluation.answers import file_name
 from moemerge.experiments.problems import packed
 from moemerge.experiments.tree import StudyCell, StudyNode
 from moemerge.runtime.journals import journal_path, saved_path

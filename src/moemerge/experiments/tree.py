@@ -22,7 +22,7 @@ from moemerge.config.dump import plain_settings
 from moemerge.config.models import ModelRef
 from moemerge.config.study import StudyConfig
 from moemerge.errors import MoeMergeError
-from moemerge.evaluation.catalogue import BenchmarkTask
+from moemerge.evaluation.job import BenchmarkTask
 from moemerge.runtime.files import file_digest
 
 Kind = Literal["given", "files", "text", "merge", "routers", "calibrate", "refit", "tune"]

@@ -1,4 +1,4 @@
-"""vLLM in this process (extra `vllm`). It batches by itself; completions come when all are done."""
+"""vLLM in this process (extra `vllm`). It batches by itself and returns all completions at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moemerge.config.models import ModelRef
 from moemerge.errors import UsageError
 from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
 
-AT_A_TIME: Final = 2048  # completions between two that are written down
+AT_A_TIME: Final = 2048  # completions per call, between two writes to disk
 LARGEST_SEED: Final = 2**31 - 1
 
 
@@ -40,7 +40,7 @@ class VllmEngine:
         tokenizer: PreTrainedTokenizerBase,
         settings: GenerationSettings,
     ) -> None:
-        # Its workers must not inherit a CUDA context of ours.
+        # Its workers must not inherit our CUDA context.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         self._vllm: Any = importlib.import_module("vllm")
         self._settings = settings
@@ -69,7 +69,7 @@ class VllmEngine:
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
-            max_tokens=s.max_new_tokens,  # 16 unless told
+            max_tokens=s.max_new_tokens,  # vLLM's default is 16
             seed=wanted.stream(s.seed) & LARGEST_SEED,
             stop=list(s.stop) or None,
         )

@@ -1,4 +1,4 @@
-"""Instructions whose following can be verified (IFEval), by the checkers that lm-eval carries."""
+"""Check verifiable instructions (IFEval) with lm-eval's checkers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from moemerge.errors import DataError, UsageError
 from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
 from moemerge.verification.workers import WorkerPool
 
-SECONDS: Final = 20.0  # for one answer
+SECONDS: Final = 20.0  # per answer
 NEEDED: Final = ("lm_eval", "nltk", "langdetect", "immutabledict")
 
 
 class InstructionsVerifier:
-    """All instructions of a row are followed by the response as it stands."""
+    """Checks that a response follows all instructions of its row."""
 
     name = "instructions"
 
@@ -25,8 +25,7 @@ class InstructionsVerifier:
                 f"checking instructions needs {', '.join(missing)}, which is not installed",
                 hint='pip install "moemerge[eval]"',
             )
-        module = "moemerge.verification.instructions_worker"
-        self._pool = WorkerPool(module, size=workers, seconds=seconds)
+        self._pool = WorkerPool("instructions", size=workers, seconds=seconds)
         self._seconds = seconds
 
     def relevant(self, row: Row) -> Any:

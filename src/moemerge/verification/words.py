@@ -1,4 +1,4 @@
-"""Answers that are words: exactly the expected ones, or the letter of a choice."""
+"""Check answers that are plain text: an exact match, or the letter of a choice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALONE: Final = re.compile(r"\s*[\"'*_(\[]*([A-Za-z])(?:[)\].:,*_\"']+|\s*$)")
 
 
 class ExactVerifier:
-    """The response is the row's `answer`, up to space around it."""
+    """Checks that the response equals the row's `answer`, apart from surrounding space."""
 
     name = "exact"
 
@@ -31,14 +31,14 @@ class ExactVerifier:
         return Judgement(Grade.WRONG, f"{given[:40]!r} instead of {expected[:40]!r}")
 
     def close(self) -> None:
-        """Nothing is kept running."""
+        """Do nothing: no process is kept."""
 
 
 class ChoiceVerifier:
-    """The response chooses the letter in the row's `answer`.
+    """Checks that the response chooses the letter in the row's `answer`.
 
-    The last "the answer is X" counts, then the last (X), then a letter that the response begins
-    with.
+    The last "the answer is X" counts, then the last (X), then a letter at the start of the
+    response.
     """
 
     name = "choice"
@@ -46,7 +46,7 @@ class ChoiceVerifier:
     def relevant(self, row: Row) -> Any:
         answer, choices = row.get("answer"), row.get("choices")
         if isinstance(answer, int) and isinstance(choices, list) and 0 <= answer < len(choices):
-            return ascii_uppercase[answer]  # counted from zero, as many sets do
+            return ascii_uppercase[answer]  # an index, as in many data sets
         letter = _answer(row).strip().strip("()[].").upper()
         if len(letter) != 1 or not letter.isalpha():
             raise DataError(f"'answer' is {letter[:40]!r}, expected one letter, such as B")
@@ -61,11 +61,11 @@ class ChoiceVerifier:
         return Judgement(Grade.WRONG, f"{given} instead of {expected}")
 
     def close(self) -> None:
-        """Nothing is kept running."""
+        """Do nothing: no process is kept."""
 
 
 def chosen(response: str) -> str | None:
-    """The letter that a response settles on, as a capital."""
+    """Return the letter that a response chooses, in upper case."""
     letters = _STATED.findall(response) or _BRACKETED.findall(response)
     if letters:
         return str(letters[-1]).upper()

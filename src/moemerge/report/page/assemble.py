@@ -16,9 +16,8 @@ from moemerge.report.files import packed
 from moemerge.report.frame import render_in_frame
 from moemerge.report.page.checks import checks, solver
 from moemerge.report.page.experts import flows, loads
-from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, swaps
+from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, refit, swaps
 from moemerge.report.page.plots import Group, Reading, lines_of
-from moemerge.report.page.refit import refit
 from moemerge.report.words import NONE, Quantity, number, short
 
 TITLE = 60
