@@ -1,4 +1,4 @@
-"""A checkpoint with the routers of another: the paper's cross-evaluation, as a folder."""
+"""Write a checkpoint with the routers of another: the paper's cross-evaluation."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Reference = str | Path | ModelRef
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What was taken from where."""
+    """Which tensors came from which model."""
 
     model: str
     routers_of: str
     output: str
     layers: tuple[int, ...]
-    tensors: tuple[str, ...]  # names on disk, in the output
+    tensors: tuple[str, ...]  # names in the output's checkpoint
     notices: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def swap_routers(
     overwrite: bool,
     progress: Progress,
 ) -> SwapReport:
-    """Write `model` with the routers of `donor` to `out`, which appears whole or not at all."""
+    """Write `model` with the routers of `donor` to `out`, complete or not at all."""
     ours, theirs = open_model(str(model), model), open_model(str(donor), donor)
     _require_routers(ours)
     require_same_family(ours, theirs, hint="routers fit a model of their own family alone")
@@ -106,7 +106,7 @@ def swap_routers(
 
 
 def _provenance(folder: Path, report: SwapReport) -> dict[str, bytes]:
-    """The model's report tells of routers that are gone: ours instead, and a note elsewhere."""
+    """Replace the statements about replaced routers in the model's report and card."""
     layers = ", ".join(map(str, report.layers))
     words = f"The routers of layers {layers} are those of `{report.routers_of}`"
     document = report_document(__version__, swap=report.to_json())
@@ -140,7 +140,7 @@ def _require_routers(model: OpenModel) -> None:
 
 
 def _layers_with_routers(model: OpenModel) -> Sequence[int]:
-    """Layers that the model runs and that hold a tensor of a router, ascending."""
+    """Return the layers of the model that have a router tensor, ascending."""
     layers = {
         model.architecture.layer_of(name)
         for name in model.checkpoint.tensors
@@ -155,7 +155,7 @@ def _require_finite(tensor: Tensor, message: str) -> None:
 
 
 def _fitted(model: OpenModel, name: str, tensor: Tensor) -> tuple[Tensor, list[str]]:
-    """The donor's tensor as the model stores it; a notice where that rounds."""
+    """Return the donor's tensor in the model's dtype, and a notice if that rounds it."""
     info = model.checkpoint.tensors[name]
     fitted = tensor.to(info.dtype.torch).reshape(info.shape)
     if bool((fitted.to(tensor.dtype).reshape(tensor.shape) == tensor).all()):

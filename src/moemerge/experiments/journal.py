@@ -26,8 +26,8 @@ class CellJournal:
         self.path = folder / CELLS
         self._scale = dict(scale)
         self._found: dict[tuple[str, str], dict[str, Any]] = {}  # by set and cell name
-        self._cells: LineStore | None = None
-        self._seconds: LineStore | None = None
+        self._store: LineStore | None = None
+        self._timings: LineStore | None = None
         for number, entry in enumerate(read_lines(self.path, None, HINT), 1):
             _check_entry(entry, f"{self.path}, line {number}")
             if entry["scale"] == self._scale:
@@ -35,15 +35,15 @@ class CellJournal:
 
     def open(self) -> LineStore:
         """Lock the file of cells; refuse if another run is writing it."""
-        if self._cells is None:
-            self._cells = LineStore(self.path, None, durable=True, hint=HINT)
-        return self._cells
+        if self._store is None:
+            self._store = LineStore(self.path, None, durable=True, hint=HINT)
+        return self._store
 
     def close(self) -> None:
-        for store in (self._cells, self._seconds):
+        for store in (self._store, self._timings):
             if store is not None:
                 store.close()
-        self._cells = self._seconds = None
+        self._store = self._timings = None
 
     def add(self, key: Repeat, cell: Measurement, result: Mapping[str, Any]) -> None:
         """Store a finished cell. It is synced to disk when this returns."""
@@ -53,9 +53,9 @@ class CellJournal:
 
     def add_seconds(self, key: str, seconds: float, cpu_seconds: float) -> None:
         """Store the time of a work item. No result depends on it."""
-        if self._seconds is None:
-            self._seconds = LineStore(self.path.with_name(SECONDS), None, hint=HINT)
-        self._seconds.add(
+        if self._timings is None:
+            self._timings = LineStore(self.path.with_name(SECONDS), None, hint=HINT)
+        self._timings.add(
             {"task": key, "seconds": round(seconds, 2), "cpu_seconds": round(cpu_seconds, 2)}
         )
 

@@ -1,11 +1,10 @@
-"""The page: a diagnosis as one HTML file that opens from disk and asks no network for anything.
+"""The page of a diagnosis: one HTML file that opens from disk and needs no network.
 
-    reading     the document: which models, domains and layers, and the words of their figures
-    plots       plotly, and what a model looks like in every chart
-    layers      mismatch, divergence and drift over the layers; routers exchanged
-    experts     loads, and which experts lost tokens to which
-    checks      whether the quadratic model holds; how a calibration converged
-    assemble    page.html and page.js filled in and packed into one text, in the frame of all pages
+plots       the document, plotly, and the colours and axes of all charts
+layers      mismatch, divergence and drift over the layers; swapped routers; refit
+experts     loads, and which experts lost tokens to which
+checks      whether the quadratic model holds; how a calibration converged
+assemble    page.html and page.js filled in and packed into one text
 
 plotly is an extra: nothing here imports it before `require_page` has found it.
 """
@@ -20,12 +19,12 @@ from typing import Any
 from moemerge.errors import UsageError
 from moemerge.report.files import save_page
 
-# By the names they are imported by; all of them are in the extra.
+# Names of imports; all of them are in the extra.
 NEEDED = ("plotly", "jinja2")
 
 
 def require_page() -> None:
-    """Refuse, before any long work, where the libraries that draw the page are missing."""
+    """Refuse, before any long work, if the libraries that draw the page are missing."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(
@@ -35,7 +34,7 @@ def require_page() -> None:
 
 
 def render_page(document: Mapping[str, Any]) -> str:
-    """The whole page of a diagnosis document as text."""
+    """Return the page of a diagnosis document as text."""
     require_page()
     from moemerge.report.page.assemble import render
 
@@ -43,5 +42,5 @@ def render_page(document: Mapping[str, Any]) -> str:
 
 
 def write_page(document: Mapping[str, Any], path: Path) -> Path:
-    """Write the page to `path`, whole or not at all."""
+    """Write the page to `path`, complete or not at all."""
     return save_page(render_page(document), path)

@@ -1,4 +1,4 @@
-"""The page put together: page.html filled in, the library and the charts packed into it."""
+"""Assemble the page: fill in page.html, and embed the library and the charts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moemerge.report.page.plots import Group, Reading, lines_of
 from moemerge.report.words import NONE, Quantity, number, short
 
 TITLE = 60
-# What a document may lack, and a page does without.
+# Optional parts of a document.
 OPTIONAL = (
     "advice", "command", "created", "device", "domains", "dtype", "notices", "version",
 )  # fmt: skip
@@ -67,7 +67,7 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _groups(reading: Reading) -> dict[str, tuple[Group, ...]]:
-    """The charts of every section; of one without, nothing is shown."""
+    """Return the charts of every section; sections without charts are not shown."""
     loaded, moved = (any(row.get(key) for row in reading.layers) for key in ("load", "flow"))
     swapped, solved = swaps(reading), solver(reading)
     return {
@@ -91,7 +91,7 @@ def _json(value: Any) -> str:
 
 
 def _flags(text: str) -> Markup:
-    """Escaped, with the command line's flags set as code, which no line break takes apart."""
+    """Escape a text, and mark its flags as code without line breaks."""
     return Markup(re.sub(r"(?<![\w-])(--[a-z][a-z-]*)", r"<code>\1</code>", str(escape(text))))
 
 
@@ -105,7 +105,7 @@ def _count(value: Any) -> str:
 
 
 def _theory(reading: Reading) -> str:
-    """The answer of the section that asks; where there are several models, for whom."""
+    """Return the answer of the section's question; with several models, for which one."""
     answer = str((reading.document.get("verdict") or {}).get("theory") or "")
     if answer and len(reading.models) > 1:
         return f"{reading.names[reading.models[0]]}: {answer[0].lower()}{answer[1:]}"
@@ -113,7 +113,7 @@ def _theory(reading: Reading) -> str:
 
 
 def _headline(reading: Reading) -> list[str]:
-    """The line under the title: what kind of model, how much text."""
+    """Return the line below the title: the model's architecture and the amount of text."""
     model = reading.document.get("model") or {}
     texts = (reading.document.get("domains") or {}).values()
     tokens = sum(number((text or {}).get("tokens")) or 0.0 for text in texts)

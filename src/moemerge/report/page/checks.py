@@ -1,4 +1,4 @@
-"""Charts of what a calibration stands on: is its quadratic model true here, did it converge?"""
+"""Charts that check a calibration: does its quadratic model hold, did the solver converge?"""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from moemerge.report.page.plots import (
 from moemerge.report.words import mean, number, percent, plain, short
 
 HEIGHT = 260
-# The paper's bounds for the relative shift of the logits.
+# The paper's bounds for the relative logit shift.
 BANDS = ("below 0.1", "0.1 to 0.2", "above 0.2")
 
 
 def checks(reading: Reading) -> tuple[Group, Group]:
-    """How far the logits of one model moved; how well the quadratic model fits all of them."""
+    """Return charts of one model's logit shifts, and of the quadratic model's fit."""
     shifts = Group("shift", (_shifts(reading),), choices=choices_of(reading))
     lines = tuple(lines_of(reading).values())
     return shifts, Group("quadratic", (_quadratic(reading),), lines=lines)
 
 
 def _shifts(reading: Reading) -> Chart:
-    """The share of tokens whose logits moved little, some, much: three bands that add up to 1."""
+    """Return the share of tokens with a small, moderate and large logit shift."""
     pairs = product(enumerate(reading.domains), enumerate(reading.models))
     views = {
         view_key(reading, d, m): _shift_view(reading, model, domain)
@@ -90,14 +90,14 @@ def _shift_view(reading: Reading, model: str, domain: str) -> View:
 
 
 def _bands(small: float | None, moderate: float | None) -> tuple[float | None, ...]:
-    """The shares of the three bands, from the shares below each bound."""
+    """Return the shares of the three bands, from the shares below each bound."""
     if small is None or moderate is None:
         return (None, None, None)
     return (small, round(max(0.0, moderate - small), 4), round(max(0.0, 1.0 - moderate), 4))
 
 
 def _quadratic(reading: Reading) -> Chart:
-    """The second-order model of the divergence against the divergence itself, a dot a router."""
+    """Return a scatter plot of the quadratic model against the KL itself, one dot per router."""
     traces: list[Any] = []
     sizes: list[float] = []
     lines = lines_of(reading)
@@ -137,7 +137,7 @@ def _quadratic(reading: Reading) -> Chart:
 
 
 def _points(reading: Reading, model: str) -> list[tuple[float, float, str]]:
-    """Those of a model that a logarithmic axis can show."""
+    """Return the points of a model that a logarithmic axis can show."""
     points = []
     for row in reading.layers:
         kl, quadratic = number(row.get("kl_on_features")), number(row.get("quadratic"))
@@ -167,7 +167,7 @@ POINTS = 160
 
 
 def solver(reading: Reading) -> Group | None:
-    """Residuals step by step, steps a layer, divergence before and after."""
+    """Return charts of residuals, steps per layer, and KL before and after."""
     rows = [row for row in reading.calibration.get("layers") or [] if "layer" in row]
     if not rows:
         return None
@@ -181,7 +181,7 @@ def solver(reading: Reading) -> Group | None:
 def _residuals(rows: Sequence[Row], rtol: float | None, colour: str) -> Chart:
     curves = {int(row["layer"]): _history(row) for row in rows}
     slowest = max(curves, key=lambda layer: len(curves[layer]))
-    # The slowest is drawn last, on top of the others.
+    # The slowest is drawn last, on top.
     order = [layer for layer in curves if layer != slowest] + [slowest]
     traces = [_curve(layer, curves[layer], colour, layer == slowest) for layer in order]
     shapes: list[dict[str, Any]] = []
@@ -214,7 +214,7 @@ def _residuals(rows: Sequence[Row], rtol: float | None, colour: str) -> Chart:
 
 
 def _history(row: Row) -> list[tuple[int, float]]:
-    """(step, residual) of a solve: its whole history, or its end where only that is known."""
+    """Return (step, residual) of a solve: its whole history, or its end if only that is known."""
     values = [number(value) for value in row.get("residuals") or []]
     points = [(i, v) for i, v in enumerate(values) if v is not None and v > 0]
     if not points:

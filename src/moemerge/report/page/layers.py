@@ -1,4 +1,4 @@
-"""Charts over the layers (mismatch, divergence, drift), and what other routers would change."""
+"""Charts over the layers: mismatch, divergence, drift, swapped routers, and refit errors."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Panel:
     key: str
     title: str
     quantity: Quantity
-    floor: float  # the axis reaches at least so far: noise should not fill a panel
-    alone: str | None = None  # the same with both routers on the model's features
-    logarithmic: bool = False  # offered as a choice
+    floor: float  # least end of the axis: noise should not fill a panel
+    alone: str | None = None  # the same figure with both routers on the model's features
+    logarithmic: bool = False  # selectable
 
 
 MISMATCH = Panel("mismatch", "Mismatched choices", Quantity.SHARE, 0.02)
@@ -59,7 +59,7 @@ def alone_line(line: Line) -> Line:
 
 
 def panels(reading: Reading, what: Panel) -> Group:
-    """One panel a domain, one line a model, the same axes in all."""
+    """Return one panel per domain with one line per model, all with the same axes."""
     keys = [what.key] + ([what.alone] if what.alone else [])
     values = [v for key in keys for v in series(reading.layers, key)]
     top = ceiling(values, what.floor)
@@ -77,7 +77,7 @@ def panels(reading: Reading, what: Panel) -> Group:
 
 
 def _scales(low: float, top: float) -> tuple[Mapping[str, Any], ...]:
-    """The y axis for each of the scales."""
+    """Return the y axis for each of the scales."""
     ends = [math.log10(low / 1.3), math.log10(top)]
     logarithmic = {"type": "log", "range": ends, **log_ticks(ends)}
     return {"yaxis": {"type": "linear"}}, {"yaxis": logarithmic}
@@ -115,7 +115,7 @@ def _panel(
 
 
 def _note(reading: Reading, what: Panel, domain: str) -> str:
-    """The panel in words: the diagnosed model's mean and worst layer, and the other's mean."""
+    """Describe a panel: the diagnosed model's mean and worst layer, and the other's mean."""
     first, *others = reading.models
     rows = reading.rows(first, domain)
     text = f"mean {_mean_text(reading, what, first, domain)}"
@@ -138,16 +138,16 @@ def _mean_text(reading: Reading, what: Panel, model: str, domain: str) -> str:
 # --- routers exchanged --------------------------------------------------------------------------
 
 SWAP_HEIGHT = 280
-# Characters of a domain's name on the axis: of all of them together.
+# Total characters of the domains' names on the axis.
 NAMES_WIDTH = 48
 MODEL = "model"
-Pair = tuple[bool, bool]  # are the weights the model's, are the routers?
+Pair = tuple[bool, bool]  # (the weights are the model's, the routers are the model's)
 # Zero is the source with its own routers.
 PAIRS: tuple[Pair, ...] = ((True, True), (True, False), (False, True))
 
 
 def swaps(reading: Reading) -> Group | None:
-    """Bars for each domain: the mismatch, and the loss above the source's own."""
+    """Return bars for each domain: the mismatch, and the loss above the source's."""
     by_pair = _by_pair(reading)
     if not by_pair:
         return None
@@ -163,7 +163,7 @@ def swaps(reading: Reading) -> Group | None:
 
 
 def _by_pair(reading: Reading) -> dict[Pair, dict[str, Row]]:
-    """Swaps by what was combined, then by domain; the model as it is comes from the totals."""
+    """Return swaps by combination and domain; the unchanged model comes from the totals."""
     if not reading.swaps:
         return {}
     as_it_is = {d: reading.total(reading.models[0], d) for d in reading.domains}
@@ -214,7 +214,7 @@ def _swap_chart(
 
 
 def _bars(reading: Reading, pair: Pair, heights: list[float | None], shown: str) -> Any:
-    """The colour is that of the weights; hatched, the routers are another's."""
+    """Colours show whose weights these are; hatched bars have the other model's routers."""
     own_weights, own_routers = pair
     name = "model" if own_weights else "source"
     if own_weights != own_routers:
@@ -240,7 +240,7 @@ def _bars(reading: Reading, pair: Pair, heights: list[float | None], shown: str)
 
 
 def _ticks(domains: Sequence[str]) -> list[str]:
-    """Names short enough to stand side by side, and still different from each other."""
+    """Shorten names to fit next to each other, and keep them different."""
     room = max(6, NAMES_WIDTH // len(domains))
     names = [safe(short(domain, room)) for domain in domains]
     return (
@@ -249,11 +249,11 @@ def _ticks(domains: Sequence[str]) -> list[str]:
 
 
 def _swap_note(key: str, bars: dict[Pair, list[float | None]]) -> str:
-    """How much of the damage goes when the source's routers are put into the model."""
+    """Describe how much of the damage the source's routers undo in the model."""
     kept, put = bars.get((True, True), []), bars.get((True, False), [])
     pairs = [(a, b) for a, b in zip(kept, put, strict=False) if a is not None and b is not None]
     if not pairs:
-        return "zero is the source as it is"
+        return "zero is the unchanged source"
     before, after = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
     words = percent if key == "mismatch" else "{:+.3f}".format
     return f"the source's routers in the model: {words(after)} instead of {words(before)}"
@@ -268,7 +268,7 @@ ON = {"calibration": "Error left, calibration rows", "held_out": "Error left, ro
 
 
 def refit(reading: Reading) -> tuple[Group, ...]:
-    """Nothing where no model was refitted."""
+    """Return the charts of a refit; none if no model was refitted."""
     rows = [row for row in reading.refit.get("layers") or [] if "layer" in row]
     errors = [chart for on in ON if (chart := _errors(rows, on)) is not None]
     drifts = _drifts(reading, rows)
@@ -279,7 +279,7 @@ def refit(reading: Reading) -> tuple[Group, ...]:
 
 
 def _errors(rows: Sequence[Row], on: str) -> Chart | None:
-    """Kinds of maps downwards, layers to the right."""
+    """Kinds of maps run downwards, layers to the right."""
     shares = [_mapping(_mapping(row.get("error_left")).get(on)) for row in rows]
     kinds = list(dict.fromkeys(kind for own in shares for kind in own))
     if not kinds:
@@ -306,12 +306,12 @@ def _errors(rows: Sequence[Row], on: str) -> Chart | None:
         yaxis=axis(type="category", autorange="reversed", showgrid=False, automargin=True),
     )
     known = [value for line in values for value in line if value is not None]
-    note = f"mean over the tiles {percent(mean(known))}; 100% is as merged"
+    note = f"mean over the tiles {percent(mean(known))}; 100% is the unrepaired merge"
     return Chart(f"refit-{on}", ON[on], note, drawn, height)
 
 
 def _drifts(reading: Reading, rows: Sequence[Row]) -> tuple[Chart, ...]:
-    """A chart for each domain, with the same axes."""
+    """Return a chart for each domain, all with the same axes."""
     known = [row for row in rows if row["layer"] is not None and row.get("drift_after")]
     names = list(dict.fromkeys(name for row in known for name in row["drift_after"]))
     layers = [int(row["layer"]) for row in known]
@@ -336,7 +336,7 @@ def _drifts(reading: Reading, rows: Sequence[Row]) -> tuple[Chart, ...]:
             xaxis=layer_axis(layers),
             yaxis=axis(range=[0, top], tickformat="~g", nticks=5),
         )
-        note = f"last layer: {_last(pair[0])} as merged (grey), {_last(pair[1])} refitted"
+        note = f"last layer: {_last(pair[0])} before (grey), {_last(pair[1])} refitted"
         charts.append(Chart(f"refit-drift-{at}", short(name, TITLE), note, drawn, HEIGHT))
     return tuple(charts)
 
