@@ -309,7 +309,7 @@ def formats(quantity: Quantity) -> tuple[str, str]:
 
 
 def log_ticks(ends: Sequence[float]) -> dict[str, Any]:
-    """Return ticks of a logarithmic axis between two exponents: decades, or 1, 2, 5 on a short one."""
+    """Return ticks of a logarithmic axis between two exponents: decades, or 1, 2, 5."""
     decades = ends[1] - ends[0]
     if decades < 0.5:
         return {"tickformat": "~g", "dtick": "D1"}
