@@ -8,7 +8,7 @@ import pytest
 
 from moemerge.config.data import DataSettings
 from moemerge.config.translate import parse_settings
-from moemerge.data.job import Benchmark, balanced, distinct, normal, read_text
+from moemerge.data.job import Benchmark, balanced, distinct, normal, text_of
 from moemerge.errors import ConfigError, DataError
 from moemerge.generation.prompts import read_prompts
 from moemerge.text.rows import TextRow
@@ -90,9 +90,9 @@ def test_templates_hold_prompts_and_other_columns():
 
 def test_plain_text():
     rows = [TextRow("a, row 1", {"text": "x"}), TextRow("b, row 1", {"content": "y"})]
-    assert [read_text(row, settings()) for row in rows] == [("a", "x"), ("b", "y")]
+    assert [text_of(row, settings()) for row in rows] == [("a", "x"), ("b", "y")]
     with pytest.raises(DataError, match="no text in column 'body'"):
-        read_text(rows[0], settings(map={"text": "body"}))
+        text_of(rows[0], settings(map={"text": "body"}))
 
 
 def test_repetitions_are_found_whatever_their_case_and_spacing():

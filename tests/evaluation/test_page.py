@@ -10,7 +10,7 @@ import pytest
 from evaluation.cases import run, write_task
 from moemerge.errors import DataError, UsageError
 from moemerge.evaluation.page import model_index, with_index
-from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
+from moemerge.evaluation.report import EvaluationReport, TaskScores, compare_models
 from moemerge.report.scores import render_scores
 from report.scores_sample import HOSTILE, sample_page
 
@@ -22,7 +22,7 @@ def report() -> EvaluationReport:
         "gsm8k", "GSM8K", "math", ("1", "2", "3"), scores, single=True,
         source="openai/gsm8k:main/test*",
     )  # fmt: skip
-    rows = compare([task], ["a", 'b"'], draws=100, seed=0)
+    rows = compare_models([task], ["a", 'b"'], draws=100, seed=0)
     return EvaluationReport("correct", {}, {"a": "out/a", 'b"': "b"}, (task,), rows)
 
 

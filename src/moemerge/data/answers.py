@@ -86,10 +86,10 @@ def forget(out: Path) -> None:
 
 # --- rows as they are written ---------------------------------------------------------------------
 
-Row = dict[str, Any]
 
-
-def answered_row(prompt: PromptRow, response: str, tokenizer: Tokenizer, *, ended: bool) -> Row:
+def answered_row(
+    prompt: PromptRow, response: str, tokenizer: Tokenizer, *, ended: bool
+) -> dict[str, Any]:
     """Return a row of a prompt and its answer, which reads back as the tokens that the model wrote.
 
     Without a chat template the answer follows the prompt directly, and the end token that the model
@@ -101,7 +101,7 @@ def answered_row(prompt: PromptRow, response: str, tokenizer: Tokenizer, *, ende
     return {"text": _joined(prompt) + response + end}
 
 
-def reference_row(prompt: PromptRow, tokenizer: Tokenizer) -> Row:
+def reference_row(prompt: PromptRow, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a row of a prompt and the data set's own solution."""
     assert prompt.reference is not None
     if has_template(tokenizer):
@@ -109,7 +109,7 @@ def reference_row(prompt: PromptRow, tokenizer: Tokenizer) -> Row:
     return {"prompt": _joined(prompt), "response": prompt.reference}
 
 
-def prompt_row(prompt: PromptRow, tokenizer: Tokenizer) -> Row:
+def prompt_row(prompt: PromptRow, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a row of a prompt alone."""
     if not has_template(tokenizer):
         return {"text": _joined(prompt)}
@@ -118,7 +118,7 @@ def prompt_row(prompt: PromptRow, tokenizer: Tokenizer) -> Row:
     return {"messages": list(prompt.turns)}
 
 
-def _conversation(prompt: PromptRow, response: str) -> Row:
+def _conversation(prompt: PromptRow, response: str) -> dict[str, Any]:
     if len(prompt.turns) == 1:
         return {"prompt": prompt.turns[0]["content"], "response": response}
     return {"messages": [*prompt.turns, {"role": "assistant", "content": response}]}

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 from moemerge.checkpoint.output import check_output_file
 from moemerge.config.data import DataSettings
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.config.translate import parse_settings
 from moemerge.errors import DataError, UsageError
 from moemerge.generation.prompts import (
@@ -109,14 +109,14 @@ def grams(words: Sequence[str], n: int) -> Iterable[tuple[str, ...]]:
 
 NO_CHECK = "none"
 MARK_BYTES = 12  # bytes of a text's hash: a collision has a chance of 1e-15 among ten million
-SUFFIXES = (".jsonl", ".jsonl.gz")
+OUTPUT_SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
 @dataclass(frozen=True)
 class DataRequest:
     """The model, its prompts or plain text, and the output file."""
 
-    model: str | Path | ModelRef
+    model: ModelLike
     out: Path
     settings: DataSettings
     prompts: Sequence[TextSource] = ()
@@ -142,10 +142,10 @@ def check_request(request: DataRequest) -> None:
     """Refuse contradictions, before any file is read."""
     settings = request.settings
     check_output_file(request.out, overwrite=request.overwrite)
-    if not request.out.name.endswith(SUFFIXES):
+    if not request.out.name.endswith(OUTPUT_SUFFIXES):
         raise UsageError(
             f"the output {request.out} is of an unknown kind",
-            hint=f"name it {' or '.join(SUFFIXES)}",
+            hint=f"name it {' or '.join(OUTPUT_SUFFIXES)}",
         )
     if settings.completions is not None:  # an existing file is replaced
         check_output_file(settings.completions, overwrite=True)
@@ -185,8 +185,8 @@ def select_texts(request: DataRequest) -> tuple[list[tuple[str, str]], Selected]
     """Return the selected (group, text) pairs of plain text, and counts of the others."""
     settings = request.settings
     rows = Rows(located(request.text))
-    chosen = _choose((read_text(row, settings) for row in rows), settings)
-    taken = [read_text(row, settings) for row in rows.take(chosen.places)]
+    chosen = _choose((text_of(row, settings) for row in rows), settings)
+    taken = [text_of(row, settings) for row in rows.take(chosen.places)]
     return taken, Selected((), chosen.read, chosen.repeated, chosen.contaminated)
 
 
@@ -252,7 +252,7 @@ def opened_verifier(settings: DataSettings) -> Iterator[Verifier | None]:
         verifier.close()
 
 
-def read_text(row: TextRow, settings: DataSettings) -> tuple[str, str]:
+def text_of(row: TextRow, settings: DataSettings) -> tuple[str, str]:
     """Return (group, text) of a row of plain text."""
     fields = row_fields(row)
     column = settings.map.get("text") or next((c for c in USUAL["text"] if c in fields), "text")

@@ -32,7 +32,7 @@ from moemerge.data.job import (
 from moemerge.errors import DataError
 from moemerge.generation.engine import Finish
 from moemerge.generation.prompts import PromptRow, open_tokenizer
-from moemerge.generation.run import Counts, Generated, count
+from moemerge.generation.run import Counts, Generated, count_answers
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.rows import write_rows
 from moemerge.text.tokens import Tokenizer
@@ -166,7 +166,7 @@ def _finish(
     begun: float,
 ) -> DataReport:
     settings = request.settings
-    counts = count((a.completion, a.judged) for a in answers)
+    counts = count_answers((a.completion, a.judged) for a in answers)
     if not rows:
         raise DataError(
             f"nothing to keep: {_describe(counts)}" if answers else "nothing to keep",
@@ -188,7 +188,7 @@ def _finish(
         prompts=len(selected.prompts),
         answers=counts,
         by_group={
-            name: count((a.completion, a.judged) for a in answers if a.prompt.group == name)
+            name: count_answers((a.completion, a.judged) for a in answers if a.prompt.group == name)
             for name in groups
         },
         kept=len(kept),

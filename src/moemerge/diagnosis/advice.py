@@ -51,7 +51,7 @@ class Overall:
         return all(total.mismatch == 0 and total.kl == 0 for total in self.totals)
 
 
-def overall(totals: Sequence[DomainTotal]) -> dict[str, Overall]:
+def overall_totals(totals: Sequence[DomainTotal]) -> dict[str, Overall]:
     """Return the totals of every model by name, the diagnosed one first."""
     names = dict.fromkeys(total.model for total in totals)
     return {name: Overall(name, [t for t in totals if t.model == name]) for name in names}
@@ -83,13 +83,13 @@ def _least_loss(models: Sequence[Overall]) -> Overall:
     raise AssertionError("unreachable: some model has the least loss")
 
 
-def judge(totals: Sequence[DomainTotal], names: Mapping[str, str] | None = None) -> Verdict:
+def verdict_of(totals: Sequence[DomainTotal], names: Mapping[str, str] | None = None) -> Verdict:
     """Return the verdict on the diagnosed model: a sentence and three numbers, averaged over
     domains.
 
     `names` are the display names of models, if they differ from those in the totals.
     """
-    models = overall(totals)
+    models = overall_totals(totals)
     own = models[MODEL]
     mismatch, touched, gap = own.mismatch, own.mean("any_mismatch"), own.loss_gap
     third = (
@@ -208,7 +208,7 @@ def advise(measured: Measurements) -> tuple[str, ...]:
     It is about the recommended model. If two are recommended and the diagnosed model is one of
     them, it is about that one.
     """
-    models = overall(measured.totals)
+    models = overall_totals(measured.totals)
     elsewhere = _elsewhere(measured)
     if models[MODEL].routes_exactly:
         return (

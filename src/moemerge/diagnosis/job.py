@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moemerge.architectures.opened import OpenModel, open_model
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.config.settings import DiagnosisSettings
 from moemerge.diagnosis.results import MODEL
 from moemerge.errors import UsageError
@@ -46,8 +45,6 @@ SAME_MODELS = (
     "models are compared token by token and layer by layer: they must share an architecture"
 )
 
-Reference = str | Path | ModelRef
-
 
 @dataclass(frozen=True)
 class DiagnosisRequest:
@@ -56,10 +53,10 @@ class DiagnosisRequest:
     A domain without a source is measured against the settings' `base`.
     """
 
-    model: Reference
-    sources: Mapping[str, Reference]
+    model: ModelLike
+    sources: Mapping[str, ModelLike]
     data: Mapping[str, Sequence[TextSource]]
-    against: Sequence[Reference]
+    against: Sequence[ModelLike]
     settings: DiagnosisSettings
     label: str | None = None  # the display name of a model in a temporary folder
     command: str | None = None  # the command that repeats this, if it is not `moemerge diagnose`
@@ -70,7 +67,7 @@ class DiagnosisRequest:
         return tuple(name for name in self.data if name not in self.sources)
 
     @property
-    def references(self) -> dict[str, Reference]:
+    def references(self) -> dict[str, ModelLike]:
         """The model that each domain is measured against: its source, or the base."""
         base = self.settings.base
         bases = {} if base is None else dict.fromkeys(self.unspoken, base)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.config.settings import DiagnosisSettings
 from moemerge.config.translate import parse_settings
 from moemerge.diagnosis.advice import NOTICEABLE
@@ -43,8 +43,8 @@ class BeforeAndAfter:
     def of(
         cls,
         report: str | Path | None,
-        models: tuple[str | Path | ModelRef, Path],
-        sources: Mapping[str, str | Path | ModelRef],
+        models: tuple[ModelLike, Path],
+        sources: Mapping[str, ModelLike],
         data: Mapping[str, Sequence[TextSource]],
         settings: Mapping[str, Any],
         *,

@@ -17,7 +17,7 @@ from moemerge.architectures.describe import gate_in_words
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.documents import CalibrationDocument, RefitDocument, parse_document
 from moemerge.config.settings import DiagnosisSettings, as_flags, plugin_flags
-from moemerge.diagnosis.advice import Measurements, advise, judge
+from moemerge.diagnosis.advice import Measurements, advise, verdict_of
 from moemerge.diagnosis.job import (
     DiagnosisJob,
     DiagnosisRequest,
@@ -258,7 +258,7 @@ def _diagnosis(
         calibration_of=next(iter(calibrations), None),
         refit=next(iter(refits.values()), None),
         refit_of=next(iter(refits), None),
-        verdict=judge(spoken, names),
+        verdict=verdict_of(spoken, names),
         advice=advise(measured),
         settings=settings_data(request.settings),
         device=str(job.stream.device),

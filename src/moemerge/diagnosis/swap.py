@@ -14,7 +14,7 @@ from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.checkpoint import CheckpointPatch, check_output, require_space
 from moemerge.config.fields import LayerSelection
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.lockstep.models import layers_among, pair_routing, require_same_family
 from moemerge.report.files import (
@@ -27,8 +27,6 @@ from moemerge.report.files import (
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.progress import Progress
 from moemerge.version import __version__
-
-Reference = str | Path | ModelRef
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,8 @@ class SwapReport:
 
 
 def swap_routers(
-    model: Reference,
-    donor: Reference,
+    model: ModelLike,
+    donor: ModelLike,
     out: Path,
     *,
     layers: LayerSelection,

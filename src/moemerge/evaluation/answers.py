@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from moemerge.config.generation import GenerationSettings
+from moemerge.config.models import ModelLike
 from moemerge.errors import DataError
-from moemerge.evaluation.job import EvaluationJob, Model, PosedTask, generation_settings
+from moemerge.evaluation.job import EvaluationJob, PosedTask, generation_settings
 from moemerge.generation.engine import Completion, Finish
 from moemerge.generation.journal import CompletionJournal, prompt_key
 from moemerge.generation.prompts import open_tokenizer, tokenized
@@ -31,7 +32,7 @@ from moemerge.text.templates import has_template
 from moemerge.text.tokens import Tokenizer
 
 _UNSAFE: Final = re.compile(r"[^\w.+-]+")
-KIND: Final = "moemerge evaluation"
+INDEX_KIND: Final = "moemerge evaluation"
 
 
 def file_name(text: str) -> str:
@@ -81,7 +82,7 @@ class CompletionIndex:
         hint = "delete it: the same command without `rescore` writes it anew"
         try:
             content = read_object(path, hint, DataError)
-            if content["kind"] != KIND:
+            if content["kind"] != INDEX_KIND:
                 raise ValueError(f"its kind is {content['kind']!r}")
             tasks = {
                 task: {name: Asked(**asked) for name, asked in problems.items()}
@@ -101,7 +102,7 @@ class CompletionIndex:
 
     def write(self) -> None:
         content = {
-            "kind": KIND,
+            "kind": INDEX_KIND,
             "model": self.model,
             "made_by": self.made_by,
             "tasks": {
@@ -124,7 +125,7 @@ class AnsweredTask:
     completions: Completions
 
 
-Answers = dict[str, dict[str, AnsweredTask]]  # model -> task
+AnswersByModel = dict[str, dict[str, AnsweredTask]]  # model -> task
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class AskedModel:
     """A model with its tokenizer, and every prompt as it will see it."""
 
     name: str
-    model: Model
+    model: ModelLike
     tokenizer: Tokenizer
     prompts: Mapping[str, tuple[str, ...]]  # task -> prompts
     tokens: Mapping[str, tuple[tuple[int, ...], ...]]
@@ -164,7 +165,7 @@ def ask(job: EvaluationJob) -> list[AskedModel]:
     return [_asked(job, name, model) for name, model in job.models.items()]
 
 
-def _asked(job: EvaluationJob, name: str, model: Model) -> AskedModel:
+def _asked(job: EvaluationJob, name: str, model: ModelLike) -> AskedModel:
     tokenizer = open_tokenizer(model)
     if job.settings.plain:
         tokenizer.chat_template = None
@@ -235,7 +236,7 @@ def answer(job: EvaluationJob, asked: AskedModel, progress: Progress) -> dict[st
     return answered
 
 
-def recall(job: EvaluationJob, progress: Progress) -> Answers:
+def recall(job: EvaluationJob, progress: Progress) -> AnswersByModel:
     """Read answers from the folder, of the named models or of all."""
     groups = _groups(job)
     drawn = [drawn_by(settings) for settings, _tasks in groups]
@@ -296,7 +297,7 @@ def _missing(job: EvaluationJob, label: str, task: PosedTask, count: int) -> Dat
     )
 
 
-def failures(answers: Answers) -> list[str]:
+def failures(answers: AnswersByModel) -> list[str]:
     """Return one line per task with failed completions."""
     lines = []
     for model, tasks in answers.items():

@@ -13,10 +13,11 @@ from typing import Any, Final
 import numpy as np
 
 from moemerge.config.generation import GenerationSettings
+from moemerge.config.models import ModelLike
 from moemerge.config.translate import parse_settings
 from moemerge.errors import DataError, UsageError
 from moemerge.evaluation.answers import CompletionIndex
-from moemerge.evaluation.job import SUFFIXES, EvaluationJob, Model
+from moemerge.evaluation.job import TASK_SUFFIXES, EvaluationJob
 from moemerge.evaluation.report import TaskScores
 from moemerge.generation.journal import CompletionJournal
 from moemerge.generation.prompts import open_tokenizer
@@ -39,7 +40,7 @@ def require_lm_eval() -> None:
 class Bridge:
     """Answers lm-eval's requests for one model, through `language_model`."""
 
-    def __init__(self, job: EvaluationJob, model: Model, progress: Progress) -> None:
+    def __init__(self, job: EvaluationJob, model: ModelLike, progress: Progress) -> None:
         self._job = job
         self._model = model
         self._progress = progress
@@ -219,7 +220,7 @@ def _tasks(names: Sequence[str]) -> tuple[Any, list[Any]]:
     """Return lm-eval's index of tasks, and the requested ones: names, or lm-eval's task files."""
     from lm_eval.tasks import TaskManager
 
-    files = [Path(name) for name in names if name.lower().endswith(SUFFIXES)]
+    files = [Path(name) for name in names if name.lower().endswith(TASK_SUFFIXES)]
     for file in files:
         if not file.is_file():
             raise DataError(f"no such task file {file}")

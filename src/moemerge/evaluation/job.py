@@ -16,7 +16,7 @@ from moemerge.config.evaluation import (
     load_task,
 )
 from moemerge.config.generation import GenerationSettings
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.config.translate import parse_settings
 from moemerge.errors import DataError, UsageError
 from moemerge.generation.prompts import PromptRow, located, read_prompts
@@ -24,7 +24,7 @@ from moemerge.registry import did_you_mean
 from moemerge.report.words import display_names
 from moemerge.text.rows import TextSource, read_rows
 
-SUFFIXES: Final = (".yml", ".yaml")
+TASK_SUFFIXES: Final = (".yml", ".yaml")
 _FOLDER: Final = Path(__file__).parent / "tasks"
 
 
@@ -52,7 +52,7 @@ def task_names() -> list[str]:
 
 def find_task(name: str) -> BenchmarkTask:
     """Return a task of the package by name, or a task file of the user."""
-    if name.lower().endswith(SUFFIXES):
+    if name.lower().endswith(TASK_SUFFIXES):
         path = Path(os.path.expanduser(name))
         return BenchmarkTask(path.stem, load_task(path), path)
     path = _FOLDER / f"{name}.yml"
@@ -66,14 +66,13 @@ def find_task(name: str) -> BenchmarkTask:
 
 # Columns that may name problems. The first with unique values is used.
 NAMING: Final = ("task_id", "unique_id", "id", "key")
-Model = str | Path | ModelRef
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
     """The models, the tasks, and the folder that keeps the answers."""
 
-    models: Sequence[Model]
+    models: Sequence[ModelLike]
     tasks: Sequence[str]
     settings: EvaluationSettings
     output: EvaluationOutputSettings
@@ -101,7 +100,7 @@ class EvaluationJob:
 
     request: EvaluationRequest
     tasks: tuple[PosedTask, ...]
-    models: Mapping[str, Model]  # by their names in tables
+    models: Mapping[str, ModelLike]  # by their names in tables
 
     @property
     def settings(self) -> EvaluationSettings:

@@ -153,7 +153,7 @@ class EvaluationReport:
         }
 
 
-def compare(
+def compare_models(
     tasks: Sequence[TaskScores], models: Sequence[str], *, draws: int, seed: int
 ) -> tuple[ResultRow, ...]:
     """Return the rows of the table: each domain's tasks and their average, then the mean of all."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from moemerge.config.evaluation import EvaluationSettings
 from moemerge.evaluation.answers import (
-    Answers,
+    AnswersByModel,
     AskedModel,
     answer,
     ask,
@@ -21,8 +21,8 @@ from moemerge.evaluation.answers import (
 from moemerge.evaluation.bridge import bridged_scores, require_lm_eval
 from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation_settings, prepare
 from moemerge.evaluation.page import check_cards, page_document, write_cards
-from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
-from moemerge.evaluation.scoring import ScoredTask, judge, opened_verifiers
+from moemerge.evaluation.report import EvaluationReport, TaskScores, compare_models
+from moemerge.evaluation.scoring import ScoredTask, judge_answers, opened_verifiers
 from moemerge.report.files import check_page_path, report_bytes, report_document
 from moemerge.report.scores import write_scores_page
 from moemerge.runtime.files import make_folder, write_whole
@@ -45,7 +45,7 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
         check_cards({name: str(model) for name, model in job.models.items()})
     with opened_verifiers(job, progress) as verifiers:
         answers = recall(job, progress) if request.output.rescore else _answered(job, progress)
-        scored = judge(job, verifiers, answers, progress)
+        scored = judge_answers(job, verifiers, answers, progress)
     report = _report(
         job, answers, scored, bridged_scores(job, progress) if request.output.lm_eval else []
     )
@@ -54,7 +54,7 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
     return report
 
 
-def _answered(job: EvaluationJob, progress: Progress) -> Answers:
+def _answered(job: EvaluationJob, progress: Progress) -> AnswersByModel:
     asked: Sequence[AskedModel] = ask(job)
     if job.tasks:
         for effort in efforts(job, asked):
@@ -64,7 +64,7 @@ def _answered(job: EvaluationJob, progress: Progress) -> Answers:
 
 def _report(
     job: EvaluationJob,
-    answers: Answers,
+    answers: AnswersByModel,
     scored: Sequence[ScoredTask],
     others: Sequence[TaskScores],
 ) -> EvaluationReport:
@@ -76,7 +76,7 @@ def _report(
         settings=settings.model_dump(mode="json"),
         models={name: given.get(name, name) for name in models},
         tasks=tasks,
-        rows=compare(tasks, models, draws=settings.draws, seed=settings.seed),
+        rows=compare_models(tasks, models, draws=settings.draws, seed=settings.seed),
         notices=(*failures(answers), *_notices(tasks, models)),
     )
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moemerge.evaluation.answers import Answers, file_name
+from moemerge.evaluation.answers import AnswersByModel, file_name
 from moemerge.evaluation.job import EvaluationJob, PosedTask
 from moemerge.evaluation.significance import Array
 from moemerge.generation.engine import Completion, Finish
-from moemerge.generation.run import Counts, count
+from moemerge.generation.run import Counts, count_answers
 from moemerge.runtime.files import make_folder
 from moemerge.runtime.progress import Progress
 from moemerge.verification.code_checks import CodeVerifier
@@ -51,7 +51,7 @@ class ScoredTask:
         )
 
     def counts(self, model: str) -> Counts:
-        return count(
+        return count_answers(
             (one.completion, one.judged) for samples in self.answers[model] for one in samples
         )
 
@@ -75,8 +75,11 @@ def opened_verifiers(job: EvaluationJob, progress: Progress) -> Iterator[dict[st
         yield {posed.name: made[posed.verify] for posed in job.tasks}
 
 
-def judge(
-    job: EvaluationJob, verifiers: Mapping[str, Verifier], answers: Answers, progress: Progress
+def judge_answers(
+    job: EvaluationJob,
+    verifiers: Mapping[str, Verifier],
+    answers: AnswersByModel,
+    progress: Progress,
 ) -> list[ScoredTask]:
     """Judge all answers. Texts that were judged before are looked up."""
     with ExitStack() as stack:
@@ -93,7 +96,7 @@ def _scored(
     job: EvaluationJob,
     posed: PosedTask,
     verifier: Verifier,
-    answers: Answers,
+    answers: AnswersByModel,
     progress: Progress,
 ) -> ScoredTask:
     prefill = posed.task.settings.prefill

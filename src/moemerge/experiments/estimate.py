@@ -59,7 +59,7 @@ class CellCost:
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingInput:
     """An input that is not on this machine."""
 
     what: str
@@ -74,7 +74,7 @@ class StudyEstimate:
     title: str
     nodes: tuple[NodeCost, ...]
     cells: tuple[CellCost, ...]
-    missing: tuple[Missing, ...]
+    missing: tuple[MissingInput, ...]
     peak_bytes: int | None  # models on disk at the same time
     free_bytes: int
     notices: tuple[str, ...] = field(default=())
@@ -261,14 +261,14 @@ def _problems(plan: StudyPlan, task: BenchmarkTask) -> int | None:
     return expected if limit is None else min(limit, expected)
 
 
-def _missing(plan: StudyPlan, nodes: Sequence[StudyNode]) -> Iterator[Missing]:
+def _missing(plan: StudyPlan, nodes: Sequence[StudyNode]) -> Iterator[MissingInput]:
     said: set[str] = set()
     for node in nodes:
         if node.kind == "given":
             model = node.values["model"]
             if model not in said and not is_here(model):
                 said.add(model)
-                yield Missing(model, _where(model, data=False), node.name)
+                yield MissingInput(model, _where(model, data=False), node.name)
         elif node.kind == "files":
             yield from _missing_files(node.values["files"], node.name, said)
         elif node.kind == "text" and not os.path.exists(node.values["file"]):
@@ -281,11 +281,11 @@ def _missing(plan: StudyPlan, nodes: Sequence[StudyNode]) -> Iterator[Missing]:
         yield from _missing_files(files, f"task {task.name}", said)
 
 
-def _missing_files(files: Sequence[str], why: str, said: set[str]) -> Iterator[Missing]:
+def _missing_files(files: Sequence[str], why: str, said: set[str]) -> Iterator[MissingInput]:
     for file in files:
         if file not in said and not is_here(file, data=True):
             said.add(file)
-            yield Missing(file, _where(file, data=True), why)
+            yield MissingInput(file, _where(file, data=True), why)
 
 
 def _where(source: str, *, data: bool) -> str:

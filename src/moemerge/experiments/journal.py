@@ -13,7 +13,7 @@ from moemerge.runtime.journals import LineStore, read_lines
 
 CELLS = "cells.jsonl"
 SECONDS = "tasks.jsonl"  # the time of each work item
-HINT = "remove the line, or the file"
+CELLS_HINT = "remove the line, or the file"
 
 
 class CellJournal:
@@ -28,7 +28,7 @@ class CellJournal:
         self._found: dict[tuple[str, str], dict[str, Any]] = {}  # by set and cell name
         self._store: LineStore | None = None
         self._timings: LineStore | None = None
-        for number, entry in enumerate(read_lines(self.path, None, HINT), 1):
+        for number, entry in enumerate(read_lines(self.path, None, CELLS_HINT), 1):
             _check_entry(entry, f"{self.path}, line {number}")
             if entry["scale"] == self._scale:
                 self._found[_text(entry["set"]), entry["cell"]] = entry
@@ -36,7 +36,7 @@ class CellJournal:
     def open(self) -> LineStore:
         """Lock the file of cells; refuse if another run is writing it."""
         if self._store is None:
-            self._store = LineStore(self.path, None, durable=True, hint=HINT)
+            self._store = LineStore(self.path, None, durable=True, hint=CELLS_HINT)
         return self._store
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class CellJournal:
     def add_seconds(self, key: str, seconds: float, cpu_seconds: float) -> None:
         """Store the time of a work item. No result depends on it."""
         if self._timings is None:
-            self._timings = LineStore(self.path.with_name(SECONDS), None, hint=HINT)
+            self._timings = LineStore(self.path.with_name(SECONDS), None, hint=CELLS_HINT)
         self._timings.add(
             {"task": key, "seconds": round(seconds, 2), "cpu_seconds": round(cpu_seconds, 2)}
         )
@@ -73,7 +73,7 @@ class CellJournal:
 def _check_entry(entry: Mapping[str, Any], where: str) -> None:
     for name, kind in {"set": dict, "cell": str, "scale": dict}.items():
         if not isinstance(entry.get(name), kind):
-            raise DataError(f"{where} is not a measured cell: {name!r} is missing", hint=HINT)
+            raise DataError(f"{where} is not a measured cell: {name!r} is missing", hint=CELLS_HINT)
 
 
 def _text(of_set: Mapping[str, Any]) -> str:

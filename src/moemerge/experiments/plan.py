@@ -29,7 +29,7 @@ from moemerge.config.study_load import SOURCES, LoadedStudy
 from moemerge.evaluation.job import BenchmarkTask, find_task
 from moemerge.experiments.tables import AS_MERGED, REFERENCE, Row, TableForm
 from moemerge.experiments.tree import (
-    Kind,
+    NodeKind,
     StudyCell,
     StudyNode,
     at_seed,
@@ -264,7 +264,7 @@ class _Planner:
             "share": entry.share,
         }
         models = tuple(sources[source] for source in texts)
-        kind: Kind = "calibrate" if entry.calibrate is not None else "refit"
+        kind: NodeKind = "calibrate" if entry.calibrate is not None else "refit"
         return StudyNode.of(kind, name, spec, (start, *models, *texts.values()))
 
     def tuned(self, merge: str, name: str, entry: RepairEntry, start: StudyNode) -> StudyNode:

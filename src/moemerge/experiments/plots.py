@@ -49,7 +49,7 @@ def require_matplotlib() -> None:
         )
 
 
-def draw(summary: Summary, path: Path) -> list[Path]:
+def draw_figure(summary: Summary, path: Path) -> list[Path]:
     """Write `path`.png and `path`.svg."""
     import matplotlib
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from moemerge.config.evaluation import EvaluationSettings
-from moemerge.evaluation.report import PairedDifference, TaskScores, compare
+from moemerge.evaluation.report import PairedDifference, TaskScores, compare_models
 from moemerge.evaluation.significance import Mean, mean
 from moemerge.experiments.tables import TableForm
 
 DRAWS: int = EvaluationSettings.model_fields["draws"].default
 SEED = 0
-Entry = Mapping[str, Any]
+CellEntry = Mapping[str, Any]
 
 
 def pack(solved: Sequence[bool]) -> str:
@@ -36,14 +36,14 @@ def packed(scores: Sequence[float]) -> dict[str, Any]:
     return {"scores": list(scores)}
 
 
-def scores_of(task: Entry) -> list[float]:
+def scores_of(task: CellEntry) -> list[float]:
     """Undo `packed`."""
     if "solved" in task:
         return [float(bit) for bit in unpack(task["solved"])]
     return [float(score) for score in task["scores"]]
 
 
-def overall(form: TableForm, entry: Entry) -> Mean:
+def overall(form: TableForm, entry: CellEntry) -> Mean:
     """Return the mean of the domains' averages, with its standard error over problems."""
     means, weights = [], []
     domains = [domain for domain in form.domains if domain in entry["domains"]]
@@ -57,7 +57,7 @@ def overall(form: TableForm, entry: Entry) -> Mean:
     return Mean(value, math.sqrt(math.fsum(squares)) if None not in errors else None, 1)
 
 
-def pooled(form: TableForm, entries: Sequence[Entry]) -> Entry:
+def pooled(form: TableForm, entries: Sequence[CellEntry]) -> CellEntry:
     """Combine the entries of several seeds: a problem's score is its mean over seeds."""
     if len(entries) == 1:
         return entries[0]
@@ -71,7 +71,7 @@ def pooled(form: TableForm, entries: Sequence[Entry]) -> Entry:
     return {"domains": domains}
 
 
-def paired(form: TableForm, first: Entry, second: Entry) -> PairedDifference | None:
+def paired(form: TableForm, first: CellEntry, second: CellEntry) -> PairedDifference | None:
     """Compare second with first over the domains that both have; None if there is none."""
     shared = [d for d in form.domains if d in first["domains"] and d in second["domains"]]
     tasks = []
@@ -83,7 +83,7 @@ def paired(form: TableForm, first: Entry, second: Entry) -> PairedDifference | N
             tasks.append(TaskScores(name, title, domain, places, np.array(rows), single))
     if not tasks:
         return None
-    rows_of = compare(tasks, ["first", "second"], draws=DRAWS, seed=SEED)
+    rows_of = compare_models(tasks, ["first", "second"], draws=DRAWS, seed=SEED)
     kinds = {row.kind: row for row in rows_of}
     whole = kinds.get("overall") or kinds.get("domain") or kinds["task"]
     return whole.pairs[0]

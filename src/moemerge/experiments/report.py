@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from moemerge.evaluation.report import PairedDifference
 from moemerge.evaluation.significance import Mean, PairedTest
-from moemerge.experiments.plots import draw
+from moemerge.experiments.plots import draw_figure
 from moemerge.experiments.summary import Comparison, RowSummary, Summary
 from moemerge.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE
 from moemerge.experiments.text_tables import TextTable
@@ -281,7 +281,7 @@ def write_report(
     for summary in summaries:
         written.append(_write(folder / f"{summary.name}.json", _json(summary)))
         if figures and summary.rows and summary.form.figure != "none":
-            files = draw(summary, folder / summary.name)
+            files = draw_figure(summary, folder / summary.name)
             drawn[summary.name] = files[0]
             written += files
         written.append(_write(folder / f"{summary.name}.md", markdown(summary)))

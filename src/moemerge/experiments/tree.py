@@ -24,21 +24,23 @@ from moemerge.errors import MoeMergeError
 from moemerge.evaluation.job import BenchmarkTask
 from moemerge.runtime.files import file_digest
 
-Kind = Literal["given", "files", "text", "merge", "routers", "calibrate", "refit", "tune"]
-MODELS: tuple[Kind, ...] = ("given", "merge", "routers", "calibrate", "refit", "tune")
+NodeKind = Literal["given", "files", "text", "merge", "routers", "calibrate", "refit", "tune"]
+MODELS: tuple[NodeKind, ...] = ("given", "merge", "routers", "calibrate", "refit", "tune")
 
 
 @dataclass(frozen=True)
 class StudyNode:
     """A model or text. `spec` is JSON: the arguments of its maker."""
 
-    kind: Kind
+    kind: NodeKind
     spec: str
     parents: tuple[StudyNode, ...] = ()
     name: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, kind: Kind, name: str, spec: Any, parents: tuple[StudyNode, ...] = ()) -> StudyNode:
+    def of(
+        cls, kind: NodeKind, name: str, spec: Any, parents: tuple[StudyNode, ...] = ()
+    ) -> StudyNode:
         return cls(kind, json.dumps(spec, sort_keys=True, ensure_ascii=False), parents, name)
 
     @property

@@ -17,8 +17,8 @@ from moemerge.errors import DataError
 from moemerge.generation.engine import Completion, Finish
 from moemerge.runtime.journals import LineStore, OtherRunError
 
-KIND: Final = "moemerge completions"
-EDITION: Final = 2
+COMPLETIONS_KIND: Final = "moemerge completions"
+COMPLETIONS_EDITION: Final = 2
 
 
 class CompletionJournal:
@@ -28,7 +28,7 @@ class CompletionJournal:
         self.path = path
         self._made_by = dict(made_by)
         self._known: dict[tuple[str, int], Completion] = {}
-        head = {"kind": KIND, "edition": EDITION, "made_by": self._made_by}
+        head = {"kind": COMPLETIONS_KIND, "edition": COMPLETIONS_EDITION, "made_by": self._made_by}
         try:
             self._file = LineStore(path, head, restart=restart)
         except OtherRunError as error:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, Final
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import locate_data
 from moemerge.config.generation import PromptSettings
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.errors import DataError
 from moemerge.registry import did_you_mean
 from moemerge.text.rows import TextRow, TextSource, Turn, row_fields, said, turns_of
@@ -56,7 +55,7 @@ def located(sources: Sequence[TextSource]) -> list[TextSource]:
     return result
 
 
-def open_tokenizer(model: str | Path | ModelRef) -> Tokenizer:
+def open_tokenizer(model: ModelLike) -> Tokenizer:
     with Checkpoint.open(model) as checkpoint:
         return load_tokenizer(checkpoint.tokenizer_folder)
 

@@ -6,14 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.generation import GenerationSettings
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.errors import MoeMergeError, ResourceError, UsageError
 from moemerge.generation.engine import Completion, Engine, Finish, Wanted
 from moemerge.generation.journal import CompletionJournal
@@ -117,7 +116,7 @@ class Counts:
         }
 
 
-def count(answers: Iterable[tuple[Completion, Judgement | None]]) -> Counts:
+def count_answers(answers: Iterable[tuple[Completion, Judgement | None]]) -> Counts:
     answers = list(answers)
     finishes = Counter(completion.finish for completion, _ in answers)
     grades = Counter(judged.grade.value for _, judged in answers if judged is not None)
@@ -134,7 +133,7 @@ def count(answers: Iterable[tuple[Completion, Judgement | None]]) -> Counts:
 
 
 def engine_maker(
-    model: str | Path | ModelRef,
+    model: ModelLike,
     tokenizer: PreTrainedTokenizerBase,
     settings: GenerationSettings,
     progress: Progress,
@@ -155,7 +154,7 @@ def engine_maker(
 _DECISIVE = ("temperature", "top_p", "top_k", "max_new_tokens", "stop", "seed", "engine", "dtype")
 
 
-def made_by(model: str | Path | ModelRef, settings: GenerationSettings) -> dict[str, Any]:
+def made_by(model: ModelLike, settings: GenerationSettings) -> dict[str, Any]:
     """Return what all completions of one file have in common."""
     with Checkpoint.open(model) as checkpoint:
         fingerprint = checkpoint.fingerprint()

@@ -28,7 +28,7 @@ from moemerge.runtime.progress import Progress
 AT_A_TIME: Final = 32  # concurrent requests per server, which batches them itself
 RETRIES: Final = 6
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two retries, doubled each time
-SECONDS: Final = 3600.0  # timeout of one answer; a busy server may queue it
+ANSWER_SECONDS: Final = 3600.0  # timeout of one answer; a busy server may queue it
 BUSY: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 LARGEST_SEED: Final = 2**31 - 1
 _PROBLEMS = (urllib.error.URLError, http.client.HTTPException, OSError, TimeoutError)
@@ -240,7 +240,7 @@ def _completion(wanted: Wanted, answer: dict[str, Any], settings: GenerationSett
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     data = json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    return _opened(urllib.request.Request(url, data=data, headers=headers), SECONDS)
+    return _opened(urllib.request.Request(url, data=data, headers=headers), ANSWER_SECONDS)
 
 
 def _get(url: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from transformers import (
 
 from moemerge.checkpoint import Checkpoint, format_size
 from moemerge.config.generation import GenerationSettings
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.errors import ResourceError
 from moemerge.features.loading import build_skeleton
 from moemerge.features.settings import stored_dtype
@@ -138,7 +138,7 @@ class TransformersEngine:
 
     def __init__(
         self,
-        model: str | Path | ModelRef,
+        model: ModelLike,
         tokenizer: PreTrainedTokenizerBase,
         settings: GenerationSettings,
         progress: Progress,

@@ -6,14 +6,13 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.generation import GenerationSettings
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.errors import UsageError
 from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
 
@@ -36,7 +35,7 @@ class VllmEngine:
 
     def __init__(
         self,
-        model: str | Path | ModelRef,
+        model: ModelLike,
         tokenizer: PreTrainedTokenizerBase,
         settings: GenerationSettings,
     ) -> None:

@@ -99,7 +99,7 @@ def model_card(
     )
 
 
-def packed(text: str) -> str:
+def compressed(text: str) -> str:
     """Compress to base64: a third of the size, and no text in it can end a script element."""
     # mtime=0: the same document produces the same page.
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()

@@ -84,7 +84,7 @@ def amount(value: Any) -> float | None:
     return number(len(value) if isinstance(value, list | tuple) else value)
 
 
-def mean(values: Iterable[float | None]) -> float | None:
+def known_mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are numbers."""
     numbers = [value for value in values if value is not None]
     return math.fsum(numbers) / len(numbers) if numbers else None

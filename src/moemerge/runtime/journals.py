@@ -48,7 +48,7 @@ def _sibling(out: Path, what: str) -> Path:
 # --- lines ----------------------------------------------------------------------------------------
 
 DIGEST = "digest"
-HINT = "remove it, or start anew with `overwrite=True`"
+RESTART_HINT = "remove it, or start anew with `overwrite=True`"
 
 
 class OtherRunError(DataError):
@@ -83,7 +83,7 @@ class LineStore:
         *,
         restart: bool = False,
         durable: bool = False,
-        hint: str = HINT,
+        hint: str = RESTART_HINT,
     ) -> None:
         self.path = path
         self._head = head
@@ -143,7 +143,7 @@ class LineStore:
 
 
 def read_lines(
-    path: Path, head: Mapping[str, Any] | None, hint: str = HINT
+    path: Path, head: Mapping[str, Any] | None, hint: str = RESTART_HINT
 ) -> list[dict[str, Any]]:
     """Return the complete lines of a store without its head. Another process may be writing it."""
     try:

@@ -20,12 +20,12 @@ from moemerge.runtime.progress import counted
 from moemerge.text.domains import TextSettings
 from moemerge.text.reading import Rows
 from moemerge.text.rows import TextSource, UnreadKeys, source_names
-from moemerge.text.templates import render
+from moemerge.text.templates import render_turns
 from moemerge.text.tokens import (
     CHARACTERS_PER_TOKEN,
     MARGIN,
     RowText,
-    joined,
+    contents_of,
     row_text,
 )
 
@@ -135,7 +135,7 @@ class _Reader:
         """Return the range of one answer; None if the template has changed the text before it."""
         before, after = text.turns[:turn], text.turns[: turn + 1]
         if not text.templated:
-            return len(joined(before)) + 1 if before else 0, len(joined(after))
+            return len(contents_of(before)) + 1 if before else 0, len(contents_of(after))
         ends = turn + 1 == len(text.turns)
         end = text.text if ends else self._rendered(text, after, go_on=False)
         for go_on in (True, False):
@@ -145,7 +145,7 @@ class _Reader:
         return None
 
     def _rendered(self, text: RowText, turns: Any, *, go_on: bool) -> str:
-        return render(turns, self._tokenizer, text.where, go_on=go_on)
+        return render_turns(turns, self._tokenizer, text.where, go_on=go_on)
 
     def _tokens(self, text: RowText, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Return the tokens of a text, or of a beginning with enough tokens."""

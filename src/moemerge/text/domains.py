@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from moemerge.errors import DataError, UsageError
 from moemerge.runtime.progress import counted
 from moemerge.text.reading import Rows
-from moemerge.text.rows import MOST_BYTES, TextSource, UnreadKeys, source_names, too_large
+from moemerge.text.rows import MOST_TEXT_BYTES, TextSource, UnreadKeys, source_names, too_large
 from moemerge.text.tokens import tokenize
 
 Holdout = float | Literal["auto"]
@@ -144,7 +144,7 @@ def _take(
     if settings.limit is not None or settings.max_tokens is not None:
         order = rows.shuffled(rng)
         ordered = rows.take(order)
-    elif rows.size > MOST_BYTES:
+    elif rows.size > MOST_TEXT_BYTES:
         raise too_large(where)
     taken: dict[int, Tensor] = {}
     left, cut = settings.max_tokens, 0

@@ -20,7 +20,7 @@ from moemerge.registry import did_you_mean
 from moemerge.runtime.files import TEXT_SUFFIXES, write_whole
 from moemerge.runtime.progress import counted
 
-FORMS = (
+ROW_FORMATS = (
     'a row is {"text": ...}, {"messages": [...]}, {"conversations": [...]}, '
     '{"prompt": ..., "response" or "completion": ...?} or '
     '{"instruction": ..., "input": ...?, "output": ...?}'
@@ -35,7 +35,7 @@ FORM_KEYS = {
 }
 # Largest text in memory, and largest ratio of unpacking: a small packed file may contain any
 # amount.
-MOST_BYTES = 2**29
+MOST_TEXT_BYTES = 2**29
 MOST_ROW_BYTES = 2**26
 MOST_TIMES = 200  # unpacked size divided by the file's
 PARQUET_ROWS = 64  # decoded at once
@@ -127,7 +127,7 @@ def read_rows(sources: Sequence[TextSource], most: int | None = None) -> list[Te
     for row in stream_rows(sources, most):
         rows.append(row)
         size += row.size
-        if size > MOST_BYTES:
+        if size > MOST_TEXT_BYTES:
             raise too_large(row.where)
     return rows
 
@@ -135,7 +135,7 @@ def read_rows(sources: Sequence[TextSource], most: int | None = None) -> list[Te
 def too_large(where: str) -> DataError:
     """Return the error for text that does not fit into memory."""
     return DataError(
-        f"{where}: the text of one domain has more than {MOST_BYTES >> 20} MiB",
+        f"{where}: the text of one domain has more than {MOST_TEXT_BYTES >> 20} MiB",
         hint="a few thousand rows are enough: `limit=5000`, or a part of the file",
     )
 
@@ -159,7 +159,7 @@ def _rows_of(path: Path, most: int | None) -> Iterator[TextRow]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     if row is None:
-        raise DataError(f"{path}: the file is empty, expected rows of text", hint=FORMS)
+        raise DataError(f"{path}: the file is empty, expected rows of text", hint=ROW_FORMATS)
 
 
 def is_pipe(path: Path) -> bool:
@@ -187,7 +187,7 @@ def _json_lines(path: Path) -> Iterator[TextRow]:
                     )
                 if not line:
                     return
-                if packed and lines.tell() > max(MOST_BYTES, MOST_TIMES * packed):
+                if packed and lines.tell() > max(MOST_TEXT_BYTES, MOST_TIMES * packed):
                     raise DataError(
                         f"{path}, row {number}: the file unpacks to more than {MOST_TIMES} times "
                         "its size, which text does not",
@@ -273,7 +273,7 @@ def parse_row(row: TextRow, unread: UnreadKeys | None = None) -> str | Conversat
     form = next((form for form in FORM_KEYS if form in fields), None)
     if form is None:
         keys = ", ".join(f"{key!r:.80}" for key in itertools.islice(fields, 20)) or "none"
-        raise DataError(f"{row.where}: unknown form, keys found: {keys}", hint=FORMS)
+        raise DataError(f"{row.where}: unknown form, keys found: {keys}", hint=ROW_FORMATS)
     if unread is not None:
         unread.add(row.where, form, fields)
     return _PARSERS[form](fields, row.where)
@@ -295,7 +295,7 @@ def row_fields(row: TextRow) -> dict[str, Any]:
             raise DataError(f"{row.where}: not JSON ({error})", hint=hint) from None
         if not isinstance(content, dict):
             kind = type(content).__name__
-            raise DataError(f"{row.where}: got a JSON {kind}, expected an object", hint=FORMS)
+            raise DataError(f"{row.where}: got a JSON {kind}, expected an object", hint=ROW_FORMATS)
     return {str(key): value for key, value in content.items() if value is not None}
 
 

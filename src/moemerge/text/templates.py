@@ -36,7 +36,7 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def render(
+def render_turns(
     turns: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, *, go_on: bool
 ) -> str:
     """Render turns with the tokenizer's template; `go_on`: up to the assistant's answer."""

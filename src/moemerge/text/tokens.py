@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from moemerge.errors import DataError, TokenizerError, library_errors
 from moemerge.runtime.files import read_utf8
 from moemerge.text.rows import TextRow, Turn, UnreadKeys, parse_row
-from moemerge.text.templates import has_template, render
+from moemerge.text.templates import has_template, render_turns
 
 # A folder without any of these has no vocabulary. transformers would create an empty tokenizer of
 # the model's type, and map every text to nothing or to unknown tokens.
@@ -126,17 +126,17 @@ def row_text(row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKey
     if isinstance(parsed, str):
         return RowText(parsed, False, row.where)
     if has_template(tokenizer):
-        whole = render(parsed.turns, tokenizer, row.where, go_on=False)
+        whole = render_turns(parsed.turns, tokenizer, row.where, go_on=False)
         return RowText(whole, True, row.where, parsed.turns)
     if not parsed.joinable:
         raise DataError(
             f"{row.where}: a {parsed.key!r} row needs a chat template, and the tokenizer has none",
             hint="use rows with 'text' or 'prompt', or add chat_template.jinja to the model folder",
         )
-    return RowText(joined(parsed.turns), False, row.where, parsed.turns)
+    return RowText(contents_of(parsed.turns), False, row.where, parsed.turns)
 
 
-def joined(turns: Sequence[Turn]) -> str:
+def contents_of(turns: Sequence[Turn]) -> str:
     """Return the contents of turns line by line: a conversation without a chat template."""
     return "\n".join(str(turn["content"]) for turn in turns)
 
@@ -182,7 +182,7 @@ def prompt_text(
     """
     if not has_template(tokenizer):
         return "\n".join(str(turn["content"]) for turn in turns) + prefill
-    return render(turns, tokenizer, where, go_on=True) + prefill
+    return render_turns(turns, tokenizer, where, go_on=True) + prefill
 
 
 def prompt_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

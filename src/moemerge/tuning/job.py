@@ -14,7 +14,7 @@ import torch
 
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint.reader import AdaptedCheckpoint
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.config.tuning import TuningSettings
 from moemerge.errors import ArchitectureError, UsageError
 from moemerge.features.settings import stored_dtype
@@ -36,7 +36,7 @@ TOKENS_AT_ONCE: Final = 16_384  # rows per device, by default
 class TuningRequest:
     """The model, its training text, and the output."""
 
-    model: str | Path | ModelRef
+    model: ModelLike
     out: Path
     data: Sequence[TextSource]
     settings: TuningSettings

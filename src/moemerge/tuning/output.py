@@ -111,7 +111,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def output_files(report: TuningReport, folder: Path) -> dict[str, bytes]:
+def tuning_files(report: TuningReport, folder: Path) -> dict[str, bytes]:
     """Return config, report and card of OUT; `folder` is the model that was tuned."""
     config = dump_document({"tune": _command(report)})
     earlier = earlier_report(folder)
@@ -186,7 +186,7 @@ class TunedOutput(ABC):
 
     def finish(self, report: TuningReport) -> None:
         """Write the report and rename the folder to OUT."""
-        for name, data in output_files(report, self._job.model.checkpoint.path).items():
+        for name, data in tuning_files(report, self._job.model.checkpoint.path).items():
             self.add(name, data)
         self.commit()
 
@@ -281,7 +281,7 @@ class AdapterOutput(TunedOutput):
         self._folder.abort()
 
 
-def open_output(job: TuningJob) -> TunedOutput:
+def open_tuned_output(job: TuningJob) -> TunedOutput:
     """Open the output; refuse one that must not be written."""
     if not ranks.leads():
         return NoOutput(job)

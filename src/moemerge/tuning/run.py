@@ -27,7 +27,7 @@ from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.text.rows import source_names
 from moemerge.tuning.job import TuningJob, TuningRequest, check_request
-from moemerge.tuning.output import CurvePoint, TunedOutput, TuningReport, open_output
+from moemerge.tuning.output import CurvePoint, TunedOutput, TuningReport, open_tuned_output
 from moemerge.tuning.states import SavedStates
 from moemerge.tuning.weights import load_trainable
 
@@ -48,7 +48,7 @@ def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
     begun = time.monotonic()
     job = check_request(request)
     ranks.join(job.device)
-    with open_output(job) as output, _states(job) as states:
+    with open_tuned_output(job) as output, _states(job) as states:
         saved = ranks.from_lead(states.latest() if states is not None else None)
         folder = ranks.from_lead(states.folder if states is not None else None)
         assert folder is not None

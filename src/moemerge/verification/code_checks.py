@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
-from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
 from moemerge.verification.sandbox.process import Ended, Limits, Sandbox, SandboxError
 from moemerge.verification.sandbox.protections import Protections, strongest
 
-FORMS: Final = (
+TESTS_HINT: Final = (
     "a row for code has 'tests' (a string or a list of asserts), or is one of HumanEval+ "
     "('test', 'entry_point') or MBPP+ ('test' or 'test_list')"
 )
@@ -38,7 +38,7 @@ class Tests:
     reference: str | None = None
 
 
-def row_tests(row: Row, *, mended: bool = True) -> Tests:
+def row_tests(row: Fields, *, mended: bool = True) -> Tests:
     """Return a row's tests, in any known format; the one that is known to be broken is fixed."""
     entry = row.get("entry_point")
     entry = entry if isinstance(entry, str) and entry else None
@@ -48,7 +48,7 @@ def row_tests(row: Row, *, mended: bool = True) -> Tests:
         if source:
             break
     else:
-        raise DataError(f"no tests in a row with {', '.join(sorted(row))}", hint=FORMS)
+        raise DataError(f"no tests in a row with {', '.join(sorted(row))}", hint=TESTS_HINT)
     source = f"{imports}\n{source}"
     if mended:
         source = source.replace(_BROKEN, _MENDED)
@@ -59,7 +59,7 @@ def row_tests(row: Row, *, mended: bool = True) -> Tests:
     return Tests(source, entry, starts, _reference(row, starts))
 
 
-def _reference(row: Row, starts: str) -> str | None:
+def _reference(row: Fields, starts: str) -> str | None:
     solution = row.get("canonical_solution")
     if isinstance(solution, str):
         return starts + solution
@@ -160,17 +160,17 @@ class CodeVerifier:
         self._lock = threading.Lock()
         self._references: dict[Tests, Future[float]] = {}
 
-    def tests_of(self, row: Row) -> Tests:
+    def tests_of(self, row: Fields) -> Tests:
         return row_tests(row)
 
     def program_of(self, response: str, tests: Tests) -> str | None:
         return program_of(response, tests)
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         tests = self.tests_of(row)
         return [tests.source, tests.entry_point, tests.prompt, self._limits.cpu_seconds]
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         tests = self.tests_of(row)
         program = self.program_of(response, tests)
         if program is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Row = Mapping[str, Any]
+Fields = Mapping[str, Any]
 
 
 class Grade(enum.Enum):
@@ -48,13 +48,13 @@ class Verifier(Protocol):
 
     name: str
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         """Return the part of a row that a judgement depends on, as JSON. Raise DataError if it is
         missing.
         """
         ...
 
-    def check(self, row: Row, response: str) -> Judgement: ...
+    def check(self, row: Fields, response: str) -> Judgement: ...
 
     def close(self) -> None:
         """End worker processes."""

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
-from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
 from moemerge.verification.workers import WorkerPool
 
 _NAMES: Final = {
@@ -133,7 +133,7 @@ def without_units(text: str) -> str:
     return rest if re.search(r"\w", rest) else text
 
 
-SECONDS: Final = 10.0  # per answer; the slowest of MATH-500 takes a tenth of it
+MATH_SECONDS: Final = 10.0  # per answer; the slowest of MATH-500 takes a tenth of it
 LONGEST_RESPONSE: Final = 100_000  # characters; the answer is at the end
 _ASSIGNED: Final = re.compile(r"^\s*[A-Za-z]\w{0,8}\s*=\s*")
 _BASE: Final = re.compile(r"\d_\{?(\d+)\}?$")
@@ -145,7 +145,7 @@ class MathVerifier:
 
     name = "math"
 
-    def __init__(self, *, workers: int = 1, seconds: float = SECONDS) -> None:
+    def __init__(self, *, workers: int = 1, seconds: float = MATH_SECONDS) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise UsageError(
                 "checking mathematical answers needs the package math-verify",
@@ -154,10 +154,10 @@ class MathVerifier:
         self._pool = WorkerPool("math", size=workers, seconds=seconds)
         self._seconds = seconds
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         return gold_of(row)
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         gold, response = gold_of(row), response[-LONGEST_RESPONSE:]
         number = plain_number(gold)
         if number is not None:
@@ -182,7 +182,7 @@ class MathVerifier:
         self._pool.close()
 
 
-def text_answer(row: Row) -> str:
+def text_answer(row: Fields) -> str:
     """Return the row's answer verbatim."""
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
@@ -193,7 +193,7 @@ def text_answer(row: Row) -> str:
     return str(answer)
 
 
-def gold_of(row: Row) -> str:
+def gold_of(row: Fields) -> str:
     """Return the row's answer: the text after `####`, the content of its last box, or all of it."""
     text = text_answer(row)
     if "####" in text:

@@ -9,7 +9,7 @@ import re
 from typing import Any, Final
 
 from moemerge.verification.code_checks import CodeVerifier, Tests, row_tests
-from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
 from moemerge.verification.mathematics import MathVerifier, text_answer
 from moemerge.verification.sandbox.process import Limits
 from moemerge.verification.words import ChoiceVerifier
@@ -24,10 +24,10 @@ class LastNumberVerifier:
 
     name = "last-number"
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         return text_answer(row).rsplit("####", 1)[-1].strip()
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         numbers = [first or second for first, second in _NUMBER.findall(response)]
         if not numbers:
             return Judgement(Grade.NO_ANSWER, "no number in the response")
@@ -50,10 +50,10 @@ class BareMathVerifier(MathVerifier):
 
     name = "bare-math"
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         return text_answer(row)
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         answer = self._pool.ask({"gold": text_answer(row), "texts": [response], "bare": True})
         if answer is None:
             return Judgement(Grade.TIMEOUT, f"math-verify took more than {self._seconds:g} s")
@@ -65,7 +65,7 @@ class LastChoiceVerifier(ChoiceVerifier):
 
     name = "last-choice"
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         letters, expected = _CHOICE.findall(response), self.relevant(row)
         if not letters:
             return Judgement(Grade.NO_ANSWER, "no (X) in the response")
@@ -85,7 +85,7 @@ class ThreeSecondsVerifier(CodeVerifier):
         limits = Limits(cpu_seconds=_SECONDS, wall_seconds=_SECONDS)
         super().__init__(allow_code=allow_code, limits=limits)
 
-    def tests_of(self, row: Row) -> Tests:
+    def tests_of(self, row: Fields) -> Tests:
         tests = row_tests(row, mended=False)
         return Tests(tests.source, tests.entry_point)  # without a reference the limit is fixed
 

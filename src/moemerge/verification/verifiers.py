@@ -26,7 +26,7 @@ from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.instructions import InstructionsVerifier
-from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row, Verifier
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier
 from moemerge.verification.mathematics import MathVerifier
 from moemerge.verification.published import (
     BareMathVerifier,
@@ -64,7 +64,7 @@ def make_verifier(name: str, *, allow_code: bool = False, workers: int | None = 
     return makers[name]()
 
 
-def check_rows(verifier: Verifier, rows: Iterable[tuple[str, Row]]) -> None:
+def check_rows(verifier: Verifier, rows: Iterable[tuple[str, Fields]]) -> None:
     """Refuse rows that cannot be checked, before answers are generated. Each comes with its
     location.
     """
@@ -77,7 +77,7 @@ def check_rows(verifier: Verifier, rows: Iterable[tuple[str, Row]]) -> None:
 
 def check_all(
     verifier: Verifier,
-    items: Sequence[tuple[Row, str]],
+    items: Sequence[tuple[Fields, str]],
     *,
     workers: int | None = None,
     progress: Progress | None = None,
@@ -85,7 +85,7 @@ def check_all(
     """Return the judgements of (row, response) pairs in order, several at a time."""
     progress = progress or Silent()
 
-    def check(item: tuple[Row, str]) -> Judgement:
+    def check(item: tuple[Fields, str]) -> Judgement:
         judgement = verifier.check(*item)
         progress.advance(1)
         return judgement
@@ -108,11 +108,11 @@ class CustomVerifier:
         self._function = _load(name)
         self._source = _source(self._function)
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         # The function may use any field, and its code may change.
         return [dict(row), self._source]
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         try:
             result = self._function(dict(row), response)
         except Exception as error:  # the user's code may raise anything; the run continues
@@ -160,10 +160,10 @@ def _source(function: Callable[..., object]) -> str:
 
 # --- cache ----------------------------------------------------------------------------------------
 
-KIND: Final = "moemerge judgements"
+JUDGEMENTS_KIND: Final = "moemerge judgements"
 LASTING: Final = frozenset(Grade) - {Grade.TIMEOUT, Grade.UNDECIDED}
 # Part of every key: raise it when one of our checks changes its judgements.
-EDITION: Final = 1
+JUDGEMENTS_EDITION: Final = 1
 
 
 class CachedVerifier:
@@ -176,13 +176,13 @@ class CachedVerifier:
         self._known: dict[str, Future[Judgement]] = {}
         self._file: LineStore | None = None
         if path is not None:
-            self._file = LineStore(path, {"kind": KIND, "edition": EDITION})
+            self._file = LineStore(path, {"kind": JUDGEMENTS_KIND, "edition": JUDGEMENTS_EDITION})
             self._load(self._file)
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         return self.inner.relevant(row)
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         key = self._key(row, response)
         with self._lock:
             future = self._known.get(key)
@@ -213,8 +213,8 @@ class CachedVerifier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _key(self, row: Row, response: str) -> str:
-        content = [EDITION, self.name, self.inner.relevant(row), response]
+    def _key(self, row: Fields, response: str) -> str:
+        content = [JUDGEMENTS_EDITION, self.name, self.inner.relevant(row), response]
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -7,7 +7,7 @@ from string import ascii_uppercase
 from typing import Any, Final
 
 from moemerge.errors import DataError
-from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
 
 _STATED: Final = re.compile(r"\banswer\s*(?:is|:|=)+\s*[\"'*_(\[]*([A-Za-z])\b(?![.'’]\w)", re.I)
 _BRACKETED: Final = re.compile(r"[(\[]([A-Za-z])[)\]]")
@@ -19,10 +19,10 @@ class ExactVerifier:
 
     name = "exact"
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         return _answer(row)
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         expected, given = _answer(row).strip(), response.strip()
         if given == expected:
             return RIGHT
@@ -43,7 +43,7 @@ class ChoiceVerifier:
 
     name = "choice"
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         answer, choices = row.get("answer"), row.get("choices")
         if isinstance(answer, int) and isinstance(choices, list) and 0 <= answer < len(choices):
             return ascii_uppercase[answer]  # an index, as in many data sets
@@ -52,7 +52,7 @@ class ChoiceVerifier:
             raise DataError(f"'answer' is {letter[:40]!r}, expected one letter, such as B")
         return letter
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         expected, given = self.relevant(row), chosen(response)
         if given is None:
             return Judgement(Grade.NO_ANSWER, "no choice in the response")
@@ -73,7 +73,7 @@ def chosen(response: str) -> str | None:
     return alone[1].upper() if alone else None
 
 
-def _answer(row: Row) -> str:
+def _answer(row: Fields) -> str:
     answer = row.get("answer")
     if not isinstance(answer, str):
         raise DataError(

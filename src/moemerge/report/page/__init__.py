@@ -36,9 +36,9 @@ def require_page() -> None:
 def render_page(document: Mapping[str, Any]) -> str:
     """Return the page of a diagnosis document as text."""
     require_page()
-    from moemerge.report.page.assemble import render
+    from moemerge.report.page.assemble import render_diagnosis
 
-    return render(document)
+    return render_diagnosis(document)
 
 
 def write_page(document: Mapping[str, Any], path: Path) -> Path:

@@ -12,11 +12,11 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from moemerge.errors import DataError
-from moemerge.report.files import packed
+from moemerge.report.files import compressed
 from moemerge.report.frame import render_in_frame
 from moemerge.report.page.checks import checks, solver
 from moemerge.report.page.experts import flows, loads
-from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, refit, swaps
+from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, refit_charts, swaps
 from moemerge.report.page.plots import Group, Reading, lines_of
 from moemerge.report.words import NONE, Quantity, number, short
 
@@ -27,7 +27,7 @@ OPTIONAL = (
 )  # fmt: skip
 
 
-def render(document: Mapping[str, Any]) -> str:
+def render_diagnosis(document: Mapping[str, Any]) -> str:
     reading = Reading(document)
     if not reading.layers or not reading.models:
         raise DataError("the diagnosis has no layers, so there is nothing to show on a page")
@@ -44,7 +44,7 @@ def render(document: Mapping[str, Any]) -> str:
         version=document.get("version") or "",
         filters={"flags": _flags, "capital": _capital, "count": _count, "short": short},
         library=_library(),
-        charts=packed(_json(charts)),
+        charts=compressed(_json(charts)),
         groups=groups,
         document={**dict.fromkeys(OPTIONAL), **document},
         reading=reading,
@@ -77,13 +77,13 @@ def _groups(reading: Reading) -> dict[str, tuple[Group, ...]]:
         "causes": (panels(reading, DRIFT), *([swapped] if swapped else [])),
         "theory": checks(reading),
         "solver": (solved,) if solved else (),
-        "refit": refit(reading),
+        "refit": refit_charts(reading),
     }
 
 
 @cache
 def _library() -> str:
-    return packed(get_plotlyjs())
+    return compressed(get_plotlyjs())
 
 
 def _json(value: Any) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 from moemerge.report.page.experts import choices_of, view_key
 from moemerge.report.page.plots import (
     Chart,
+    DiagnosisRow,
     Group,
     Line,
     Reading,
-    Row,
     View,
     axis,
     ceiling,
@@ -30,7 +30,7 @@ from moemerge.report.page.plots import (
     tag,
     trace_of,
 )
-from moemerge.report.words import mean, number, percent, plain, short
+from moemerge.report.words import known_mean, number, percent, plain, short
 
 HEIGHT = 260
 # The paper's bounds for the relative logit shift.
@@ -81,8 +81,9 @@ def _shift_view(reading: Reading, model: str, domain: str) -> View:
     small, moderate = series(rows, "shift_small"), series(rows, "shift_moderate")
     parts = [_bands(a, b) for a, b in zip(small, moderate, strict=True)]
     note = (
-        f"{percent(mean(small))} of the tokens below 0.1 and {percent(mean(moderate))} below 0.2 "
-        f"in the mean over the layers; mean shift {plain(mean(series(rows, 'logit_shift')))}"
+        f"{percent(known_mean(small))} of the tokens below 0.1 and "
+        f"{percent(known_mean(moderate))} below 0.2 in the mean over the layers; "
+        f"mean shift {plain(known_mean(series(rows, 'logit_shift')))}"
     )
     return View(
         note, tuple({"x": layers, "y": [part[i] for part in parts]} for i in range(len(BANDS)))
@@ -178,7 +179,7 @@ def solver(reading: Reading) -> Group | None:
     return Group("solver", charts, columns=3)
 
 
-def _residuals(rows: Sequence[Row], rtol: float | None, colour: str) -> Chart:
+def _residuals(rows: Sequence[DiagnosisRow], rtol: float | None, colour: str) -> Chart:
     curves = {int(row["layer"]): _history(row) for row in rows}
     slowest = max(curves, key=lambda layer: len(curves[layer]))
     # The slowest is drawn last, on top.
@@ -213,7 +214,7 @@ def _residuals(rows: Sequence[Row], rtol: float | None, colour: str) -> Chart:
     return Chart("residuals", "Relative residual", note, drawn, HEIGHT)
 
 
-def _history(row: Row) -> list[tuple[int, float]]:
+def _history(row: DiagnosisRow) -> list[tuple[int, float]]:
     """Return (step, residual) of a solve: its whole history, or its end if only that is known."""
     values = [number(value) for value in row.get("residuals") or []]
     points = [(i, v) for i, v in enumerate(values) if v is not None and v > 0]
@@ -239,7 +240,7 @@ def _curve(layer: int, curve: list[tuple[int, float]], colour: str, stands_out: 
     )
 
 
-def _steps(rows: Sequence[Row], colour: str) -> Chart:
+def _steps(rows: Sequence[DiagnosisRow], colour: str) -> Chart:
     layers = [int(row["layer"]) for row in rows]
     done = [row.get("status") == CONVERGED for row in rows]
     steps = [int(row.get("iterations") or 0) for row in rows]
@@ -264,7 +265,7 @@ def _steps(rows: Sequence[Row], colour: str) -> Chart:
     return Chart("steps", "CG steps", note, drawn, HEIGHT)
 
 
-def _gain(rows: Sequence[Row], colour: str) -> Chart:
+def _gain(rows: Sequence[DiagnosisRow], colour: str) -> Chart:
     layers = [int(row["layer"]) for row in rows]
     before, after = ([_mean_of(row.get(key)) for row in rows] for key in ("kl_before", "kl_after"))
     lines = (Line("before", "var(--other)"), Line("after", colour, width=2.5))
@@ -278,11 +279,13 @@ def _gain(rows: Sequence[Row], colour: str) -> Chart:
         xaxis=layer_axis(layers),
         yaxis=axis(range=[0, ceiling(before + after, 1e-3)], tickformat="~g", nticks=5),
     )
-    note = f"mean {plain(mean(before))} before (grey), {plain(mean(after))} after (colour)"
+    note = (
+        f"mean {plain(known_mean(before))} before (grey), {plain(known_mean(after))} after (colour)"
+    )
     return Chart("gain", "KL on the calibration text", note, drawn, HEIGHT)
 
 
 def _mean_of(by_domain: Any) -> float | None:
     if not isinstance(by_domain, Mapping):
         return rounded(number(by_domain))
-    return rounded(mean(number(value) for value in by_domain.values()))
+    return rounded(known_mean(number(value) for value in by_domain.values()))

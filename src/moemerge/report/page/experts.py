@@ -8,7 +8,17 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from moemerge.report.page.plots import Chart, Choice, Group, Reading, Row, View, axis, go, plot
+from moemerge.report.page.plots import (
+    Chart,
+    Choice,
+    DiagnosisRow,
+    Group,
+    Reading,
+    View,
+    axis,
+    go,
+    plot,
+)
 from moemerge.report.words import layers_in_words, number, percent, short
 
 # A Sankey diagram with more links is unreadable.
@@ -79,7 +89,7 @@ def view_key(reading: Reading, domain: int, model: int, *more: int) -> str:
     return ",".join(str(n) for n in [*given, *more])
 
 
-def _fair_shares(row: Row, key: str, digits: int) -> list[float | None]:
+def _fair_shares(row: DiagnosisRow, key: str, digits: int) -> list[float | None]:
     """Return loads as multiples of an equal share."""
     load: Sequence[Any] = row.get(key) or []
     values = [number(value) for value in load]
@@ -213,7 +223,7 @@ def _sankey() -> Any:
     )
 
 
-def _flow_view(row: Row | None) -> View:
+def _flow_view(row: DiagnosisRow | None) -> View:
     if row is None:
         return View("There is no router in this layer.")
     flow = [(int(a), int(b), float(share)) for a, b, share in row.get("flow") or []]

@@ -10,10 +10,10 @@ from typing import Any
 from moemerge.report.page.plots import (
     Chart,
     Choice,
+    DiagnosisRow,
     Group,
     Line,
     Reading,
-    Row,
     View,
     axis,
     ceiling,
@@ -30,7 +30,7 @@ from moemerge.report.page.plots import (
     series,
     trace_of,
 )
-from moemerge.report.words import Quantity, mean, number, percent, plain, short
+from moemerge.report.words import Quantity, known_mean, number, percent, plain, short
 
 PANEL_HEIGHT = 220
 TITLE = 40
@@ -132,7 +132,7 @@ def _note(reading: Reading, what: Panel, domain: str) -> str:
 
 
 def _mean_text(reading: Reading, what: Panel, model: str, domain: str) -> str:
-    return what.quantity.text(mean(series(reading.rows(model, domain), what.key)))
+    return what.quantity.text(known_mean(series(reading.rows(model, domain), what.key)))
 
 
 # --- routers exchanged --------------------------------------------------------------------------
@@ -162,19 +162,21 @@ def swaps(reading: Reading) -> Group | None:
     return Group("swap", tuple(charts), columns=2) if charts else None
 
 
-def _by_pair(reading: Reading) -> dict[Pair, dict[str, Row]]:
+def _by_pair(reading: Reading) -> dict[Pair, dict[str, DiagnosisRow]]:
     """Return swaps by combination and domain; the unchanged model comes from the totals."""
     if not reading.swaps:
         return {}
     as_it_is = {d: reading.total(reading.models[0], d) for d in reading.domains}
-    by_pair: dict[Pair, dict[str, Row]] = {(True, True): {d: r for d, r in as_it_is.items() if r}}
+    by_pair: dict[Pair, dict[str, DiagnosisRow]] = {
+        (True, True): {d: r for d, r in as_it_is.items() if r}
+    }
     for row in reading.swaps:
         pair = (row["weights_of"] == MODEL, row["routers_of"] == MODEL)
         by_pair.setdefault(pair, {}).setdefault(str(row["domain"]), row)
     return {pair: by_pair[pair] for pair in PAIRS if pair in by_pair}
 
 
-def _heights(reading: Reading, rows: dict[str, Row], key: str) -> list[float | None]:
+def _heights(reading: Reading, rows: dict[str, DiagnosisRow], key: str) -> list[float | None]:
     heights = []
     for domain in reading.domains:
         value = number(rows.get(domain, {}).get(key))
@@ -267,7 +269,7 @@ HEAD = "head"
 ON = {"calibration": "Error left, calibration rows", "held_out": "Error left, rows held out"}
 
 
-def refit(reading: Reading) -> tuple[Group, ...]:
+def refit_charts(reading: Reading) -> tuple[Group, ...]:
     """Return the charts of a refit; none if no model was refitted."""
     rows = [row for row in reading.refit.get("layers") or [] if "layer" in row]
     errors = [chart for on in ON if (chart := _errors(rows, on)) is not None]
@@ -278,7 +280,7 @@ def refit(reading: Reading) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def _errors(rows: Sequence[Row], on: str) -> Chart | None:
+def _errors(rows: Sequence[DiagnosisRow], on: str) -> Chart | None:
     """Kinds of maps run downwards, layers to the right."""
     shares = [_mapping(_mapping(row.get("error_left")).get(on)) for row in rows]
     kinds = list(dict.fromkeys(kind for own in shares for kind in own))
@@ -306,11 +308,11 @@ def _errors(rows: Sequence[Row], on: str) -> Chart | None:
         yaxis=axis(type="category", autorange="reversed", showgrid=False, automargin=True),
     )
     known = [value for line in values for value in line if value is not None]
-    note = f"mean over the tiles {percent(mean(known))}; 100% is the unrepaired merge"
+    note = f"mean over the tiles {percent(known_mean(known))}; 100% is the unrepaired merge"
     return Chart(f"refit-{on}", ON[on], note, drawn, height)
 
 
-def _drifts(reading: Reading, rows: Sequence[Row]) -> tuple[Chart, ...]:
+def _drifts(reading: Reading, rows: Sequence[DiagnosisRow]) -> tuple[Chart, ...]:
     """Return a chart for each domain, all with the same axes."""
     known = [row for row in rows if row["layer"] is not None and row.get("drift_after")]
     names = list(dict.fromkeys(name for row in known for name in row["drift_after"]))

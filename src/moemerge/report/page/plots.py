@@ -16,8 +16,8 @@ from typing import Any
 from moemerge.errors import DataError
 from moemerge.report.words import FigureWords, Quantity, display_names, number, short
 
-KIND = "diagnosis"
-Row = Mapping[str, Any]
+DIAGNOSIS_KIND = "diagnosis"
+DiagnosisRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Reading:
 
     def __post_init__(self) -> None:
         kind = self.document.get("kind")
-        if kind != KIND:
+        if kind != DIAGNOSIS_KIND:
             raise DataError(
-                f"a page shows a document of kind {KIND!r}, this one is of kind {kind!r}",
+                f"a page shows a document of kind {DIAGNOSIS_KIND!r}, this one is of kind {kind!r}",
                 hint="moemerge diagnose MODEL ... --json FILE writes one",
             )
 
@@ -79,19 +79,19 @@ class Reading:
         return [name for name in known if name in seen] + sorted(seen.difference(known))
 
     @property
-    def layers(self) -> list[Row]:
+    def layers(self) -> list[DiagnosisRow]:
         return self._list("layers")
 
     @property
-    def totals(self) -> list[Row]:
+    def totals(self) -> list[DiagnosisRow]:
         return self._list("totals")
 
     @property
-    def swaps(self) -> list[Row]:
+    def swaps(self) -> list[DiagnosisRow]:
         return self._list("swaps")
 
     @property
-    def calibration(self) -> Row:
+    def calibration(self) -> DiagnosisRow:
         return self.document.get("calibration") or {}
 
     @property
@@ -100,7 +100,7 @@ class Reading:
         return str(self.document.get("calibration_of") or self.models[0])
 
     @property
-    def refit(self) -> Row:
+    def refit(self) -> DiagnosisRow:
         return self.document.get("refit") or {}
 
     @property
@@ -109,19 +109,19 @@ class Reading:
         return str(self.document.get("refit_of") or self.models[0])
 
     @cached_property
-    def _by_pair(self) -> dict[tuple[str, str], list[Row]]:
-        pairs: dict[tuple[str, str], list[Row]] = {}
+    def _by_pair(self) -> dict[tuple[str, str], list[DiagnosisRow]]:
+        pairs: dict[tuple[str, str], list[DiagnosisRow]] = {}
         for row in self.layers:
             pairs.setdefault((str(row["model"]), str(row["domain"])), []).append(row)
         for rows in pairs.values():
             rows.sort(key=lambda row: int(row["layer"]))
         return pairs
 
-    def rows(self, model: str, domain: str) -> list[Row]:
+    def rows(self, model: str, domain: str) -> list[DiagnosisRow]:
         """Return one model's rows on one domain, by layer."""
         return self._by_pair.get((model, domain), [])
 
-    def total(self, model: str, domain: str) -> Row:
+    def total(self, model: str, domain: str) -> DiagnosisRow:
         for row in self.totals:
             if row["model"] == model and row["domain"] == domain:
                 return row
@@ -137,7 +137,7 @@ class Reading:
         return "Base" if text.get("reference") == "base" else "Source"
 
     @cached_property
-    def worst(self) -> Row:
+    def worst(self) -> DiagnosisRow:
         """Return the row of the diagnosed model with the highest mismatch."""
         own = [row for row in self.layers if row["model"] == self.models[0]]
         return max(own or self.layers, key=lambda row: number(row.get("mismatch")) or 0.0)
@@ -146,7 +146,7 @@ class Reading:
         return list(self.document.get(key) or [])
 
 
-def series(rows: Iterable[Row], key: str) -> list[float | None]:
+def series(rows: Iterable[DiagnosisRow], key: str) -> list[float | None]:
     """Return one figure of several rows, with the digits that a chart can show."""
     return [rounded(number(row.get(key))) for row in rows]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from moemerge.report.files import packed, save_page
+from moemerge.report.files import compressed, save_page
 from moemerge.report.frame import render_in_frame
 from moemerge.report.words import p_value
 
@@ -34,7 +34,7 @@ def render_scores(document: Mapping[str, Any]) -> str:
         colours={model: place % COLOURS for place, model in enumerate(models)},
         pairs=_pairs(document),
         reach=_reach(document),
-        answers=packed(json.dumps(document["answers"], separators=(",", ":"))),
+        answers=compressed(json.dumps(document["answers"], separators=(",", ":"))),
     )
 
 
