@@ -78,7 +78,7 @@ def _judged(
     return [replace(answer, judged=judgements.get(id(answer))) for answer in answers]
 
 
-def forget(out: Path) -> None:
+def delete_unfinished(out: Path) -> None:
     """Delete the completions and judgements next to OUT, once OUT exists."""
     for path in (completions_path(out), judgements_path(out)):
         path.unlink(missing_ok=True)

@@ -171,7 +171,7 @@ def select_prompts(request: DataRequest) -> Selected:
     settings = request.settings
     rows = Rows(located(request.prompts))
     prompts = (read_prompt(row, settings, settings.balance) for row in rows)
-    chosen = _choose(((prompt.group, prompt.asked) for prompt in prompts), settings)
+    chosen = _choose(((prompt.group, prompt.user_text) for prompt in prompts), settings)
     if not chosen.places:
         raise DataError(
             f"no prompt is left of {chosen.read}: {chosen.repeated} repeat others, "
@@ -231,7 +231,9 @@ def _benchmarks(settings: DataSettings) -> list[Benchmark]:
     plain = parse_settings(DataSettings, {}, "data settings")
     return [
         Benchmark(
-            name, (p.asked for p in read_prompts(read_rows(located([name])), plain)), settings.ngram
+            name,
+            (p.user_text for p in read_prompts(read_rows(located([name])), plain)),
+            settings.ngram,
         )
         for name in settings.against
     ]

@@ -15,7 +15,7 @@ from moemerge.data.answers import (
     Row,
     answer_prompts,
     answered_row,
-    forget,
+    delete_unfinished,
     prompt_row,
     reference_row,
 )
@@ -108,7 +108,7 @@ def run_data(request: DataRequest, progress: Progress) -> DataReport:
         for answer in _kept(request, answers)
     ]
     report = _finish(request, selected, rows, answers, generated, begun)
-    forget(request.out)
+    delete_unfinished(request.out)
     return report
 
 
@@ -147,7 +147,7 @@ def _described(answer: Answer) -> Row:
     judged = answer.judged
     return {
         "where": answer.prompt.where,
-        "prompt": answer.prompt.asked,
+        "prompt": answer.prompt.user_text,
         "sample": answer.completion.sample,
         "response": answer.response,
         "tokens": answer.completion.tokens,

@@ -152,7 +152,7 @@ def theory(own: Overall) -> str:
     tokens = (
         f"{percent(near)} of the tokens are within Lemma 1's neighbourhood (logit shift below 0.1)"
     )
-    model = f"the quadratic model gives {plain(ratio, 2)} times the true KL"
+    model = f"the quadratic model yields {plain(ratio, 2)} times the true KL"
     if near >= LOCAL:
         return f"Yes: {tokens}, and {model}."
     if 1 / ROUGH <= ratio <= ROUGH:

@@ -62,7 +62,7 @@ class DiagnosisRequest:
     command: str | None = None  # the command that repeats this, if it is not `moemerge diagnose`
 
     @property
-    def unspoken(self) -> tuple[str, ...]:
+    def without_source(self) -> tuple[str, ...]:
         """Domains without a source."""
         return tuple(name for name in self.data if name not in self.sources)
 
@@ -70,7 +70,7 @@ class DiagnosisRequest:
     def references(self) -> dict[str, ModelLike]:
         """The model that each domain is measured against: its source, or the base."""
         base = self.settings.base
-        bases = {} if base is None else dict.fromkeys(self.unspoken, base)
+        bases = {} if base is None else dict.fromkeys(self.without_source, base)
         return {**self.sources, **bases}
 
 
@@ -110,7 +110,7 @@ def prepare(request: DiagnosisRequest, text: JobText | None = None) -> Diagnosis
     settings = request.settings
     references = request.references
     check_names(references, request.data)
-    if settings.base is not None and not request.unspoken:
+    if settings.base is not None and not request.without_source:
         raise UsageError(
             "a base is given, but every domain has a source",
             hint='it is the reference of text without a source: `data={"general": FILE}`',

@@ -79,7 +79,7 @@ class BeforeAndAfter:
         """Diagnose both and write the page. A failure here does not affect the result."""
         try:
             job = prepare(replace(self.request, against=(self.out,)), self.text)
-            diagnosis = diagnose(job, progress, told=self.text.notices)  # reported by the repair
+            diagnosis = diagnose(job, progress, seen=self.text.notices)  # reported by the repair
             if self.path is not None:
                 write_page(diagnosis.to_json(), self.path)
         except MoeMergeError as error:

@@ -62,11 +62,11 @@ def run_diagnosis(request: DiagnosisRequest, progress: Progress) -> Diagnosis:
     return diagnose(prepare(request), ranks.progress_of_lead(progress))
 
 
-def diagnose(job: DiagnosisJob, progress: Progress, told: Collection[str] = ()) -> Diagnosis:
-    """Run a checked diagnosis; `told` are notices that the user has already seen."""
+def diagnose(job: DiagnosisJob, progress: Progress, seen: Collection[str] = ()) -> Diagnosis:
+    """Run a checked diagnosis; `seen` are notices that the user has already seen."""
     start = time.perf_counter()
     for notice in job.notices:
-        if notice not in told:
+        if notice not in seen:
             progress.note(notice)
     sides = sides_of(job)
     comparison = RoutingComparison(job, sides)
@@ -215,10 +215,10 @@ def _diagnosis(
         for domain in job.sources
     )
     rows = tuple(comparison.rows)
-    unspoken = request.unspoken
+    without_source = request.without_source
     # The verdict uses the sources' domains; the others show the cost elsewhere.
-    spoken = tuple(t for t in totals if t.domain not in unspoken) or totals
-    domains = {total.domain for total in spoken}
+    with_source = tuple(t for t in totals if t.domain not in without_source) or totals
+    domains = {total.domain for total in with_source}
     swaps = _swaps(comparison, sides, totals)
     calibrations = {m.name: done for m in job.subjects if (done := _repair_of(m, "calibration"))}
     refits = {m.name: done for m in job.subjects if (done := _repair_of(m, "refit"))}
@@ -228,7 +228,7 @@ def _diagnosis(
     routed = sorted({p.layer for p in job.model.architecture.routers() if p.served})
     measured = Measurements(
         [row for row in rows if row.domain in domains],
-        spoken,
+        with_source,
         [swap for swap in swaps if swap.domain in domains],
         calibrations,
         names,
@@ -247,7 +247,7 @@ def _diagnosis(
                 d.tokens,
                 len(d.rows),
                 source_names(request.data[d.name]),
-                "base" if d.name in unspoken else "source",
+                "base" if d.name in without_source else "source",
             )
             for d in job.domains
         },
@@ -258,7 +258,7 @@ def _diagnosis(
         calibration_of=next(iter(calibrations), None),
         refit=next(iter(refits.values()), None),
         refit_of=next(iter(refits), None),
-        verdict=verdict_of(spoken, names),
+        verdict=verdict_of(with_source, names),
         advice=advise(measured),
         settings=settings_data(request.settings),
         device=str(job.stream.device),

@@ -110,7 +110,7 @@ def _provenance(folder: Path, report: SwapReport) -> dict[str, bytes]:
     document = report_document(__version__, swap=report.to_json())
     files = {REPORT_NAME: report_bytes(document)}
     if (folder / CARD_NAME).is_file():
-        made = f"put there by `moemerge swap-routers` {__version__}; what else is said here is true"
+        made = f"put there by `moemerge swap-routers` {__version__}; all other statements here hold"
         section = f"{words}, {made} of `{report.model}`, from which all other tensors come."
         files[CARD_NAME] = (
             _text(folder / CARD_NAME) + f"\n## Swapped routers\n\n{section}\n".encode()

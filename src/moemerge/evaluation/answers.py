@@ -24,7 +24,7 @@ from moemerge.evaluation.job import EvaluationJob, PosedTask, generation_setting
 from moemerge.generation.engine import Completion, Finish
 from moemerge.generation.journal import CompletionJournal, prompt_key
 from moemerge.generation.prompts import open_tokenizer, tokenized
-from moemerge.generation.run import complete, drawn_by, engine_maker, made_by
+from moemerge.generation.run import complete, engine_maker, made_by, sampling_settings
 from moemerge.report.words import display_names
 from moemerge.runtime.files import make_folder, read_object, write_whole
 from moemerge.runtime.progress import Progress, counted
@@ -41,7 +41,7 @@ def file_name(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RecordedPrompt:
     """One prompt as a model saw it; `key` identifies its completions."""
 
     key: str
@@ -52,7 +52,11 @@ class CompletionIndex:
     """The problems that the completions of one file answer: task -> problem -> prompt."""
 
     def __init__(
-        self, path: Path, model: str, made_by: Mapping[str, Any], tasks: dict[str, dict[str, Asked]]
+        self,
+        path: Path,
+        model: str,
+        made_by: Mapping[str, Any],
+        tasks: dict[str, dict[str, RecordedPrompt]],
     ) -> None:
         self.path = path
         self.model = model
@@ -85,7 +89,7 @@ class CompletionIndex:
             if content["kind"] != INDEX_KIND:
                 raise ValueError(f"its kind is {content['kind']!r}")
             tasks = {
-                task: {name: Asked(**asked) for name, asked in problems.items()}
+                task: {name: RecordedPrompt(**asked) for name, asked in problems.items()}
                 for task, problems in content["tasks"].items()
             }
             return cls(path, content["model"], content["made_by"], tasks)
@@ -129,7 +133,7 @@ AnswersByModel = dict[str, dict[str, AnsweredTask]]  # model -> task
 
 
 @dataclass(frozen=True)
-class AskedModel:
+class PromptedModel:
     """A model with its tokenizer, and every prompt as it will see it."""
 
     name: str
@@ -140,7 +144,7 @@ class AskedModel:
 
 
 @dataclass(frozen=True)
-class Effort:
+class RemainingWork:
     """The work that is left for one model."""
 
     model: str
@@ -160,12 +164,12 @@ class Effort:
         )
 
 
-def ask(job: EvaluationJob) -> list[AskedModel]:
+def prompt_models(job: EvaluationJob) -> list[PromptedModel]:
     """Return every prompt of every model, before any model is loaded."""
     return [_asked(job, name, model) for name, model in job.models.items()]
 
 
-def _asked(job: EvaluationJob, name: str, model: ModelLike) -> AskedModel:
+def _asked(job: EvaluationJob, name: str, model: ModelLike) -> PromptedModel:
     tokenizer = open_tokenizer(model)
     if job.settings.plain:
         tokenizer.chat_template = None
@@ -175,20 +179,20 @@ def _asked(job: EvaluationJob, name: str, model: ModelLike) -> AskedModel:
         if task.needs_chat_template and not has_template(tokenizer) and not job.settings.plain:
             raise DataError(
                 f"{model}: task {posed.name} needs a chat template, and the tokenizer has none",
-                hint="add chat_template.jinja to the model folder; `plain=True` asks in plain text",
+                hint="add chat_template.jinja to the model folder; `plain=True` uses plain text",
             )
         texts, ids = tokenized(posed.problems, tokenizer, task.prefill)
         prompts[posed.name] = tuple(texts)
         tokens[posed.name] = tuple(tuple(line) for line in ids)
-    return AskedModel(name, model, tokenizer, prompts, tokens)
+    return PromptedModel(name, model, tokenizer, prompts, tokens)
 
 
-def efforts(job: EvaluationJob, models: Sequence[AskedModel]) -> list[Effort]:
+def remaining_work(job: EvaluationJob, models: Sequence[PromptedModel]) -> list[RemainingWork]:
     """Return the work that is left for each model. Writes nothing."""
     return [_effort(job, asked) for asked in models]
 
 
-def _effort(job: EvaluationJob, asked: AskedModel) -> Effort:
+def _effort(job: EvaluationJob, asked: PromptedModel) -> RemainingWork:
     made = reused = length = most = 0
     for settings, tasks in _groups(job):
         common = made_by(asked.model, settings)
@@ -204,7 +208,7 @@ def _effort(job: EvaluationJob, asked: AskedModel) -> Effort:
             reused += settings.samples - missing
             length += len(line) if missing else 0
             most += missing * settings.max_new_tokens
-    return Effort(asked.name, made, reused, length, most)
+    return RemainingWork(asked.name, made, reused, length, most)
 
 
 def _groups(job: EvaluationJob) -> list[tuple[GenerationSettings, list[PosedTask]]]:
@@ -215,7 +219,7 @@ def _groups(job: EvaluationJob) -> list[tuple[GenerationSettings, list[PosedTask
     return list(groups.items())
 
 
-def answer(job: EvaluationJob, asked: AskedModel, progress: Progress) -> dict[str, AnsweredTask]:
+def answer(job: EvaluationJob, asked: PromptedModel, progress: Progress) -> dict[str, AnsweredTask]:
     """Return all answers of one model by task. Each is written to disk once it is generated."""
     answered = {}
     for settings, tasks in _groups(job):
@@ -223,7 +227,7 @@ def answer(job: EvaluationJob, asked: AskedModel, progress: Progress) -> dict[st
         index = CompletionIndex.of(job.out, str(asked.model), common)
         for task in tasks:
             prompts = zip(asked.tokens[task.name], asked.prompts[task.name], strict=True)
-            lines = [Asked(prompt_key(line), text) for line, text in prompts]
+            lines = [RecordedPrompt(prompt_key(line), text) for line, text in prompts]
             index.tasks.setdefault(task.name, {}).update(zip(task.names, lines, strict=True))
         index.write()
         make_engine = engine_maker(asked.model, asked.tokenizer, settings, progress)
@@ -239,7 +243,7 @@ def answer(job: EvaluationJob, asked: AskedModel, progress: Progress) -> dict[st
 def recall(job: EvaluationJob, progress: Progress) -> AnswersByModel:
     """Read answers from the folder, of the named models or of all."""
     groups = _groups(job)
-    drawn = [drawn_by(settings) for settings, _tasks in groups]
+    drawn = [sampling_settings(settings) for settings, _tasks in groups]
     indexes: dict[str, dict[int, CompletionIndex]] = {}
     for index in CompletionIndex.all_in(job.out):
         way = {name: value for name, value in index.made_by.items() if name != "model"}

@@ -59,7 +59,7 @@ def find_task(name: str) -> BenchmarkTask:
     if name not in task_names():
         raise UsageError(
             f"unknown task {name!r}{did_you_mean(name, task_names())}",
-            hint=f"known: {', '.join(task_names())}; or a file of your own, TASK.yml",
+            hint=f"known: {', '.join(task_names())}; or your own file, TASK.yml",
         )
     return BenchmarkTask(name, load_task(path), path)
 

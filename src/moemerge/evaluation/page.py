@@ -64,7 +64,7 @@ def _task(task: ScoredTask, models: Sequence[str]) -> dict[str, Any]:
         "problems": [
             {
                 "name": name,
-                "prompt": row.asked,
+                "prompt": row.user_text,
                 "expected": _expected(row.fields),
                 "scores": [float(value) for value in scores[:, place]],
                 "texts": [_texts(task.answers[model][place]) for model in models],

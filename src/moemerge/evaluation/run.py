@@ -10,13 +10,13 @@ from typing import Any
 from moemerge.config.evaluation import EvaluationSettings
 from moemerge.evaluation.answers import (
     AnswersByModel,
-    AskedModel,
+    PromptedModel,
     answer,
-    ask,
-    efforts,
     failures,
     file_name,
+    prompt_models,
     recall,
+    remaining_work,
 )
 from moemerge.evaluation.bridge import bridged_scores, require_lm_eval
 from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation_settings, prepare
@@ -55,9 +55,9 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
 
 
 def _answered(job: EvaluationJob, progress: Progress) -> AnswersByModel:
-    asked: Sequence[AskedModel] = ask(job)
+    asked: Sequence[PromptedModel] = prompt_models(job)
     if job.tasks:
-        for effort in efforts(job, asked):
+        for effort in remaining_work(job, asked):
             progress.note(str(effort))
     return {one.name: answer(job, one, progress) for one in asked}
 

@@ -193,7 +193,7 @@ class _Planner:
     # --- merges ---
 
     def merge(self, name: str) -> StudyNode:
-        """A merge, checked like a config of its own; its models are names of sources."""
+        """A merge, checked like a config file; its models are names of sources."""
         raw = self.config.merges[name]
         self.loaded.refuse(self.merge_faults(name, raw))
         data = self.filled(raw)

@@ -262,8 +262,8 @@ BY_PROBLEMS = (
     "tokens. KL: between the routing distributions, source to model."
 )
 BY_SEEDS = (
-    " Everything is repeated over seeds: a problem's score is its mean over them, and what stands "
-    "behind ± is over seeds. p, seeds: paired t-test over seeds of the overall scores."
+    " Everything is repeated over seeds: a problem's score is its mean over them, and the error "
+    "after ± is over seeds. p, seeds: paired t-test over seeds of the overall scores."
 )
 
 

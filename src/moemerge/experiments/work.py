@@ -73,16 +73,16 @@ def run_work(items: Sequence[WorkItem], workers: Workers) -> Iterator[Outcome]:
         return
     suspects: list[WorkItem] = []  # items that were running when a worker died
     deadly: set[str] = set()  # items that were running alone
-    with _Crew(workers) as crew:
-        while state.ready or suspects or crew.running:
-            if suspects and not crew.running:
-                crew.start(suspects.pop(0))
-            elif not suspects and not crew.stale:
+    with _WorkerPool(workers) as pool:
+        while state.ready or suspects or pool.running:
+            if suspects and not pool.running:
+                pool.start(suspects.pop(0))
+            elif not suspects and not pool.stale:
                 # No more than can run at once: items that become ready meanwhile may be more
                 # urgent.
-                for item in state.take_ready(workers.count - len(crew.running)):
-                    crew.start(item)
-            ended, lost = crew.wait()
+                for item in state.take_ready(workers.count - len(pool.running)):
+                    pool.start(item)
+            ended, lost = pool.wait()
             for outcome in ended:
                 yield from state.finish(outcome)
             alone = {item.key for item in lost if len(lost) == 1}
@@ -107,7 +107,7 @@ class _Attempt:
     error: BaseException | None = None
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    lame: bool = False  # the CUDA context is unusable after this error
+    gpu_broken: bool = False  # the CUDA context is unusable after this error
 
 
 def _attempt(call: Callable[..., Any], args: tuple[Any, ...]) -> _Attempt:
@@ -115,7 +115,7 @@ def _attempt(call: Callable[..., Any], args: tuple[Any, ...]) -> _Attempt:
     try:
         result = call(*args)
     except Exception as error:
-        return _Attempt(error=_sendable(error), lame=_is_lame(error))
+        return _Attempt(error=_sendable(error), gpu_broken=_breaks_gpu(error))
     return _Attempt(result, None, time.perf_counter() - begin, time.process_time() - cpu)
 
 
@@ -129,7 +129,7 @@ def _work(call: Callable[..., Any], args: tuple[Any, ...]) -> _Attempt:
     if _lame:
         os._exit(1)
     attempt = _attempt(call, args)
-    if attempt.lame:
+    if attempt.gpu_broken:
         _lame.append(True)
     return attempt
 
@@ -147,7 +147,7 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def _is_lame(error: BaseException | None) -> bool:
+def _breaks_gpu(error: BaseException | None) -> bool:
     """Return whether every later use of the GPU in this process will fail after this error."""
     while error is not None:
         if type(error).__name__ == "AcceleratorError":  # torch's class; torch is not imported here
@@ -156,7 +156,7 @@ def _is_lame(error: BaseException | None) -> bool:
     return False
 
 
-class _Crew:
+class _WorkerPool:
     """Worker processes. All are replaced once one has died or become unusable."""
 
     def __init__(self, workers: Workers) -> None:
@@ -198,7 +198,7 @@ class _Crew:
                 ended.append(Outcome(item, error=error))
             else:
                 ended.append(_outcome(item, future.result()))
-                self.stale |= future.result().lame
+                self.stale |= future.result().gpu_broken
         if self.stale and not self.running:
             self._end()
         return ended, lost
@@ -208,7 +208,7 @@ class _Crew:
             self._pool.shutdown()
         self._pool, self.stale = None, False
 
-    def __enter__(self) -> _Crew:
+    def __enter__(self) -> _WorkerPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from moemerge.config.generation import GenerationSettings
 from moemerge.generation.drawing import draw, signed, uniform
-from moemerge.generation.engine import Finish, Wanted
+from moemerge.generation.engine import CompletionRequest, Finish
 from moemerge.runtime.gpu import Repeated
 
 
@@ -131,7 +131,7 @@ STOPS_EVERY: Final = 8
 class Running:
     """A completion in progress."""
 
-    wanted: Wanted
+    wanted: CompletionRequest
     limit: int  # the most tokens
     tokens: list[int] = field(default_factory=list)
 
@@ -140,7 +140,7 @@ class Running:
 class Finished:
     """A finished completion as tokens, without the end token."""
 
-    wanted: Wanted
+    wanted: CompletionRequest
     tokens: list[int]
     finish: Finish
 
@@ -176,7 +176,7 @@ class ContinuousBatch:
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
     @torch.inference_mode()
-    def run(self, wanted: Sequence[Wanted]) -> Iterator[Finished]:
+    def run(self, wanted: Sequence[CompletionRequest]) -> Iterator[Finished]:
         """Yield completions as they end. Texts of similar length start together."""
         waiting = deque(sorted(wanted, key=lambda w: (-len(w.tokens), w.prompt, w.sample)))
         while waiting or any(self._running):
@@ -192,7 +192,7 @@ class ContinuousBatch:
 
     # --- prompts ---
 
-    def _begin(self, taken: Sequence[Wanted], free: Sequence[int]) -> None:
+    def _begin(self, taken: Sequence[CompletionRequest], free: Sequence[int]) -> None:
         """Fill slots with prompts. A prompt is computed once for all its samples.
 
         The next step processes their last tokens and samples the first new tokens.
@@ -323,9 +323,9 @@ def prefill(
     return cache
 
 
-def _groups(taken: Sequence[Wanted], budget: int) -> Iterator[list[Wanted]]:
+def _groups(taken: Sequence[CompletionRequest], budget: int) -> Iterator[list[CompletionRequest]]:
     """Yield neighbours whose distinct prompts, padded, stay within the token budget."""
-    group: list[Wanted] = []
+    group: list[CompletionRequest] = []
     longest, distinct = 0, 0
     for wanted in taken:
         new = not group or wanted.tokens != group[-1].tokens
@@ -363,9 +363,9 @@ def why_not(model: PreTrainedModel) -> str | None:
     try:
         error = _error(model)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as problem:
-        return f"a cache of its own kind ({type(problem).__name__})"
+        return f"a custom cache ({type(problem).__name__})"
     bound = TOLERANCE.get(model.dtype, ROUGH)
-    return None if error <= bound else f"a cache of its own kind (logits differ by {error:.2g})"
+    return None if error <= bound else f"a custom cache (logits differ by {error:.2g})"
 
 
 @torch.inference_mode()

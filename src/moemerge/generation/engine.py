@@ -19,7 +19,7 @@ class Finish(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CompletionRequest:
     """A requested completion: its prompt, its sample, and the prompt's token ids."""
 
     prompt: int  # index in the caller's list
@@ -49,7 +49,7 @@ class Engine(Protocol):
 
     name: str
 
-    def generate(self, wanted: Sequence[Wanted], total: int) -> Iterator[Completion]:
+    def generate(self, wanted: Sequence[CompletionRequest], total: int) -> Iterator[Completion]:
         """Yield completions as they end, in any order. `total` includes those of earlier runs."""
         ...
 

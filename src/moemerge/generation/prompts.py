@@ -42,7 +42,7 @@ class PromptRow:
     reference: str | None = None
 
     @property
-    def asked(self) -> str:
+    def user_text(self) -> str:
         """All text of the user's turns, for comparing prompts."""
         return "\n".join(str(t["content"]) for t in self.turns if t["role"] != "system")
 

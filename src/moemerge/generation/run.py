@@ -14,7 +14,7 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.config.generation import GenerationSettings
 from moemerge.config.models import ModelLike
 from moemerge.errors import MoeMergeError, ResourceError, UsageError
-from moemerge.generation.engine import Completion, Engine, Finish, Wanted
+from moemerge.generation.engine import Completion, CompletionRequest, Engine, Finish
 from moemerge.generation.journal import CompletionJournal
 from moemerge.generation.server import ServerEngine, check_urls
 from moemerge.generation.transformers_engine import TransformersEngine
@@ -45,14 +45,14 @@ def complete(
     The next run tries a failed completion again.
     """
     finished: dict[tuple[int, int], Completion] = {}
-    missing: list[Wanted] = []
+    missing: list[CompletionRequest] = []
     for place, tokens in enumerate(prompts):
         for sample in range(settings.samples):
             known = journal.find(tokens, place, sample)
             if known is not None and known.finish is not Finish.FAILED:
                 finished[place, sample] = known
             else:
-                missing.append(Wanted(place, sample, tuple(tokens)))
+                missing.append(CompletionRequest(place, sample, tuple(tokens)))
     reused, tokens_made, begun = len(finished), 0, time.monotonic()
     if reused:
         progress.note(f"{reused} of {counted(reused + len(missing), 'completion')} exist already")
@@ -158,10 +158,10 @@ def made_by(model: ModelLike, settings: GenerationSettings) -> dict[str, Any]:
     """Return what all completions of one file have in common."""
     with Checkpoint.open(model) as checkpoint:
         fingerprint = checkpoint.fingerprint()
-    return {"model": fingerprint, **drawn_by(settings)}
+    return {"model": fingerprint, **sampling_settings(settings)}
 
 
-def drawn_by(settings: GenerationSettings) -> dict[str, Any]:
+def sampling_settings(settings: GenerationSettings) -> dict[str, Any]:
     """Return `made_by` without the model, as JSON reads it back."""
     values = {name: getattr(settings, name) for name in _DECISIVE}
     return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}

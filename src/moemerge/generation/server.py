@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moemerge.config.generation import GenerationSettings
 from moemerge.errors import ResourceError, UsageError
-from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
+from moemerge.generation.engine import Completion, CompletionRequest, Finish, cut_at_stops
 from moemerge.runtime.process import start_thread
 from moemerge.runtime.progress import Progress
 
@@ -64,8 +64,8 @@ class ServerEngine:
         self._progress = progress
         self._servers = [_Server(url, _model_at(url, settings)) for url in check_urls(settings)]
 
-    def generate(self, wanted: Sequence[Wanted], total: int) -> Iterator[Completion]:
-        todo: queue.SimpleQueue[Wanted] = queue.SimpleQueue()
+    def generate(self, wanted: Sequence[CompletionRequest], total: int) -> Iterator[Completion]:
+        todo: queue.SimpleQueue[CompletionRequest] = queue.SimpleQueue()
         for w in wanted:
             todo.put(w)
         done: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
@@ -109,7 +109,7 @@ class ServerEngine:
     def _work(
         self,
         server: _Server,
-        todo: queue.SimpleQueue[Wanted],
+        todo: queue.SimpleQueue[CompletionRequest],
         done: queue.SimpleQueue[Completion | BaseException],
         stop: threading.Event,
     ) -> None:
@@ -136,7 +136,9 @@ class ServerEngine:
                 server.alive = False
                 self._progress.note(f"{server.url} does not answer any longer ({problem})")
 
-    def _complete(self, server: _Server, wanted: Wanted, stop: threading.Event) -> Completion:
+    def _complete(
+        self, server: _Server, wanted: CompletionRequest, stop: threading.Event
+    ) -> Completion:
         """Request one completion, and retry while the server is busy or unreachable."""
         wait = FIRST_WAIT
         for attempt in range(RETRIES + 1):
@@ -156,7 +158,7 @@ class ServerEngine:
             wait = min(2 * wait, LONGEST_WAIT)
         raise AssertionError("the loop returns or raises")
 
-    def _ask(self, server: _Server, wanted: Wanted) -> dict[str, Any]:
+    def _ask(self, server: _Server, wanted: CompletionRequest) -> dict[str, Any]:
         body = {
             "model": server.model,
             "max_tokens": self._settings.max_new_tokens,
@@ -179,7 +181,7 @@ class ServerEngine:
         server.takes_tokens = False
         return answer
 
-    def _text(self, wanted: Wanted) -> str:
+    def _text(self, wanted: CompletionRequest) -> str:
         """Return the prompt as text, for a server without token input. Refuse if tokens would
         differ.
         """
@@ -224,7 +226,9 @@ def _model_at(url: str, settings: GenerationSettings) -> str:
     return listed[0]
 
 
-def _completion(wanted: Wanted, answer: dict[str, Any], settings: GenerationSettings) -> Completion:
+def _completion(
+    wanted: CompletionRequest, answer: dict[str, Any], settings: GenerationSettings
+) -> Completion:
     try:
         choice = answer["choices"][0]
         text, stopped = cut_at_stops(str(choice["text"]), settings.stop)

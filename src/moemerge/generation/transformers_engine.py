@@ -40,7 +40,7 @@ from moemerge.generation.continuous import (
     why_not,
 )
 from moemerge.generation.drawing import draw, signed, uniform
-from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
+from moemerge.generation.engine import Completion, CompletionRequest, Finish, cut_at_stops
 from moemerge.runtime.devices import available_memory, resolve_device
 from moemerge.runtime.dtypes import parse_dtype
 from moemerge.runtime.progress import Progress
@@ -60,12 +60,12 @@ class PaddedBatches:
     stopped: Callable[[list[int]], bool]
 
     @torch.inference_mode()
-    def run(self, wanted: Sequence[Wanted]) -> Iterator[Finished]:
+    def run(self, wanted: Sequence[CompletionRequest]) -> Iterator[Finished]:
         ordered = sorted(wanted, key=lambda w: (-len(w.tokens), w.prompt, w.sample))
         for begin in range(0, len(ordered), self.rows):
             yield from self._batch(ordered[begin : begin + self.rows])
 
-    def _batch(self, batch: Sequence[Wanted]) -> Iterator[Finished]:
+    def _batch(self, batch: Sequence[CompletionRequest]) -> Iterator[Finished]:
         device, s = self.model.device, self.settings
         longest = max(len(w.tokens) for w in batch)
         ids = torch.tensor([[0] * (longest - len(w.tokens)) + list(w.tokens) for w in batch])
@@ -156,7 +156,7 @@ class TransformersEngine:
                 f"{self._label} has {self._why_not}: prompts run in padded batches, which is slower"
             )
 
-    def generate(self, wanted: Sequence[Wanted], total: int) -> Iterator[Completion]:
+    def generate(self, wanted: Sequence[CompletionRequest], total: int) -> Iterator[Completion]:
         context = _context(self._model)
         fitting = [w for w in wanted if len(w.tokens) < context]
         for w in wanted:

@@ -14,7 +14,7 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.config.generation import GenerationSettings
 from moemerge.config.models import ModelLike
 from moemerge.errors import UsageError
-from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
+from moemerge.generation.engine import Completion, CompletionRequest, Finish, cut_at_stops
 
 AT_A_TIME: Final = 2048  # completions per call, between two writes to disk
 LARGEST_SEED: Final = 2**31 - 1
@@ -47,7 +47,7 @@ class VllmEngine:
             folder = str(checkpoint.path)
         self._llm = self._vllm.LLM(model=folder, dtype=settings.dtype, seed=settings.seed)
 
-    def generate(self, wanted: Sequence[Wanted], total: int) -> Iterator[Completion]:
+    def generate(self, wanted: Sequence[CompletionRequest], total: int) -> Iterator[Completion]:
         for begin in range(0, len(wanted), AT_A_TIME):
             some = wanted[begin : begin + AT_A_TIME]
             prompts = [{"prompt_token_ids": list(w.tokens)} for w in some]
@@ -62,7 +62,7 @@ class VllmEngine:
     def close(self) -> None:
         del self._llm
 
-    def _sampling(self, wanted: Wanted) -> Any:
+    def _sampling(self, wanted: CompletionRequest) -> Any:
         s = self._settings
         return self._vllm.SamplingParams(
             temperature=s.temperature,

@@ -1,7 +1,7 @@
-"""The door for files that others wrote: plain files of bounded size, JSON that is what it claims.
+"""Read files of others safely: regular files of bounded size, valid JSON. Write files atomically.
 
-What is read here may be damaged or hostile. It is refused by an error of ours that names the file,
-never by whatever a parser happens to raise.
+Files may be damaged or hostile. They are refused with a `MoeMergeError` that names the file, not
+with an error of a parser.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from typing import Any, BinaryIO, Final
 from moemerge.errors import CheckpointError, DataError, MoeMergeError
 from moemerge.runtime.process import is_alive
 
-# The largest tokenizer.json known have some 40 MB.
+# The largest known tokenizer.json has some 40 MB.
 MOST_BYTES: Final = 2**30
-# What files of text end with: JSON lines, packed or not, and tables.
+# Suffixes of text files: JSON lines, packed or not, and tables.
 TEXT_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
-MOST_LEVELS: Final = 100  # of lists and objects inside each other
+MOST_LEVELS: Final = 100  # nesting of lists and objects
 
-Raises = Callable[..., MoeMergeError]  # the error's class: `raises(message, hint=...)`
+Raises = Callable[..., MoeMergeError]  # an error class: `raises(message, hint=...)`
 
 
 def open_plain(path: Path) -> int:
-    """A descriptor of a plain file, for reading. Raises OSError, for pipes, devices and folders
-    too, which would block, never end, or fail later."""
+    """Open a regular file for reading and return its descriptor.
+
+    Raises OSError, also for pipes, devices and folders, which would block, never end, or fail
+    later.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -41,8 +44,10 @@ def open_plain(path: Path) -> int:
 
 
 def lock_folder(folder: Path) -> int | None:
-    """Lock a folder for this process, until the descriptor is closed; None where the file system
-    knows no locks. Raises BlockingIOError where another process has it."""
+    """Lock a folder until the returned descriptor is closed; None if the file system has no locks.
+
+    Raises BlockingIOError if another process has locked it.
+    """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,11 +63,11 @@ def lock_folder(folder: Path) -> int | None:
 def read_file(
     path: Path, hint: str | None = None, raises: Raises = CheckpointError, most: int = MOST_BYTES
 ) -> bytes:
-    """The bytes of a plain file of at most `most` bytes."""
+    """Return the bytes of a regular file of at most `most` bytes."""
     try:
         with open(open_plain(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            # Of what is asked for, room is made at once.
+            # `read` allocates what is requested, so the size is bounded first.
             data = file.read(min(size, most) + 1)
     except FileNotFoundError as error:
         raise raises(f"{path} is missing", hint=hint) from error
@@ -145,7 +150,7 @@ def make_folder(out: Path, *parts: str) -> Path:
 
 
 def remove_stale(target: Path) -> None:
-    """Remove what killed runs left beside a file that they were writing, if they are gone."""
+    """Remove temporary files of killed processes next to a file."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.partial-(\d+)-[0-9a-f]{{8}}")
     for path in target.parent.iterdir():
         match = pattern.fullmatch(path.name)
@@ -154,7 +159,7 @@ def remove_stale(target: Path) -> None:
 
 
 def file_digest(path: Path) -> str | None:
-    """Of a file's content; None where there is no such file."""
+    """Return the digest of a file's content; None if it cannot be read."""
     try:
         with open(open_plain(path), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -163,7 +168,7 @@ def file_digest(path: Path) -> str | None:
 
 
 def read_utf8(path: Path, hint: str | None = None, raises: Raises = CheckpointError) -> str:
-    """A file of UTF-8 text."""
+    """Return the content of a UTF-8 file."""
     try:
         return read_file(path, hint, raises).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -173,7 +178,7 @@ def read_utf8(path: Path, hint: str | None = None, raises: Raises = CheckpointEr
 def read_object(
     path: Path, hint: str | None = None, raises: Raises = CheckpointError
 ) -> dict[str, Any]:
-    """A JSON file that must be there and hold an object."""
+    """Read a JSON file that must contain an object."""
     return parse_object(read_utf8(path, hint, raises), str(path), hint, raises)
 
 
@@ -185,8 +190,10 @@ def parse_object(
     *,
     halves: bool = False,
 ) -> dict[str, Any]:
-    """JSON text that must hold an object, not nested without end, all of it proper text; `halves`
-    lets lone surrogates pass."""
+    """Parse JSON text that must contain an object, with bounded nesting and valid Unicode.
+
+    With `halves`, lone surrogates are accepted.
+    """
     try:
         value = json.loads(text)
         _check(value)
@@ -204,7 +211,7 @@ def parse_object(
 
 
 def _check(value: Any) -> None:
-    """Raises RecursionError for what is nested deeper than code that walks it could bear."""
+    """Raise RecursionError if a value is nested too deeply for recursive code."""
     level = [value]
     for _ in range(MOST_LEVELS):
         level = [child for node in level for child in _inside(node)]

@@ -137,15 +137,21 @@ class _Reader:
         if not text.templated:
             return len(contents_of(before)) + 1 if before else 0, len(contents_of(after))
         ends = turn + 1 == len(text.turns)
-        end = text.text if ends else self._rendered(text, after, go_on=False)
-        for go_on in (True, False):
-            start = self._rendered(text, before, go_on=go_on) if before else ""
+        end = text.text if ends else self._rendered(text, after, add_generation_prompt=False)
+        for add_generation_prompt in (True, False):
+            start = (
+                self._rendered(text, before, add_generation_prompt=add_generation_prompt)
+                if before
+                else ""
+            )
             if end.startswith(start) and text.text.startswith(end):
                 return len(start), len(end)
         return None
 
-    def _rendered(self, text: RowText, turns: Any, *, go_on: bool) -> str:
-        return render_turns(turns, self._tokenizer, text.where, go_on=go_on)
+    def _rendered(self, text: RowText, turns: Any, *, add_generation_prompt: bool) -> str:
+        return render_turns(
+            turns, self._tokenizer, text.where, add_generation_prompt=add_generation_prompt
+        )
 
     def _tokens(self, text: RowText, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Return the tokens of a text, or of a beginning with enough tokens."""

@@ -37,9 +37,13 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def render_turns(
-    turns: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, *, go_on: bool
+    turns: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    add_generation_prompt: bool,
 ) -> str:
-    """Render turns with the tokenizer's template; `go_on`: up to the assistant's answer."""
+    """Render turns with the tokenizer's chat template."""
     what = f"{where}: the tokenizer's chat template refuses this row"
     hint = "if the row is correct, fix the template: chat_template.jinja of the model"
     with library_errors(TokenizerError, "the tokenizer's chat template cannot be used"):
@@ -50,7 +54,9 @@ def render_turns(
         environment = cast(_Limited, template.environment)
         environment.begin()
         values = {"messages": _plain(turns), "tools": None, "documents": None}
-        pieces = template.generate(**{**names, **values, "add_generation_prompt": go_on})
+        pieces = template.generate(
+            **{**names, **values, "add_generation_prompt": add_generation_prompt}
+        )
         return "".join(environment.weighed(pieces))
 
 

@@ -126,7 +126,7 @@ def row_text(row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKey
     if isinstance(parsed, str):
         return RowText(parsed, False, row.where)
     if has_template(tokenizer):
-        whole = render_turns(parsed.turns, tokenizer, row.where, go_on=False)
+        whole = render_turns(parsed.turns, tokenizer, row.where, add_generation_prompt=False)
         return RowText(whole, True, row.where, parsed.turns)
     if not parsed.joinable:
         raise DataError(
@@ -182,7 +182,7 @@ def prompt_text(
     """
     if not has_template(tokenizer):
         return "\n".join(str(turn["content"]) for turn in turns) + prefill
-    return render_turns(turns, tokenizer, where, go_on=True) + prefill
+    return render_turns(turns, tokenizer, where, add_generation_prompt=True) + prefill
 
 
 def prompt_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

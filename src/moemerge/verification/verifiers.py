@@ -59,7 +59,7 @@ def make_verifier(name: str, *, allow_code: bool = False, workers: int | None = 
     if name not in makers:
         raise UsageError(
             f"unknown check {name!r}{did_you_mean(name, makers)}",
-            hint=f"known: {', '.join(NAMES)}, or MODULE:FUNCTION of your own",
+            hint=f"known: {', '.join(NAMES)}, or your own MODULE:FUNCTION",
         )
     return makers[name]()
 
