@@ -22,7 +22,7 @@ from transformers import GenerationConfig, OlmoeConfig, OlmoeForCausalLM
 from moemerge.config.generation import GenerationSettings
 from moemerge.config.translate import parse_settings
 from moemerge.generation.continuous import ContinuousBatch, why_not
-from moemerge.generation.engine import Wanted
+from moemerge.generation.engine import CompletionRequest
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_experts": 8,
@@ -72,7 +72,7 @@ def ours(model: Any, prompts: list[list[int]], new: int, slots: int) -> dict[int
         capacity=len(prompts[0]) + new,
         stopped=lambda tokens: False,
     )
-    wanted = [Wanted(place, 0, tuple(tokens)) for place, tokens in enumerate(prompts)]
+    wanted = [CompletionRequest(place, 0, tuple(tokens)) for place, tokens in enumerate(prompts)]
     return {done.wanted.prompt: done.tokens for done in batch.run(wanted)}
 
 

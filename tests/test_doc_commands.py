@@ -18,7 +18,7 @@ from moemerge.config.settings import CollectingSettings
 from moemerge.config.study import StudyConfig
 from moemerge.config.study_load import load_study
 from moemerge.errors import UsageError
-from moemerge.evaluation.catalogue import find_task, task_names
+from moemerge.evaluation.job import find_task, task_names
 from moemerge.generation.prompts import USUAL
 from moemerge.merging.tokenizer.write import FORMATS
 from moemerge.verification.judgement import Grade

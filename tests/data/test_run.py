@@ -195,7 +195,7 @@ def test_several_samples_are_kept_once_each(folder, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("values", "sources", "message"),
     [
-        ({}, "prompts", "nothing says which are right"),
+        ({}, "prompts", "no check is given"),
         ({"keep": "prompt", "verify": "math"}, "prompts", "no answers to judge"),
         ({"keep": "all"}, "both", "one of them"),
         ({"keep": "all"}, "none", "one of them"),

@@ -144,6 +144,9 @@ def test_a_journal_is_read_back_and_a_broken_last_line_is_cut(journal):
     again = CellJournal(journal.path.parent, SCALE)
     cell = EXPERIMENTS["hessian"].rows(SCOPE)[0].cell
     assert again.get(KEYS[0], cell) == journal.get(KEYS[0], cell)
+    journal.close()
+    again.open()
+    again.close()
     assert journal.path.read_text() == text
     # Cells of another scale are other cells.
     other = CellJournal(journal.path.parent, {**SCALE, "problems": 11})

@@ -98,7 +98,7 @@ def test_merges_are_checked_like_configs():
     with pytest.raises(ConfigError, match="no source is called 'meth', did you mean 'math'"):
         plan_of(merges=unknown)
     inside = {"TIES": {"merge_method": "linear", "calibration": {}}}
-    with pytest.raises(ConfigError, match="repairs of merges stand under `repairs`"):
+    with pytest.raises(ConfigError, match="repairs of merges belong under `repairs`"):
         plan_of(merges=inside)
 
 
@@ -196,7 +196,7 @@ def test_seeds_share_what_does_not_depend_on_them():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"evaluate": {"tasks": ["gsm8k"], "seed": "{seed}"}}, "all seeds are asked the same"),
+        ({"evaluate": {"tasks": ["gsm8k"], "seed": "{seed}"}}, "all seeds share their tasks"),
         ({"seeds": [1, 1]}, "the same seed twice"),
         ({"seeds": "1"}, "seeds"),
         (

@@ -22,7 +22,7 @@ from moemerge.checkpoint.folder import CARRIED_FOLDERS, is_companion, is_weights
 from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.runtime.devices import free_disk
-from moemerge.runtime.files import lock_folder
+from moemerge.runtime.files import lock_folder, sync_folder
 from moemerge.runtime.process import is_alive
 
 KEPT_FOLDER: Final = "moemerge_tasks"  # parts of the merged models, see `merging.kept`
@@ -73,6 +73,21 @@ def check_output(out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = 
     if os.path.lexists(target):
         _check_replaceable(out, target, overwrite)
     _check_writable(out, target)
+
+
+def check_output_file(out: Path, *, overwrite: bool) -> None:
+    """Refuse an output file that must not or cannot be written, before any work is done."""
+    if out.is_dir():
+        raise CheckpointError(f"the output {out} is a folder", hint="name a file")
+    if os.path.lexists(out) and not overwrite:
+        raise CheckpointError(
+            f"the output {out} exists", hint="choose another name, or allow it: `overwrite=True`"
+        )
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise CheckpointError(f"the output {out} cannot be made: there is no folder {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"the output {out} cannot be made: {parent} is not writable")
 
 
 def _of_this_run(folder: Path, target: Path) -> bool:
@@ -333,14 +348,6 @@ def _lock(folder: Path) -> int | None:
         return None
 
 
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def copy_file(source: Path, target: Path, check: Callable[[], None] | None = None) -> None:
     """Copy contents, sharing blocks if the file system can. Follows symlinks.
 
@@ -389,14 +396,6 @@ def _open_source(path: Path) -> BinaryIO:
             f"{path} cannot be read: {error.strerror}",
             hint="the file must be copied into the output; restore it or its permissions",
         ) from error
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file and flush it to disk, replacing an existing one."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

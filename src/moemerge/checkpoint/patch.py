@@ -22,7 +22,7 @@ from moemerge.checkpoint.folder import (
     is_weights,
     place_in,
 )
-from moemerge.checkpoint.output import OutputFolder, copy_file, write_file, writing
+from moemerge.checkpoint.output import OutputFolder, copy_file, writing
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
 from moemerge.checkpoint.requantise import RoundingErrors
@@ -30,6 +30,7 @@ from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import CheckpointError
+from moemerge.runtime.files import write_file
 from moemerge.runtime.process import thread_pool
 
 if TYPE_CHECKING:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Final
 
 from moemerge.checkpoint.direct import LEAST_BYTES, Buffer, Buffers, OutputFile
 from moemerge.checkpoint.folder import INDEX, SINGLE, place_in
-from moemerge.checkpoint.output import OutputFolder, copy_file, output_error, write_file, writing
+from moemerge.checkpoint.output import OutputFolder, copy_file, output_error, writing
 from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_label
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.files import write_file
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import thread_pool
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from moemerge.architectures.names import split_layer
 from moemerge.architectures.opened import OpenModel, open_model
+from moemerge.checkpoint.output import check_output_file
 from moemerge.config.coefficients import CoefficientMethod, CoefficientSettings, NeuronGroups
 from moemerge.config.models import ModelRef
 from moemerge.errors import UsageError
@@ -16,7 +17,6 @@ from moemerge.features.settings import StreamSettings, batch_tokens, forward_dty
 from moemerge.lockstep.inputs import check_same_tokens, read_text, require_streamable
 from moemerge.runtime.devices import resolve_device
 from moemerge.statistics.provenance import all_units
-from moemerge.statistics.writer import check_output_file
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files

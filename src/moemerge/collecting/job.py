@@ -12,6 +12,7 @@ import torch
 
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint import require_space
+from moemerge.checkpoint.output import check_output_file
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import StatisticsKind
 from moemerge.config.settings import CollectingSettings
@@ -29,7 +30,6 @@ from moemerge.statistics.provenance import (
     model_fingerprint,
     tokenizer_fingerprint,
 )
-from moemerge.statistics.writer import check_output_file
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches, own_share
 from moemerge.text.domains import Domain, TextSettings, load_domain
 from moemerge.text.rows import TextSource, check_files

@@ -1,4 +1,4 @@
-"""Calibration text: prompts answered by a model, judged and filtered; or prompts, or plain text."""
+"""Make calibration text: prompts answered by a model and filtered, prompts alone, or plain text."""
 
 from moemerge.data.job import DataRequest
 from moemerge.data.run import DataReport, run_data

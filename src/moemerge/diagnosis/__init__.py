@@ -1,4 +1,4 @@
-"""What a merge did to the routing: figures per layer and domain, a verdict, advice."""
+"""Diagnose the routing of a merge: figures per layer and domain, a verdict, advice."""
 
 from moemerge.diagnosis.job import DiagnosisRequest
 from moemerge.diagnosis.results import Diagnosis

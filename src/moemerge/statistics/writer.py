@@ -17,12 +17,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from moemerge.checkpoint.output import output_error, sync_folder, writing
+from moemerge.checkpoint.output import check_output_file, output_error, writing
 from moemerge.checkpoint.safetensors_file import HEADER_ALIGNMENT, LENGTH_BYTES, METADATA
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, MoeMergeError
-from moemerge.runtime.files import remove_stale
+from moemerge.runtime.files import remove_stale, sync_folder
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import thread_pool
 from moemerge.statistics.file import FORMAT_NUMBER, STATISTICS_FORMAT
@@ -43,21 +43,6 @@ _KEYS_PER_UNIT: Final = 4
 _BYTES_PER_UNIT: Final = 320
 _BYTES_OF_THE_REST: Final = 64 * 1024
 _NOTICE_BYTES: Final = 16 * 1024
-
-
-def check_output_file(out: Path, *, overwrite: bool) -> None:
-    """Refuse an output that must not or cannot be written, before any work is done."""
-    if out.is_dir():
-        raise CheckpointError(f"the output {out} is a folder", hint="name a file")
-    if os.path.lexists(out) and not overwrite:
-        raise CheckpointError(
-            f"the output {out} exists", hint="choose another name, or allow it: `overwrite=True`"
-        )
-    parent = out.absolute().parent
-    if not parent.is_dir():
-        raise CheckpointError(f"the output {out} cannot be made: there is no folder {parent}")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise CheckpointError(f"the output {out} cannot be made: {parent} is not writable")
 
 
 class StatisticsWriter:
