@@ -12,12 +12,13 @@ from torch import Tensor
 from evidence.data import BALANCE, make_pool, plan
 from evidence.layout import Shape
 from evidence.optimise import Course, State, train_stack
-from evidence.scoring import LONGEST_ANSWER, continue_texts, load_flat
+from evidence.scoring import continue_texts, load_flat
 from evidence.training import chunks, write_model
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.output import check_output
 from moemerge.errors import UsageError
 from moemerge.runtime.devices import resolve_device
+from moemerge.testbed.accuracy import LONGEST_ANSWER
 from moemerge.testbed.tasks import Problem, check_all
 
 FINETUNING_BATCH = 128

@@ -188,7 +188,7 @@ class _Trainer:
             courses = [self._base_course(jobs[0], seed) for seed in seeds]
             shape = jobs[0].shape
             start = torch.stack([initial(shape, derived_seed(s, "start")) for s in seeds])
-            key = [jobs[0].kind, seeds]
+            key: list[Any] = [jobs[0].kind, seeds]
             bases.update(zip(seeds, self._train(key, jobs[0], start, courses), strict=True))
         specialists: dict[tuple[Job, str], TrainedWeights] = {}
         for some in chunks([(job, d) for job in jobs for d in job.domains], self._device):

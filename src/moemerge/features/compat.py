@@ -40,7 +40,7 @@ def build_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> 
     `AutoModelForCausalLM.from_config` is public, but chooses the class by the config's type, not by
     the name in its `architectures`.
     """
-    model: PreTrainedModel = cls._from_config(config, dtype=dtype)
+    model: PreTrainedModel = cls._from_config(config, dtype=dtype)  # type: ignore[no-untyped-call,unused-ignore]
     return model
 
 

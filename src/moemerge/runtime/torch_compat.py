@@ -32,5 +32,6 @@ def record_offset(storage: torch.UntypedStorage) -> int:
     `torch.load(..., mmap=True)` does not notice that a record is cut off, and maps the bytes that
     follow. No public name tells where a record begins.
     """
-    offset: int = storage._checkpoint_offset
-    return offset
+    offset = storage._checkpoint_offset
+    assert offset is not None  # torch.load sets it for every record
+    return int(offset)

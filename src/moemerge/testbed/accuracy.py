@@ -11,7 +11,8 @@ from pathlib import Path
 
 from moemerge import api
 from moemerge.config.generation import GenerationSettings
-from moemerge.generation.engine import Wanted
+from moemerge.config.translate import parse_settings
+from moemerge.generation.engine import CompletionRequest
 from moemerge.generation.transformers_engine import TransformersEngine
 from moemerge.runtime.progress import Silent
 from moemerge.testbed.tasks import Problem, check_all
@@ -28,13 +29,17 @@ def generate(
     max_new_tokens: int = LONGEST_ANSWER,
 ) -> list[str]:
     """Return a model's greedy completion of each prompt."""
-    settings = GenerationSettings(
-        max_new_tokens=max_new_tokens, temperature=0.0, device=device, dtype="float32"
-    )
+    values = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": 0.0,
+        "device": device,
+        "dtype": "float32",
+    }
+    settings = parse_settings(GenerationSettings, values, "the demo")
     tokenizer = load_tokenizer(model)
     engine = TransformersEngine(model, tokenizer, settings, Silent())
     rows = prompt_tokens(prompts, tokenizer)
-    wanted = [Wanted(place, 0, tuple(row)) for place, row in enumerate(rows)]
+    wanted = [CompletionRequest(place, 0, tuple(row)) for place, row in enumerate(rows)]
     completions = {done.prompt: done.text for done in engine.generate(wanted, len(wanted))}
     engine.close()
     return [completions[place] for place in range(len(prompts))]
