@@ -12,7 +12,6 @@ from typing import Any
 
 from moemerge.data.answers import (
     Answer,
-    Row,
     answer_prompts,
     answered_row,
     delete_unfinished,
@@ -80,7 +79,7 @@ class DataReport:
         }
 
 
-Grouped = tuple[str, Row]  # a row and its group
+Grouped = tuple[str, dict[str, Any]]  # a row and its group
 NOTHING = Generated((), 0, 0, 0.0)
 
 
@@ -137,13 +136,13 @@ def _kept(request: DataRequest, answers: Sequence[Answer]) -> list[Answer]:
     return kept
 
 
-def _row(request: DataRequest, answer: Answer, tokenizer: Tokenizer) -> Row:
+def _row(request: DataRequest, answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
     # After a stop text there is no end token: the model did not write one.
     ended = answer.completion.finish is Finish.STOP and not request.settings.stop
     return answered_row(answer.prompt, answer.response, tokenizer, ended=ended)
 
 
-def _described(answer: Answer) -> Row:
+def _described(answer: Answer) -> dict[str, Any]:
     judged = answer.judged
     return {
         "where": answer.prompt.where,
