@@ -23,7 +23,7 @@ from typing import Any
 
 import job
 from job import Row, Subject
-from moemerge.runtime.process import wake_gpu
+from moemerge.runtime.process import init_cuda_context
 from synthetic import Shape
 
 
@@ -44,15 +44,15 @@ def main() -> None:
 
 
 def calibrate(spec: dict[str, Any]) -> None:
-    wake_gpu(spec["settings"]["device"])  # as the command does
+    init_cuda_context(spec["settings"]["device"])  # as the command does
     from moemerge.calibration.job import CalibrationRequest
     from moemerge.calibration.run import run_calibration
     from moemerge.calibration.settings import CalibrationSettings
     from moemerge.config.faults import parse_settings
-    from moemerge.runtime.process import keep_few_kernels
+    from moemerge.runtime.process import limit_kernel_cache
     from moemerge.runtime.progress import Silent
 
-    keep_few_kernels()
+    limit_kernel_cache()
     request = CalibrationRequest(
         merged=spec["merged"],
         out=Path(spec["out"]),

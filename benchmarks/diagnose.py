@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import synthetic
-from moemerge.runtime.process import own_process, reuse_freed_memory
+from moemerge.runtime.process import configure_process, reuse_freed_memory
 from synthetic import SHAPES, Shape
 
 # OLMoE's experts and choices at an eighth of its width, where routing weighs most.
@@ -128,7 +128,7 @@ def one(
     plain(model, everything * times, device, dtype, spent)
     for name, source in sources.items():
         plain(source, batches[name] * times, device, dtype, spent)
-    own_process()  # as the command says
+    configure_process()  # as the command says
     with timed(spent, "diagnosis", device):
         values = {"device": str(device), "dtype": dtype, "swaps": swaps}
         settings = moemerge.DiagnosisSettings.model_validate(values)

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, OlmoeConfig, OlmoeForCausalLM
 
 from moemerge.config.faults import parse_settings
 from moemerge.generation.continuous import ContinuousBatch, why_not
-from moemerge.generation.engine import Wanted
+from moemerge.generation.engine import CompletionRequest
 from moemerge.generation.settings import GenerationSettings
 
 TINY = {
@@ -72,7 +72,7 @@ def ours(model: Any, prompts: list[list[int]], new: int, slots: int) -> dict[int
         capacity=len(prompts[0]) + new,
         stopped=lambda tokens: False,
     )
-    wanted = [Wanted(place, 0, tuple(tokens)) for place, tokens in enumerate(prompts)]
+    wanted = [CompletionRequest(place, 0, tuple(tokens)) for place, tokens in enumerate(prompts)]
     return {done.wanted.prompt: done.tokens for done in batch.run(wanted)}
 
 

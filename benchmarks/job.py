@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import synthetic
-from moemerge.runtime.process import own_process
+from moemerge.runtime.process import configure_process
 from synthetic import SHAPES, Shape
 
 Row = tuple[str, float, float | None, str]  # a part, its seconds, their floor, what the floor is
@@ -43,7 +43,7 @@ def run(
 ) -> None:
     """The benchmark; or its job, in a process that `in_own_process` has started."""
     args = parser.parse_args()
-    own_process()  # as the command says; its settings must be there before the job loads torch
+    configure_process()  # as the command does, before the job loads torch
     if args.child is not None:
         job(json.loads(args.child.read_text()))
         return

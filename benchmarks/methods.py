@@ -43,8 +43,9 @@ import synthetic
 from moemerge.api import list_methods, list_wrappers
 from moemerge.architectures.opened import open_model
 from moemerge.architectures.roles import Role
+from moemerge.config.parameters import StatisticsKind
 from moemerge.statistics import Provenance, StatisticsWriter
-from moemerge.statistics.file import Kind, pack, packed_size, stored_shape
+from moemerge.statistics.file import pack_symmetric, packed_size, stored_shape
 from moemerge.statistics.provenance import (
     all_units,
     family_name,
@@ -132,7 +133,7 @@ def make_finetune(folder: Path, base: Path, seed: int, device: torch.device) -> 
     shutil.copy(base / "config.json", folder / "config.json")
 
 
-def make_statistics(folder: Path, out: Path, kind: Kind) -> None:
+def make_statistics(folder: Path, out: Path, kind: StatisticsKind) -> None:
     """Statistics of the right shapes with made-up values; one Gram for all inputs of a width."""
     if out.exists():
         return
@@ -163,13 +164,13 @@ def make_statistics(folder: Path, out: Path, kind: Kind) -> None:
         writer.commit(sequences=10)
 
 
-def _values(kind: Kind, shape: tuple[int, ...]) -> torch.Tensor:
+def _values(kind: StatisticsKind, shape: tuple[int, ...]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     if kind != "gram":
         return torch.rand(stored_shape(kind, shape), generator=generator)
     width = shape[-1]
     x = torch.randn(TOKENS, width, generator=generator)
-    gram = pack(x.T @ x / TOKENS)
+    gram = pack_symmetric(x.T @ x / TOKENS)
     assert gram.numel() == packed_size(width)
     return gram
 
@@ -228,7 +229,7 @@ def config(work: Path, row: dict[str, Any], options: dict[str, Any]) -> dict[str
     return built
 
 
-def statistics(work: Path, name: str, kind: Kind) -> str:
+def statistics(work: Path, name: str, kind: StatisticsKind) -> str:
     """The file, made in a process of its own: a child's peak counts from its parent's."""
     out = work / f"{name}.{kind}.stats"
     _elsewhere(make_statistics, work / name, out, kind)

@@ -24,7 +24,7 @@ from torch import Tensor
 import moemerge.merging.wrappers  # noqa: F401  (registers methods and wrappers)
 from moemerge.architectures.roles import Role
 from moemerge.config.schema import KeptModels
-from moemerge.merging.kept.kinds import keep_unit, sizes, unpack_bits
+from moemerge.merging.kept import emr_norms, keep_unit, unpack_bits
 from moemerge.merging.method import METHODS, ModelTensor, UnitInfo
 from moemerge.merging.methods._spectra import Spectrum
 from moemerge.merging.wrapper import WRAPPERS, Wrap, around
@@ -141,7 +141,7 @@ def masks(keep: str, models: Models, merged: Tensor) -> Tensor:
 
 
 def scales(models: Models, merged: Tensor) -> Tensor:
-    pairs = [sizes(tensor, models.base, merged) for tensor in models.tensors]
+    pairs = [emr_norms(tensor, models.base, merged) for tensor in models.tensors]
     return torch.tensor([own / agreed for own, agreed in pairs])
 
 

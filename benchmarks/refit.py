@@ -32,7 +32,7 @@ import torch
 import job
 import synthetic
 from job import Row, Subject
-from moemerge.runtime.process import wake_gpu
+from moemerge.runtime.process import init_cuda_context
 from moemerge.runtime.progress import Silent
 from synthetic import Shape
 
@@ -66,14 +66,15 @@ class Notes(Silent):
 
 
 def refit(spec: dict[str, Any]) -> None:
-    wake_gpu(spec["settings"]["device"])  # as the command does
-    from moemerge.config.faults import parse_settings
+    init_cuda_context(spec["settings"]["device"])  # as the command does
     from moemerge.refitting.job import RefitRequest
+
+    from moemerge.config.faults import parse_settings
     from moemerge.refitting.run import run_refit
     from moemerge.refitting.settings import RefitSettings
-    from moemerge.runtime.process import keep_few_kernels
+    from moemerge.runtime.process import limit_kernel_cache
 
-    keep_few_kernels()
+    limit_kernel_cache()
     if spec["memory"] is not None:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(1e9 * spec["memory"] / whole)

@@ -69,9 +69,9 @@ def collect(spec: dict[str, Any]) -> None:
     from moemerge.collecting.run import run_collect
     from moemerge.collecting.settings import CollectingSettings
     from moemerge.config.faults import parse_settings
-    from moemerge.runtime.process import keep_few_kernels
+    from moemerge.runtime.process import limit_kernel_cache
 
-    keep_few_kernels()
+    limit_kernel_cache()
     settings = {"kind": spec["kind"], "device": spec["device"]}
     request = CollectRequest(
         spec["model"],

@@ -20,8 +20,7 @@ from typing import Any
 
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.judgement import Verifier
-from moemerge.verification.mathematics import MathVerifier, gold_of
-from moemerge.verification.quantities import unit_of
+from moemerge.verification.mathematics import MathVerifier, gold_of, unit_of
 from moemerge.verification.verifiers import check_all
 
 Item = tuple[dict[str, Any], str]

@@ -15,7 +15,7 @@ from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.parameter_values import ROLE_NAMES
 from moemerge.data.settings import DataRecipe
 from moemerge.errors import UsageError
-from moemerge.evaluation.catalogue import find_task, task_names
+from moemerge.evaluation.job import find_task, task_names
 from moemerge.evaluation.settings import load_task
 from moemerge.experiments.settings import StudyConfig
 from moemerge.experiments.study_file import load_study

@@ -44,7 +44,7 @@ _WRITTEN = re.compile(
 )
 # Verbs that train, download or take minutes; they have tests of their own.
 # A random model's answers are never right, so `data` would keep none.
-SLOW = {"demo", "testbed", "data", "evaluate", "study"}
+SLOW = {"demo", "data", "evaluate", "study"}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def run(words: list[str]) -> None:
 
 
 def verbs(group: Any = None, *path: str) -> Iterator[tuple[str, Any]]:
-    """Every command of the command line with its name, `testbed train` among them."""
+    """Every command of the command line with its name."""
     for name, command in (group or typer.main.get_command(app)).commands.items():
         if hasattr(command, "commands"):
             yield from verbs(command, *path, name)

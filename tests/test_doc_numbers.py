@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from evidence.tables import methods_table
+from evidence.tables import table as recorded_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 EVIDENCE = (DOCS / "evidence.md").read_text(encoding="utf-8")
@@ -55,46 +55,33 @@ NAMES = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What a script of ours makes of the cells."""
-    monkeypatch.syspath_prepend(DOCS.parent / "benchmarks")
-
-    def run(script: str, *options: str) -> str:
-        cells = DOCS / "data" / "evidence-methods.jsonl.xz"
-        monkeypatch.setattr(sys, "argv", [script, str(cells), *options])
-        importlib.import_module(script).main()
-        return capsys.readouterr().out
-
-    return run
+CELLS = DOCS / "data" / "evidence-methods.jsonl.xz"
 
 
 @pytest.mark.parametrize("regime", ["soft", "plain"])
 @pytest.mark.parametrize(("models", "methods"), [("two", 41), ("three", 43)])
 def test_tables_of_every_method_are_those_of_the_cells(
-    made: Callable[..., str], regime: str, models: str, methods: int
+    regime: str, models: str, methods: int
 ) -> None:
-    table = made("evidence_methods", regime, "0-4", "--models", models)
-    assert table.count("\n") == methods + 2
+    table = methods_table(CELLS, regime, models)
+    assert table.count("\n") == methods + 1
     assert table in EVERY
 
 
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("soft", 11),
-        ("plain", 11),
-        ("two", 23),
-        ("three", 20),
-        ("ridge", 6),
-        ("text", 5),
-        ("parts", 8),
+        ("repairs-soft", 11),
+        ("repairs-plain", 11),
+        ("merges-two", 23),
+        ("merges-three", 20),
+        ("sweep-ridge", 6),
+        ("sweep-text", 5),
+        ("sweep-parts", 8),
     ],
 )
-def test_tables_about_refit_are_those_of_the_cells(
-    made: Callable[..., str], name: str, rows: int
-) -> None:
-    tables = made("evidence_refit", name)
+def test_tables_about_refit_are_those_of_the_cells(name: str, rows: int) -> None:
+    tables = recorded_table(CELLS, name)
     assert tables in EVIDENCE
     assert tables.partition("\n\n")[0].strip().count("\n") == rows + 1
 

@@ -14,7 +14,7 @@ import torch
 import zoo
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.roles import Role, Unit
-from moemerge.architectures.rules import Experts, Family, GateRule, Key, Router
+from moemerge.architectures.rules import ConfigKey, Experts, Family, GateRule, Router
 from moemerge.errors import ArchitectureError
 
 FAMILIES = zoo.FAMILIES
@@ -420,7 +420,7 @@ def test_a_row_may_call_experts_and_their_number_as_it_likes() -> None:
     family = Family(
         ("toy_moe",),
         "Toy",
-        GateRule(top_k=Key(("toys_per_token",), 1)),
+        GateRule(top_k=ConfigKey(("toys_per_token",), 1)),
         routers=(Router("mlp.router.weight"),),
         experts=(Experts("mlp.toys", ("w1", "w3", "w2")),),
         expert_counts=("num_toys",),

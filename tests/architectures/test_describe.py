@@ -11,7 +11,7 @@ import torch
 
 import quantised_zoo as qz
 import zoo
-from moemerge.architectures.describe import Description, describe, gate_in_words
+from moemerge.architectures.describe import Description, describe, describe_gate
 from moemerge.architectures.rules import BiasPlace, Gate, Score
 from moemerge.checkpoint import Checkpoint
 
@@ -90,7 +90,7 @@ def test_quantised_is_not_calibratable(zoo_folder: Callable[..., Path]) -> None:
 def test_gate_in_words() -> None:
     gate = Gate(Score.SIGMOID, 2, normalised=False, selection_bias=BiasPlace.LOGITS, soft_cap=5.0)
     gate = replace(gate, scale=0.25)
-    assert gate_in_words(gate) == (
+    assert describe_gate(gate) == (
         "sigmoid, not renormalised over the top 2, logits times 0.25, logits capped at 5, "
         "choice moved by a bias on the logits"
     )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moemerge.architectures.quantisation import find_quantised
+from moemerge.architectures.reading import find_quantised
 from moemerge.runtime.dtypes import Dtype
 
 

@@ -244,7 +244,7 @@ def test_a_journal_that_is_a_link_is_refused(case_of: CaseOf, tmp_path: Path) ->
     case, out = case_of("olmoe"), tmp_path / "out"
     (tmp_path / "elsewhere").mkdir()
     journal_path(out).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="no folder of ours"):
+    with pytest.raises(CheckpointError, match="not a moemerge folder"):
         case.calibrate(out)
     assert not list((tmp_path / "elsewhere").iterdir())
 

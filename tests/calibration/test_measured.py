@@ -150,5 +150,5 @@ def test_what_is_to_be_said_of_the_text_is_said_once(case: cases.Case, tmp_path:
         case.merged, tmp_path / "out", sources=case.sources, data=data, progress=notes
     )
     assert report.diagnosis is not None
-    unread = [note for note in notes.said if "is read, not 'id'" in note]
+    unread = [note for note in notes.said if "is used, not 'id'" in note]
     assert len(unread) == len(set(unread)) == len(data)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moemerge.checkpoint.companions import companion_files, is_companion
+from moemerge.checkpoint.folder import companion_files, is_companion
 from moemerge.errors import CheckpointError
 
 CARRIED = [

@@ -121,7 +121,7 @@ def test_files_of_a_data_set(data_set: Path) -> None:
     assert locate_data("org/sums@v1") == locate_data("org/sums@v1:*.jsonl") == [old / "train.jsonl"]
     with pytest.raises(DataError, match=r"(?s)no file of text .*matches 'x\*'"):
         locate_data("org/sums:x*")
-    with pytest.raises(DataError, match="org/none is no file here"):
+    with pytest.raises(DataError, match="org/none is not a file here"):
         locate_data("org/none")
 
 

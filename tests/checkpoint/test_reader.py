@@ -109,7 +109,7 @@ def broken_index(make_folder: MakeFolder, content: object) -> Path:
         ({"weight_map": {"x": 3}}, "outside the model folder"),
         ({"weight_map": {"x": "config.json"}}, "expected a .safetensors or .bin file"),
         ({"weight_map": {"x": "gone.safetensors"}}, "gone.safetensors cannot be opened"),
-        ({"weight_map": {"xx": "a.safetensors"}}, "holds 'xx', but it does not"),
+        ({"weight_map": {"xx": "a.safetensors"}}, "which does not hold it"),
     ],
 )
 def test_broken_indexes(make_folder: MakeFolder, content: object, message: str) -> None:

@@ -55,7 +55,7 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
     assert file.read("scalar").item() == 2.5
     assert file.read("empty").shape == (0, 3)
     assert file.read("flat", (1, 2)).shape == (1, 0)
-    with pytest.raises(CheckpointError, match="rows 0:1 were asked of tensor 'scalar'"):
+    with pytest.raises(CheckpointError, match="rows 0:1 were requested of tensor 'scalar'"):
         file.read("scalar", (0, 1))
 
 
@@ -78,7 +78,7 @@ def test_a_shard_of_many_gigabytes_is_read(tmp_path: Path, skipped: int) -> None
 @pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (0, 5)])
 def test_rows_outside_are_refused(tmp_path: Path, rows: tuple[int, int]) -> None:
     save_file({"x": torch.zeros(4, 2)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="were asked of tensor 'x' of shape"):
+    with pytest.raises(CheckpointError, match="were requested of tensor 'x' of shape"):
         SafetensorsFile(tmp_path / "x.safetensors").read("x", rows)
 
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from moemerge.cli.app import app
+from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import bundled_set
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_answers_are_kept_and_told_of(model, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--prompts", "PROMPTS"], 2, "nothing says which are right"),
+        (["--prompts", "PROMPTS"], 2, "no check is given"),
         (["--prompts", "PROMPTS", "--keep", "right"], 2, "--keep"),
         (["--prompts", "PROMPTS", "--verify", "math", "--map", "prompt=x"], 3, "no column 'x'"),
         (["--prompts", "nowhere.jsonl", "--keep", "all"], 3, "no such file nowhere.jsonl"),

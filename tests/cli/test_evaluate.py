@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from evaluation.cases import write_task
 from moemerge.cli.app import app
+from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import bundled_set
 
 GREEDY = ["--samples", "1", "--temperature", "0", "--device", "cpu", "--draws", "300"]
 

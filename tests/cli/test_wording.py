@@ -60,11 +60,3 @@ def test_one_error_in_both_languages(zoo_folder, tmp_path) -> None:
     words = [model, str(tmp_path / "out"), f"--source=a={model}", f"--data=a={tmp_path}/a.jsonl"]
     result = CliRunner().invoke(app, ["calibrate", *words])
     assert "allow it: --overwrite" in result.output
-
-
-def test_no_flag_is_advised_that_the_verb_has_not(tmp_path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    result = CliRunner().invoke(app, ["testbed", "train", "--preset", "tiny", str(tmp_path)])
-    assert result.exit_code == 3
-    assert "choose another folder" in result.output
-    assert "overwrite" not in result.output

@@ -12,7 +12,13 @@ from coefficients.cases import CPU, NAMES, make_models, texts
 from coefficients.cases import config as plain_config
 from collecting import direct
 from collecting.cases import token_rows
-from moemerge.coefficients.maths import Information, balanced, entropy, falling, transfer
+from moemerge.coefficients.maths import (
+    Information,
+    balanced_coefficients,
+    falling,
+    next_token_entropy,
+    transfer,
+)
 from moemerge.config.coefficients import read_coefficients
 from moemerge.errors import CheckpointError, DataError, ResourceError, UsageError
 
@@ -191,8 +197,8 @@ def test_coefficients_worked_out_by_hand():
     assert falling(1e9, 1.0) == pytest.approx(0.0)
     assert transfer({"a": {"b": 1.0}, "b": {"a": 3.0}}) == pytest.approx({"a": 0.75, "b": 0.25})
     assert transfer({"a": {"b": 0.0}, "b": {"a": 0.0}}) == {"a": 0.5, "b": 0.5}
-    got = balanced({"a": [3.0, 4.0], "b": [0.0, 0.0]}, {"a": 0.5, "b": 0.5}, 1.0)
+    got = balanced_coefficients({"a": [3.0, 4.0], "b": [0.0, 0.0]}, {"a": 0.5, "b": 0.5}, 1.0)
     assert got["a"][0] == pytest.approx(2 / (1 + math.exp(-0.3)))
     assert got["a"][1] + got["b"][1] == pytest.approx(2)
-    even = entropy(torch.zeros(1, 2, 8), torch.tensor([[True, False]]))
+    even = next_token_entropy(torch.zeros(1, 2, 8), torch.tensor([[True, False]]))
     assert float(even) == pytest.approx(math.log(8))

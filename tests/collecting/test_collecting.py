@@ -12,9 +12,15 @@ import torch
 from collecting import direct
 from collecting.cases import Collect, token_rows
 from moemerge.architectures.opened import open_model
+from moemerge.features.input_hooks import (
+    InputHook,
+    LinearHook,
+    UnitMap,
+    find_input_hooks,
+    projections,
+)
 from moemerge.features.loading import map_names
 from moemerge.features.routers import anatomy
-from moemerge.features.taps import LinearTap, Tap, UnitMap, find_taps, projections
 from moemerge.statistics import Statistics
 from moemerge.text.domains import TextSettings, load_domain
 from moemerge.text.tokens import load_tokenizer
@@ -28,53 +34,28 @@ def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_grams_are_those_of_the_whole_model(
-    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
+OF_INPUTS = [(kind, family) for kind in ("gram", "activation") for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("kind", "family"), [*OF_INPUTS, ("power", "olmoe")])
+def test_statistics_of_inputs_are_those_of_the_whole_model(
+    kind: str, family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
 ) -> None:
     folder = model_folder(family)
-    collect(folder, tmp_path / "a.stats", kind="gram")
-    wanted = direct.grams(folder, token_rows(folder, text))
+    report = collect(folder, tmp_path / "a.stats", kind=kind)
+    compute = direct.activations if kind == "activation" else direct.grams
+    wanted = compute(folder, token_rows(folder, text))
+    if kind == "activation":
+        assert report.nbytes < 400_000  # a vector for every input, and the names of the units
     with Statistics.open(tmp_path / "a.stats") as found:
         assert set(found.units) == set(wanted)
-        for key, (matrix, tokens) in wanted.items():
-            gram = found.gram(key)
-            assert gram is not None
-            assert gram.tokens == tokens == found.tokens(key), key
-            assert gram.matrix.dtype == torch.float32
-            assert difference(gram.matrix, matrix) < TOLERANCE, key
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_mean_sizes_are_those_of_the_whole_model(
-    family: str, model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
-) -> None:
-    folder = model_folder(family)
-    report = collect(folder, tmp_path / "a.stats", kind="activation")
-    wanted = direct.activations(folder, token_rows(folder, text))
-    assert report.nbytes < 400_000  # a vector for every input, and the names of the units
-    with Statistics.open(tmp_path / "a.stats") as found:
-        assert set(found.units) == set(wanted)
-        for key, (sizes, tokens) in wanted.items():
-            activation = found.activation(key)
-            assert activation is not None
-            assert activation.tokens == tokens
-            assert difference(activation.values, sizes) < TOLERANCE, key
-
-
-def test_mean_squares_are_the_diagonals_of_grams(
-    model_folder: Folder, collect: Collect, text: Path, tmp_path: Path
-) -> None:
-    folder = model_folder("olmoe")
-    collect(folder, tmp_path / "a.stats", kind="power")
-    wanted = direct.grams(folder, token_rows(folder, text))
-    with Statistics.open(tmp_path / "a.stats") as found:
-        assert set(found.units) == set(wanted)
-        for key, (matrix, tokens) in wanted.items():
-            power = found.power(key)
-            assert power is not None
-            assert power.tokens == tokens
-            assert difference(power.values, matrix.diagonal()) < TOLERANCE, key
+        for key, (values, tokens) in wanted.items():
+            statistics = getattr(found, kind)(key)
+            assert statistics.tokens == tokens == found.tokens(key), key
+            got = statistics.matrix if kind == "gram" else statistics.values
+            assert got.dtype == torch.float32
+            expected = values.diagonal() if kind == "power" else values
+            assert difference(got, expected) < TOLERANCE, key
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,31 +107,31 @@ def test_fisher_values_of_other_kinds_of_experts(
     rows = load_domain("text", text, load_tokenizer(folder), TextSettings(limit=4)).rows
     total = direct.squared_gradients(folder, rows)
     model = direct.whole_model(folder)
-    taps = find_taps(model, anatomy(model))
+    hooks = find_input_hooks(model, anatomy(model))
     opened = open_model("model", folder)
     names = map_names(model, opened.checkpoint)
     units = UnitMap(opened.checkpoint, opened.architecture, names)
     compared = 0
     with Statistics.open(tmp_path / "a.stats") as found:
-        for tap in (tap for layer in taps.layers for tap in layer):
-            for key, wanted in expected(tap, model, units, total).items():
+        for hook in (hook for layer in hooks.layers for hook in layer):
+            for key, wanted in expected(hook, model, units, total).items():
                 fisher = found.fisher(key)
                 assert fisher is not None
                 assert difference(fisher.values, wanted) < TOLERANCE, key
                 compared += 1
-    assert compared in (report.units, report.units - 1)  # the head is no tap of a layer
+    assert compared in (report.units, report.units - 1)  # the head is no hook of a layer
 
 
 def expected(
-    tap: Tap, model: Any, units: UnitMap, total: dict[str, torch.Tensor]
+    hook: InputHook, model: Any, units: UnitMap, total: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Unit key -> squared gradients."""
-    if isinstance(tap, LinearTap):
-        return {p.unit.key: p.take(total[tap.weight]) for p in units.linear(tap)}
-    module = model.get_submodule(tap.path)
+    if isinstance(hook, LinearHook):
+        return {p.unit.key: p.take(total[hook.weight]) for p in units.linear(hook)}
+    module = model.get_submodule(hook.path)
     found: dict[str, torch.Tensor] = {}
-    for (expert, projection), unit in units.experts(tap).items():
-        up, down = total[tap.up][expert], total[tap.down][expert]
+    for (expert, projection), unit in units.experts(hook).items():
+        up, down = total[hook.up][expert], total[hook.down][expert]
         if module.is_transposed:
             up, down = up.T, down.T
         parts = {**projections(module, up), "down": down}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moemerge.collecting import maths
-from moemerge.collecting.maths import CHUNK, Moment, Routed, RoutedGradients, gram_sum
+from moemerge.collecting.maths import TOKENS_PER_SUM, Moment, Routed, RoutedGradients, gram_sum
 from moemerge.features.tokens import sort_by_expert
 
 
@@ -26,7 +26,7 @@ def per_sequence(delta: torch.Tensor, x: torch.Tensor, counts: list[int]) -> tor
 
 
 def test_gram_of_half_precision_features_is_summed_in_full() -> None:
-    x = random(5 * CHUNK + 7, 12).bfloat16()
+    x = random(5 * TOKENS_PER_SUM + 7, 12).bfloat16()
     exact = x.double().T @ x.double()
     assert float((gram_sum(x) - exact).abs().max() / exact.abs().max()) < 1e-6
 

@@ -10,8 +10,8 @@ import pytest
 
 import moemerge
 from moemerge.errors import CheckpointError, ConfigError, DataError, UsageError
+from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import bundled_set
 
 Config = dict[str, Any]
 RECIPE = {"verify": "exact", "max_new_tokens": 24, "device": "cpu"}
@@ -71,7 +71,7 @@ def test_run_makes_the_text_merges_and_calibrates(config: Config, tmp_path: Path
     [
         ({"limt": 3}, ConfigError, r"data\.math\.limt: .*did you mean 'limit'"),
         ({"file": None}, ConfigError, r"data\.math\.file"),
-        ({"verify": "none"}, UsageError, "nothing says which are right"),
+        ({"verify": "none"}, UsageError, "no check is given"),
         ({"prompts": "nowhere.jsonl"}, DataError, "nowhere.jsonl"),
         ({"file": "no/such/folder/math.jsonl"}, CheckpointError, "no folder"),
     ],

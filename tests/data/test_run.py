@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from evidence.scoring import accuracy
 from moemerge.config.faults import parse_settings
 from moemerge.data.job import DataRequest
 from moemerge.data.run import run_data
 from moemerge.data.settings import DataSettings
 from moemerge.errors import CheckpointError, DataError, UsageError
 from moemerge.runtime.progress import Silent
-from moemerge.testbed.accuracy import accuracy
+from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import bundled_set
 from moemerge.text.rows import read_rows, row_fields
 from processes import python
 
@@ -196,7 +196,7 @@ def test_several_samples_are_kept_once_each(folder, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("values", "sources", "message"),
     [
-        ({}, "prompts", "nothing says which are right"),
+        ({}, "prompts", "no check is given"),
         ({"keep": "prompt", "verify": "math"}, "prompts", "no answers to judge"),
         ({"keep": "all"}, "both", "one of them"),
         ({"keep": "all"}, "none", "one of them"),

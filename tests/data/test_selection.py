@@ -7,8 +7,7 @@ import random
 import pytest
 
 from moemerge.config.faults import parse_settings
-from moemerge.data.job import read_text
-from moemerge.data.selection import Benchmark, balanced, distinct, normal
+from moemerge.data.job import Benchmark, balanced, distinct, normal, text_of
 from moemerge.data.settings import DataSettings
 from moemerge.errors import ConfigError, DataError
 from moemerge.generation.prompts import read_prompts
@@ -51,7 +50,7 @@ def prompt(fields, **values):
 )  # fmt: skip
 def test_common_sets_are_read_as_they_are(fields, asked, answer, reference):
     row = prompt(fields)
-    assert row.asked == asked
+    assert row.user_text == asked
     assert row.fields.get("answer") == answer
     assert row.reference == reference
     assert row.group == "f.jsonl"
@@ -63,7 +62,7 @@ def test_columns_can_be_named():
         map="prompt=q, answer=final,reference=how",
         balance="kind",
     )
-    assert (row.asked, row.fields["answer"], row.group) == ("2+2?", "4", "sums")
+    assert (row.user_text, row.fields["answer"], row.group) == ("2+2?", "4", "sums")
     assert row.reference == "add"
     with pytest.raises(DataError, match="no column 'quest' for prompt, did you mean 'question'"):
         prompt({"question": "2+2?"}, map="prompt=quest")
@@ -84,16 +83,16 @@ def test_templates_hold_prompts_and_other_columns():
         system="Be brief.",
     )
     assert [turn["role"] for turn in row.turns] == ["system", "user"]
-    assert row.asked == "2+2? In apples, as \\boxed{x}, \\frac{1}{2}."
+    assert row.user_text == "2+2? In apples, as \\boxed{x}, \\frac{1}{2}."
     with pytest.raises(ConfigError, match=r"no \{prompt\} in it"):
         settings(template="solve this")
 
 
 def test_plain_text():
     rows = [TextRow("a, row 1", {"text": "x"}), TextRow("b, row 1", {"content": "y"})]
-    assert [read_text(row, settings()) for row in rows] == [("a", "x"), ("b", "y")]
+    assert [text_of(row, settings()) for row in rows] == [("a", "x"), ("b", "y")]
     with pytest.raises(DataError, match="no text in column 'body'"):
-        read_text(rows[0], settings(map={"text": "body"}))
+        text_of(rows[0], settings(map={"text": "body"}))
 
 
 def test_repetitions_are_found_whatever_their_case_and_spacing():

@@ -11,10 +11,10 @@ from moemerge.diagnosis.advice import (
     Measurements,
     advise,
     concentrated,
-    judge,
-    overall,
+    overall_totals,
     recommended,
     theory,
+    verdict_of,
 )
 from moemerge.diagnosis.results import DomainTotal, LayerDiagnosis, Swap
 from moemerge.report.words import percent
@@ -176,9 +176,9 @@ def test_the_quadratic_model_is_doubted_only_where_it_is_wrong() -> None:
 )
 def test_whether_the_theory_applies_is_answered(figures: dict[str, float], answer: str) -> None:
     rows = [row(0, 0.3, **{"kl_on_features": 0.2, **figures})]
-    verdict = judge([total(rows)])
+    verdict = verdict_of([total(rows)])
     assert verdict.theory.startswith(answer)
-    assert verdict.theory == theory(overall([total(rows)])["model"])
+    assert verdict.theory == theory(overall_totals([total(rows)])["model"])
 
 
 def test_few_tokens_are_told() -> None:
@@ -197,7 +197,7 @@ def test_few_tokens_are_told() -> None:
     ],
 )
 def test_the_verdict(mismatch: float, words: str) -> None:
-    verdict = judge([total([row(0, mismatch)])])
+    verdict = verdict_of([total([row(0, mismatch)])])
     assert words in verdict.words
     assert [f.text for f in verdict.numbers] == [
         percent(mismatch),
@@ -210,21 +210,21 @@ def test_the_verdict(mismatch: float, words: str) -> None:
 def test_the_verdict_compares() -> None:
     mine = total([row(0, 0.3)])
     worse = total([row(0, 0.4, domain="code")])
-    assert "worst on code (40.0%)" in judge([mine, worse]).words
+    assert "worst on code (40.0%)" in verdict_of([mine, worse]).words
     other = changed(mine, model="calibrated", mismatch=0.1)
-    assert "calibrated routes better: 10.0%." in judge([mine, other]).words
+    assert "calibrated routes better: 10.0%." in verdict_of([mine, other]).words
     names = {"calibrated": "short"}
-    assert "short routes better: 10.0%." in judge([mine, other], names).words
+    assert "short routes better: 10.0%." in verdict_of([mine, other], names).words
     same = changed(other, mismatch=0.30001)
-    assert "calibrated routes no better: 30.0%." in judge([mine, same]).words
+    assert "calibrated routes no better: 30.0%." in verdict_of([mine, same]).words
     other = changed(other, mismatch=0.35)
-    assert "calibrated routes worse: 35.0%." in judge([mine, other]).words
+    assert "calibrated routes worse: 35.0%." in verdict_of([mine, other]).words
     third = changed(mine, model="ties", mismatch=0.4)
     assert (
         "The others route worse; the best of them is calibrated: 35.0%."
-        in judge([mine, third, other]).words
+        in verdict_of([mine, third, other]).words
     )
-    silent = judge([changed(mine, loss=None, loss_source=None)])
+    silent = verdict_of([changed(mine, loss=None, loss_source=None)])
     assert silent.numbers[2].label == "KL of the routing"
 
 
@@ -287,8 +287,8 @@ def test_routing_and_loss_are_weighed(
     totals = [total([row(0, 0.3)])]
     for name, (mismatch, loss) in zip("bc", others, strict=False):
         totals.append(changed(totals[0], model=name, mismatch=mismatch, loss=loss))
-    assert list(recommended(overall(totals))) == names
-    assert list(judge(totals).recommended) == names
+    assert list(recommended(overall_totals(totals))) == names
+    assert list(verdict_of(totals).recommended) == names
 
 
 def test_nothing_to_repair() -> None:

@@ -71,7 +71,7 @@ def test_a_domain_of_the_base_alone(case: cases.Case, general: Path) -> None:
 
 
 def test_names_must_fit(case: cases.Case, general: Path) -> None:
-    with pytest.raises(UsageError, match="every domain has a source of its own"):
+    with pytest.raises(UsageError, match="every domain has a source"):
         diagnose(case, general, data=case.data)
     with pytest.raises(UsageError, match="data 'general' has no source of that name"):
         diagnose(case, general, base=None)

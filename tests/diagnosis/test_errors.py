@@ -127,7 +127,7 @@ def test_broken_weights(case: cases.Case, tmp_path: Path) -> None:
 def test_memory(case: cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("moemerge.lockstep.streams", "moemerge.features.settings"):
         monkeypatch.setattr(f"{module}.available_memory", lambda device: 1000)
-    refused(case, ResourceError, "3 models side by side needs about", offload="device")
+    refused(case, ResourceError, "3 models in parallel needs about", offload="device")
     refused(case, ResourceError, "7 models.*\n.*without `swaps`", offload="device", swaps=True)
 
 

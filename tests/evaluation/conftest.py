@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import bundled_set
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("lm_eval")
 
 from evaluation.cases import request, run
+from evidence.scoring import accuracy
 from moemerge.errors import DataError, UsageError
 from moemerge.evaluation.bridge import Bridge, language_model
 from moemerge.evaluation.job import prepare
 from moemerge.runtime.progress import Silent
-from moemerge.testbed.accuracy import accuracy
 
 GENERATED = """
 task: sums_written
@@ -103,5 +103,5 @@ def test_what_is_wrong_is_told(specialists, tmp_path):
     models, out = [specialists["math"]], tmp_path / "out"
     with pytest.raises(DataError, match=r"no such task file nowhere\.yml"):
         run(models, [], out, lm_eval="nowhere.yml")
-    with pytest.raises(UsageError, match="not rescored"):
+    with pytest.raises(UsageError, match="cannot be rescored"):
         run(models, [], out, lm_eval="arc_easy", rescore=True)

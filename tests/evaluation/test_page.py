@@ -10,7 +10,7 @@ import pytest
 from evaluation.cases import run, write_task
 from moemerge.errors import DataError, UsageError
 from moemerge.evaluation.page import model_index, with_index
-from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
+from moemerge.evaluation.report import EvaluationReport, TaskScores, compare_models
 from moemerge.report.scores import render_scores
 from report.scores_sample import HOSTILE, sample_page
 
@@ -22,7 +22,7 @@ def report() -> EvaluationReport:
         "gsm8k", "GSM8K", "math", ("1", "2", "3"), scores, single=True,
         source="openai/gsm8k:main/test*",
     )  # fmt: skip
-    rows = compare([task], ["a", 'b"'], draws=100, seed=0)
+    rows = compare_models([task], ["a", 'b"'], draws=100, seed=0)
     return EvaluationReport("correct", {}, {"a": "out/a", 'b"': "b"}, (task,), rows)
 
 
@@ -62,7 +62,7 @@ def test_page_and_card_are_written(specialists, sums, tmp_path):
     assert "<h1>mine is better than chat, by" in page.read_text()
     run([model], [task], tmp_path / "out", card=True)
     assert "model-index:" in (model / "README.md").read_text()
-    with pytest.raises(DataError, match="whose card is meant"):
+    with pytest.raises(DataError, match="no card can be written"):
         run([], [task], tmp_path / "out", card=True, rescore=True)
     with pytest.raises(UsageError, match="there is no folder"):
         run([model], [task], tmp_path / "out", report=tmp_path / "no" / "page.html")

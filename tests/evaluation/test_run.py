@@ -9,9 +9,9 @@ import pytest
 
 import moemerge
 from evaluation.cases import GREEDY, kept_answers, run, write_task
+from evidence.scoring import accuracy
 from moemerge.errors import DataError, UsageError
 from moemerge.generation.transformers_engine import TransformersEngine
-from moemerge.testbed.accuracy import accuracy
 from moemerge.testbed.tasks import problems
 
 
@@ -103,7 +103,7 @@ def test_answers_are_judged_anew_without_the_models(specialists, sums, tmp_path)
     assert set(again.models) == {"math", "chat"}
     assert again.tasks[0].counts[0].asked == len(sums)
     assert again.rows[0].scores["math"].mean >= first.rows[0].scores["math"].mean
-    with pytest.raises(DataError, match="holds no answers that were drawn with these settings"):
+    with pytest.raises(DataError, match="holds no answers with these sampling settings"):
         run([], [task], out, rescore=True, temperature=0.5)
     with pytest.raises(DataError, match="40 answers to sums missing in"):
         run([specialists["code"]], [task], out, rescore=True)
@@ -176,3 +176,43 @@ def test_an_engine_that_dies_loses_nothing(specialists, sums, tmp_path, monkeypa
     assert len(wanted) == 33
     unbroken = run([specialists["math"]], [task], tmp_path / "other")
     assert resumed.tasks[0].scores.tolist() == unbroken.tasks[0].scores.tolist()
+
+
+@pytest.mark.parametrize("place", ["answers/sums/math.jsonl", "results.json"])
+def test_a_link_in_place_of_a_result_is_replaced(specialists, sums, tmp_path, place):
+    task, out, kept = write_task(tmp_path, sums[:2]), tmp_path / "out", tmp_path / "kept"
+    kept.write_text("kept")
+    (out / place).parent.mkdir(parents=True)
+    (out / place).symlink_to(kept)
+    run([specialists["math"]], [task], out)
+    assert kept.read_text() == "kept"
+    assert not (out / place).is_symlink()
+    assert (out / place).read_text().startswith("{")
+
+
+@pytest.mark.parametrize(
+    "place", ["answers", "answers/sums", "judgements", "completions", "completions/math.jsonl"]
+)
+def test_results_are_not_written_through_a_link(specialists, sums, tmp_path, place):
+    task, out, kept = write_task(tmp_path, sums[:2]), tmp_path / "out", tmp_path / "kept"
+    kept.mkdir()
+    link = out / place
+    if place == "completions/math.jsonl":
+        run([specialists["math"]], [task], out)
+        (link,) = (out / "completions").glob("*.jsonl")
+        link.unlink()
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(kept)
+    with pytest.raises(DataError, match="cannot be written"):
+        run([specialists["math"]], [task], out)
+    assert not list(kept.iterdir())
+
+
+def test_a_folder_in_place_of_an_index_is_refused(specialists, sums, tmp_path):
+    task, out = write_task(tmp_path, sums[:2]), tmp_path / "out"
+    run([specialists["math"]], [task], out)
+    (index,) = (out / "completions").glob("*.json")
+    index.unlink()
+    index.mkdir()
+    with pytest.raises(DataError, match="cannot be read"):
+        run([specialists["math"]], [task], out, rescore=True)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from moemerge.evaluation.report import TaskScores, compare
+from moemerge.evaluation.report import TaskScores, compare_models
 from moemerge.evaluation.significance import (
     drawn_means,
     flipped_means,
@@ -102,7 +102,9 @@ def test_draws_have_the_mean_and_the_spread_of_a_mean():
 def test_flips_give_the_exact_test_where_scores_are_zero_or_one():
     first = np.array([0] * 9 + [1] * 3 + [1] * 20, dtype=float)
     second = np.array([1] * 9 + [0] * 3 + [1] * 20, dtype=float)
-    row = compare([scores_of(first, second, single=True)], ["a", "b"], draws=50_000, seed=0)[0]
+    row = compare_models([scores_of(first, second, single=True)], ["a", "b"], draws=50_000, seed=0)[
+        0
+    ]
     pair = row.pairs[0]
     assert (pair.won, pair.lost) == (9, 3)
     assert pair.mcnemar is not None
@@ -115,7 +117,7 @@ def test_flips_give_the_exact_test_where_scores_are_zero_or_one():
 def test_p_decides_where_few_problems_differ():
     first, second = np.zeros(20), np.array([1.0] * 5 + [0.0] * 15)
     task = scores_of(first, second, single=True)
-    pair = compare([task], ["a", "b"], draws=2000, seed=0)[0].pairs[0]
+    pair = compare_models([task], ["a", "b"], draws=2000, seed=0)[0].pairs[0]
     assert pair.interval[0] > 0
     assert pair.mcnemar is not None
     assert pair.mcnemar.p == pytest.approx(2 / 2**5)
@@ -124,7 +126,7 @@ def test_p_decides_where_few_problems_differ():
 
 def test_errors_are_clustered_by_problem():
     """Sixteen equal samples of a problem say no more than one."""
-    row = compare([scores_of([1, 0, 1, 1])], ["a"], draws=100, seed=0)[0]
+    row = compare_models([scores_of([1, 0, 1, 1])], ["a"], draws=100, seed=0)[0]
     assert row.scores["a"].mean == 0.75
     assert row.scores["a"].error == pytest.approx(0.25)  # √(0.75 / 3 / 4)
 
@@ -135,7 +137,7 @@ def test_averages_weigh_domains_alike():
         scores_of([0, 0, 0], [0, 0, 0], name="y", domain="math"),
         scores_of([1, 0], [1, 1], name="z", domain="code"),
     ]
-    rows = {row.name: row for row in compare(tasks, ["a", "b"], draws=200, seed=0)}
+    rows = {row.name: row for row in compare_models(tasks, ["a", "b"], draws=200, seed=0)}
     assert list(rows) == ["x", "y", "math", "z", "overall"]
     assert rows["math"].scores["a"].mean == 0.5
     assert rows["overall"].scores["a"].mean == pytest.approx((0.5 + 0.5) / 2)
@@ -146,7 +148,7 @@ def test_averages_weigh_domains_alike():
 
 
 def test_equal_models_do_not_differ_and_one_problem_has_no_error():
-    row = compare([scores_of([1], [1])], ["a", "b"], draws=50, seed=0)[0]
+    row = compare_models([scores_of([1], [1])], ["a", "b"], draws=50, seed=0)[0]
     assert row.scores["a"].error is None
     assert row.pairs[0].p == 1
 
@@ -154,7 +156,9 @@ def test_equal_models_do_not_differ_and_one_problem_has_no_error():
 def test_the_seed_decides():
     rng = np.random.default_rng(3)
     task = scores_of(*rng.random((2, 30)))
-    same = [compare([task], ["a", "b"], draws=300, seed=seed)[0].pairs[0] for seed in (0, 0, 1)]
+    same = [
+        compare_models([task], ["a", "b"], draws=300, seed=seed)[0].pairs[0] for seed in (0, 0, 1)
+    ]
     assert same[0] == same[1] != same[2]
 
 
@@ -180,7 +184,7 @@ def test_intervals_cover_the_truth_and_zero_is_rarely_called_significant(n):
 
 def test_one_problem_says_nothing_about_others():
     """Drawn again it is always itself; an interval without width would be a lie."""
-    row = compare([scores_of([0], [1], single=True)], ["a", "b"], draws=100, seed=0)[0]
+    row = compare_models([scores_of([0], [1], single=True)], ["a", "b"], draws=100, seed=0)[0]
     assert row.scores["b"].error is None
     assert row.scores["b"].interval == (0.0, 1.0)
     assert row.pairs[0].interval == (-1.0, 1.0)

@@ -6,8 +6,7 @@ import pytest
 
 from evaluation.cases import request
 from moemerge.errors import ConfigError
-from moemerge.evaluation.catalogue import find_task, task_names
-from moemerge.evaluation.job import prepare
+from moemerge.evaluation.job import find_task, prepare, task_names
 from moemerge.verification.verifiers import make_verifier
 
 ROWS = {
@@ -94,7 +93,7 @@ def test_every_task_of_the_package_is_here():
 @pytest.mark.parametrize("name", ROWS)
 def test_what_is_asked(name, protocol, tmp_path):
     posed = posed_task(name, protocol, tmp_path)
-    assert posed.problems[0].asked == ASKED[name]
+    assert posed.problems[0].user_text == ASKED[name]
     assert posed.names == (NAMES[name],)
 
 

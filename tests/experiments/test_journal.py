@@ -57,8 +57,28 @@ def test_half_a_line_is_cut_off(written: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     assert score(written, 1) is None
+    assert path.read_bytes() == whole[:-20], "reading changes nothing: another run may be writing"
+    journal(written).open()
     assert path.read_bytes() == whole[: whole[:-1].rfind(b"\n") + 1]
     assert score(written, 0) == 0.1
+
+
+def test_one_run_writes_cells_at_a_time(written: Path) -> None:
+    first = journal(written)
+    first.open()
+    with pytest.raises(DataError, match="being written by another run"):
+        journal(written).open()
+    assert score(written, 0) == 0.1
+    first.close()
+    journal(written).open()
+
+
+def test_a_link_in_place_of_the_cells_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("")
+    (tmp_path / CELLS).symlink_to(tmp_path / "secret")
+    with pytest.raises(DataError, match="cannot be written"):
+        journal(tmp_path).add(OneSet(0), OneCell("linear"), {})  # type: ignore[arg-type]
+    assert (tmp_path / "secret").read_text() == ""
 
 
 def test_lines_without_a_digest_are_taken_as_they_are(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_seeds_share_what_does_not_depend_on_them():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"evaluate": {"tasks": ["gsm8k"], "seed": "{seed}"}}, "all seeds are asked the same"),
+        ({"evaluate": {"tasks": ["gsm8k"], "seed": "{seed}"}}, "all seeds share their tasks"),
         ({"seeds": [1, 1]}, "the same seed twice"),
         ({"seeds": "1"}, "seeds"),
         (
@@ -290,5 +290,5 @@ def test_small_studies_ask_their_prompts_as_they_are(file, tmp_path, monkeypatch
             recipe = DataRecipe.model_validate(node.values["recipe"])
             request = DataRequest("m", tmp_path / "o.jsonl", recipe.settings, recipe.prompts)
             chosen = select_prompts(request).prompts
-            assert all(row.asked == row.fields["prompt"] for row in chosen)
+            assert all(row.user_text == row.fields["prompt"] for row in chosen)
             assert all(row.reference for row in chosen)

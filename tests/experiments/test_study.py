@@ -20,7 +20,7 @@ from moemerge.experiments.study import IN_MEMORY, workers_for
 from moemerge.experiments.study_file import load_study
 from moemerge.experiments.tables import TableForm
 from moemerge.runtime.devices import available_memory, cpu_count, resolve_device
-from moemerge.testbed.training.sets import bundled_set
+from moemerge.testbed import bundled_set
 from moemerge.text.domains import TextSettings, load_domain
 from moemerge.text.tokens import load_tokenizer
 

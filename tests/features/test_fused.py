@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 
 from features import reference
 from moemerge.checkpoint.reader import Checkpoint
-from moemerge.features import fused
+from moemerge.features import compat, fused
 from moemerge.features.fused import SUFFIX, is_plain_norm, use_fused_norms
 from moemerge.features.loading import build_skeleton
 from moemerge.features.router_stream import RouterStream
@@ -63,7 +61,7 @@ def test_on_a_cpu_nothing_is_switched(zoo_folder: Folder) -> None:
     model = build_skeleton(Checkpoint.open(zoo_folder("olmoe")), BF16)
     assert use_fused_norms(model, CPU, BF16) == 0
     assert not fused.use_fused_experts(model, CPU, BF16)
-    assert model.config._experts_implementation == fused.GROUPED
+    assert model.config._experts_implementation == compat.GROUPED
 
 
 def experts_of(folder: Path) -> Any:
@@ -92,78 +90,6 @@ def test_what_learns_is_left_to_transformers(zoo_folder: Folder) -> None:
     assert not fused._suited(experts, x, chosen, torch.ones(3, 2))
     with torch.no_grad():
         assert fused._suited(experts, x, chosen, torch.ones(3, 2))
-
-
-def turned(q, k, cos, sin):
-    """What the kernel computes, step by step."""
-
-    def half_turn(x):
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((-second, first), dim=-1)
-
-    cos, sin = cos[:, None], sin[:, None]
-    return q * cos + half_turn(q) * sin, k * cos + half_turn(k) * sin
-
-
-def rotation_of(folder: Path) -> Any:
-    model = build_skeleton(Checkpoint.open(folder), BF16)
-    for module in model.modules():
-        plain = vars(sys.modules[type(module).__module__]).get(fused.ROTATION)
-        if plain is not None:
-            return plain
-    raise AssertionError(f"{folder}: no module with a rotation")
-
-
-@pytest.mark.parametrize(
-    ("family", "plain"),
-    [("olmoe", True), ("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)],
-)
-def test_only_plain_rotations_are_taken_for_plain(
-    family: str, plain: bool, zoo_folder: Folder
-) -> None:
-    # gpt_oss gives the angles of one half alone
-    assert fused.is_plain_rotation(rotation_of(zoo_folder(family)), CPU, turned) == plain
-
-
-def test_a_rotation_of_neighbours_is_not_plain() -> None:
-    def neighbours(q, k, cos, sin):
-        apart = torch.stack((-q[..., 1::2], q[..., ::2]), dim=-1).flatten(-2)
-        return q * cos[:, None] + apart * sin[:, None], k
-
-    assert not fused.is_plain_rotation(neighbours, CPU, turned)
-    assert not fused.is_plain_rotation(lambda q, k: (q, k), CPU, turned)
-    assert not fused.is_plain_rotation(lambda q, k, cos, sin: q, CPU, turned)
-
-
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
-def test_a_copied_forward_turns_by_what_it_is_given(family: str, zoo_folder: Folder) -> None:
-    """And the module that it is copied from still finds its own function."""
-    asked = []
-
-    def turn(q, k, cos, sin):
-        asked.append(q.shape)
-        return turned(q, k, cos, sin)
-
-    model = AutoModelForCausalLM.from_pretrained(zoo_folder(family), dtype=BF16).eval()
-    attention = next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
-    own = type(attention).forward
-    copied = fused._with_fused_rotation(own, CPU, turn)
-    x = torch.randn(2, 7, model.config.hidden_size).to(BF16)
-    angles = model.model.rotary_emb(x, torch.arange(7)[None].expand(2, -1))
-    asked.clear()
-    with torch.no_grad():
-        plain, _ = own(attention, x, angles, None)
-        assert not asked
-        made, _ = copied(attention, x, angles, None)
-    assert torch.equal(plain, made)
-    assert not asked  # a CPU is served by the plain one
-    assert own.__globals__[fused.ROTATION] is not copied.__globals__[fused.ROTATION]
-
-
-def test_what_turns_nothing_is_left_alone(zoo_folder: Folder) -> None:
-    assert fused._with_fused_rotation(torch.nn.Linear.forward, CPU, turned) is None
-    model = build_skeleton(Checkpoint.open(zoo_folder("olmoe")), BF16)
-    assert fused.use_fused_rotations(model, CPU, BF16) == 0
 
 
 # --- on a GPU -----------------------------------------------------------------------------------

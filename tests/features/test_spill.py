@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from moemerge.errors import CheckpointError
-from moemerge.features.spill import SpillRoom, Tracker, held_by
+from moemerge.features.spill import SpillFactory, Tracker, held_by
 
 CPU = torch.device("cpu")
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    spill = SpillRoom("disk", CPU, tmp_path).spill(0)
+    spill = SpillFactory("disk", CPU, tmp_path).spill(0)
     assert spill is not None
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
@@ -27,7 +27,7 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
 
 
 def test_every_reference_comes_back(tmp_path: Path) -> None:
-    room = SpillRoom("disk", CPU, tmp_path)
+    room = SpillFactory("disk", CPU, tmp_path)
     spill = room.spill(0)
     assert spill is not None
     value = torch.randn(64, 32)
@@ -47,7 +47,7 @@ def test_every_reference_comes_back(tmp_path: Path) -> None:
 
 
 def test_shared_and_small_storages_stay(tmp_path: Path) -> None:
-    room = SpillRoom("disk", CPU, tmp_path)
+    room = SpillFactory("disk", CPU, tmp_path)
     spill = room.spill(0)
     assert spill is not None
     layer = torch.nn.Linear(8, 8)
@@ -60,9 +60,9 @@ def test_shared_and_small_storages_stay(tmp_path: Path) -> None:
 
 
 def test_a_cpu_run_has_nothing_to_gain_from_the_cpu() -> None:
-    assert not SpillRoom("cpu", CPU).active
-    assert not SpillRoom("device", torch.device("cuda")).active
-    assert SpillRoom("cpu", torch.device("cuda")).active
+    assert not SpillFactory("cpu", CPU).active
+    assert not SpillFactory("device", torch.device("cuda")).active
+    assert SpillFactory("cpu", torch.device("cuda")).active
 
 
 def test_the_tracker_knows_what_is_alive() -> None:

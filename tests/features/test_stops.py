@@ -54,7 +54,7 @@ def heard_in_whole(
 
 
 def module_paths(stream: ModelStream) -> list[str]:
-    return [tap.path for taps in stream.taps.layers for tap in taps]
+    return [hook.path for hooks in stream.input_hooks.layers for hook in hooks]
 
 
 @pytest.mark.parametrize(

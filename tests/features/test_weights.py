@@ -208,18 +208,18 @@ def test_a_head_that_is_not_run_is_checked_beside_the_layers(
     folder = changed(zoo_folder("olmoe"), tmp_path / "nan", poison)
     told = r"lm_head\.weight holds NaN or infinity, in .*model\.safetensors"
     weights = opened(folder)
-    weights.require_finite_on_disk(["lm_head.weight"], beside=True)
+    weights.require_finite_on_disk(["lm_head.weight"], background=True)
     with pytest.raises(NumericalError, match=told):
-        weights.settle()
-    weights.settle()  # said once
-    weights.require_finite_on_disk(["lm_head.weight"], beside=True)
+        weights.wait_for_checks()
+    weights.wait_for_checks()  # said once
+    weights.require_finite_on_disk(["lm_head.weight"], background=True)
     layer = weights.fetch(weights.names_under("model.layers.0"))
     while weights._unrun is not None and not weights._unrun.done():
         time.sleep(0.01)
     with pytest.raises(NumericalError, match=told):
         weights.place(layer)
     with pytest.raises(NumericalError, match=told):
-        weights.require_finite_on_disk(["lm_head.weight"], beside=False)
-    weights.require_finite_on_disk(["model.norm.weight"], beside=True)
-    weights.settle()
+        weights.require_finite_on_disk(["lm_head.weight"], background=False)
+    weights.require_finite_on_disk(["model.norm.weight"], background=True)
+    weights.wait_for_checks()
     weights.close()

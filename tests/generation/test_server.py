@@ -13,17 +13,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import processes
+from evidence.scoring import generate
 from moemerge.config.faults import parse_settings
 from moemerge.errors import ResourceError, UsageError
 from moemerge.generation import server
-from moemerge.generation.engine import Finish, Wanted
-from moemerge.generation.engines import engine_maker
+from moemerge.generation.engine import CompletionRequest, Finish
+from moemerge.generation.run import engine_maker
 from moemerge.generation.server import ServerEngine
 from moemerge.generation.settings import GenerationSettings
 from moemerge.runtime.progress import Silent
-from moemerge.testbed.accuracy import generate
+from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
-from moemerge.testbed.training import bundled_set
 from moemerge.text.tokens import load_tokenizer
 
 
@@ -42,8 +42,11 @@ def tokenizer(folder):
     return load_tokenizer(folder)
 
 
-def wanted(tokenizer, prompts) -> list[Wanted]:
-    return [Wanted(p, 0, tuple(tokenizer(text)["input_ids"])) for p, text in enumerate(prompts)]
+def wanted(tokenizer, prompts) -> list[CompletionRequest]:
+    return [
+        CompletionRequest(p, 0, tuple(tokenizer(text)["input_ids"]))
+        for p, text in enumerate(prompts)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +142,8 @@ def toys(monkeypatch) -> Iterator[Callable[..., Toy]]:
         toy.close()
 
 
-def asked(count: int) -> list[Wanted]:
-    return [Wanted(n, 0, tuple(range(n + 1))) for n in range(count)]
+def asked(count: int) -> list[CompletionRequest]:
+    return [CompletionRequest(n, 0, tuple(range(n + 1))) for n in range(count)]
 
 
 def test_requests_hold_tokens_seeds_and_settings(toys, tokenizer):
@@ -214,7 +217,7 @@ def test_when_all_servers_die_what_came_is_kept_and_it_is_said(toys, tokenizer, 
     engine = ServerEngine(tokenizer, settings(toys(dying).url, batch_size=1), Silent())
     answers = engine.generate(asked(10), 10)
     assert [next(answers).prompt for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(ResourceError, match=r"(?s)no server answers any more.*kept"):
+    with pytest.raises(ResourceError, match=r"(?s)no server answers any longer.*kept"):
         next(answers)
 
 

@@ -11,7 +11,7 @@ from moemerge.config.faults import parse_settings
 from moemerge.errors import ResourceError
 from moemerge.generation import transformers_engine
 from moemerge.generation.drawing import draw, signed, uniform
-from moemerge.generation.engine import Finish, Wanted
+from moemerge.generation.engine import CompletionRequest, Finish
 from moemerge.generation.settings import GenerationSettings
 from moemerge.generation.transformers_engine import TransformersEngine, end_tokens
 from moemerge.runtime.progress import Silent
@@ -32,8 +32,10 @@ def settings(**values) -> GenerationSettings:
     return parse_settings(GenerationSettings, values, "settings")
 
 
-def wanted(samples: int = 1) -> list[Wanted]:
-    return [Wanted(p, s, tokens) for p, tokens in enumerate(PROMPTS) for s in range(samples)]
+def wanted(samples: int = 1) -> list[CompletionRequest]:
+    return [
+        CompletionRequest(p, s, tokens) for p, tokens in enumerate(PROMPTS) for s in range(samples)
+    ]
 
 
 def generated(folder, tokenizer, given, asked, notes=None) -> dict[tuple[int, int], list[int]]:
@@ -45,7 +47,7 @@ def generated(folder, tokenizer, given, asked, notes=None) -> dict[tuple[int, in
 
 
 @torch.inference_mode()
-def twin(model, ends, given, w: Wanted) -> list[int]:
+def twin(model, ends, given, w: CompletionRequest) -> list[int]:
     """Token by token, without any cache or batch."""
     written: list[int] = []
     while len(written) < given.max_new_tokens:
@@ -117,7 +119,11 @@ def test_stop_texts_end_a_completion_and_are_cut_off(with_tokenizer, numbers):
 
 def test_a_prompt_that_fills_the_context_fails_alone(with_tokenizer, numbers):
     engine = TransformersEngine(with_tokenizer("olmoe"), numbers, settings(), Notes())
-    asked = [Wanted(0, 0, (5,) * 256), Wanted(1, 0, (5,) * 250), Wanted(2, 0, (5, 6))]
+    asked = [
+        CompletionRequest(0, 0, (5,) * 256),
+        CompletionRequest(1, 0, (5,) * 250),
+        CompletionRequest(2, 0, (5, 6)),
+    ]
     answers = {c.prompt: c for c in engine.generate(asked, len(asked))}
     assert answers[0].finish is Finish.FAILED
     assert "256 tokens, the model reads 256" in answers[0].detail

@@ -36,7 +36,7 @@ def test_a_triton_that_cannot_compile_is_left_out_and_told(
         assert not availability.triton_works(CUDA)
         assert not availability.triton_works(CUDA)
     assert [record.message for record in caplog.records] == [
-        "Triton cannot compile here, so slower ways are taken "
+        "Triton cannot compile here; plain torch is used, which is slower "
         "(RuntimeError: Failed to find C compiler. Please specify via CC)"
     ]
 

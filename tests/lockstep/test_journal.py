@@ -81,3 +81,26 @@ def test_tensors_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
     first = kept.tensors["r0.weight"]
     assert kept.tensors["r0.weight"].data_ptr() != first.data_ptr()
     journal.remove()
+
+
+def test_a_run_killed_before_its_key_was_written_is_started_anew(tmp_path: Path) -> None:
+    (tmp_path / ".out.journal").mkdir()
+    journal = Journal.open(tmp_path / "out", {}, resume=True)
+    assert journal.entries == []
+    journal.add(entry(0))
+    journal.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_links_inside_a_journal_are_not_followed(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "out", {}, resume=False)
+    journal.add(entry(0))
+    secret = tmp_path / "secret"
+    secret.write_text("s")
+    (journal.folder / "0001.json").symlink_to(secret)
+    journal.add(entry(1))
+    (journal.folder / "0002.bin").symlink_to(secret)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        journal.add(entry(2))
+    assert secret.read_text() == "s"
+    journal.close()

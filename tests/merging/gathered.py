@@ -13,7 +13,8 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.config.models import ModelRef
-from moemerge.statistics.file import Kind, pack, packed_size
+from moemerge.config.parameters import StatisticsKind
+from moemerge.statistics.file import pack_symmetric, packed_size
 from moemerge.statistics.provenance import (
     Provenance,
     all_units,
@@ -51,7 +52,7 @@ def is_linear(unit: Unit) -> bool:
 def gather(
     folder: Path | str,
     out: Path,
-    kind: Kind = "gram",
+    kind: StatisticsKind = "gram",
     *,
     seed: int = 0,
     tokens: int = 120,
@@ -107,7 +108,7 @@ def _grams(writer, units, found, visits, seed) -> None:
         x = torch.randn(count, width, generator=g, dtype=torch.float64) @ mix
         gram = (x.T @ x / max(1, count)).float()
         shapes = {unit.key: unit.shape for unit in group}
-        writer.add(name, [packed_size(width)], pack(gram), units=shapes, tokens=count)
+        writer.add(name, [packed_size(width)], pack_symmetric(gram), units=shapes, tokens=count)
         found.inputs.update({key: x for key in shapes})
 
 

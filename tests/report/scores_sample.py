@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
+from moemerge.evaluation.report import EvaluationReport, TaskScores, compare_models
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 MODELS = ("merged", "calibrated", "average-of-three")
@@ -25,7 +25,7 @@ def sample_page(problems: int = 40, models: int = 2, tasks: int = 4) -> dict[str
         for title, domain in zip(titles, domains, strict=True)
     )  # fmt: skip
     settings = {"samples": 1, "temperature": 0.0}
-    rows = compare(scored, names, draws=500, seed=0)
+    rows = compare_models(scored, names, draws=500, seed=0)
     labels = {name: f"out/{name}" for name in names}
     report = EvaluationReport("correct", settings, labels, scored, rows, (f"note: {HOSTILE}",))
     long = "So the answer follows from what was said before.\n" * 12

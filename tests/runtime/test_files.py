@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from moemerge.errors import CheckpointError, DataError, library_errors
-from moemerge.runtime.files import parse_object, read_file, read_object, write_whole
+from moemerge.runtime.files import (
+    make_folder,
+    parse_object,
+    read_file,
+    read_object,
+    write_whole,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,11 +43,11 @@ def test_an_object_is_read(tmp_path: Path) -> None:
 def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 11)
-    with pytest.raises(CheckpointError, match="no plain file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_file(tmp_path / "pipe")
-    with pytest.raises(CheckpointError, match="no plain file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_file(Path("/dev/zero"))
-    with pytest.raises(CheckpointError, match="no plain file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_file(tmp_path)
     with pytest.raises(CheckpointError, match="missing"):
         read_file(tmp_path / "none")
@@ -96,3 +102,25 @@ def test_a_file_that_cannot_be_written_is_our_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="folder cannot be written: Is a directory"):
         write_whole(tmp_path / "folder", b"{}")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    write_whole(tmp_path / "link", b"new")
+    assert (tmp_path / "kept").read_text() == "kept"
+    assert (tmp_path / "link").read_bytes() == b"new"
+    assert not (tmp_path / "link").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "link"}
+
+
+def test_folders_below_an_output_are_not_followed_through_links(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")  # the user's own choice
+    assert make_folder(tmp_path / "out", "a", "b").is_dir()
+    (tmp_path / "out" / "link").symlink_to(tmp_path)
+    with pytest.raises(DataError, match="it is a symbolic link"):
+        make_folder(tmp_path / "out", "link", "c")
+    (tmp_path / "out" / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        make_folder(tmp_path / "out", "file")

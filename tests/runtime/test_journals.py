@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from moemerge.errors import DataError
-from moemerge.runtime.journals import LineFile, OtherRunError
+from moemerge.runtime.journals import LineStore, OtherRunError, read_lines
 
 HEAD = {"kind": "test", "made_by": {"seed": 1}}
 LINES = [{"text": "é", "n": 1}, {"text": "half \ud800", "n": 2.5}, {"text": "", "n": None}]
 
 
 def written(path: Path) -> bytes:
-    with LineFile(path, HEAD) as file:
+    with LineStore(path, HEAD) as file:
         for line in LINES:
             file.add(line)
     return path.read_bytes()
@@ -24,12 +24,12 @@ def written(path: Path) -> bytes:
 
 def test_lines_come_back(tmp_path: Path) -> None:
     written(tmp_path / "f")
-    with LineFile(tmp_path / "f", HEAD) as file:
+    with LineStore(tmp_path / "f", HEAD) as file:
         assert file.lines == LINES
         file.add({"more": 1})
-    with LineFile(tmp_path / "f", HEAD) as file:
+    with LineStore(tmp_path / "f", HEAD) as file:
         assert file.lines == [*LINES, {"more": 1}]
-    with LineFile(tmp_path / "f", HEAD, restart=True) as file:
+    with LineStore(tmp_path / "f", HEAD, restart=True) as file:
         assert file.lines == []
 
 
@@ -37,7 +37,7 @@ def test_half_a_line_at_the_end_is_cut(tmp_path: Path) -> None:
     whole = written(tmp_path / "f")
     for cut in range(1, 60):
         (tmp_path / "f").write_bytes(whole[:-cut])
-        with LineFile(tmp_path / "f", HEAD) as file:
+        with LineStore(tmp_path / "f", HEAD) as file:
             assert file.lines == LINES[:2]
 
 
@@ -51,24 +51,24 @@ def test_a_changed_line_is_refused(tmp_path: Path) -> None:
         changed[place] ^= 1
         (tmp_path / "f").write_bytes(bytes(changed))
         with pytest.raises(DataError, match=r"line [2-5]"):
-            LineFile(tmp_path / "f", HEAD)
+            LineStore(tmp_path / "f", HEAD)
 
 
 def test_a_line_of_another_file_is_refused(tmp_path: Path) -> None:
     whole = written(tmp_path / "f")
     other = {"kind": "test", "made_by": {"seed": 2}}
-    with LineFile(tmp_path / "g", other):
+    with LineStore(tmp_path / "g", other):
         pass
     with (tmp_path / "g").open("ab") as stream:
         stream.write(whole.splitlines(keepends=True)[1])
     with pytest.raises(DataError, match="line 2 is not as it was written"):
-        LineFile(tmp_path / "g", other)
+        LineStore(tmp_path / "g", other)
 
 
 def test_another_run_is_told(tmp_path: Path) -> None:
     written(tmp_path / "f")
     with pytest.raises(OtherRunError) as caught:
-        LineFile(tmp_path / "f", {"kind": "test", "made_by": {"seed": 2}})
+        LineStore(tmp_path / "f", {"kind": "test", "made_by": {"seed": 2}})
     assert caught.value.stored == HEAD
 
 
@@ -78,7 +78,7 @@ def test_another_run_is_told(tmp_path: Path) -> None:
 def test_what_is_no_such_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(DataError, match="line 1"):
-        LineFile(tmp_path / "f", HEAD)
+        LineStore(tmp_path / "f", HEAD)
 
 
 def test_links_pipes_and_folders_are_refused(tmp_path: Path) -> None:
@@ -88,10 +88,31 @@ def test_links_pipes_and_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for name in ("link", "pipe", "folder", "missing/f"):
         with pytest.raises(DataError, match="cannot be written"):
-            LineFile(tmp_path / name, HEAD)
+            LineStore(tmp_path / name, HEAD)
     assert (tmp_path / "secret").read_text() == "s"
 
 
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
-    with LineFile(tmp_path / "f", HEAD), pytest.raises(DataError, match="another run"):
-        LineFile(tmp_path / "f", HEAD)
+    with LineStore(tmp_path / "f", HEAD), pytest.raises(DataError, match="another run"):
+        LineStore(tmp_path / "f", HEAD)
+
+
+def test_a_durable_line_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with LineStore(tmp_path / "f", HEAD) as store:
+        store.add({"n": 1})
+    assert not synced
+    with LineStore(tmp_path / "g", HEAD, durable=True) as store:
+        assert len(synced) == 2, "the head, and the name of the new file"
+        store.add({"n": 1})
+    assert len(synced) == 3
+
+
+def test_lines_are_read_while_another_run_writes(tmp_path: Path) -> None:
+    assert read_lines(tmp_path / "f", HEAD) == []
+    with LineStore(tmp_path / "f", HEAD) as store:
+        store.add(LINES[0])
+        with (tmp_path / "f").open("ab") as stream:
+            stream.write(b'{"text": "ha')
+        assert read_lines(tmp_path / "f", HEAD) == LINES[:1]

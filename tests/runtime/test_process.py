@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import _thread
-import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import ResourceError
 from moemerge.runtime import process
-from moemerge.runtime.process import side_by_side, start_thread, thread_pool
+from moemerge.runtime.process import run_in_threads, start_thread, thread_pool
 
 HOLES = """
 from moemerge.runtime.process import give_back_freed_memory
@@ -41,18 +39,18 @@ def test_holes_in_the_heap_are_given_back() -> None:
 def test_few_kernels_are_kept_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(process.KERNELS, raising=False)
-    process.keep_few_kernels()
-    assert process.os.environ[process.KERNELS] == str(process.KEPT_KERNELS)
-    monkeypatch.setenv(process.KERNELS, "512")
-    process.keep_few_kernels()
-    assert process.os.environ[process.KERNELS] == "512"
+    monkeypatch.delenv(process.KERNEL_CACHE, raising=False)
+    process.limit_kernel_cache()
+    assert process.os.environ[process.KERNEL_CACHE] == str(process.CACHED_KERNELS)
+    monkeypatch.setenv(process.KERNEL_CACHE, "512")
+    process.limit_kernel_cache()
+    assert process.os.environ[process.KERNEL_CACHE] == "512"
 
 
 ONE_HEAP = """
 import threading
 from moemerge.runtime.process import (
-    give_back_freed_memory, give_back_large_buffers, own_process, share_one_heap
+    give_back_freed_memory, give_back_large_buffers, configure_process, share_one_heap
 )
 
 def resident():
@@ -63,7 +61,7 @@ def work():
     bytearray(b"x") * 30_000_000
 
 assert not share_one_heap()  # a caller's process is left as it is
-own_process()
+configure_process()
 assert share_one_heap()
 sizes = []
 for _ in range(6):
@@ -103,56 +101,14 @@ def test_a_gpu_is_woken_beside_other_work(
     monkeypatch.setattr(threading.Thread, "start", lambda t: (started.append(t), start(t))[1])
     monkeypatch.setattr(threading, "excepthook", failed.append)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    process.wake_gpu(device)
+    process.init_cuda_context(device)
     assert len(started) == wakes
     for thread in started:
         thread.join()
     assert not failed
     monkeypatch.setenv("WORLD_SIZE", "2")  # one of several: which GPU is its own is not known yet
-    process.wake_gpu(device)
+    process.init_cuda_context(device)
     assert len(started) == wakes
-
-
-DIGEST = """
-import shutil, sys
-from moemerge.runtime.process import _read_compiler
-
-_read_compiler()
-from triton.runtime import cache
-assert cache.made == [1]
-del cache.triton_key  # other releases keep it elsewhere, and make the digest when they need it
-_read_compiler()
-for name in ("triton", "triton.runtime", "triton.runtime.cache"):
-    del sys.modules[name]
-shutil.rmtree(sys.argv[1])
-_read_compiler()
-"""
-
-
-def test_triton_is_digested_where_it_is_installed(tmp_path: Path) -> None:
-    cache = tmp_path / "triton" / "runtime" / "cache.py"
-    cache.parent.mkdir(parents=True)
-    for package in (tmp_path / "triton", cache.parent):
-        (package / "__init__.py").touch()
-    cache.write_text("made = []\ndef triton_key():\n    made.append(1)\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", DIGEST, tmp_path / "triton"],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_woken_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    before = set(threading.enumerate())
-    process.wake_gpu("cuda")
-    process.wait_for_gpu()
-    assert set(threading.enumerate()) <= before
-    process.wait_for_gpu()  # nothing to wait for
 
 
 def refuse_threads_after(monkeypatch, allowed):
@@ -222,6 +178,6 @@ def test_works_are_done_side_by_side_to_their_end() -> None:
         done.append(number)
 
     with pytest.raises(ValueError, match="the second"):
-        side_by_side([lambda n=n: work(n) for n in range(3)], "tests")  # type: ignore[misc]
+        run_in_threads([lambda n=n: work(n) for n in range(3)], "tests")  # type: ignore[misc]
     assert sorted(done) == [0, 2]
-    side_by_side([], "tests")
+    run_in_threads([], "tests")

@@ -18,7 +18,7 @@ from moemerge.architectures.architecture import Architecture
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import CheckpointError, TokenizerError
 from moemerge.statistics import Provenance, Statistics, StatisticsWriter
-from moemerge.statistics.file import pack, packed_size, unpack
+from moemerge.statistics.file import pack_symmetric, packed_size, unpack_symmetric
 from moemerge.statistics.provenance import (
     all_units,
     model_fingerprint,
@@ -65,7 +65,7 @@ def write(folder: Path, out: Path, *, overwrite: bool = False) -> Path:
     ) as writer:
         size = [packed_size(WIDTH)]
         shapes = {Q: (32, WIDTH), K: (16, WIDTH)}
-        writer.add(Q, size, pack(symmetric(WIDTH, 0)), units=shapes, tokens=11)
+        writer.add(Q, size, pack_symmetric(symmetric(WIDTH, 0)), units=shapes, tokens=11)
         writer.add(OUT, size, None, units={OUT: (32, WIDTH)}, tokens=0)
         writer.commit(sequences=6, notices=["a word"])
     return out
@@ -80,9 +80,9 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("width", [1, 5, 128, 129, 300])
 def test_a_packed_matrix_comes_back(width: int) -> None:
     matrix = symmetric(width, width)
-    packed = pack(matrix)
+    packed = pack_symmetric(matrix)
     assert packed.shape == (packed_size(width),)
-    assert torch.equal(unpack(packed, width), matrix)
+    assert torch.equal(unpack_symmetric(packed, width), matrix)
 
 
 def test_packing_takes_little_more_than_half() -> None:

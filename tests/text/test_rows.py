@@ -82,8 +82,8 @@ def test_keys_that_no_form_reads_are_named_once_for_each_file(tmp_path: Path, ch
     two = write(tmp_path / "two.jsonl", {"text": "one"}, {"prompt": "one", "completion": "two"})
     three = write(tmp_path / "three.jsonl", {"text": "one", "id": 3, "prompt_id": 7})
     assert load_domain("math", [one, two, three], chat).notices == (
-        f"{one}: of a row only prompt is read, not 'respnse' (did you mean 'response'?), 'id'",
-        f"{three}: of a row only text is read, not 'id', 'prompt_id'",
+        f"{one}: only prompt of each row is used, not 'respnse' (did you mean 'response'?), 'id'",
+        f"{three}: only text of each row is used, not 'id', 'prompt_id'",
     )
 
 
@@ -102,7 +102,9 @@ def test_rows_in_memory_are_the_same_as_in_a_file(tmp_path: Path, chat: Any) -> 
     file = write(tmp_path / "a.jsonl", *rows)
     here, there = load_domain("math", rows, chat), load_domain("math", file, chat)
     assert [row.tolist() for row in here.rows] == [row.tolist() for row in there.rows]
-    assert here.notices == ("rows in memory: of a row only prompt, completion is read, not 'id'",)
+    assert here.notices == (
+        "rows in memory: only prompt, completion of each row is used, not 'id'",
+    )
     assert source_names([file, *rows]) == (str(file), "<2 rows in memory>")
     with pytest.raises(DataError, match="row 2 in memory: unknown form"):
         load_domain("math", [rows[0], {"words": "a"}], chat)

@@ -51,11 +51,20 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.parametrize("template", SAME)
-@pytest.mark.parametrize("go_on", [False, True])
-def test_what_transformers_writes(tokenizer: Tokenizer, template: str, go_on: bool) -> None:
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_what_transformers_writes(
+    tokenizer: Tokenizer, template: str, add_generation_prompt: bool
+) -> None:
     tokenizer.chat_template = template
-    expected = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=go_on)
-    assert templates.render(TURNS, tokenizer, "row 1", go_on=go_on) == expected
+    expected = tokenizer.apply_chat_template(
+        TURNS, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    assert (
+        templates.render_turns(
+            TURNS, tokenizer, "row 1", add_generation_prompt=add_generation_prompt
+        )
+        == expected
+    )
 
 
 @pytest.mark.timeout(60)
@@ -63,7 +72,7 @@ def test_what_transformers_writes(tokenizer: Tokenizer, template: str, go_on: bo
 def test_what_grows_or_digs_without_end_is_refused(tokenizer: Tokenizer, template: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(DataError, match="row 1: the tokenizer's chat template refuses this row"):
-        templates.render(TURNS, tokenizer, "row 1", go_on=False)
+        templates.render_turns(TURNS, tokenizer, "row 1", add_generation_prompt=False)
 
 
 @pytest.mark.timeout(60)
@@ -72,10 +81,10 @@ def test_loops_end(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Non
     loops = ["{% for a in range(99999) %}" * depth + "{% endfor %}" * depth for depth in (2, 3)]
     for tokenizer.chat_template in loops:
         with pytest.raises(DataError, match=r"more than 0\.2 seconds"):
-            templates.render(TURNS, tokenizer, "row 1", go_on=False)
+            templates.render_turns(TURNS, tokenizer, "row 1", add_generation_prompt=False)
 
 
 def test_a_template_that_is_none_is_named(tokenizer: Tokenizer) -> None:
     tokenizer.chat_template = "{% if"
     with pytest.raises(TokenizerError, match="chat template cannot be used"):
-        templates.render(TURNS, tokenizer, "row 1", go_on=False)
+        templates.render_turns(TURNS, tokenizer, "row 1", add_generation_prompt=False)

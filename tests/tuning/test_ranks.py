@@ -37,5 +37,5 @@ def test_rows_that_cannot_be_shared_alike_are_refused(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UsageError, match="3 processes cannot share alike"):
+    with pytest.raises(UsageError, match="3 processes cannot share evenly"):
         tune(base, tmp_path / "out")

@@ -10,6 +10,7 @@ import pytest
 import zoo
 from moemerge.errors import UsageError
 from moemerge.runtime.journals import saved_path
+from moemerge.tuning.states import SavedStates, mark_complete
 from tuning.cases import InterruptedAt, changed, rows, tune
 
 
@@ -65,3 +66,27 @@ def test_a_state_that_was_not_saved_whole_does_not_count(base: Path, tmp_path: P
     (half,) = saved_path(tmp_path / "out").glob("checkpoint-*")
     (half / "complete").unlink()
     assert tune(base, tmp_path / "out", resume=True).resumed == 0
+
+
+def test_only_states_whose_files_are_complete_count(tmp_path: Path) -> None:
+    states = SavedStates(tmp_path / "out", {"rows": "a"}, resume=False)
+    for step in (1, 2):
+        state = states.folder / f"checkpoint-{step}"
+        state.mkdir()
+        (state / "trained.pt").write_bytes(b"12345")
+        mark_complete(state)
+    assert states.latest() == state
+    (state / "trained.pt").write_bytes(b"1234")
+    assert states.latest() == states.folder / "checkpoint-1"
+    states.close(keep=True)
+    assert [p.name for p in states.folder.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_states_of_an_older_format_are_refused(tmp_path: Path) -> None:
+    states = SavedStates(tmp_path / "out", {"rows": "a"}, resume=False)
+    (states.folder / "checkpoint-1").mkdir()
+    mark_complete(states.folder / "checkpoint-1")
+    states.close(keep=True)
+    (states.folder / "key.json").write_text('{"rows": "a"}')
+    with pytest.raises(UsageError, match="another training: its format"):
+        SavedStates(tmp_path / "out", {"rows": "a"}, resume=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moemerge.errors import DataError, UsageError
-from moemerge.verification.code_checks import CodeVerifier
+from moemerge.verification.code_checks import CodeVerifier, program_of, row_tests
 from moemerge.verification.judgement import Grade
-from moemerge.verification.programs import program_of, row_tests
 from moemerge.verification.published import ThreeSecondsVerifier
 from moemerge.verification.sandbox.process import Limits
 

@@ -8,8 +8,17 @@ import pytest
 
 from moemerge.errors import DataError
 from moemerge.verification.judgement import Grade
-from moemerge.verification.mathematics import MathVerifier, boxed, gold_of, stated
-from moemerge.verification.quantities import conflict, numbers_in, plain_number, unit_of, value
+from moemerge.verification.mathematics import (
+    MathVerifier,
+    boxed,
+    conflict,
+    gold_of,
+    numbers_in,
+    plain_number,
+    stated,
+    unit_of,
+    value,
+)
 
 
 @pytest.fixture(scope="module")

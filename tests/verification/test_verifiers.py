@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from moemerge.errors import DataError, UsageError
-from moemerge.verification.cache import CachedVerifier
 from moemerge.verification.judgement import RIGHT, Grade, Judgement
 from moemerge.verification.verifiers import (
     NAMES,
+    CachedVerifier,
     CustomVerifier,
     check_all,
     check_rows,

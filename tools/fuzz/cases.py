@@ -128,7 +128,7 @@ class Case:
     held_out: bool = False  # by the mutations that are for measuring
 
     def prepare(self, corpus: Path, folder: Path) -> Sequence[str]:
-        """Copy the corpus to `folder` with one file changed; gives the command's arguments."""
+        """Copy the corpus to `folder` with one file changed; return the command's arguments."""
         kind = KINDS[self.kind]
         rng = random.Random(f"{self.kind}/{self.seed}")
         skipped = shutil.ignore_patterns("tmp", *([] if kind.journal else [".out.journal"]))

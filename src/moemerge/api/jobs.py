@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from moemerge.diagnosis.results import Diagnosis
     from moemerge.diagnosis.swap import SwapReport
     from moemerge.evaluation.report import EvaluationReport
-    from moemerge.merging.kept.extract import ExtractReport
+    from moemerge.merging.extract import ExtractReport
     from moemerge.text.rows import TextSource
     from moemerge.tuning.report import TuningReport
 
@@ -170,7 +170,7 @@ def extract(
 
     `task` is the name of that model. `base` is the base model's new path if it has moved since.
     """
-    from moemerge.merging.kept.extract import extract_model
+    from moemerge.merging.extract import extract_model
 
     progress = Silent() if progress is None else progress
     require_loadable(open_model(str(shared), shared))

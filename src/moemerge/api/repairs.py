@@ -18,7 +18,7 @@ from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywor
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError
 from moemerge.refitting.settings import REFIT, RefitKeywords, RefitSettings
 from moemerge.runtime import ranks
-from moemerge.runtime.process import wake_gpu
+from moemerge.runtime.process import init_cuda_context
 from moemerge.runtime.progress import Progress, Silent
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _repair_model(
     progress bar."""
     output, values = output_for(OutputSettings, keywords, repair.verb)
     settings = settings_for(repair.settings, settings, values, repair.verb)
-    wake_gpu(settings.device)
+    init_cuda_context(settings.device)
     from moemerge.lockstep.request import RepairRequest
 
     request = RepairRequest(

@@ -1,4 +1,4 @@
-"""What each stored tensor of a checkpoint is: role, layer, and the units a merge acts on."""
+"""The structure of a checkpoint: role, layer and merge units of each stored tensor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 from moemerge.architectures import names
 from moemerge.architectures.families import family_of, family_of_class
 from moemerge.architectures.layout import ExpertLayout, Piece, equal_parts
-from moemerge.architectures.quantisation import find_quantised
-from moemerge.architectures.reading import Header, Named, NameReader
+from moemerge.architectures.reading import Header, Named, NameReader, find_quantised
 from moemerge.architectures.roles import WHOLE, Role, Unit
 from moemerge.architectures.rules import (
     CONFIG_HINT,
     DEPTH,
     EXPERT_COUNTS,
-    MOST,
+    MAX_COUNT,
     Family,
     Gate,
     Router,
@@ -34,7 +33,7 @@ class RouterInfo:
     weight: str
     bias: str | None
     selection_bias: str | None
-    rows: int  # leading rows that are logits of experts
+    rows: int  # leading rows that belong to experts
     gate: Gate | None
     served: bool
     reason: str | None  # why it is not calibrated
@@ -42,10 +41,10 @@ class RouterInfo:
 
 @dataclass(frozen=True)
 class LayerKey:
-    """What a config says layer by layer: re-ordered when a merge takes slices of models."""
+    """Config keys that depend on the layers; a merge of slices rearranges them."""
 
-    section: tuple[str, ...]  # where it stands: () or ("text_config",)
-    count: Mapping[str, int]  # keys of the number of layers, and how many each counts for one
+    section: tuple[str, ...]  # path in the config: () or ("text_config",)
+    count: Mapping[str, int]  # keys of the number of layers, and the count per layer
     lists: tuple[str, ...]  # keys whose value has one entry for each layer
     numbers: tuple[str, ...] = ()  # keys whose value lists layers by number
     leading: tuple[str, ...] = ()  # keys that count leading layers of another kind
@@ -66,9 +65,9 @@ _TEXT_SECTIONS = (
     ("llm_config",),
     ("language_config",),
 )
-_ZERO_EXPERTS = "zero_expert_num"  # experts that do nothing, and still have a logit
+_ZERO_EXPERTS = "zero_expert_num"  # experts that do nothing but have a logit
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
-# Lists of layer numbers: one may be as long as the model is deep, and still not go by layer.
+# Lists of layer numbers. They may be as long as the model is deep without being indexed by layer.
 _INDEX_LISTS = frozenset({"moe_layers", "mlp_only_layers", "ple_layer_ids", "full_attn_idxs"})
 _LEADING = ("first_k_dense_replace", "num_dense_layers")
 _PERIODS = (
@@ -83,7 +82,7 @@ _BEYOND = "a layer beyond the config's number of layers (multi-token prediction)
 
 
 class Architecture:
-    """A checkpoint's structure, from its config and its tensors' headers alone."""
+    """A checkpoint's structure, derived from its config and tensor headers."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class Architecture:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tensors: Mapping[str, Header]) -> Architecture:
-        """Recognise a checkpoint by `model_type` (also of a nested text config), then by class."""
+        """Recognise a checkpoint by `model_type` (also in a nested text config) or by class."""
         section, text = _text_section(config)
         outer, inner = (_name(part.get("model_type")) for part in (config, text))
         family = family_of(inner) or family_of(outer) or _family_by_class(config)
@@ -116,7 +115,7 @@ class Architecture:
         return cls(config, tensors, family=family, section=section, model_type=model_type)
 
     def _check_against_tensors(self) -> None:
-        """What the config counts is there: nothing is ever made by a number alone."""
+        """Refuse a config that counts more layers or experts than there are tensors."""
         layers = {named.layer for named in self._named.values() if named.layer is not None}
         if layers and self.num_layers > 1 + max(layers):
             raise ArchitectureError(
@@ -127,8 +126,8 @@ class Architecture:
             rows, gate = router.rows, router.gate
             if gate is not None and not 1 <= gate.top_k <= rows:
                 raise ArchitectureError(
-                    f"config.json: each token goes to {gate.top_k} experts, of the {rows} that "
-                    f"{router.weight} tells apart",
+                    f"config.json: each token goes to {gate.top_k} experts, but "
+                    f"{router.weight} has {rows}",
                     hint=CONFIG_HINT,
                 )
             counted = self.num_experts
@@ -142,7 +141,7 @@ class Architecture:
 
     @property
     def _counts_differ(self) -> bool:
-        """Whether layers have unlike numbers of experts."""
+        """Return whether layers may have different numbers of experts."""
         return any(
             isinstance(look_up(self.text_config, path), list)
             for path in _expert_counts(self.family)
@@ -151,7 +150,7 @@ class Architecture:
     # --- the model as a whole -----------------------------------------------------------------
     @property
     def text_config(self) -> Mapping[str, Any]:
-        """The config of the decoder: the nested one in a multimodal model."""
+        """Return the config of the decoder, nested in a multimodal model's config."""
         text: Mapping[str, Any] = self.config
         for part in self._section:
             text = text[part]
@@ -159,7 +158,7 @@ class Architecture:
 
     @property
     def hidden_size(self) -> int | None:
-        """Width of the hidden states, where the config tells it."""
+        """Return the width of the hidden states, or None if the config does not state it."""
         for name in _WIDTHS:
             if isinstance(self.text_config.get(name), int):
                 return int(self.text_config[name])
@@ -172,7 +171,7 @@ class Architecture:
 
     @cached_property
     def num_layers(self) -> int:
-        """Decoder layers, multi-token-prediction layers not counted."""
+        """Return the number of decoder layers without multi-token-prediction layers."""
         if self._depth:
             name, each = next(iter(self._depth.items()))
             return int(self.text_config[name]) // each
@@ -183,7 +182,7 @@ class Architecture:
 
     @cached_property
     def num_experts(self) -> int | None:
-        """Routed experts in a layer (the largest number, where layers differ); None when dense."""
+        """Return the (largest) number of routed experts in a layer; None for a dense model."""
         if self.family is None:
             return None
         for path in self.family.expert_counts:
@@ -196,7 +195,7 @@ class Architecture:
 
     @cached_property
     def layer_key(self) -> LayerKey:
-        """Where the config speaks of layers."""
+        """Return the config keys that depend on the layers."""
         text = self.text_config
         lists = tuple(
             name
@@ -217,12 +216,12 @@ class Architecture:
 
     @cached_property
     def is_moe(self) -> bool:
-        """Whether the checkpoint holds experts."""
+        """Return whether the checkpoint has experts."""
         return any(n.role is Role.EXPERT for n in self._named.values())
 
     @cached_property
     def notice(self) -> str | None:
-        """What a user should know: an unknown MoE is merged tensor by tensor."""
+        """Return a notice about an unknown MoE, which is merged tensor by tensor, or None."""
         if self.family is not None or not self.is_moe:
             return None
         return (
@@ -232,12 +231,12 @@ class Architecture:
 
     @cached_property
     def quantised(self) -> str | None:
-        """What was found of quantised weights, in words; None for plain floats."""
+        """Describe quantised weights of an unsupported format; None for plain floats."""
         return find_quantised((self.config, self.text_config), self._tensors)
 
     @cached_property
     def tied(self) -> bool:
-        """Whether the output head is the input embedding."""
+        """Return whether the output head is the input embedding."""
         for section in (self.text_config, self.config):
             if isinstance(section.get("tie_word_embeddings"), bool):
                 return bool(section["tie_word_embeddings"])
@@ -245,7 +244,7 @@ class Architecture:
         return names_.input is not None and names_.head is None
 
     def embedding_names(self) -> Embeddings:
-        """The input embedding and the output head (per-layer embeddings are neither)."""
+        """Return the names of the input embedding and the output head."""
         by_role: dict[Role, str] = {}
         for name, named in self._named.items():
             if named.layer is None and named.role in (Role.EMBEDDING, Role.HEAD):
@@ -256,7 +255,7 @@ class Architecture:
 
     # --- one tensor ---------------------------------------------------------------------------
     def units(self, name: str) -> tuple[Unit, ...]:
-        """What a merge acts on in this tensor. Together they cover it exactly once."""
+        """Return the merge units of this tensor. Together they cover it exactly once."""
         named = self._of(name)
         shape = tuple(self._tensors[name].shape)
         pieces: tuple[Piece, ...] | None = None
@@ -282,23 +281,23 @@ class Architecture:
         )
 
     def role(self, name: str) -> Role:
-        """What the tensor does in the model."""
+        """Return the tensor's role in the model."""
         return self._of(name).role
 
     def key(self, name: str) -> str:
-        """The tensor's name in the family's original spelling: the same in every layout."""
+        """Return the tensor's name in the family's original spelling, the same in every layout."""
         return self._of(name).key
 
     def layer_of(self, name: str) -> int | None:
-        """The decoder layer a tensor belongs to."""
+        """Return the decoder layer of a tensor, or None."""
         return self._of(name).layer
 
     def at_layer(self, name: str, layer: int) -> str:
-        """The same tensor's name in another decoder layer; names outside the layers stay."""
+        """Return the tensor's name in another decoder layer; unchanged outside the layers."""
         return names.with_layer(name, layer) if self._of(name).layer is not None else name
 
     def is_stack(self, name: str) -> bool:
-        """Whether the tensor holds the projections of many experts."""
+        """Return whether the tensor holds the projections of several experts."""
         named = self._of(name)
         return named.expert is None and self._layout.is_stack(named.rest)
 
@@ -308,19 +307,19 @@ class Architecture:
         except KeyError:
             raise ArchitectureError(
                 f"the checkpoint has no tensor {name!r}",
-                hint="ask only for names in the checkpoint's own headers",
+                hint="use only names in the checkpoint's headers",
             ) from None
 
     # --- routers ------------------------------------------------------------------------------
     def gate(self, layer: int) -> Gate | None:
-        """The gate of a layer, None where it has no router."""
+        """Return the gate of a layer; None if it has no router."""
         for place in self.routers():
             if place.layer == layer:
                 return place.gate
         return None
 
     def routers(self) -> tuple[RouterInfo, ...]:
-        """Every router in the order the model runs them."""
+        """Return every router in the order in which the model runs them."""
         return self._routers
 
     @cached_property
@@ -393,12 +392,14 @@ def _expert_counts(family: Family | None) -> tuple[str, ...]:
 
 
 def _check_counts(text: Mapping[str, Any], family: Family | None) -> None:
-    """Numbers that everything else is derived from are numbers."""
+    """Refuse widths, depths and expert counts that are not whole numbers."""
     names = (*_WIDTHS, *(name for name, _ in DEPTH), *_expert_counts(family))
     for name in names:
         value = look_up(text, name)
         for count in value if isinstance(value, list) else [value]:
-            whole = isinstance(count, int) and not isinstance(count, bool) and 0 <= count < MOST
+            whole = (
+                isinstance(count, int) and not isinstance(count, bool) and 0 <= count < MAX_COUNT
+            )
             if count is not None and not whole:
                 raise ArchitectureError(
                     f"config.json: {name} is {value!r:.80}, expected a whole number",
@@ -407,7 +408,7 @@ def _check_counts(text: Mapping[str, Any], family: Family | None) -> None:
 
 
 def _family_by_class(config: Mapping[str, Any]) -> Family | None:
-    """By `architectures`, where a config has no model_type."""
+    """Return the family of the config's `architectures`, if it has no model_type."""
     if config.get("model_type"):
         return None
     classes = config.get("architectures")

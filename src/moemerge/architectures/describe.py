@@ -1,4 +1,4 @@
-"""What a checkpoint is, in words and numbers, from its config and tensor headers alone."""
+"""Describe a checkpoint from its config and tensor headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 
 @dataclass(frozen=True)
 class Description:
-    """The answer of `inspect`. Parameters are counted as stored (a tied head once)."""
+    """The output of `inspect`. Parameters are counted as stored (a tied head once)."""
 
     family: str | None
     model_type: str | None
@@ -29,11 +29,11 @@ class Description:
     layout: str
     shared_experts: bool
     parameters: int
-    active_parameters: int  # touched by one token: of the routed experts only the Top-k
+    active_parameters: int  # used by one token: only the Top-k of the routed experts
     router_parameters: int
     bytes_by_role: Mapping[str, int]
-    parameters_by_dtype: Mapping[str, int]  # as they are stored
-    stored_by_role: Mapping[str, tuple[str, ...]]  # what the tensors of a role are stored as
+    parameters_by_dtype: Mapping[str, int]  # by stored dtype
+    stored_by_role: Mapping[str, tuple[str, ...]]  # stored formats by role
     tied: bool
     quantised: str | None
     calibratable: bool
@@ -42,12 +42,12 @@ class Description:
 
     @property
     def dense_layers(self) -> int:
-        """Layers without experts."""
+        """Return the number of layers without experts."""
         return self.layers - self.moe_layers
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(self.bytes_by_role.values())
 
 
@@ -57,7 +57,7 @@ def describe(config: Mapping[str, Any], tensors: Mapping[str, Header]) -> Descri
 
 
 def describe_architecture(architecture: Architecture, tensors: Mapping[str, Header]) -> Description:
-    """Describe a checkpoint that was recognised already."""
+    """Describe a checkpoint with a known architecture."""
     sizes = {name: _numel(header.shape) for name, header in tensors.items()}
     roles = {name: architecture.role(name) for name in tensors}
     size_by_role: Counter[str] = Counter()
@@ -85,8 +85,8 @@ def describe_architecture(architecture: Architecture, tensors: Mapping[str, Head
         extra_layers=sum(n >= architecture.num_layers for n in layers),
         experts=experts,
         top_k=gate.top_k if gate else None,
-        gate=gate_in_words(gate) if gate else None,
-        layout=_layout_in_words(architecture, tensors),
+        gate=describe_gate(gate) if gate else None,
+        layout=_describe_layout(architecture, tensors),
         shared_experts=Role.SHARED_EXPERT in roles.values(),
         parameters=total,
         active_parameters=total - _idle(routed, gate, experts),
@@ -95,15 +95,15 @@ def describe_architecture(architecture: Architecture, tensors: Mapping[str, Head
         parameters_by_dtype=dict(size_by_dtype),
         stored_by_role={role: tuple(kinds) for role, kinds in stored_by_role.items()},
         tied=architecture.tied,
-        quantised=architecture.quantised or quantised_in_words(tensors),
+        quantised=architecture.quantised or describe_quantised(tensors),
         calibratable=calibratable,
         reason=reason,
         notice=architecture.notice,
     )
 
 
-def quantised_in_words(tensors: Mapping[str, Header]) -> str | None:
-    """`float8_e4m3fn in 128 x 128 blocks, read as bfloat16`; None for plain floats."""
+def describe_quantised(tensors: Mapping[str, Header]) -> str | None:
+    """Return `float8_e4m3fn in 128 x 128 blocks, read as bfloat16`; None for plain floats."""
     units = [header for header in tensors.values() if isinstance(header, QuantisedInfo)]
     if not units:
         return None
@@ -111,8 +111,8 @@ def quantised_in_words(tensors: Mapping[str, Header]) -> str | None:
     return f"{', '.join(kinds)}; read as {units[0].dtype}"
 
 
-def gate_in_words(gate: Gate) -> str:
-    """`sigmoid, renormalised over the top 8 of the best 4 of 8 groups, ...`."""
+def describe_gate(gate: Gate) -> str:
+    """Return `sigmoid, renormalised over the top 8 of the best 4 of 8 groups, ...`."""
     score = {
         Score.SOFTMAX: "softmax over all experts",
         Score.SIGMOID: "sigmoid",
@@ -161,13 +161,13 @@ def _moe_layers(architecture: Architecture, roles: Mapping[str, Role]) -> set[in
 
 
 def _idle(routed: int, gate: Gate | None, experts: int | None) -> int:
-    """Parameters of the experts that one token does not visit."""
+    """Return the parameters of the experts that one token does not use."""
     if gate is None or not experts:
         return 0
     return routed - routed * min(gate.top_k, experts) // experts
 
 
-def _layout_in_words(architecture: Architecture, tensors: Mapping[str, Header]) -> str:
+def _describe_layout(architecture: Architecture, tensors: Mapping[str, Header]) -> str:
     first = {  # one tensor of each kind is enough: the layers are alike
         (unit.expert is None, unit.projection, len(unit.shape)): (len(units), unit)
         for name in tensors

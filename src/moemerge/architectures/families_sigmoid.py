@@ -1,4 +1,4 @@
-"""Rows of the family table: gates of sigmoid scores."""
+"""Rows of the family table with sigmoid gates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moemerge.architectures.rules import (
 def _sigmoid(
     *names: str, top_k: int, norm: bool = True, groups: Groups | None = TOP_GROUPS
 ) -> GateRule:
-    """Sigmoid scores; the flag that renormalises the chosen ones has default `norm`."""
+    """Return the rule of a sigmoid gate; `norm` is the default of the renormalisation flag."""
     return GateRule(
         score=Score.SIGMOID,
         top_k=key(*(names or ("num_experts_per_tok",)), default=top_k),
@@ -40,7 +40,7 @@ def _sigmoid_always(top_k: int) -> GateRule:
 
 
 def _one_convolution(attention: str) -> tuple[Concat, ...]:
-    """In memory those of queries, keys and values are one."""
+    """Return the concatenation of the convolutions of queries, keys and values in memory."""
     parts = tuple(f"{attention}.{part}_conv1d.weight" for part in "qkv")
     return (Concat(f"{attention}.conv1d.weight", parts),)
 

@@ -1,4 +1,4 @@
-"""Rows of the family table: gates that take a softmax over the experts."""
+"""Rows of the family table with softmax gates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _softmax(top_k: str, default: int) -> GateRule:
 
 
 def _deepseek_v2(top_k: int | None = None) -> GateRule:
-    """Groups scored by their best expert, where the config asks for groups."""
+    """Return the gate with groups scored by their best expert, if the config has groups."""
     return GateRule(
         top_k=key("num_experts_per_tok", default=top_k),
         groups=Groups(
@@ -267,7 +267,7 @@ SOFTMAX_FAMILIES: tuple[Family, ...] = (
         ("jetmoe",),
         "JetMoE",
         _SOFTMAX,
-        # attention runs first, and its heads are experts of their own
+        # attention runs first, and its heads are experts too
         routers=(
             Router("self_attention.experts.router.layer.weight"),
             Router("mlp.router.layer.weight"),

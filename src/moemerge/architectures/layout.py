@@ -1,15 +1,15 @@
-"""How experts lie in stored tensors: one by one, in stacks, or in one flat matrix."""
+"""The layout of experts in stored tensors: separate, stacked, or in one flat matrix."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from moemerge.architectures.names import split_expert
-from moemerge.architectures.roles import Part, Role, Slot, Unit
+from moemerge.architectures.roles import AxisPart, Role, Slot, Unit
 from moemerge.architectures.rules import Experts, Family
 
 _PROJECTIONS = ("gate", "up", "down")
-# Every spelling of one expert's projections, for experts stored one by one.
+# Names of one expert's projections, for experts stored separately.
 _KNOWN = {
     "gate_proj": "gate",
     "linear_gate": "gate",
@@ -28,7 +28,7 @@ _DEFAULT_STACKS = (
 
 
 def projection_of(unit: Unit) -> str | None:
-    """gate, up or down of an expert or any other MLP; None of what is no such projection."""
+    """Return gate, up or down for a projection of an expert or another MLP, else None."""
     if unit.projection is not None or unit.role not in (Role.MLP, Role.SHARED_EXPERT):
         return unit.projection
     return _KNOWN.get(unit.key.split(".")[-2]) if unit.key.count(".") else None
@@ -36,7 +36,7 @@ def projection_of(unit: Unit) -> str | None:
 
 @dataclass(frozen=True)
 class Piece:
-    """One unit of a stored tensor, still relative to the layer."""
+    """One unit of a stored tensor, with its name relative to the layer."""
 
     rest: str
     slot: Slot
@@ -57,7 +57,7 @@ class _Stack:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """All names of stacks of one family, ready to be looked up."""
+    """The names of all stacks of one family."""
 
     stacks: dict[str, _Stack] = field(default_factory=dict)
     tables: frozenset[str] = frozenset()
@@ -69,7 +69,7 @@ class ExpertLayout:
     def of(
         cls, family: Family | None, hidden_size: int | None, num_experts: int | None
     ) -> ExpertLayout:
-        """The layout of a row of the table; of no family: nothing is a stack."""
+        """Return the layout of a family; without a family, nothing is a stack."""
         if family is None:
             return cls()
         stacks: dict[str, _Stack] = {}
@@ -84,25 +84,25 @@ class ExpertLayout:
         )
 
     def is_stack(self, rest: str) -> bool:
-        """Whether a name (relative to the layer, leading dot) is a stack of experts."""
+        """Return whether a name (relative to the layer, leading dot) is a stack of experts."""
         return rest in self.stacks
 
     def is_table(self, rest: str) -> bool:
-        """Whether a name is a table whose rows are experts, merged as one tensor."""
+        """Return whether a name is a table whose rows are experts, merged as one tensor."""
         return rest in self.tables
 
     def split_expert(self, rest: str) -> tuple[str, int, str] | None:
-        """(`.mlp.experts`, 3, `.up_proj.weight`) of one expert's tensor, None for other names."""
+        """Split one expert's name to (`.mlp.experts`, 3, `.up_proj.weight`); None for others."""
         one = split_expert(rest)
         if one is None:
-            for root in self.roots:  # which a row may call something else than experts
+            for root in self.roots:  # a family's name may not be `experts`
                 number, _, tail = rest.removeprefix(root + ".").partition(".")
                 if rest.startswith(root + ".") and number.isdecimal() and tail:
                     return root, int(number), "." + tail
         return one
 
     def one_expert(self, rest: str, expert: int) -> tuple[str, str | None]:
-        """The original spelling and the projection of one expert's own tensor.
+        """Return the original spelling and the projection of one expert's tensor.
 
         `rest` is the name without the expert's number.
         """
@@ -120,7 +120,7 @@ class ExpertLayout:
         return f"{root}.{expert}.{module}{'.' + leaf if leaf else ''}", projection
 
     def pieces(self, rest: str, shape: tuple[int, ...]) -> tuple[Piece, ...] | None:
-        """The units of a stack, expert by expert; None for a tensor that is no stack."""
+        """Return the units of a stack, expert by expert; None for other tensors."""
         stack = self.stacks.get(rest)
         if stack is None or not shape:
             return None
@@ -142,7 +142,7 @@ class ExpertLayout:
             return stack.transposed
         into_hidden = stack.parts == ("down",)
         out = shape[1] if into_hidden else shape[2]
-        # (expert, out, in): the hidden size is `in` of gate and up, `out` of down
+        # in (expert, out, in), the hidden size is `in` of gate and up, `out` of down
         return out != self.hidden_size
 
     def _flat_pieces(self, stack: _Stack, shape: tuple[int, ...]) -> tuple[Piece, ...] | None:
@@ -196,9 +196,9 @@ def _piece(
         length = each[axis]
         size[axis] = length // count
         if stack.interleaved:
-            part = Part(axis, index, length, count)
+            part = AxisPart(axis, index, length, count)
         else:
-            part = Part(axis, index * size[axis], (index + 1) * size[axis])
+            part = AxisPart(axis, index * size[axis], (index + 1) * size[axis])
     slot = Slot((expert, expert + 1), squeeze=True, part=part, transposed=transposed)
     shape = tuple(reversed(size)) if transposed else tuple(size)
     return Piece(_rest(stack, expert, index), slot, shape, expert, stack.parts[index])
@@ -207,7 +207,7 @@ def _piece(
 def equal_parts(
     family: Family | None, rest: str, shape: tuple[int, ...]
 ) -> tuple[Piece, ...] | None:
-    """The parts of a tensor that other layouts store apart; None for an ordinary tensor."""
+    """Return the parts of a tensor that other layouts store separately; None for others."""
     for concat in family.concats if family is not None else ():
         if rest == "." + concat.name and shape and shape[0] % len(concat.parts) == 0:
             each = shape[0] // len(concat.parts)

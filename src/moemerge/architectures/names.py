@@ -1,4 +1,4 @@
-"""What a tensor name tells by itself: wrapper, decoder layer, expert, and a general role."""
+"""Parse tensor names: wrapper, decoder layer, expert and generic role."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from moemerge.architectures.roles import Role
 
-# Wrappers that stand before the decoder in one checkpoint and not in another: a base model saved
-# without its head, a text model taken out of a multimodal one.
+# Prefixes of the decoder that some checkpoints have and others do not: a base model saved without
+# its head, or a text model extracted from a multimodal one.
 _WRAPPER = r"(?:model|language_model|text_model|transformer|backbone|llm|thinker|gpt_neox)\."
 _LAYER = re.compile(
     rf"^(?P<wrap>(?:{_WRAPPER})*)(?P<box>(?:decoder\.)?(?:layers|blocks|h))\.(?P<layer>\d+)"
@@ -42,7 +42,7 @@ _EMBEDDING = re.compile(
 
 
 class LayerName(NamedTuple):
-    """A name inside the text tower's list of decoder layers."""
+    """A tensor name in the text model's list of decoder layers."""
 
     wrap: str
     box: str  # layers, blocks, h
@@ -51,7 +51,7 @@ class LayerName(NamedTuple):
 
 
 def split_layer(name: str) -> LayerName | None:
-    """The parts of a decoder layer's tensor name, None for other names."""
+    """Split a decoder layer's tensor name; None for other names."""
     match = _LAYER.match(name)
     if match is None:
         return None
@@ -60,7 +60,7 @@ def split_layer(name: str) -> LayerName | None:
 
 
 def with_layer(name: str, layer: int) -> str:
-    """The same name in another decoder layer."""
+    """Return the same name in another decoder layer."""
     match = _LAYER.match(name)
     if match is None:
         return name
@@ -68,7 +68,7 @@ def with_layer(name: str, layer: int) -> str:
 
 
 def split_expert(rest: str) -> tuple[str, int, str] | None:
-    """(`.mlp.experts`, 3, `.up_proj.weight`) of one expert's tensor, None for other names."""
+    """Split one expert's name to (`.mlp.experts`, 3, `.up_proj.weight`); None for other names."""
     if "experts." not in rest:
         return None
     match = _EXPERT.match(rest)
@@ -76,28 +76,28 @@ def split_expert(rest: str) -> tuple[str, int, str] | None:
 
 
 def without_wrapper(name: str) -> str:
-    """A name outside the layers, without what wraps the decoder."""
+    """Return a name outside the layers without the decoder's prefixes."""
     return _WRAPPED.sub("", name)
 
 
 def is_wrapped(name: str) -> bool:
-    """Whether a name carries the decoder's own prefix: a checkpoint without any is base-only."""
+    """Return whether a name has the decoder's prefix; no name in a base-only checkpoint has it."""
     return _WRAPPED.match(name) is not None
 
 
 def is_head(name: str) -> bool:
-    """Whether an unwrapped name is the output projection."""
+    """Return whether an unwrapped name is the output projection."""
     return _HEAD.match(name) is not None
 
 
 def tower_name(name: str) -> str | None:
-    """The name in a vision or audio tower as a whole model spells it, None for other names."""
+    """Return the full model's name of a tensor in a vision or audio tower, or None."""
     match = _TOWER.match(name)
     return f"model.{name[match.end() :]}" if match else None
 
 
 def generic_layer_role(rest: str) -> Role:
-    """The role of a tensor in a decoder layer by its name alone; a family's row comes first."""
+    """Return the role of a tensor in a decoder layer by its name; a family's row has precedence."""
     for pattern, role in (
         (_SHARED, Role.SHARED_EXPERT),
         (_NORM, Role.NORM),
@@ -110,7 +110,7 @@ def generic_layer_role(rest: str) -> Role:
 
 
 def generic_root_role(rest: str) -> Role:
-    """The role of a tensor outside the layers; `rest` has its leading dot."""
+    """Return the role of a tensor outside the layers; `rest` has its leading dot."""
     if is_head(rest[1:]):
         return Role.HEAD
     if _NORM.search(rest):
@@ -119,10 +119,10 @@ def generic_root_role(rest: str) -> Role:
 
 
 def looks_like_experts(rest: str) -> bool:
-    """Whether an unknown family's tensor belongs to its experts, by name."""
+    """Return whether an unknown family's tensor belongs to its experts, by name."""
     return _EXPERTS.search(rest) is not None
 
 
 def looks_like_router(rest: str, shape: tuple[int, ...]) -> bool:
-    """Whether an unknown family's tensor is a router, by name and rank."""
+    """Return whether an unknown family's tensor is a router, by name and number of axes."""
     return len(shape) == 2 and _ROUTER.search(rest) is not None

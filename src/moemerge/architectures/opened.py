@@ -1,4 +1,4 @@
-"""A model whose headers were read: its checkpoint, its architecture and its name in this run."""
+"""An opened model: checkpoint, architecture and its name in this run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moemerge.errors import ArchitectureError
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model by the name it has in this run."""
+    """A model with its name in this run. Only headers were read."""
 
     name: str
     checkpoint: Checkpoint
@@ -28,11 +28,11 @@ class OpenModel:
 
     @property
     def what(self) -> str:
-        """What messages call it; a model that goes by its label is no source."""
+        """Return the model's name for messages; sources have a name besides their label."""
         return self.label if self.name == self.label else f"source {self.name!r} ({self.label})"
 
     def require_readable(self, hint: str) -> None:
-        """Refuse weights of few bits whose format is not known."""
+        """Refuse quantised weights of an unsupported format."""
         if self.architecture.quantised:
             raise ArchitectureError(
                 f"{self.label} is quantised in a way that is not read "
@@ -42,7 +42,7 @@ class OpenModel:
 
 
 def open_model(name: str, ref: str | Path | ModelRef) -> OpenModel:
-    """Read a model's headers. A LoRA counts as part of the model it is applied to."""
+    """Read a model's headers. A LoRA is part of the model it is applied to."""
     model = as_ref(ref)
     plain = Checkpoint.open(replace(model, lora=None, lora_revision=None))
     try:
@@ -56,10 +56,10 @@ def open_model(name: str, ref: str | Path | ModelRef) -> OpenModel:
 
 
 def check_configs(models: Sequence[OpenModel]) -> None:
-    """Refuse models of one family whose configs hold another kind of value under the same name.
+    """Refuse models of one family whose configs have values of different types for a key.
 
-    OUT gets one of these configs, and nothing here builds a model of it: a number that has become a
-    text would first be met by whoever loads OUT.
+    OUT gets one of these configs, and merging does not build the model. A number that has become a
+    string would otherwise fail only when OUT is loaded.
     """
     for other in models[1:]:
         first = models[0]

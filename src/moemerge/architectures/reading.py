@@ -1,10 +1,10 @@
-"""From a stored tensor's name to its role, its layer and the key it has in every layout."""
+"""Read roles, layers and layout-independent keys from stored names, and find quantised weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from moemerge.architectures import names
 from moemerge.architectures.layout import ExpertLayout
@@ -14,7 +14,7 @@ from moemerge.runtime.dtypes import Dtype
 
 
 class Header(Protocol):
-    """What is known of a tensor before it is read."""
+    """The header of a tensor."""
 
     @property
     def dtype(self) -> Dtype: ...
@@ -24,7 +24,7 @@ class Header(Protocol):
 
 @dataclass(frozen=True)
 class Named:
-    """A stored tensor, read from its name."""
+    """The parsed name of a stored tensor."""
 
     key: str
     rest: str  # relative to the layer (or to the decoder), original spelling, with leading dot
@@ -35,7 +35,7 @@ class Named:
 
 
 class NameReader:
-    """Reads the names of one checkpoint by its family's row, or by general patterns."""
+    """Parses the names of one checkpoint by its family's row or by generic patterns."""
 
     def __init__(self, family: Family | None, layout: ExpertLayout) -> None:
         self.family = family
@@ -46,7 +46,7 @@ class NameReader:
         self._spelled = "layers"
 
     def read_all(self, tensors: Mapping[str, Header]) -> dict[str, Named]:
-        """Every tensor's reading. Two tensors never share a key."""
+        """Parse every tensor's name. Two tensors never share a key."""
         self._base_only = not any(names.is_wrapped(name) for name in tensors)
         self._spelled = next(
             (place.box for place in map(names.split_layer, tensors) if place is not None), "layers"
@@ -55,7 +55,7 @@ class NameReader:
         seen: dict[str, str] = {}
         for name, named in list(read.items()):
             other = seen.setdefault(named.key, name)
-            if other != name:  # two tensors of one key would overwrite each other: keep them apart
+            if other != name:  # tensors with one key would overwrite each other: use their names
                 for clash in (name, other):
                     old = read[clash]
                     read[clash] = Named(clash, old.rest, old.role, old.layer)
@@ -77,8 +77,10 @@ class NameReader:
         return Named(f"{box}.{place.layer}{rest}", rest, role, place.layer)
 
     def _one_expert(self, rest: str) -> tuple[str, int, str | None] | None:
-        """Original spelling, number and projection of one expert's tensor; None for other names.
-        Every layer has the same ones, of large models some hundred."""
+        """Return original spelling, number and projection of one expert's tensor, or None.
+
+        Cached, because every layer has the same hundreds of names.
+        """
         if rest not in self._experts:
             one = self._layout.split_expert(rest)
             if one is None:
@@ -104,7 +106,7 @@ class NameReader:
         return Named(f"{prefix}{rest}" if wrapped and prefix else rest[1:], rest, role)
 
     def _box(self, spelled: str) -> str:
-        """The layer list in the original spelling; `spelled` is this checkpoint's own word."""
+        """Return the original name of the layer list; `spelled` is this checkpoint's name."""
         if self.family is not None:
             return self.family.container
         if not spelled:
@@ -112,11 +114,11 @@ class NameReader:
         return f"transformer.{spelled}" if spelled in ("h", "blocks") else f"model.{spelled}"
 
     def key(self, layer: int | None, rest: str) -> str:
-        """The key of a name relative to a layer."""
+        """Return the key of a name relative to a layer."""
         return f"{self._box('')}.{layer}{rest}"
 
     def _rename(self, rest: str, *, root: bool = False) -> str:
-        """The original spelling of a name; few patterns repeat over all layers and experts."""
+        """Return the original spelling of a name. Cached: few names repeat over all layers."""
         known = self._renamed.get((rest, root))
         if known is not None:
             return known
@@ -152,3 +154,46 @@ class NameReader:
             if name.startswith(router.extra):
                 return Role.ROUTER
         return Role.SHARED_EXPERT if name.startswith(family.shared) else None
+
+
+_FLOAT8 = ("float8_e4m3", "float8_e5m2")
+_QUANTISED_ENDS = {
+    "_blocks": "MXFP4 blocks",
+    "weight_scale_inv": "block-scaled weights",
+    "weight_scale": "scaled weights",
+    ".qweight": "packed integer weights (GPTQ or AWQ)",
+    "weight_packed": "packed weights",
+    ".quant_map": "bitsandbytes weights",
+}
+
+
+def find_quantised(
+    configs: Iterable[Mapping[str, Any]], tensors: Mapping[str, Header]
+) -> str | None:
+    """Describe signs of quantised weights in configs and headers; None for plain floats."""
+    for config in configs:
+        section = config.get("quantization_config")
+        if isinstance(section, Mapping):
+            return f"quantization_config: {_describe_method(section)}"
+    descriptions = (_quantised_tensor(name, header) for name, header in tensors.items())
+    return next((description for description in descriptions if description), None)
+
+
+def _describe_method(section: Mapping[str, Any]) -> str:
+    """Return the method's name, with the formats of a method that has several."""
+    sparsity = section.get("sparsity_config")
+    named = [
+        section.get("format"),
+        sparsity.get("format") if isinstance(sparsity, Mapping) else None,
+    ]
+    method = str(section.get("quant_method", "unnamed method"))
+    return ", ".join([method, *(name for name in named if isinstance(name, str))])
+
+
+def _quantised_tensor(name: str, header: Header) -> str | None:
+    if str(header.dtype).startswith(_FLOAT8):
+        return f"{header.dtype} tensors ({name})"
+    for end, description in _QUANTISED_ENDS.items():
+        if name.endswith(end):
+            return f"{description} ({name})"
+    return None

@@ -1,4 +1,4 @@
-"""Words for the parts of a checkpoint: what a tensor is for, and what a merge acts on."""
+"""Roles of tensors, and the units that a merge acts on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """What a tensor does in the model. Filters in a config may name it: `role:router`."""
+    """The role of a tensor in the model. Filters in a config can use it: `role:router`."""
 
-    ROUTER = "router"  # the matrix W of z = W x, and what else feeds the logits
+    ROUTER = "router"  # the matrix W of z = W x, and other inputs of the logits
     ROUTER_BIAS = "router_bias"  # added to the logits (gpt_oss)
-    SELECTION_BIAS = "selection_bias"  # moves the choice of experts, never the probabilities
+    SELECTION_BIAS = "selection_bias"  # changes the choice of experts, not the probabilities
     EXPERT = "expert"
     SHARED_EXPERT = "shared_expert"
     MLP = "mlp"  # dense feed-forward
@@ -30,7 +30,7 @@ ROUTING_ROLES = frozenset({Role.ROUTER, Role.ROUTER_BIAS, Role.SELECTION_BIAS})
 
 
 @dataclass(frozen=True)
-class Part:
+class AxisPart:
     """A regular part of one axis: gate or up inside a fused gate_up, halved or interleaved."""
 
     axis: int
@@ -41,24 +41,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a unit lies in its stored tensor.
+    """The position of a unit in its stored tensor.
 
-    `rows` is the contiguous range of the leading axis that must be read (None: all of it);
-    `take` and `put` then work on that block alone, so a stack is never held whole.
+    `rows` is the contiguous range of the leading axis that must be read (None: all of it). `take`
+    works on that block alone, so a whole stack is never in memory.
     """
 
     rows: tuple[int, int] | None = None
     squeeze: bool = False  # the rows are one expert of a stack: drop the leading axis
-    part: Part | None = None  # counted after the squeeze
+    part: AxisPart | None = None  # axes are numbered after the squeeze
     transposed: bool = False  # stored (in, out); units are always (out, in)
 
     @property
     def covers_block(self) -> bool:
-        """Whether the unit is the whole block as it is stored (but for the leading axis)."""
+        """Return whether the unit is the whole stored block (except for the leading axis)."""
         return self.part is None and not self.transposed
 
     def take(self, block: Tensor) -> Tensor:
-        """The unit as a view of `block` (the rows of the stored tensor), as (out, in)."""
+        """Return the unit as an (out, in) view of `block`, the rows of the stored tensor."""
         view = block.squeeze(0) if self.squeeze else block
         if self.part is not None:
             p = self.part
@@ -73,10 +73,10 @@ WHOLE = Slot()
 
 @dataclass(frozen=True)
 class Unit:
-    """What a merge method acts on: a whole tensor, or one expert's one projection in a stack."""
+    """The unit of a merge: a whole tensor, or one expert's one projection in a stack."""
 
-    key: str  # the same in every on-disk layout: pairs inputs with each other, seeds randomness
-    tensor: str  # the stored tensor it lies in
+    key: str  # the same in every on-disk layout; pairs inputs and seeds random methods
+    tensor: str  # the stored tensor that contains it
     slot: Slot
     shape: tuple[int, ...]  # canonical, (out, in) for matrices
     role: Role
@@ -86,5 +86,5 @@ class Unit:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names a config's filter is compared with."""
+        """Return the names that a config's filters match."""
         return (self.tensor,) if self.key == self.tensor else (self.tensor, self.key)

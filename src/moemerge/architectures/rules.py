@@ -1,5 +1,4 @@
-"""The vocabulary of the family table: gates, where experts lie, what a gate reads of a config, and
-spellings that several rows share."""
+"""The types of the family table: gates, layouts of experts, config keys, and shared spellings."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ class Score(StrEnum):
 
 
 class BiasPlace(StrEnum):
-    """Where a selection bias is added before the Top-k."""
+    """What a selection bias is added to before the Top-k."""
 
     SCORES = "scores"  # to f(z), or to the probabilities of a softmax
     LOGITS = "logits"
@@ -28,8 +27,11 @@ class BiasPlace(StrEnum):
 
 @dataclass(frozen=True)
 class Gate:
-    """One layer's gate. `normalised` is about p as a distribution: a sigmoid that is never
-    renormalised is a set of independent Bernoulli gates, and has another divergence."""
+    """One layer's gate.
+
+    `normalised` means that p is a distribution. A sigmoid that is never renormalised is a set of
+    independent Bernoulli gates and has another divergence.
+    """
 
     score: Score
     top_k: int
@@ -39,13 +41,13 @@ class Gate:
     top_groups: int = 1  # ... and only the best `top_groups` of them may be chosen from
     group_score: str = "max"  # "max" or "top2_sum"
     soft_cap: float | None = None  # z -> c tanh(z / c)
-    approximate: str | None = None  # why this gate is only approximated, in words
-    masked_score: float = float("-inf")  # what experts outside the kept groups score (axk2: 0)
-    scale: float = 1.0  # z -> s z, before all else; above 0
+    approximate: str | None = None  # why this gate is only approximated
+    masked_score: float = float("-inf")  # score of experts outside the kept groups (axk2: 0)
+    scale: float = 1.0  # z -> s z, applied first; positive
 
 
 def look_up(config: Mapping[str, Any], path: str) -> Any:
-    """`a.b` of a nested config, None where it is absent."""
+    """Return the value of `a.b` in a nested config, or None."""
     value: Any = config
     for part in path.split("."):
         if not isinstance(value, Mapping):
@@ -55,14 +57,14 @@ def look_up(config: Mapping[str, Any], path: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Key:
-    """A config value: the names it goes by, and the default where a file leaves it out."""
+class ConfigKey:
+    """A config value: its possible names, and the default if it is missing."""
 
     names: tuple[str, ...]
     default: Any = None
 
     def read(self, config: Mapping[str, Any], layer: int | None = None) -> Any:
-        """The value; of a list with one entry a layer, that layer's."""
+        """Return the value; for a list with one entry per layer, that layer's."""
         for name in self.names:
             value = look_up(config, name)
             if value is not None:
@@ -72,11 +74,11 @@ class Key:
         return self.default
 
     def count(self, config: Mapping[str, Any], layer: int | None = None) -> int:
-        """The value where it must be a whole number; 0 where it is absent."""
+        """Return the value as a whole number; 0 if it is missing."""
         value = self.read(config, layer)
         if value is None:
             return 0
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_COUNT:
             raise ArchitectureError(
                 f"config.json: {self.names[0]} is {value!r:.80}, expected a whole number",
                 hint=CONFIG_HINT,
@@ -84,11 +86,11 @@ class Key:
         return value
 
 
-MOST = 2**31  # of anything that a config counts
+MAX_COUNT = 2**31  # of anything that a config counts
 CONFIG_HINT = "compare it with the config.json of the model that this one was made of"
 
 
-def _number(value: object, key: Key | None) -> float:
+def _number(value: object, key: ConfigKey | None) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
         name = key.names[0] if key else "a number"
         raise ArchitectureError(
@@ -97,38 +99,38 @@ def _number(value: object, key: Key | None) -> float:
     return float(value)
 
 
-def key(*names: str, default: Any = None) -> Key:
-    """Shorthand of the table."""
-    return Key(names, default)
+def key(*names: str, default: Any = None) -> ConfigKey:
+    """Shorthand for the table."""
+    return ConfigKey(names, default)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Group-limited Top-k: the numbers' keys, and how a group is scored."""
+    """Group-limited Top-k: config keys of its numbers, and the score of a group."""
 
-    count: Key
-    chosen: Key
+    count: ConfigKey
+    chosen: ConfigKey
     score: str
     only_if: tuple[str, str] | None = None  # (config key, value it must have)
-    masked: float = float("-inf")  # what an expert outside the chosen groups scores
+    masked: float = float("-inf")  # score of an expert outside the chosen groups
 
 
 @dataclass(frozen=True)
 class GateRule:
     """How to read a `Gate` from a config."""
 
-    score: Score | Mapping[str, Score] = Score.SOFTMAX  # a mapping goes by `score_key`'s value
-    score_key: Key | None = None
-    top_k: Key = Key(("num_experts_per_tok",), 2)
-    normalised: bool | Key = True  # of a sigmoid; a softmax is a distribution in any case
+    score: Score | Mapping[str, Score] = Score.SOFTMAX  # a mapping is indexed by `score_key`
+    score_key: ConfigKey | None = None
+    top_k: ConfigKey = ConfigKey(("num_experts_per_tok",), 2)
+    normalised: bool | ConfigKey = True  # for a sigmoid; a softmax is always a distribution
     bias: BiasPlace = BiasPlace.SCORES  # where the selection bias acts, if the checkpoint has one
     groups: Groups | None = None
-    soft_cap: Key | None = None
+    soft_cap: ConfigKey | None = None
     approximate: str | None = None
-    scale: Key | None = None
+    scale: ConfigKey | None = None
 
     def gate(self, config: Mapping[str, Any], layer: int, *, biased: bool) -> Gate:
-        """The gate of one layer; `biased`: the checkpoint holds a selection bias there."""
+        """Return the gate of one layer; `biased` if the checkpoint has a selection bias there."""
         score = self._score(config)
         groups, chosen = self._groups(config)
         cap = self.soft_cap.read(config, layer) if self.soft_cap else None
@@ -137,7 +139,7 @@ class GateRule:
             score=score,
             top_k=self.top_k.count(config, layer),
             normalised=score is Score.SOFTMAX
-            or bool(flag.read(config, layer) if isinstance(flag, Key) else flag),
+            or bool(flag.read(config, layer) if isinstance(flag, ConfigKey) else flag),
             selection_bias=self.bias if biased else None,
             groups=groups,
             top_groups=chosen,
@@ -152,7 +154,7 @@ class GateRule:
         if self.scale is None:
             return 1.0
         scale = _number(self.scale.read(config, layer), self.scale)
-        if scale <= 0:  # the best expert would be the one with the least logit
+        if scale <= 0:  # the best expert would have the smallest logit
             raise ArchitectureError(
                 f"config.json: {self.scale.names[0]} is {scale:g}, expected more than 0",
                 hint=CONFIG_HINT,
@@ -174,22 +176,22 @@ class GateRule:
         return (count, chosen) if count > 1 else (1, 1)
 
 
-# gate, up, down as one expert's tensors are called
+# names of one expert's gate, up and down
 PROJ = ("gate_proj", "up_proj", "down_proj")
 W = ("w1", "w3", "w2")
 
 
 @dataclass(frozen=True)
 class Experts:
-    """One set of experts in a layer. A stack holds all of them, leading axis the expert.
+    """One set of experts in a layer. A stack holds all of them; its leading axis is the expert.
 
-    Where a family stores its experts one by one, `root` and `spelling` are that spelling.
+    `root` and `spelling` are the names of experts that are stored separately.
     """
 
     root: str = "mlp.experts"
     spelling: tuple[str, str, str] = PROJ
-    transposed: bool | None = False  # stacks are (expert, in, out); None: told by the hidden size
-    interleaved: bool = False  # gate and up alternate instead of lying one after the other
+    transposed: bool | None = False  # stacks are (expert, in, out); None: by the hidden size
+    interleaved: bool = False  # rows of gate and up alternate
     stacks: tuple[tuple[str, str], ...] = ()  # further names of stacks: (name, "gate+up" or one)
     flat: tuple[tuple[str, str, bool], ...] = ()  # (name, projection, transposed): (expert*I, d)
     whole: tuple[str, ...] = ()  # experts that are rows of a table, merged as one tensor
@@ -205,13 +207,13 @@ class Concat:
 
 @dataclass(frozen=True)
 class Router:
-    """A router in a layer, and what stands beside it."""
+    """A router in a layer, with its biases and further tensors."""
 
     weight: str = "mlp.gate.weight"
     bias: str | None = None  # added to the logits
     selection_bias: str | None = None
     extra: tuple[str, ...] = ()  # prefixes of further tensors that feed the routing
-    real_rows: bool = False  # rows beyond the number of experts are no routed experts
+    real_rows: bool = False  # rows beyond the number of experts are not routed experts
 
 
 # Config keys of the number of experts in a layer, `a.b` being b of a nested section.
@@ -222,7 +224,7 @@ EXPERT_COUNTS = (
     "moe_num_experts",
     "ffn_config.moe_num_experts",
 )
-# Config keys of the number of layers, and how many each counts for one.
+# Config keys of the number of layers, and the count per layer.
 DEPTH = (("num_hidden_layers", 1), ("n_layers", 1), ("num_layers", 1), ("n_layer", 1))
 
 
@@ -240,7 +242,7 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()  # from another spelling to the original one
     root_renames: tuple[tuple[str, str], ...] = ()
     concats: tuple[Concat, ...] = ()
-    dense: str | None = None  # the config key that makes some layers dense
+    dense: str | None = None  # config key that makes some layers dense
     depth: tuple[tuple[str, int], ...] = DEPTH
     expert_counts: tuple[str, ...] = EXPERT_COUNTS
     served: bool = True
@@ -249,15 +251,15 @@ class Family:
 
     @property
     def model_type(self) -> str:
-        """The name of the row."""
+        """Return the name of the row."""
         return self.model_types[0]
 
 
 # --- spellings that several rows share -----------------------------------------------------------
 
-# groups scored by their two best experts, added up
+# groups scored by the sum of their two best experts
 TOP_GROUPS = Groups(key("n_group", "num_expert_group"), key("topk_group"), score="top2_sum")
-# the same, but experts of other groups are set to 0: one with a negative bias may lose to them
+# the same, but experts of other groups score 0, which may exceed one with a negative bias
 TOP_GROUPS_OR_ZERO = replace(TOP_GROUPS, masked=0.0)
 
 CORRECTED = (Router(selection_bias="mlp.gate.e_score_correction_bias"),)

@@ -1,4 +1,4 @@
-"""Model folders: lazy reading, crash-safe writing, adapters, the files beside the weights."""
+"""Model folders: lazy reading, crash-safe writing, adapters, companion files."""
 
 from moemerge.checkpoint.locate import hub_ids, locate
 from moemerge.checkpoint.output import check_output, require_space

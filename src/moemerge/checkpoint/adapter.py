@@ -1,9 +1,9 @@
-"""A PEFT LoRA adapter folder: its settings and which of its tensors belong together.
+"""Read a PEFT LoRA adapter folder: its settings, and its tensors in pairs.
 
-PEFT names a pair `base_model.model.MODULE.lora_A.weight` / `lora_B`. A parameter that is no module
-of its own (`target_parameters`: a stack of experts, a router) is wrapped on its owner: the key
-names the owner alone, and several parameters of one owner nest, each outer one adding
-`.base_layer` to the keys of the inner ones.
+PEFT names a pair `base_model.model.MODULE.lora_A.weight` / `lora_B`. A parameter that is not a
+module (`target_parameters`: a stack of experts, a router) is wrapped on its owner, and the key
+names only the owner. Several parameters of one owner nest: each outer one adds `.base_layer` to the
+keys of the inner ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,7 @@ _KEY: Final = re.compile(
     r"(?P<module>.+?)(?P<nesting>(?:\.base_layer)*)\.(?P<kind>lora_A|lora_B|lora_embedding_A|"
     r"lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.(?P<leaf>weight|bias))?"
 )
-# The order in which a module declares its parameters: the first is wrapped innermost.
+# The order in which a module declares its parameters; the first is the innermost wrapper.
 _DECLARED: Final = (
     "gate_up_proj",
     "gate_up_proj_bias",
@@ -40,7 +40,7 @@ _DECLARED: Final = (
     "down_proj_bias",
     "w2",
 )
-# Settings under which the merged weight is not W + scaling * B @ A, or not known from the files.
+# Settings with which the merged weight is not W + scaling * B @ A, or unknown from the files.
 _REFUSED: Final = {
     "use_qalora": "QALoRA pools its inputs",
     "alora_invocation_tokens": "an activated LoRA acts on some tokens only",
@@ -51,14 +51,14 @@ _REFUSED: Final = {
     "kasa_config": "KaSA changes the base weights",
     "monteclora_config": "MonteCLoRA samples its weights",
 }
-# Initialisations that subtract from the base weights, which the adapter then does not tell.
-MOST_REPEATS, MOST_CHARACTERS = 3, 1000  # of a pattern of module names
+MOST_REPEATS, MOST_CHARACTERS = 3, 1000  # in a pattern of module names
+# Initialisations that change the base weights; the adapter does not contain this change.
 _BASE_CHANGING_INITS: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What `adapter_config.json` says about the merged weight."""
+    """The settings of `adapter_config.json` that define the merged weight."""
 
     rank: int
     alpha: float
@@ -77,7 +77,7 @@ class LoraSettings:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def parameters_of(self, module: str) -> list[str]:
-        """The parameters of a module that `target_parameters` names, in declared order."""
+        """Return the parameters of a module that `target_parameters` names, in declared order."""
         names = {
             target.rpartition(".")[2]
             for target in self.target_parameters
@@ -103,7 +103,7 @@ def _by_pattern(patterns: Mapping[str, float], key: str, default: float) -> floa
 class LoraPair:
     """The adapter tensors that together change one parameter of the model."""
 
-    parameter: str  # as the model in memory names it
+    parameter: str  # its name in the loaded model
     a: str = ""
     b: str = ""
     bias: str | None = None
@@ -130,7 +130,7 @@ class Adapter:
 
 
 def open_adapter(folder: Path) -> Adapter:
-    """Read settings and headers; refuses adapters whose effect is not a low-rank sum."""
+    """Read settings and headers. Refuse adapters that do not add low-rank matrices."""
     config = read_object(folder / CONFIG, f"a PEFT adapter folder has an {CONFIG}")
     settings = _settings(config, folder / CONFIG)
     weights = next((folder / n for n in ADAPTER_WEIGHTS if (folder / n).exists()), None)
@@ -161,7 +161,7 @@ def _settings(config: Mapping[str, Any], path: Path) -> LoraSettings:
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
         raise CheckpointError(
-            f"{path}: the adapter was started by {init!r}, which changed the base weights",
+            f"{path}: the adapter was initialised with {init!r}, which changed the base weights",
             hint="save it with path_initial_model_for_weight_conversion, or merge it with peft",
         )
     hint = "use the file that peft's save_pretrained wrote"
@@ -182,20 +182,22 @@ def _settings(config: Mapping[str, Any], path: Path) -> LoraSettings:
 
 
 def _check_pattern(pattern: str, path: Path) -> None:
-    """Refuse what is no regular expression, or one that may take for ever on a module's name: a
-    repeated group, or many repetitions behind each other."""
+    """Refuse an invalid regular expression, and one that may take exponential time.
+
+    These have a repeated group or many repetitions.
+    """
     hint = "name the modules plainly, such as layers.0.self_attn.q_proj"
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise CheckpointError(
-            f"{path}: the pattern {pattern[:80]!r} is no regular expression: {error}", hint=hint
+            f"{path}: the pattern {pattern[:80]!r} is not a regular expression: {error}", hint=hint
         ) from error
     plain = re.sub(r"\\.", "", pattern)
     repeats = len(re.findall(r"[*+{]", plain))
     if re.search(r"\)[*+{]", plain) or repeats > MOST_REPEATS or len(pattern) > MOST_CHARACTERS:
         raise CheckpointError(
-            f"{path}: the pattern {pattern[:80]!r} may take for ever to match", hint=hint
+            f"{path}: the pattern {pattern[:80]!r} may never finish matching", hint=hint
         )
 
 
@@ -219,7 +221,7 @@ def _sort_tensors(adapter: Adapter) -> None:
 
 
 def _parameter(settings: LoraSettings, module: str, position: int, count: int) -> str:
-    """The parameter that the wrapper at `position` (from the inside) of `count` changes."""
+    """Return the parameter that the wrapper at `position` (from the inside) of `count` changes."""
     wrapped = settings.parameters_of(module)
     if not wrapped and count == 1:
         return f"{module}.weight"
@@ -247,7 +249,7 @@ def _pair(adapter: Adapter, parameter: str, parts: Mapping[str, str]) -> LoraPai
             f"{adapter.file.path} has no magnitudes of {parameter}, although use_dora is set",
             hint="the adapter is incomplete; save it again",
         )
-    # PEFT matches its patterns against the module's name, or the parameter's where it is wrapped.
+    # PEFT matches its patterns against the module's name, or a wrapped parameter's name.
     wrapped = bool(adapter.settings.parameters_of(parameter.rpartition(".")[0]))
     key = parameter if wrapped else parameter.removesuffix(".weight")
     return LoraPair(
@@ -260,10 +262,3 @@ def _pair(adapter: Adapter, parameter: str, parts: Mapping[str, str]) -> LoraPai
         rank=adapter.settings.rank_of(key),
         scaling=adapter.settings.scaling_of(key),
     )
-
-
-def listed(names: Iterable[str], limit: int = 5) -> str:
-    """The first few of many names."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more

@@ -1,9 +1,14 @@
-"""The weight files of a model folder: which there are, and which of them holds which tensor."""
+"""The files of a model folder: weights, and companions such as tokenizer, licence and custom code.
+
+`config.json` is not a companion: the writer of an output decides its content.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -27,7 +32,7 @@ _SHARD: Final = re.compile(r"(.*)-(\d+)-of-(\d+)\.(safetensors|bin)")
 
 
 class TensorFile(Protocol):
-    """One file of tensors; reading is safe from any thread."""
+    """One file of tensors. Reading is thread-safe."""
 
     @property
     def path(self) -> Path: ...
@@ -47,7 +52,7 @@ class TensorFile(Protocol):
 
 
 def config_hint(folder: Path) -> str:
-    """What to do about a folder that is no model's."""
+    """Return the hint for a folder without a model."""
     if (folder / "adapter_config.json").exists():
         return f"{folder} is a PEFT adapter; name it with its model: BASE+{folder}"
     return "a model folder has a config.json; point at the folder that does"
@@ -58,7 +63,7 @@ def open_file(path: Path) -> TensorFile:
 
 
 def open_folder(folder: Path) -> tuple[tuple[TensorFile, ...], dict[str, TensorFile]]:
-    """All weight files of a folder, and which of them holds which tensor."""
+    """Open all weight files of a folder. Return them, and the file of each tensor."""
     index = _index_path(folder)
     weight_map = {} if index is None else _read_index(index)
     names = sorted(set(weight_map.values())) if index is not None else _weight_files(folder)
@@ -97,7 +102,7 @@ def _loose(folder: Path, pattern: str) -> list[str]:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """The files of a folder without an index: `model.safetensors`, or all there are."""
+    """Return the weight files of a folder without an index: `model.safetensors`, or all."""
     for single, pattern in ((SINGLE, "*.safetensors"), (PICKLED_SINGLE, "pytorch_model*.bin")):
         if (folder / single).exists():
             return [single]
@@ -114,7 +119,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _check_numbering(folder: Path, names: Sequence[str]) -> None:
-    """Without an index only the numbers in the names tell that a shard is missing."""
+    """Refuse missing shards, which without an index only the numbers in file names reveal."""
     for match in filter(None, (_SHARD.fullmatch(name) for name in names)):
         stem, number, count, suffix = match.groups()
         for i in range(1, int(count) + 1):
@@ -138,13 +143,12 @@ def _read_index(path: Path) -> dict[str, str]:
             continue
         if not isinstance(file, str) or not is_inside(file):
             raise CheckpointError(
-                f"{path}: tensor {name!r} is said to lie in {file!r}, outside the model folder",
+                f"{path} places tensor {name!r} in {file!r}, outside the model folder",
                 hint="an index may only name files of its own folder; do not trust this model",
             )
         if not file.endswith((".safetensors", ".bin")):
             raise CheckpointError(
-                f"{path}: tensor {name!r} is said to lie in {file!r}, "
-                "expected a .safetensors or .bin file",
+                f"{path} places tensor {name!r} in {file!r}, expected a .safetensors or .bin file",
                 hint=hint,
             )
         good.add(file)
@@ -152,15 +156,14 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a file name stays in its folder, judged by the name: the hub's cache is made of
-    symlinks that leave it for good reason."""
+    """Return whether a file name stays in its folder. Symlinks of the hub's cache may leave it."""
     path = PurePosixPath(name)
     bad = path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name
     return not bad and bool(path.parts)
 
 
 def place_in(folder: Path, name: str, out: Path) -> Path:
-    """Where a file of the output `out` goes, whose files are collected in `folder`."""
+    """Return the path in `folder` of a file of the output `out`, and create its parent."""
     if not is_inside(name):
         raise CheckpointError(f"the file name {name!r} would leave the output {out}")
     path = folder / name
@@ -171,12 +174,14 @@ def place_in(folder: Path, name: str, out: Path) -> Path:
 def _union(
     files: Mapping[str, TensorFile], weight_map: Mapping[str, str], index: Path | None
 ) -> dict[str, TensorFile]:
-    """Which file holds which tensor. The index decides where it speaks; tensors that it forgot
-    are read as well, since a tensor must not get lost silently."""
+    """Return the file of each tensor. The index decides; tensors missing in it are added.
+
+    No tensor may be lost silently.
+    """
     for name, place in weight_map.items():
         if name not in files[place].tensors:
             raise CheckpointError(
-                f"{index} says that {place} holds {name!r}, but it does not"
+                f"{index} places {name!r} in {place}, which does not hold it"
                 f"{did_you_mean(name, files[place].tensors)}",
                 hint="index and shards are of different models or versions; fetch both again",
             )
@@ -192,3 +197,100 @@ def _union(
                 )
             file_of[name] = file
     return file_of
+
+
+# --- companions -----------------------------------------------------------------------------------
+
+CARRIED: Final = (
+    "tokenizer*.json",
+    "tokenizer*.model",
+    "tokenization*.py",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.spm",
+    "spiece.*",
+    "bpe.codes",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "image_processor_config.json",
+    "feature_extractor_config.json",
+    "*.py",  # code named by the config's auto_map; copied, never run
+    "license*",
+    "licence*",
+    "copying*",
+    "notice*",
+    "use_policy*",
+)
+CARRIED_FOLDERS: Final = ("additional_chat_templates",)
+WEIGHTS: Final = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.ggml",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.onnx_data",
+)
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file holds or indexes weights (or training state) of any format."""
+    return any(fnmatch(name.lower(), pattern) for pattern in WEIGHTS)
+
+
+def is_companion(name: str) -> bool:
+    return not is_weights(name) and any(fnmatch(name.lower(), pattern) for pattern in CARRIED)
+
+
+def companion_files(folder: Path) -> dict[str, Path]:
+    """Return the companion files by their name inside the folder, sorted."""
+    files = {p.name: p for p in copied_files(folder, folder, is_companion)}
+    for name in CARRIED_FOLDERS:
+        files |= folder_files(folder, name)
+    return dict(sorted(files.items()))
+
+
+def copied_files(inner: Path, folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
+    """Return the wanted files directly in `inner`, the model's `folder` or a subfolder.
+
+    A link that leaves the model is refused, because its target would be copied into an output that
+    may be published. Links of the hub's cache into its `blobs` are allowed.
+    """
+    root = Path(os.path.realpath(folder))
+    homes = [root]
+    if root.parent.name == "snapshots":
+        homes.append(root.parent.parent / "blobs")
+    files = [path for path in inner.iterdir() if path.is_file() and wanted(path.name)]
+    for path in files:
+        real = Path(os.path.realpath(path))
+        if not any(real.is_relative_to(home) for home in homes):
+            raise CheckpointError(
+                f"{path} is a link to {real}, outside the model's folder",
+                hint="files of a model are copied into the output: replace the link by the file "
+                "itself if it is meant, else remove it",
+            )
+    return files
+
+
+def folder_files(folder: Path, name: str) -> dict[str, Path]:
+    """Return the plain files directly inside a subfolder, by their name relative to `folder`."""
+    inner = folder / name
+    if not inner.is_dir():
+        return {}
+    return {f"{name}/{p.name}": p for p in copied_files(inner, folder, lambda _: True)}

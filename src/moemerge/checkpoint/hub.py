@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: fetched, and uploaded."""
+"""Download models from the Hugging Face hub, and upload them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SMALL_FILES: Final = (
     "NOTICE*",
     "USE_POLICY*",
 )
-# Second copies of the weights: subfolders of other formats, Mistral's consolidated files, and
-# what a trainer leaves behind.
+# Other copies of the weights (subfolders of other formats, Mistral's consolidated files), and files
+# of a trainer.
 NEVER_FETCHED: Final = [
     "*/*.safetensors",
     "*/*.bin",
@@ -48,9 +48,9 @@ NEVER_FETCHED: Final = [
 
 
 def fetch(repo: str, revision: str | None, similar: str) -> Path:
-    """A model's folder in the local hub cache, downloaded where it is not there yet.
+    """Return a model's folder in the local hub cache, downloading it if necessary.
 
-    `similar` is a suggestion for the messages: the id may have been meant as a folder.
+    `similar` is a suggestion for the messages, in case the id was meant as a folder.
     """
     try:
         folder = _download(repo, revision, "*.safetensors")
@@ -64,7 +64,7 @@ def fetch(repo: str, revision: str | None, similar: str) -> Path:
     except RevisionNotFoundError as error:
         raise CheckpointError(
             f"{repo} on the hub has no revision {revision!r}",
-            hint="give a branch, tag or commit that exists there",
+            hint="name a branch, tag or commit that exists there",
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise CheckpointError(
@@ -73,7 +73,7 @@ def fetch(repo: str, revision: str | None, similar: str) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{repo} is no folder here{similar}, is not in the local hub cache, "
+            f"{repo} is not a folder here{similar}, is not in the local hub cache, "
             "and the hub cannot be reached",
             hint="check the path, or go online once (is HF_HUB_OFFLINE set?) to fetch it",
         ) from error
@@ -86,7 +86,7 @@ def fetch(repo: str, revision: str | None, similar: str) -> Path:
 
 
 def _download(repo: str, revision: str | None, weights: str) -> Path:
-    """The snapshot with its weights."""
+    """Download a snapshot with its weights."""
     patterns = [*SMALL_FILES, weights]
     return _snapshot(
         repo, revision=revision, allow_patterns=patterns, ignore_patterns=NEVER_FETCHED
@@ -94,16 +94,16 @@ def _download(repo: str, revision: str | None, weights: str) -> Path:
 
 
 def _snapshot(repo: str, **wanted: Any) -> Path:
-    """Files of a repository; without a network, what the cache holds of them."""
+    """Download files of a repository; offline, use the cached ones."""
     try:
         return Path(snapshot_download(repo, **wanted))
     except OfflineModeIsEnabled:
-        # Some versions of the hub's client ask the network even for what the cache holds whole.
+        # Some versions of the hub's client use the network even if everything is cached.
         return Path(snapshot_download(repo, local_files_only=True, **wanted))
 
 
 def fetch_data(repo: str, revision: str | None, pattern: str) -> list[Path]:
-    """Files of a data set whose path matches `pattern`, from the local hub cache or the hub."""
+    """Return the files of a data set whose path matches `pattern`, from the cache or the hub."""
     try:
         folder = _snapshot(repo, repo_type="dataset", revision=revision, allow_patterns=[pattern])
     except (RepositoryNotFoundError, HFValidationError, RevisionNotFoundError) as error:
@@ -114,7 +114,7 @@ def fetch_data(repo: str, revision: str | None, pattern: str) -> list[Path]:
         ) from error
     except OSError as error:
         raise DataError(
-            f"{repo} is no file here and cannot be fetched from the hub: {error}",
+            f"{repo} is not a file here and cannot be fetched from the hub: {error}",
             hint="check the path and the connection (is HF_HUB_OFFLINE set?)",
         ) from error
     names = (path for path in folder.rglob("*") if path.is_file())
@@ -123,8 +123,10 @@ def fetch_data(repo: str, revision: str | None, pattern: str) -> list[Path]:
 
 
 def cached(repo: str, revision: str | None, *, data: str | None = None) -> Path | None:
-    """A model's folder in the local hub cache, or that of a data set with files like `data`;
-    None where it is not there. Nothing is asked of the network."""
+    """Return the cached folder of a model, or of a data set with files like `data`, or None.
+
+    Does not use the network.
+    """
     try:
         folder = snapshot_download(
             repo,
@@ -140,14 +142,12 @@ def cached(repo: str, revision: str | None, *, data: str | None = None) -> Path 
 
 # --- uploads --------------------------------------------------------------------------------------
 
-# What the hub's client raises of the network: the base of its own error, from whichever HTTP
-# library it is built on.
+# Network errors of the hub's client: the base class of its own error, from its HTTP library.
 _NETWORK: type[Exception] = HfHubHTTPError.__mro__[1]
 
 
 def check_upload(repo: str) -> None:
-    """Refuse before any work what could not be uploaded after it: a name that is none, a hub that
-    cannot be reached, a user whom it does not know."""
+    """Refuse an upload that cannot succeed, before any work: bad name, no connection, no login."""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -175,8 +175,10 @@ def check_upload(repo: str) -> None:
 
 
 def upload(folder: Path, repo: str) -> str:
-    """All files of `folder` as one commit of `repo`, which is made where it does not exist; its
-    address. The folder stays as it is, whatever happens."""
+    """Upload all files of `folder` as one commit, create `repo` if necessary, return its URL.
+
+    The folder is never changed.
+    """
     api = HfApi()
     disable_progress_bars()
     try:
@@ -194,6 +196,6 @@ def upload(folder: Path, repo: str) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of what a library says, or the error's name where it says nothing."""
+    """Return the first line of an error's message, or its class name if it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

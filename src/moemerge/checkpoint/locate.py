@@ -1,4 +1,4 @@
-"""From what a user writes to a folder: a path, or an id on the Hugging Face hub."""
+"""Find the folder of a model that the user names by path or by Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def locate(model: str, revision: str | None = None) -> Path:
-    """The folder of a model or adapter. An existing folder is meant as such; `org/name` that is
-    none is a hub id, fetched into the local hub cache, or taken from there offline."""
+    """Return the folder of a model or adapter.
+
+    An existing folder has precedence. Otherwise `org/name` is a hub id, downloaded into the local
+    hub cache or, offline, read from there.
+    """
     folder = Path(os.path.expanduser(model))
     if os.path.isdir(folder):
         if revision is not None:
             raise CheckpointError(
                 f"{model} is a folder, so it has no revision {revision!r}",
-                hint="leave the @revision out, or give a hub id (org/name@revision)",
+                hint="leave the @revision out, or name a hub id (org/name@revision)",
             )
         return folder
     if os.path.exists(folder):
@@ -36,26 +39,26 @@ def locate(model: str, revision: str | None = None) -> Path:
         return fetch(model, revision, similar(folder))
     raise CheckpointError(
         f"the model folder {model} does not exist{similar(folder)}",
-        hint="give an existing folder or a hub id (org/name)",
+        hint="name an existing folder or a hub id (org/name)",
     )
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `locate` would look for it on the hub."""
+    """Return whether `locate` would look for the model on the hub."""
     if os.path.exists(os.path.expanduser(model)):
         return False
     return HUB_ID.fullmatch(model) is not None and not model.startswith((".", "/"))
 
 
 def hub_ids(model: str) -> list[str]:
-    """What of `path@revision+lora@revision` lives on the hub, as a model card names it."""
+    """Return the hub ids in `path@revision+lora@revision`, as a model card lists them."""
     if os.path.exists(os.path.expanduser(model)):
         return []
     return [part for part in (p.partition("@")[0] for p in model.split("+")) if is_hub_id(part)]
 
 
 def similar(folder: Path) -> str:
-    """`, did you mean ...?` for a folder that does not exist, from its neighbours."""
+    """Return `, did you mean ...?` with a sibling of a missing folder, or nothing."""
     parent = folder.absolute().parent
     if not parent.is_dir() or not os.access(parent, os.R_OK | os.X_OK):
         return ""
@@ -69,15 +72,18 @@ TRAINING_FILES: Final = "*train*"
 
 
 def is_local(source: str) -> bool:
-    """Whether text is a file of this machine, there or not, and no hub data set."""
+    """Return whether `source` names a local file, existing or not, instead of a hub data set."""
     suffixed = source.lower().endswith(TEXT_SUFFIXES) and ":" not in source
-    there = os.path.exists(os.path.expanduser(source))
-    return there or suffixed or _DATA_SET.fullmatch(source) is None
+    exists = os.path.exists(os.path.expanduser(source))
+    return exists or suffixed or _DATA_SET.fullmatch(source) is None
 
 
 def locate_data(source: str) -> list[Path]:
-    """Files of text: an existing one, or of a hub data set `org/name@revision:PATTERN` those whose
-    path in it matches (by default those with `train` in it)."""
+    """Return the text files of `source`: a local file, or files of a hub data set.
+
+    `org/name@revision:PATTERN` selects the data set's files whose path matches; by default those
+    with `train` in it.
+    """
     match = _DATA_SET.fullmatch(source)
     if match is None or is_local(source):
         return [Path(os.path.expanduser(source))]
@@ -94,7 +100,7 @@ def locate_data(source: str) -> list[Path]:
 
 
 def is_here(source: str, *, data: bool = False) -> bool:
-    """Whether a model, or text, is on this machine, in the hub cache included."""
+    """Return whether a model, or text, is on this machine, including the hub cache."""
     if os.path.exists(os.path.expanduser(source)):
         return True
     if data and (is_local(source) or _DATA_SET.fullmatch(source) is None):
@@ -105,7 +111,7 @@ def is_here(source: str, *, data: bool = False) -> bool:
         repo, _, revision = source.partition("@")
         return is_hub_id(repo) and cached(repo, revision or None) is not None
     match = _DATA_SET.fullmatch(source)
-    assert match is not None  # or it would be local
+    assert match is not None  # otherwise it is local
     return (
         cached(match["repo"], match["revision"], data=match["files"] or TRAINING_FILES) is not None
     )

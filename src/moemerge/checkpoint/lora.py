@@ -1,8 +1,8 @@
-"""What a PEFT adapter does to the tensors of a checkpoint, one tensor at a time.
+"""Apply a PEFT adapter to the tensors of a checkpoint, one tensor at a time.
 
-A read gives W + scaling * B @ A, computed in float32 (float64 for a float64 W) and rounded once to
-W's dtype; with DoRA the rows are rescaled to the trained magnitudes. PEFT's own merge rounds the
-product to W's dtype first, so the two may differ by a rounding of W's dtype, never more.
+A read returns W + scaling * B @ A, computed in float32 (float64 for a float64 W) and rounded once
+to W's dtype. With DoRA the rows are rescaled to the trained magnitudes. PEFT's own merge rounds the
+product to W's dtype first, so the two may differ by one rounding step of W's dtype.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from moemerge.checkpoint.adapter import Adapter, LoraPair, listed
+from moemerge.checkpoint.adapter import Adapter, LoraPair
 from moemerge.checkpoint.folder import TensorFile
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import FLOATS
 from moemerge.runtime.lazy import torch
+from moemerge.runtime.progress import first_few
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 CACHE_BYTES: Final = 256 * 2**20
-# PEFT reads stacks of these families as (experts, in, out); it matters where they are square.
+# PEFT reads stacks of these families as (experts, in, out), which matters for square matrices.
 _TRANSPOSED_STACKS: Final = frozenset({"gpt_oss", "aria", "aria_text", "openai_privacy_filter"})
 
-# A stacked parameter and the names of its matrices where every expert is stored on its own.
+# A stacked parameter, and the names of its matrices if experts are stored separately.
 _SPLITS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "up_proj": (("up_proj",), ("w3",)),
@@ -41,10 +42,10 @@ _EXPERT: Final = re.compile(r"(?P<owner>.*\.experts)\.(?P<expert>\d+)\.(?P<matri
 
 @dataclass(frozen=True)
 class Place:
-    """A matrix in a stored tensor: all of it, or one row of a stack, or a part of either.
+    """A matrix in a stored tensor: all of it, one row of a stack, or a part of either.
 
-    `part` cuts the output axis, `transposed` says that the matrix is stored (in, out); None: not
-    known yet.
+    `part` slices the output axis. `transposed` means that the matrix is stored (in, out); None if
+    not known yet.
     """
 
     tensor: str
@@ -54,7 +55,7 @@ class Place:
 
 
 class _Factors:
-    """Adapter tensors, of which the last used stay in memory: a stack asks once per expert."""
+    """Adapter tensors with a cache of the last used; a stack reads them once per expert."""
 
     def __init__(self, file: TensorFile) -> None:
         self._file = file
@@ -74,7 +75,7 @@ class _Factors:
 
 @dataclass(frozen=True)
 class _Update:
-    """One low-rank term for one place: rows `out` of B times A, for one expert of the pair."""
+    """One low-rank update of one place: rows `out` of B times A, for one expert of the pair."""
 
     pair: LoraPair
     place: Place
@@ -111,10 +112,10 @@ class _Update:
 
 
 class LoraChanges:
-    """The places of all adapter tensors in a base, and its tensors with the adapter added.
+    """Matches all adapter tensors to a base, and reads its tensors with the adapter added.
 
-    An adapter tensor that has no place in the base at `path` is refused. `infos` are the tensors
-    whose shape changes, a resized vocabulary's.
+    An adapter tensor that matches nothing in the base at `path` is refused. `infos` are the tensors
+    whose shape changes with a resized vocabulary.
     """
 
     def __init__(
@@ -142,17 +143,17 @@ class LoraChanges:
             tied = config.get("tie_word_embeddings")
             raise CheckpointError(
                 f"{len(self._unmatched)} tensors of the adapter {adapter.path} match nothing "
-                f"in {path}: {listed(self._unmatched)}",
+                f"in {path}: {first_few(sorted(self._unmatched))}",
                 hint="name the base model that the adapter was trained on"
                 + ("; its output layer is tied to the embeddings, so it has none" if tied else ""),
             )
 
     def touches(self, name: str) -> bool:
-        """Whether a tensor of the base comes out changed."""
+        """Return whether the adapter changes a tensor of the base."""
         return name in self._updates or name in self._biases or name in self._replaced
 
     def read(self, name: str, rows: tuple[int, int] | None, base: Callable[[], Tensor]) -> Tensor:
-        """A tensor that is touched, or rows of it; `base` gives what the base stores there."""
+        """Read a changed tensor, or rows of it; `base` reads the base's."""
         if name in self._replaced:
             block = self._adapter.file.read(self._replaced[name], rows)
             block = block.to(self._tensors[name].dtype.torch)
@@ -190,7 +191,7 @@ class LoraChanges:
         self.infos[info.name] = TensorInfo.of(info.name, info.dtype, given.shape)
 
     def _is_tied_copy(self, parameter: str, name: str) -> bool:
-        """An output layer that the base does not store, saved as a copy of its embeddings."""
+        """Return whether this is an output layer saved as a copy of the tied embeddings."""
         twin = self._adapter.replacements.get("model.embed_tokens.weight")
         tied = self._config.get("tie_word_embeddings") and parameter == "lm_head.weight"
         file = self._adapter.file
@@ -212,7 +213,7 @@ class LoraChanges:
             self._add_bias(pair)
 
     def _is_stack(self, parameter: str) -> bool:
-        """Whether a pair on a parameter with one expert means a stack of one."""
+        """Return whether a pair with one expert belongs to a stack of one expert."""
         places = [p for p in self._places(parameter, None, 0) if p.row is None]
         infos = [self._tensors.get(place.tensor) for place in places]
         return any(info is not None and len(info.shape) == 3 for info in infos)
@@ -238,8 +239,7 @@ class LoraChanges:
             self._updates[place.tensor].append(_Update(pair, oriented, out, expert, experts))
 
     def _oriented(self, pair: LoraPair, place: Place, rows: int, columns: int) -> Place | None:
-        """The place with its orientation decided, or None where a (rows, columns) term does not
-        fit there."""
+        """Return the place with its orientation; None if a (rows, columns) matrix does not fit."""
         info = self._tensors[place.tensor]
         shape = self.infos.get(info.name, info).shape
         matrix = shape if place.row is None else shape[1:]
@@ -282,15 +282,15 @@ class LoraChanges:
         self._biases[places[0].tensor].append(pair)
 
 
-# --- where a parameter of the model in memory lies on disk ---------------------------------------
-# An adapter names parameters as the model in memory does (`mlp.experts.gate_up_proj`, a stack); a
-# checkpoint may store them one expert at a time, or the other way round.
+# --- parameters of the loaded model on disk -------------------------------------------------------
+# An adapter names parameters of the loaded model (`mlp.experts.gate_up_proj`, a stack). A
+# checkpoint may store them one expert at a time, or vice versa.
 
 
 def find_places(
     parameter: str, expert: int | None, out_features: int, tensors: Mapping[str, TensorInfo]
 ) -> Sequence[Place]:
-    """The places of a matrix (`expert` None) or of one expert's matrix in a stacked parameter."""
+    """Return the places of a matrix (`expert` None) or of one expert in a stacked parameter."""
     for name in _aliases(parameter):
         if name in tensors:
             return [Place(name, row=expert)]
@@ -304,14 +304,14 @@ def find_places(
 
 
 def _aliases(parameter: str) -> list[str]:
-    """The same parameter under names that checkpoints of the same model use."""
+    """Return the names of a parameter in checkpoints of the same model."""
     names = [parameter, parameter.removeprefix("model."), f"model.{parameter}"]
     names += [name.replace(".mlp.", ".block_sparse_moe.") for name in names]
     return list(dict.fromkeys(names))
 
 
 def _split(name: str, expert: int, tensors: Mapping[str, TensorInfo]) -> Sequence[Place]:
-    """A stacked parameter in memory, one tensor per expert and projection on disk."""
+    """Find an expert of a stacked parameter in tensors per expert and projection."""
     owner, _, stack = name.rpartition(".")
     for matrices in _SPLITS.get(stack, ()):
         names = [f"{owner}.{expert}.{matrix}.weight" for matrix in matrices]
@@ -321,7 +321,7 @@ def _split(name: str, expert: int, tensors: Mapping[str, TensorInfo]) -> Sequenc
 
 
 def _one_expert(name: str, out_features: int, tensors: Mapping[str, TensorInfo]) -> Sequence[Place]:
-    """One expert's matrix in memory, a stack on disk."""
+    """Find one expert's matrix in a stored stack."""
     match = _EXPERT.fullmatch(name)
     if match is None:
         return []

@@ -1,8 +1,8 @@
-"""An output folder that appears whole or not at all.
+"""An output folder that appears complete or not at all.
 
-Everything is written into a hidden folder beside it (`.OUT.partial-PID-RANDOM`), which is renamed
-at the end. A killed run leaves that folder behind; the next run with the same OUT removes it,
-if its process is gone and nobody holds its lock.
+Everything is written into a hidden folder next to it (`.OUT.partial-PID-RANDOM`), which is renamed
+at the end. A killed run leaves that folder behind. The next run with the same OUT removes it if its
+process is gone and its lock is free.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from moemerge.checkpoint.companions import CARRIED_FOLDERS, is_companion, is_weights
+from moemerge.checkpoint.folder import CARRIED_FOLDERS, is_companion, is_weights
 from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.runtime.devices import free_disk
-from moemerge.runtime.files import lock_folder
+from moemerge.runtime.files import lock_folder, sync_folder
 from moemerge.runtime.process import is_alive
 
-# Folders that other tools leave in a model folder; nothing of the user's own is in them.
-KEPT_FOLDER: Final = "moemerge_tasks"  # what a merge keeps of its models
+KEPT_FOLDER: Final = "moemerge_tasks"  # parts of the merged models, see `merging.kept`
+# Folders that tools create in a model folder; they contain no data of the user.
 _KNOWN_FOLDERS: Final = frozenset({*CARRIED_FOLDERS, ".cache", KEPT_FOLDER})
 _OF_A_MODEL: Final = frozenset(
     {"config.json", "readme.md", ".gitattributes", "moemerge_report.json", "moemerge_config.yml"}
     | {"adapter_config.json", "trainer_state.json", "all_results.json", "routing.html"}
 )
-_BLOCK: Final = 64 * 2**20  # copied by the system at once, between two looks at `check`
-_SMALL_BLOCK: Final = 2**20  # the same where it passes through this process
-_OF_A_DISK: Final = frozenset({"lost+found"})  # what an empty disk holds
+_BLOCK: Final = 64 * 2**20  # copied by the kernel between two calls of `check`
+_SMALL_BLOCK: Final = 2**20  # the same for copies through this process
+_OF_A_DISK: Final = frozenset({"lost+found"})  # entries of an empty disk
 _ADVICE: Final = {
     errno.ENOSPC: "free some space, or choose an output folder on another disk",
     errno.EDQUOT: "your disk quota is used up; free some space or choose another folder",
@@ -58,7 +58,7 @@ def require_space(out: Path, nbytes: int) -> None:
 def check_output(out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = ()) -> None:
     """Refuse an output folder that must not be written, before any work is done.
 
-    `overwrite` is None where there is no way to ask for it.
+    `overwrite` is None if the caller has no such option.
     """
     target = _real(out)
     for folder in map(_real, inputs):
@@ -75,9 +75,26 @@ def check_output(out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = 
     _check_writable(out, target)
 
 
+def check_output_file(out: Path, *, overwrite: bool) -> None:
+    """Refuse an output file that must not or cannot be written, before any work is done."""
+    if out.is_dir():
+        raise CheckpointError(f"the output {out} is a folder", hint="name a file")
+    if os.path.lexists(out) and not overwrite:
+        raise CheckpointError(
+            f"the output {out} exists", hint="choose another name, or allow it: `overwrite=True`"
+        )
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise CheckpointError(f"the output {out} cannot be made: there is no folder {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"the output {out} cannot be made: {parent} is not writable")
+
+
 def _of_this_run(folder: Path, target: Path) -> bool:
-    """Whether an input lies in a hidden folder of OUT, as a merge that is to be repaired does where
-    OUT is a mount point."""
+    """Return whether an input is in a hidden folder of OUT.
+
+    A merge that is then repaired is there if OUT is a mount point.
+    """
     return folder.is_relative_to(target) and any(
         path.parent == target and _is_unfinished(path, target) for path in (folder, *folder.parents)
     )
@@ -106,7 +123,7 @@ def _check_replaceable(out: Path, target: Path, overwrite: bool | None) -> None:
         raise CheckpointError(
             f"the output {out} exists and is a file", hint="choose another output folder"
         ) from None
-    except FileNotFoundError:  # another run has just moved it aside
+    except FileNotFoundError:  # another run has just moved it
         return
     if os.path.ismount(target) and {p.name for p in entries} - _OF_A_DISK:
         raise CheckpointError(
@@ -133,7 +150,7 @@ def _check_replaceable(out: Path, target: Path, overwrite: bool | None) -> None:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Whether a model folder has such an entry of its own."""
+    """Return whether an entry belongs to a model folder and may be deleted with it."""
     if path.is_dir() and not path.is_symlink():
         return path.name in _KNOWN_FOLDERS
     name = path.name.lower()
@@ -145,10 +162,9 @@ def _real(path: Path) -> Path:
 
 
 def hidden_folder(out: Path, kind: str) -> Path:
-    """A name for a folder beside OUT, which the next run that writes OUT can recognise.
+    """Return a path next to OUT that later runs recognise.
 
-    It is inside OUT where that is a mount point: the disk is another one there, and a mount point
-    cannot be renamed.
+    If OUT is a mount point, it is inside OUT: a mount point is another disk and cannot be renamed.
     """
     target = _real(out)
     name = f".{target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -156,13 +172,13 @@ def hidden_folder(out: Path, kind: str) -> Path:
 
 
 def _is_unfinished(path: Path, target: Path) -> bool:
-    """Whether a run that writes `target` made this hidden folder, or has left it behind."""
+    """Return whether this is the hidden folder of a run that writes `target`, alive or killed."""
     pattern = rf"\.{re.escape(target.name)}\.partial-(\d+)-[0-9a-f]{{8}}"
     return re.fullmatch(pattern, path.name) is not None
 
 
 def temporary_folder(prefix: str, folder: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """A private folder that is gone at the end; those that killed runs have left go now."""
+    """Return a temporary directory, and remove those of killed runs."""
     parent = Path(tempfile.gettempdir()) if folder is None else folder
     for path in parent.iterdir():
         match = re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", path.name)
@@ -173,7 +189,7 @@ def temporary_folder(prefix: str, folder: Path | None) -> tempfile.TemporaryDire
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns a failure of the file system into an error that says what to do."""
+    """Turn an OSError into an error with a hint."""
     try:
         yield
     except OSError as error:
@@ -188,8 +204,10 @@ def output_error(error: OSError, path: Path) -> MoeMergeError:
 
 
 def _restore(target: Path) -> None:
-    """Put back the model that a run with --overwrite had moved aside when it was killed, or finish
-    its removal where the new one is in place."""
+    """Repair what a killed run with --overwrite left.
+
+    Move the old model back, or finish its removal if the new one is in place.
+    """
     pattern = rf"\.{re.escape(target.name)}\.replaced-(\d+)-[0-9a-f]{{8}}"
     for path in target.parent.iterdir() if target.parent.is_dir() else ():
         match = re.fullmatch(pattern, path.name)
@@ -207,7 +225,7 @@ def _remove(folders: Sequence[Path]) -> None:
 
 
 class OutputFolder:
-    """The hidden folder that becomes OUT on `commit`, or vanishes on `abort`."""
+    """A hidden folder that becomes OUT on `commit`, and is removed on `abort`."""
 
     def __init__(self, out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = ()) -> None:
         with writing(out):
@@ -246,8 +264,7 @@ class OutputFolder:
                 os.close(lock)
 
     def commit(self) -> None:
-        """Rename into place. With `overwrite` the old folder is moved aside first and deleted
-        only once the new one is there."""
+        """Rename into place. With `overwrite`, delete the old folder after the rename."""
         aside: list[Path] = []
         with writing(self.out):
             sync_folder(self.path)
@@ -259,14 +276,16 @@ class OutputFolder:
                 _remove(aside)
                 raise
             self.committed = True
-            with contextlib.suppress(OSError):  # it is in place: whoever looks finds it whole
+            with contextlib.suppress(OSError):  # OUT is already in place and complete
                 sync_folder(self._target.parent)
         self._unlock()
         _remove(aside)
 
     def _put_into_place(self, aside: list[Path]) -> None:
-        """What was there goes `aside`. Another run's folder may appear at any moment: then it is
-        looked at again whether it may be replaced."""
+        """Rename to OUT, and append a replaced folder to `aside`.
+
+        Another run may create OUT at any moment; then check again whether it may be replaced.
+        """
         while True:
             old = self._move_aside()
             if old is not None:
@@ -285,31 +304,33 @@ class OutputFolder:
         try:
             if not os.path.lexists(self._target):
                 return None
-            # It may have come into being, or have been filled, while the work was going on.
+            # It may have been created or filled in the meantime.
             _check_replaceable(self.out, self._target, self._overwrite)
             if self.path.parent == self._target:
                 return None
             old = hidden_folder(self.out, "replaced")
             os.rename(self._target, old)
-        except FileNotFoundError:  # another run has moved it aside
+        except FileNotFoundError:  # another run has moved it
             return None
         return old
 
     def _move_up(self) -> None:
-        """Out of the hidden folder of a mount point; nobody takes it for a model before
-        config.json, which comes last, is there."""
+        """Move the files from the hidden folder up into a mount point.
+
+        config.json comes last: without it the folder does not count as a model.
+        """
         for path in sorted(self.path.iterdir(), key=lambda path: path.name == "config.json"):
             os.rename(path, self._target / path.name)
         self.path.rmdir()
 
     def abort(self) -> None:
-        """Remove everything that was made. Does nothing after a commit."""
+        """Remove everything that was created. Does nothing after a commit."""
         if self.committed:
             return
         self._unlock()
         shutil.rmtree(self.path, ignore_errors=True)
         for parent in reversed(self._made):
-            with contextlib.suppress(OSError):  # somebody else uses it by now
+            with contextlib.suppress(OSError):  # it is not empty any more
                 parent.rmdir()
         self._made.clear()
 
@@ -320,25 +341,17 @@ class OutputFolder:
 
 
 def _lock(folder: Path) -> int | None:
-    """An exclusive lock on a folder, or None where somebody holds it or locks do not work."""
+    """Lock a folder exclusively. Return None if it is locked or locks do not work."""
     try:
         return lock_folder(folder)
     except OSError:
         return None
 
 
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def copy_file(source: Path, target: Path, check: Callable[[], None] | None = None) -> None:
-    """Copy contents, sharing blocks where the file system can. Symlinks are followed.
+    """Copy contents, sharing blocks if the file system can. Follows symlinks.
 
-    `check` is called between blocks; what it raises ends the copy.
+    `check` is called between blocks and may raise to stop the copy.
     """
     look = check if check is not None else lambda: None
     with _open_source(source) as reader, open(target, "xb") as writer:
@@ -357,7 +370,7 @@ def copy_file(source: Path, target: Path, check: Callable[[], None] | None = Non
         if (copied := os.fstat(writer.fileno()).st_size) != size:
             raise CheckpointError(
                 f"{source} had {size} bytes when its copy began and {copied} at its end",
-                hint="somebody writes to it; repeat this when it is finished",
+                hint="another process writes to it; repeat this when it is finished",
             )
         os.fsync(writer.fileno())
 
@@ -370,7 +383,7 @@ def _copy_by_system(
     while size > 0:
         look()
         count = os.copy_file_range(reader.fileno(), writer.fileno(), min(size, _BLOCK))
-        if count == 0:  # some file systems say so instead of failing
+        if count == 0:  # some file systems return 0 instead of failing
             raise OSError(errno.EINVAL, "nothing was copied")
         size -= count
 
@@ -381,24 +394,16 @@ def _open_source(path: Path) -> BinaryIO:
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror}",
-            hint="the file is to be copied into the output; restore it or its permissions",
+            hint="the file must be copied into the output; restore it or its permissions",
         ) from error
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file durably, in place of one of that name."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
 def temporary_sibling(out: Path) -> Iterator[Path]:
-    """A hidden folder next to OUT, gone at the end.
+    """Create a hidden folder next to OUT, removed at the end.
 
-    It bears the name of an unfinished output, so that what a killed run leaves is removed by the
-    next one that writes OUT.
+    It is named like an unfinished output, so that the next run that writes OUT removes what a
+    killed run left.
     """
     target = Path(os.path.realpath(out))
     folder = hidden_folder(out, "partial")
@@ -410,5 +415,5 @@ def temporary_sibling(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for parent in made:
-            with contextlib.suppress(OSError):  # OUT is in it
+            with contextlib.suppress(OSError):  # it contains OUT
                 parent.rmdir()

@@ -1,4 +1,4 @@
-"""A copy of a checkpoint with some tensors replaced: what calibrating the routers needs."""
+"""Copy a checkpoint with some tensors replaced, such as calibrated routers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from moemerge.checkpoint.companions import CARRIED_FOLDERS, copied_files, folder_files, is_weights
-from moemerge.checkpoint.folder import INDEX, PICKLED_INDEX, TensorFile, place_in
-from moemerge.checkpoint.output import OutputFolder, copy_file, write_file, writing
+from moemerge.checkpoint.folder import (
+    CARRIED_FOLDERS,
+    INDEX,
+    PICKLED_INDEX,
+    TensorFile,
+    copied_files,
+    folder_files,
+    is_weights,
+    place_in,
+)
+from moemerge.checkpoint.output import OutputFolder, copy_file, writing
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo
 from moemerge.checkpoint.reader import AdaptedCheckpoint, Checkpoint
 from moemerge.checkpoint.requantise import RoundingErrors
@@ -22,6 +30,7 @@ from moemerge.checkpoint.safetensors_file import SafetensorsFile
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import CheckpointError
+from moemerge.runtime.files import write_file
 from moemerge.runtime.process import thread_pool
 
 if TYPE_CHECKING:
@@ -54,12 +63,11 @@ class _Target(Protocol):
 class CheckpointPatch:
     """A new folder OUT with the source's files, in which `write` replaces tensors or rows.
 
-    Layout, sharding and all files beside the weights stay as they are. `link` makes hard links of
-    the shards in which nothing is replaced, which costs no space but ties the two folders
-    together: do not edit either in place. Pickled and adapted (`model+lora`) sources are written
-    anew as safetensors, in floats. New values of quantised tensors are refused (`keep`), written
-    with all others as floats, or rounded to what they were stored as (`same`). OUT appears
-    on `commit` or not at all.
+    Layout, sharding and all other files are unchanged. `link` makes hard links of unchanged shards.
+    These need no space but share data with the source: do not edit either in place. Pickled and
+    adapted (`model+lora`) sources are rewritten as safetensors, in floats. New values of quantised
+    tensors are refused (`keep`), written as floats with all others (`floats`), or rounded to the
+    stored format (`same`). OUT appears on `commit` or not at all.
     """
 
     def __init__(
@@ -100,12 +108,12 @@ class CheckpointPatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of OUT's tensors."""
+        """Return the size of OUT's tensors."""
         infos = self.source.tensors.values()
         return sum(i.stored_bytes if self._in_place else i.nbytes for i in infos)
 
     def begin(self, names: Collection[str]) -> None:
-        """Begin to copy in the background; `names` are the tensors that will be replaced."""
+        """Start copying in the background; `names` are the tensors that will be replaced."""
         stored: list[str] = []
         for name in names:
             info = self._encoded(name)
@@ -113,7 +121,7 @@ class CheckpointPatch:
         self._target.begin(stored)
 
     def _encoded(self, name: str) -> QuantisedInfo | None:
-        """How new values of a tensor are to be quantised; None where they are written as floats."""
+        """Return the quantised format for new values of a tensor; None for floats."""
         info = self.source.tensors.get(name)
         if not self._in_place or not isinstance(info, QuantisedInfo):
             return None
@@ -121,22 +129,21 @@ class CheckpointPatch:
             raise CheckpointError(
                 f"{self.source.label}: {name!r} is stored as {info.stored_as}; new values would be "
                 "rounded to that",
-                hint="write the model in floats first: `moemerge merge` with passthrough does",
+                hint="write the model in floats first, with `moemerge merge` and passthrough",
             )
         return info
 
     def poll(self) -> None:
-        """Raise what has gone wrong in the background, if anything has."""
+        """Raise an error of the background copy, if any."""
         self._target.poll()
 
     @property
     def copied(self) -> tuple[float, int]:
-        """Seconds and bytes of shards copied so far."""
+        """Return the seconds and bytes of shards copied so far."""
         return self._target.copied
 
     def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
-        """Replace a tensor, or the leading-axis rows from `row` on. Safe from any thread; a row
-        is replaced at most once."""
+        """Replace a tensor, or leading-axis rows from `row` on. Thread-safe; once per row."""
         info, encoded = self.source.tensors.get(name), self._encoded(name)
         if info is None:
             self.source.file_of(name)  # raises, with a suggestion
@@ -149,11 +156,11 @@ class CheckpointPatch:
             self._target.write(part.name, part.tensor, part.row)
 
     def add_bytes(self, filename: str, data: bytes) -> None:
-        """Put a small file into the output, in place of the source's of that name."""
+        """Add a small file to the output, replacing the source's of that name."""
         self._target.add_bytes(filename, data)
 
     def add_file(self, source: Path, name: str | None = None) -> None:
-        """Copy a file into the output, in place of the source's of that name."""
+        """Copy a file into the output, replacing the source's of that name."""
         self._target.add_file(source, name)
 
     def commit(self) -> None:
@@ -182,8 +189,10 @@ def _check_fits(info: TensorInfo, tensor: Tensor, row: int) -> None:
 
 
 def other_files(source: Checkpoint) -> dict[str, Path]:
-    """All files of a model folder but its weights: stale weights beside the index included, and
-    training states, which would contradict the patched ones."""
+    """Return all files of a model folder except weights and training states.
+
+    Weights outside the index are stale and are excluded too.
+    """
 
     def wanted(name: str) -> bool:
         return not name.startswith(".") and not is_weights(name)
@@ -195,10 +204,10 @@ def other_files(source: Checkpoint) -> dict[str, Path]:
 
 
 class _PatchedCopy:
-    """Copies shards byte for byte and overwrites tensors where they lie.
+    """Copies shards byte for byte and overwrites tensors in place.
 
-    A shard is copied when it is first written to, the others on commit; all of them in the
-    background before that, once `begin` was called.
+    `begin` copies all shards in the background. Without it, a shard is copied when it is first
+    written to, and the others on commit.
     """
 
     def __init__(
@@ -256,14 +265,14 @@ class _PatchedCopy:
     def _copy(self, source: Path, target: Path) -> int:
         """Copy one shard; runs in the background."""
         begin = time.perf_counter()
-        copy_file(source, target, self._go_on)
+        copy_file(source, target, self._check_running)
         self._nbytes += target.stat().st_size
         self._seconds += time.perf_counter() - begin
         return os.open(target, os.O_RDWR | os.O_CLOEXEC)
 
-    def _go_on(self) -> None:
+    def _check_running(self) -> None:
         if self._stopped.is_set():
-            raise CheckpointError(f"the output {self._out} was given up")
+            raise CheckpointError(f"the output {self._out} was abandoned")
 
     def _place(self, name: str) -> Path:
         return place_in(self._folder.path, name, self._out)
@@ -337,7 +346,7 @@ class _PatchedCopy:
 
 
 class _Rewritten:
-    """Writes every tensor anew; what was not replaced is read from the source on commit."""
+    """Rewrites every tensor; those not replaced are read from the source on commit."""
 
     def __init__(
         self,
@@ -359,7 +368,7 @@ class _Rewritten:
         )
 
     def begin(self, names: Collection[str]) -> None:
-        """Every tensor is converted on the way, so nothing can be copied before its time."""
+        """Do nothing: every tensor is converted, so nothing can be copied early."""
 
     def poll(self) -> None: ...
 
@@ -383,7 +392,7 @@ class _Rewritten:
             for name, spans in self._writer.missing().items():
                 for start, stop in spans:
                     self._copy_rows(self._source.tensors[name], start, stop)
-            # An adapter may change the vocabulary, and what was quantised is written as floats.
+            # An adapter may change the vocabulary, and quantised tensors become floats.
             if "config.json" not in self._added:
                 config = json.dumps(self._source.config, indent=2) + "\n"
                 self.add_bytes("config.json", config.encode())

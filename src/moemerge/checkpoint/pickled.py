@@ -1,4 +1,4 @@
-"""One `pytorch_model.bin`, only ever through torch's restricted unpickler."""
+"""Read a `pytorch_model.bin`, always with torch's restricted unpickler."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError, library_errors
 from moemerge.runtime.files import open_plain
 from moemerge.runtime.lazy import torch
+from moemerge.runtime.torch_compat import record_offset
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A mapping counts every page it has touched as resident; it is dropped and made anew after this
-# many bytes were read, so that memory stays bounded.
+# Every page read from a memory map counts as resident. The map is recreated after this many bytes,
+# so that memory stays bounded.
 REMAP_BYTES: Final = 256 * 2**20
 CONVERT: Final = (
     "convert the model to safetensors in a place you trust (load it, then save_pretrained)"
@@ -28,7 +29,7 @@ CONVERT: Final = (
 
 
 class PickledFile:
-    """A pickled state dict, mapped. Reading is safe from any thread."""
+    """A memory-mapped pickled state dict. Reading is thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +48,7 @@ class PickledFile:
     def read(
         self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """A fresh copy of a tensor or of a range of its leading-axis rows."""
+        """Return a copy of a tensor or of a range of its leading-axis rows."""
         shape = self.tensors[name].block_shape(rows)
         with self._lock:
             if self._state is None or self._touched > REMAP_BYTES:
@@ -63,10 +64,10 @@ class PickledFile:
         return out.copy_(view)
 
     def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
-        """The file is mapped: the system reads ahead by itself."""
+        """Do nothing: the system reads ahead in a memory map."""
 
     def sample(self, name: str, limit: int) -> bytes:
-        """At most about `limit` bytes from the middle of a tensor."""
+        """Return at most about `limit` bytes from the middle of a tensor."""
         with self._lock:
             state = self._state if self._state is not None else _load(self.path)
         flat = state[name].detach().reshape(-1)
@@ -83,19 +84,21 @@ def _load(path: Path) -> dict[str, Tensor]:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{path} holds more than tensors, or is no pickle of tensors at all; "
+                f"{path} holds more than tensors, or is not a pickle of tensors at all; "
                 "it is not opened, since unpickling may run any code",
                 hint=CONVERT,
             ) from error
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing", hint="fetch the missing file") from error
-    assert isinstance(state, dict)  # _check_storages has seen to it
+    assert isinstance(state, dict)  # checked by _check_storages
     return state
 
 
 def _check_storages(path: Path, state: object) -> None:
-    """A dict of plain tensors, all of whose bytes are in the file: a mapping would show those of
-    the next tensor in place of what is missing."""
+    """Refuse anything but a dict of plain tensors whose bytes are all in the file.
+
+    A memory map would replace missing bytes by those of the next tensor.
+    """
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{path} holds a {type(state).__name__}, expected a dict of tensors", hint=CONVERT
@@ -109,7 +112,7 @@ def _check_storages(path: Path, state: object) -> None:
                 hint=CONVERT,
             )
         storage = value.untyped_storage()
-        held = sizes.get(storage._checkpoint_offset, 0)
+        held = sizes.get(record_offset(storage), 0)
         if held != storage.nbytes():
             raise CheckpointError(
                 f"{path}: {name!r} needs {storage.nbytes()} bytes, but the file holds {held} of it",
@@ -118,12 +121,12 @@ def _check_storages(path: Path, state: object) -> None:
 
 
 def _record_sizes(path: Path) -> dict[int, int]:
-    """The bytes of each record of the zip file, by where its data begins."""
+    """Return the size of each record of the zip file, by the offset of its data."""
     sizes = {}
     with zipfile.ZipFile(path) as records, path.open("rb") as file:
         for record in records.infolist():
             file.seek(record.header_offset)
-            # The local header, whose name and extra field are followed by the data.
+            # The data follow the name and the extra field of the local header.
             name_length, extra_length = struct.unpack("<26xHH", file.read(30))
             begin = record.header_offset + 30 + name_length + extra_length
             sizes[begin] = record.file_size if record.compress_type == zipfile.ZIP_STORED else 0

@@ -1,4 +1,4 @@
-"""A model folder as a mapping from names to tensors: headers first, tensors on demand."""
+"""Read a model folder as a mapping from names to tensors: headers first, tensors on demand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from moemerge.checkpoint.adapter import open_adapter
-from moemerge.checkpoint.companions import companion_files
-from moemerge.checkpoint.folder import TensorFile, config_hint, open_folder
+from moemerge.checkpoint.folder import TensorFile, companion_files, config_hint, open_folder
 from moemerge.checkpoint.locate import locate
 from moemerge.checkpoint.lora import LoraChanges
 from moemerge.checkpoint.quantised.recognise import recognise, without_sections
@@ -34,11 +33,11 @@ SAMPLE_BYTES: Final = 1024
 
 
 class Checkpoint(Mapping[str, "Tensor"]):
-    """An opened model folder. `tensors` tells names, shapes and dtypes in the order of the files.
+    """An opened model folder. `tensors` has names, shapes and dtypes in file order.
 
-    Opening reads headers alone. `read` gives a fresh CPU tensor and is safe from any thread.
-    Quantised tensors read as floats, their scales are part of them, and `config` is that of a model
-    in plain floats; `quantisation` tells how they are stored.
+    Opening reads headers only. `read` returns a new CPU tensor and is thread-safe. Quantised
+    tensors read as floats and include their scales; `config` is that of a model in plain floats.
+    `quantisation` describes the stored format.
     """
 
     def __init__(self, path: Path, label: str | None = None) -> None:
@@ -48,7 +47,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.files, self._file_of = open_folder(path)
         self._states = {file.path: _state(file.path) for file in self.files}
         try:
-            self._look_for_quantised()
+            self._find_quantised()
         except BaseException:
             Checkpoint.close(self)
             raise
@@ -56,16 +55,16 @@ class Checkpoint(Mapping[str, "Tensor"]):
         logger.info("opened %s: %d tensors in %d files, %s", self.label, len(self), files, size)
 
     def require_unchanged(self) -> None:
-        """Refuse what was read of files that somebody has written to since they were opened."""
+        """Raise if a file was changed after it was opened."""
         for path, state in self._states.items():
             if _state(path) != state:
                 raise CheckpointError(
                     f"{path} was changed or replaced while it was read",
-                    hint="what was read may be a mixture of two models; repeat this when nobody "
-                    "writes to it",
+                    hint="the data read may be a mixture of two models; repeat this when no other "
+                    "process writes to it",
                 )
 
-    def _look_for_quantised(self) -> None:
+    def _find_quantised(self) -> None:
         stored = {name: file.tensors[name] for name, file in self._file_of.items()}
         self.tensors: Mapping[str, TensorInfo] = stored
         try:
@@ -77,7 +76,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if self.quantisation is None:
             return
         self.config = without_sections(self.config)
-        # Each takes the place of its codes; its other parts are not seen.
+        # Each unit replaces its codes; its other parts are hidden.
         units = self.quantisation.units.values()
         unit_of = {unit.codes.name: unit for unit in units}
         hidden = {part.name for unit in units for part in unit.parts} - unit_of.keys()
@@ -86,7 +85,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @classmethod
     def open(cls, ref: str | Path | ModelRef) -> Checkpoint:
-        """A folder, a hub id (`org/name@revision`), or either with an adapter (`model+lora`)."""
+        """Open a folder or a hub id (`org/name@revision`), with or without an adapter (`+lora`)."""
         model = as_ref(ref)
         folder = locate(model.path, model.revision)
         if model.lora is None:
@@ -97,9 +96,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def read(
         self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """A tensor, or the rows [start, stop) of its leading axis, in memory of its own.
+        """Read a tensor, or the rows [start, stop) of its leading axis, into new memory.
 
-        `out`, a contiguous CPU tensor of the result's shape and dtype, saves the allocation.
+        `out`, a contiguous CPU tensor of the result's shape and dtype, avoids the allocation.
         """
         info = self._info(name)
         if not isinstance(info, QuantisedInfo):
@@ -110,21 +109,21 @@ class Checkpoint(Mapping[str, "Tensor"]):
             raise CheckpointError(f"{self.label}: {error.message}", hint=error.hint) from error
 
     def stored(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """A tensor as it lies in the files, under the name that it has there."""
+        """Read a tensor under its stored name, without dequantising it."""
         return self.file_of(name).read(name, rows)
 
     def has_elements(self, name: str) -> bool:
-        """Whether `read_elements` can read the tensor: its elements lie in order, row by row."""
+        """Return whether `read_elements` can read the tensor, because it is stored row by row."""
         info = self._info(name)
         if isinstance(info, QuantisedInfo):
             return not info.stacked
         return isinstance(self.file_of(name), SafetensorsFile)
 
     def read_elements(self, name: str, start: int, out: memoryview) -> None:
-        """Fill the bytes `out` with the tensor's elements from `start` on, as they are read."""
+        """Fill the bytes `out` with the tensor's dequantised elements from `start` on."""
         info = self._info(name)
         if isinstance(info, QuantisedInfo):
-            # The rows that the elements lie in: what is read too much is less than two rows.
+            # Read the rows that contain the elements; the excess is less than two rows.
             flat = torch.frombuffer(out, dtype=info.dtype.torch)
             columns = info.shape[1]
             first, last = start // columns, -(-(start + len(flat)) // columns)
@@ -136,7 +135,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         file.read_elements(name, start, out)
 
     def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
-        """Let the system begin to read what will be asked for soon; does not wait."""
+        """Let the system start to read a tensor that is needed soon. Does not wait."""
         info = self._info(name)
         if isinstance(info, QuantisedInfo):
             name = info.codes.name
@@ -146,7 +145,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return self.tensors.get(name)
 
     def file_of(self, name: str) -> TensorFile:
-        """The file that holds a tensor."""
+        """Return the file that holds a tensor."""
         if name not in self._file_of:
             raise CheckpointError(
                 f"{self.label} has no tensor {name!r}{did_you_mean(name, self._file_of)}",
@@ -155,7 +154,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return self._file_of[name]
 
     def place_of(self, name: str) -> str:
-        """The file's name, for messages about a tensor's values."""
+        """Return the file's name, for messages about a tensor's values."""
         info = self._info(name)
         return self.file_of(info.codes.name if isinstance(info, QuantisedInfo) else name).path.name
 
@@ -184,29 +183,29 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors on disk."""
+        """Return the bytes of all tensors on disk."""
         return sum(info.stored_bytes for info in self.tensors.values())
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Every folder that is read from, none of which may be written to meanwhile."""
+        """Return every folder that is read; none may be written to meanwhile."""
         return (self.path,)
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The folder with the tokenizer that belongs to the embedding's rows."""
+        """Return the folder with the tokenizer of the embedding's rows."""
         return self.path
 
     def companions(self) -> dict[str, Path]:
-        """Files that belong with the weights (tokenizer, templates, licence): name -> file."""
+        """Return the companion files (tokenizer, templates, licence) by name."""
         return companion_files(self.path)
 
     def fingerprint(self) -> str:
-        """A digest that tells whether this is still the same model, at the cost of a glance.
+        """Return a cheap digest that identifies the model.
 
         It covers the config, every tensor's name, dtype and shape, and up to 1 KiB from the middle
-        of every tensor's bytes: a tensor that was trained, merged or calibrated anew shows, a
-        single changed element may not. Folder, sharding and companion files do not enter.
+        of every tensor. It changes if a tensor is trained, merged or calibrated, but may miss a
+        single changed element. It does not cover folder, sharding and companion files.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in sorted(self._file_of):
@@ -228,7 +227,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
 
 class AdaptedCheckpoint(Checkpoint):
-    """A base checkpoint with one adapter on top; every adapter tensor is used, or it is refused."""
+    """A base checkpoint with one adapter. Adapter tensors that match nothing are refused."""
 
     def __init__(self, path: Path, adapter: Path, label: str | None = None) -> None:
         super().__init__(path, label if label is not None else f"{path}+{adapter}")
@@ -246,7 +245,7 @@ class AdaptedCheckpoint(Checkpoint):
         self.tensors = {**self.tensors, **self._changes.infos}
 
     def _adopt_vocabulary(self, infos: Mapping[str, TensorInfo]) -> None:
-        """An adapter saved with resized embeddings changes the config's `vocab_size` too."""
+        """Update the config's `vocab_size` for an adapter with resized embeddings."""
         for name, info in infos.items():
             old = self.tensors[name].rows
             if info.rows != old and self.config.get("vocab_size") == old:
@@ -254,7 +253,7 @@ class AdaptedCheckpoint(Checkpoint):
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Names of the tensors that the adapter changes."""
+        """Return the names of the tensors that the adapter changes."""
         return tuple(name for name in self.tensors if self._changes.touches(name))
 
     def has_elements(self, name: str) -> bool:
@@ -279,16 +278,16 @@ class AdaptedCheckpoint(Checkpoint):
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The adapter's, where it was saved with a tokenizer: it may have added tokens."""
+        """Return the adapter's folder if it has a tokenizer, which may have added tokens."""
         own = (self.adapter.path / "tokenizer.json").is_file()
         return self.adapter.path if own else self.path
 
     def companions(self) -> dict[str, Path]:
-        """The base's files; a tokenizer or template saved with the adapter goes before."""
+        """Return the base's files; those saved with the adapter take precedence."""
         return dict(sorted({**super().companions(), **companion_files(self.adapter.path)}.items()))
 
     def fingerprint(self) -> str:
-        """The base's fingerprint, with the adapter's settings and tensors on top."""
+        """Return a digest of the base's fingerprint and the adapter's settings and tensors."""
         digest = hashlib.sha256(super().fingerprint().encode())
         digest.update(json.dumps(self.adapter.config, sort_keys=True).encode())
         for name in sorted(self.adapter.file.tensors):
@@ -301,7 +300,7 @@ class AdaptedCheckpoint(Checkpoint):
 
 
 def as_ref(ref: str | Path | ModelRef) -> ModelRef:
-    """What was given as a reference; an existing folder is taken whole, `@` and `+` included."""
+    """Return the model reference. The path of an existing folder may contain `@` and `+`."""
     if isinstance(ref, ModelRef):
         return ref
     if isinstance(ref, Path) or os.path.isdir(os.path.expanduser(ref)):
@@ -310,7 +309,7 @@ def as_ref(ref: str | Path | ModelRef) -> ModelRef:
 
 
 def _state(path: Path) -> tuple[int, ...] | None:
-    """What changes with a file's content; None where it is gone."""
+    """Return a key that changes with a file's content; None if the file is gone."""
     try:
         state = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Writing quantised tensors: floats come in, rows of codes and scales go out."""
+"""Write float tensors as quantised codes and scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def stored_tensors(tensors: Sequence[TensorInfo]) -> Iterator[TensorInfo]:
-    """What lies on disk of tensors: all parts of those that are quantised."""
+    """Yield the tensors on disk: all parts of quantised tensors, and the others themselves."""
     for info in tensors:
         if isinstance(info, QuantisedInfo):
             yield from info.parts
@@ -26,7 +26,7 @@ def stored_tensors(tensors: Sequence[TensorInfo]) -> Iterator[TensorInfo]:
 
 
 class RoundingErrors:
-    """How far values moved, by what they are stored as. Used by many threads at once."""
+    """Rounding errors by format. Thread-safe."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Rounding] = {}
@@ -36,7 +36,7 @@ class RoundingErrors:
     def encode(
         self, info: QuantisedInfo, source: Checkpoint, block: Tensor, row: int
     ) -> Iterator[Written]:
-        """The parts of a block of rows; `source` is the model that stores the tensor so."""
+        """Yield the parts of a block of rows; `source` is the model with the stored format."""
         rounding = Rounding()
         yield from info.encode(source.stored, block, row, rounding)
         with self._lock:
@@ -47,30 +47,30 @@ class RoundingErrors:
 
     @property
     def sums(self) -> dict[str, tuple[float, float, int]]:
-        """By format: Σ(x − x̂)², Σx², and tensors."""
+        """Return, by format, Σ(x − x̂)², Σx² and the number of tensors."""
         return {
-            words: (rounding.error, rounding.size, self._tensors[words])
-            for words, rounding in self._sums.items()
+            name: (rounding.error, rounding.size, self._tensors[name])
+            for name, rounding in self._sums.items()
         }
 
     def add(self, sums: Mapping[str, tuple[float, float, int]]) -> None:
-        """What another process has written."""
-        for words, (error, size, tensors) in sums.items():
-            total = self._sums.setdefault(words, Rounding())
+        """Add the sums of another process."""
+        for name, (error, size, tensors) in sums.items():
+            total = self._sums.setdefault(name, Rounding())
             total.error += error
             total.size += size
-            self._tensors[words] += tensors
+            self._tensors[name] += tensors
 
     def to_json(self) -> dict[str, Any]:
-        """By format: how many tensors, and √(Σ(x − x̂)² / Σx²) over all of them."""
+        """Return, by format, the number of tensors and their √(Σ(x − x̂)² / Σx²)."""
         return {
-            words: {"tensors": self._tensors[words], "relative_error": rounding.relative}
-            for words, rounding in sorted(self._sums.items())
+            name: {"tensors": self._tensors[name], "relative_error": rounding.relative}
+            for name, rounding in sorted(self._sums.items())
         }
 
 
 class QuantisingWriter:
-    """A writer of tensors, some of which are stored quantised as in the model they come from."""
+    """Writes tensors, some of them in the quantised format of the model they come from."""
 
     def __init__(
         self, writer: CheckpointWriter, quantised: Mapping[str, tuple[QuantisedInfo, Checkpoint]]
@@ -83,7 +83,7 @@ class QuantisingWriter:
                 writer.write(part.name, source.stored(part.name))
 
     def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
-        """As `CheckpointWriter.write`; rows of a quantised tensor are multiples of its `step`."""
+        """Write like `CheckpointWriter`; rows of a quantised tensor must be multiples of `step`."""
         if name not in self._quantised:
             self._writer.write(name, tensor, row)
             return

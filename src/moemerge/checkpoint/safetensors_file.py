@@ -1,7 +1,7 @@
-"""One safetensors file, read by `pread`.
+"""Read one safetensors file with `pread`.
 
-The header is checked whole before a tensor is read. Reads do not go through mmap: a mapping counts
-every page it has touched as resident memory, so a merge would appear to hold all its inputs.
+The whole header is checked before a tensor is read. Reads do not use mmap: every page read from a
+memory map counts as resident memory, so a merge would appear to hold all its inputs.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 HEADER_ALIGNMENT: Final = 8
 METADATA: Final = "__metadata__"
 MAX_NAME_LENGTH: Final = 1024
-MOST_ELEMENTS: Final = 2**63 - 1  # torch counts no further
+MOST_ELEMENTS: Final = 2**63 - 1  # torch's limit
 REPLACE_FILE: Final = "the file is damaged or was not fully downloaded; fetch it again"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `offset` counts from the start of the file."""
+    """A tensor's header and its `offset` from the start of the file."""
 
     info: TensorInfo
     offset: int
 
 
 class SafetensorsFile:
-    """An open file: its tensors in the order of their bytes. Reading is safe from any thread."""
+    """An open file, with its tensors in the order of their bytes. Reading is thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class SafetensorsFile:
     def read(
         self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """A tensor or a range of its leading-axis rows, into fresh memory or into `out`."""
+        """Read a tensor or a range of its leading-axis rows, into new memory or into `out`."""
         stored = self.stored[name]
         info = stored.info
         shape = info.block_shape(rows)
@@ -88,7 +88,7 @@ class SafetensorsFile:
         self._fill(out, stored.offset + start * stored.info.dtype.itemsize, name)
 
     def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None:
-        """Tell the system that this will be read soon; returns at once."""
+        """Advise the system that a tensor will be read soon. Does not wait."""
         stored = self.stored[name]
         first, stop = rows if rows is not None else (0, stored.info.rows)
         begin, length = stored.info.row_bytes * first, stored.info.row_bytes * (stop - first)
@@ -96,7 +96,7 @@ class SafetensorsFile:
             os.posix_fadvise(self._fd, stored.offset + begin, length, os.POSIX_FADV_WILLNEED)
 
     def sample(self, name: str, limit: int) -> bytes:
-        """At most `limit` bytes from the middle of a tensor."""
+        """Return at most `limit` bytes from the middle of a tensor."""
         stored = self.stored[name]
         count = min(limit, stored.info.nbytes)
         buffer = bytearray(count)
@@ -130,7 +130,7 @@ def _open(path: Path) -> int:
     except OSError as error:
         hint = {
             errno.ENOENT: "fetch the missing file, or point at the right folder",
-            errno.EACCES: "give yourself permission to read it",
+            errno.EACCES: "change its permissions so that you can read it",
             errno.EMFILE: "too many files are open at once; raise the limit, e.g. ulimit -n 65536",
         }.get(error.errno or 0)
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}", hint=hint) from error
@@ -144,7 +144,7 @@ def read_header(
     raw = os.pread(fd, length, LENGTH_BYTES)
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
-        if b"\\ud" in raw.lower():  # halves of characters, which nothing could write again
+        if b"\\ud" in raw.lower():  # lone surrogates, which cannot be encoded
             json.dumps(header, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -172,7 +172,7 @@ def _header_length(fd: int, size: int, path: Path) -> int:
     if length > size - LENGTH_BYTES:
         raise CheckpointError(
             f"{path}: the header claims {length} bytes, but only {size - LENGTH_BYTES} follow; "
-            "it is truncated or no safetensors file (a Git LFS pointer, perhaps)",
+            "it is truncated or not a safetensors file (a Git LFS pointer, perhaps)",
             hint=REPLACE_FILE,
         )
     if length > MAX_HEADER_BYTES:
@@ -201,7 +201,7 @@ def _metadata(value: object, path: Path) -> Mapping[str, str]:
 
 
 def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
-    """One tensor's header entry as (info, begin, end), offsets counted from the data's start."""
+    """Parse one tensor's header entry to (info, begin, end), relative to the start of the data."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(
             f"{path}: tensor {name!r} has the header entry {str(entry)[:80]}, "
@@ -245,19 +245,19 @@ def _entry(name: str, entry: object, path: Path) -> tuple[TensorInfo, int, int]:
 
 
 def _are_counts(values: object) -> bool:
-    # `type`, as a bool is an int
+    # `type` because a bool is an int
     return type(values) is list and all(type(value) is int and value >= 0 for value in values)
 
 
 def _is_countable(shape: list[int]) -> bool:
-    """Whether torch can count the elements; an axis of none must not hide the others' product."""
+    """Return whether torch can count the elements, even if an axis of length zero hides them."""
     return math.prod(value or 1 for value in shape) <= MOST_ELEMENTS
 
 
 def _check_coverage(
     entries: Sequence[tuple[TensorInfo, int, int]], data_bytes: int, path: Path
 ) -> None:
-    """The tensors must cover the data exactly, one after the other."""
+    """Refuse tensors that do not cover the data exactly, without gaps or overlaps."""
     expected = 0
     for info, begin, end in entries:
         if begin != expected:
@@ -282,7 +282,7 @@ def _check_coverage(
 
 
 def build_header(infos: Sequence[TensorInfo]) -> tuple[bytes, dict[str, int]]:
-    """A header (with its length) for `infos`, and each tensor's offset in the file.
+    """Return a header (with its length) for `infos`, and each tensor's offset in the file.
 
     Wider dtypes come first, so that every tensor is aligned to its own element size.
     """
@@ -305,7 +305,7 @@ def build_header(infos: Sequence[TensorInfo]) -> tuple[bytes, dict[str, int]]:
 
 
 def dtype_label(info: TensorInfo) -> str:
-    """What safetensors calls the dtype; refuses one that it cannot store."""
+    """Return safetensors' name of the dtype. Refuse a dtype that it cannot store."""
     if not info.dtype.label:
         raise CheckpointError(
             f"tensor {info.name!r} has dtype {info.dtype}, which safetensors cannot store",

@@ -1,4 +1,4 @@
-"""What is known of a stored tensor without reading it, and bytes as people write them."""
+"""Headers of stored tensors, and sizes in bytes as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor's header: enough to plan everything that can be planned."""
+    """One tensor's header."""
 
     name: str
     dtype: Dtype
@@ -32,7 +32,7 @@ class TensorInfo:
 
     @property
     def rows(self) -> int:
-        """Length of the leading axis; a scalar has one row."""
+        """Return the length of the leading axis; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -41,35 +41,35 @@ class TensorInfo:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes on disk: fewer than `nbytes` where the tensor is quantised."""
+        """Return the bytes on disk, fewer than `nbytes` for a quantised tensor."""
         return self.nbytes
 
     @property
     def stored_as(self) -> str:
-        """What its elements are on disk, in words."""
+        """Describe the format of the elements on disk."""
         return str(self.dtype)
 
     @property
     def stored_shape(self) -> list[int]:
-        """The shape a safetensors header states: it counts elements, torch counts packs."""
+        """Return the shape in a safetensors header; it counts elements where torch counts packs."""
         return [*self.shape[:-1], self.shape[-1] * self.dtype.pack] if self.shape else []
 
     def block_shape(self, rows: tuple[int, int] | None) -> tuple[int, ...]:
-        """The shape of a range of leading-axis rows; refuses a range that does not exist."""
+        """Return the shape of a range of leading-axis rows. Refuse an invalid range."""
         if rows is None:
             return self.shape
         start, stop = rows
         if not self.shape or not 0 <= start <= stop <= self.shape[0]:
             raise CheckpointError(
-                f"rows {start}:{stop} were asked of tensor {self.name!r} of shape "
+                f"rows {start}:{stop} were requested of tensor {self.name!r} of shape "
                 f"{list(self.shape)}",
-                hint="ask for a range within the leading axis; a scalar can only be read whole",
+                hint="request a range within the leading axis; a scalar can only be read whole",
             )
         return (stop - start, *self.shape[1:])
 
 
 def main_dtype(tensors: Iterable[TensorInfo]) -> Dtype:
-    """The dtype of most bytes: routers and biases may be kept wider than the rest."""
+    """Return the dtype of most bytes; routers and biases may have a wider one."""
     bytes_of: Counter[Dtype] = Counter()
     for info in tensors:
         if info.dtype.is_floating_point:
@@ -78,12 +78,12 @@ def main_dtype(tensors: Iterable[TensorInfo]) -> Dtype:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable and without a copy."""
+    """Return the memory of a contiguous CPU tensor as writable bytes, without a copy."""
     flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
-# --- sizes in words -------------------------------------------------------------------------------
+# --- sizes as text --------------------------------------------------------------------------------
 
 _UNITS: Final[dict[str, int]] = {
     "": 1,
@@ -105,7 +105,7 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size(size: str | int) -> int:
-    """`5GB`, `500MB`, `2GiB`, `5B` (five billion, as mergekit writes it) or a plain number."""
+    """Parse `5GB`, `500MB`, `2GiB`, `5B` (five billion, as in mergekit) or a plain number."""
     match = _SIZE.fullmatch(str(size))
     if match is None or isinstance(size, bool) or match[2].lower() not in _UNITS:
         raise UsageError(
@@ -115,12 +115,12 @@ def parse_size(size: str | int) -> int:
     # Whole numbers stay integers: a float would round sizes beyond 2**53.
     nbytes = int(float(number) * unit) if "." in number else int(number) * unit
     if nbytes < 1:
-        raise UsageError(f"{size!r} is no usable size", hint="give at least one byte, e.g. 5GB")
+        raise UsageError(f"{size!r} is not a usable size", hint="use at least one byte, e.g. 5GB")
     return nbytes
 
 
 def format_size(nbytes: int) -> str:
-    """`1.3 GB`, in powers of ten as disks are sold."""
+    """Return a size such as `1.3 GB`, in powers of ten like disk sizes."""
     amount = float(nbytes)
     for unit in ("bytes", "kB", "MB", "GB"):
         if amount < 1000:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: all tensors are declared first, then filled in any order by any thread."""
+"""Write a checkpoint: declare all tensors first, then fill them in any order from any thread."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Final
 
 from moemerge.checkpoint.direct import LEAST_BYTES, Buffer, Buffers, OutputFile
 from moemerge.checkpoint.folder import INDEX, SINGLE, place_in
-from moemerge.checkpoint.output import OutputFolder, copy_file, output_error, write_file, writing
+from moemerge.checkpoint.output import OutputFolder, copy_file, output_error, writing
 from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_label
 from moemerge.checkpoint.tensors import TensorInfo, as_bytes
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.registry import did_you_mean
+from moemerge.runtime.files import write_file
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import thread_pool
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What goes through the page cache is pushed to the disk while a shard grows, so that little is left
-# to wait for at the end.
+# Flush the page cache while a shard grows, so that the final sync is short.
 SYNC_BYTES: Final = 128 * 2**20
-_sync = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
+_sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Shard:
 
 @dataclass
 class _Progress:
-    """Which rows of a tensor are written or being written: disjoint, sorted, joined."""
+    """Row ranges of a tensor that are written or being written: disjoint, sorted, joined."""
 
     info: TensorInfo
     shard: _Shard
@@ -72,12 +72,12 @@ class _Progress:
 
 
 class CheckpointWriter:
-    """Writes safetensors shards beside OUT and renames them into place on `commit`.
+    """Writes safetensors shards next to OUT and renames them into place on `commit`.
 
-    A context manager: leaving it without a commit aborts and leaves nothing behind. `direct` goes
-    past the page cache where the disk allows it: faster, but whoever reads OUT next has to fetch it
-    from the disk. `folder` is that of another process's writer for the same tensors: this one
-    writes some of them there and hands them over, and the other commits.
+    A context manager: leaving it without a commit removes everything. `direct` bypasses the page
+    cache if the disk allows it. That is faster, but OUT must then be read from disk. `folder` is
+    the folder of another process's writer for the same tensors. This writer writes some of them
+    there and hands them over; the other commits.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class CheckpointWriter:
 
     @property
     def _own_folder(self) -> OutputFolder:
-        assert self._folder is not None  # else the folder is another process's
+        assert self._folder is not None  # otherwise the folder is another process's
         return self._folder
 
     def _create(self, name: str, infos: Sequence[TensorInfo]) -> None:
@@ -148,7 +148,7 @@ class CheckpointWriter:
             self._check_open()
             progress.claim(row, row + rows)
             self._writing += 1
-        # An interrupt counts as a failure too: its rows are claimed but not on disk.
+        # An interrupt is also a failure: its rows are claimed but not on disk.
         problem: MoeMergeError | None = CheckpointError(f"writing {self.out} was interrupted")
         try:
             self._put(progress.shard, data, progress.offset + row * info.row_bytes)
@@ -160,7 +160,7 @@ class CheckpointWriter:
             self._written(problem)
 
     def _put(self, shard: _Shard, data: Tensor, offset: int) -> None:
-        """Write bytes, or hand them to the threads that write past the page cache."""
+        """Write bytes, or submit them to the threads that bypass the page cache."""
         if not shard.file.direct or len(data) < LEAST_BYTES:
             shard.file.write(as_bytes(data), offset)
             self._account(shard, len(data), cached=True)
@@ -225,13 +225,13 @@ class CheckpointWriter:
             raise CheckpointError(f"the output {self.out} was closed already")
 
     def missing(self) -> dict[str, list[tuple[int, int]]]:
-        """The rows that nobody has written yet, by tensor."""
+        """Return the row ranges that are not written yet, by tensor."""
         with self._condition:
             gaps = {name: progress.gaps() for name, progress in self._tensors.items()}
         return {name: spans for name, spans in gaps.items() if spans}
 
     def add_bytes(self, filename: str, data: bytes) -> None:
-        """Put a small file (config, report, card) into the output."""
+        """Add a small file (config, report, card) to the output."""
         with writing(self.out):
             write_file(self._place(filename), data)
 
@@ -251,9 +251,11 @@ class CheckpointWriter:
         return path
 
     def hand_over(self) -> list[str]:
-        """Make all durable that was written into another writer's folder, and close it; gives the
-        tensors that are complete."""
-        self._settle()
+        """Flush what was written into another writer's folder, and close this writer.
+
+        Return the names of the complete tensors.
+        """
+        self._wait_for_writes()
         with writing(self.out):
             self._sync()
         missing = self.missing()
@@ -261,15 +263,14 @@ class CheckpointWriter:
         return [name for name, progress in self._tensors.items() if name not in missing]
 
     def take_over(self, names: Collection[str]) -> None:
-        """Tensors that another process has written and handed over."""
+        """Mark tensors as written that another process handed over."""
         with self._condition:
             for name in names:
                 progress = self._progress(name)
                 if progress.gaps():
                     progress.claim(0, progress.info.rows)
 
-    def _settle(self) -> None:
-        """Wait until all is written."""
+    def _wait_for_writes(self) -> None:
         with self._condition:
             self._check_open()
             self._condition.wait_for(lambda: self._writing == 0)
@@ -282,8 +283,8 @@ class CheckpointWriter:
             os.fsync(shard.file.fd)
 
     def commit(self) -> None:
-        """Check that every tensor is complete, make all durable, and rename into place."""
-        self._settle()
+        """Check that every tensor is complete, flush everything, and rename into place."""
+        self._wait_for_writes()
         missing = self.missing()
         if missing:
             name, spans = next(iter(missing.items()))
@@ -303,7 +304,7 @@ class CheckpointWriter:
             raise
 
     def abort(self) -> None:
-        """Leave nothing behind. Does nothing after a commit; writes still running are awaited."""
+        """Wait for running writes and remove everything. Does nothing after a commit."""
         self._release()
         if self._folder is not None:
             self._folder.abort()
@@ -327,7 +328,7 @@ class CheckpointWriter:
 
 
 def plan_shards(tensors: Sequence[TensorInfo], shard_bytes: int) -> dict[str, list[TensorInfo]]:
-    """File name -> tensors, in the given order; a tensor is never split over two files."""
+    """Return the tensors of each shard, in the given order. A tensor is never split."""
     names: set[str] = set()
     groups: list[list[TensorInfo]] = []
     filled = 0
@@ -336,7 +337,7 @@ def plan_shards(tensors: Sequence[TensorInfo], shard_bytes: int) -> dict[str, li
             raise CheckpointError(
                 f"an output cannot hold {info.name!r} (twice, or a reserved name)"
             )
-        dtype_label(info)  # refuses what safetensors cannot store
+        dtype_label(info)  # refuses dtypes that safetensors cannot store
         names.add(info.name)
         if not groups or (filled and filled + info.nbytes > shard_bytes):
             groups.append([])

@@ -32,11 +32,11 @@ def main() -> None:
     try:
         from moemerge.cli.app import app
         from moemerge.cli.console import use_any_encoding
-        from moemerge.runtime.process import keep_few_kernels, own_process
+        from moemerge.runtime.process import configure_process, limit_kernel_cache
 
         use_any_encoding()
-        own_process()
-        keep_few_kernels()
+        configure_process()
+        limit_kernel_cache()
         app(prog_name="moemerge")
     except SystemExit as end:
         code = end.code

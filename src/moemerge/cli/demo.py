@@ -1,4 +1,4 @@
-"""`moemerge demo`: routing breaks and heals, in front of you."""
+"""`moemerge demo`: show how merging breaks routing and how repairs restore it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ In every layer a router sends each token to {top_k} of {experts} experts. Comput
 GROUPS = ("", "", "", "solved", "", "", "rerouted")
 HEADINGS = ("model", "routers", "math", "code", "mean", "math", "code")
 WIDTHS = (10, 22, 8, 8, 8, 12, 8)
-WORDS = 2  # columns of words, which stand on the left
-SOLVED = 3  # columns after them
+WORDS = 2  # text columns on the left
+SOLVED = 3  # columns of accuracies
 MARKER = ".moemerge-demo"
 
 
@@ -45,7 +45,9 @@ def demo(
     ] = Path("demo-output"),
     trained: Annotated[
         Path | None,
-        typer.Option("--set", metavar="FOLDER", help="Specialists of `moemerge testbed train`."),
+        typer.Option(
+            "--set", metavar="FOLDER", help="Other specialists, from `python -m evidence train`."
+        ),
     ] = None,
     problems: Annotated[
         int | None, typer.Option(min=1, help="Test problems of each domain (default: 500).")
@@ -54,12 +56,12 @@ def demo(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Merge the specialists that come with moemerge, calibrate routers, refit maps, and compare."""
+    """Merge the bundled specialists, calibrate routers, refit linear maps, and compare."""
     from dataclasses import asdict
 
     from moemerge import api
+    from moemerge.testbed import bundled_set, open_set
     from moemerge.testbed.demo import PROBLEMS, Demo, findings, one_thread
-    from moemerge.testbed.training import bundled_set, open_set
 
     specialists = bundled_set() if trained is None else open_set(trained)
     count = PROBLEMS if problems is None else problems
@@ -72,9 +74,9 @@ def demo(
         if out.width >= sum(WIDTHS):
             for headings in (GROUPS, HEADINGS):
                 out.print(_line(headings), markup=False, style="bold")
-    show = Demo(specialists, folder, device=device, problems=count)
+    show = Demo(specialists, folder, device=device, count=count)
     rows: list[DemoRow] = []
-    left = f"the models made so far are in {folder}; the next demo there begins anew"
+    left = f"the models made so far are in {folder}; the next demo there starts over"
     with interruptible(lambda: left), one_thread():
         for row in show.rows():
             if not silent:
@@ -97,7 +99,7 @@ def demo(
 
 
 def _page(show: Demo, *, quiet: bool) -> Path | None:
-    """The report page; without the packages that draw it, a word about them."""
+    """Write the report page, or print which packages are missing."""
     from moemerge.report.page import require_page
 
     try:
@@ -112,7 +114,7 @@ def _page(show: Demo, *, quiet: bool) -> Path | None:
 
 
 def _cells(row: DemoRow, before: Sequence[DemoRow]) -> list[str]:
-    """A line of the table; a merge's name stands once."""
+    """Return a row of the table; a merge's name is printed once."""
     shown = "" if before and before[-1].model == row.model else row.model
     solved = [f"{100 * value:.1f}" for value in (*row.accuracy.values(), row.mean)]
     rerouted = [f"{100 * a.mismatch:.1f}" for a in row.agreement.values()]
@@ -126,7 +128,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _stacked(cells: Sequence[str]) -> str:
-    """The same on lines of their own, where the table has no room."""
+    """Return the same over several lines, for narrow terminals."""
     pairs = [f"{name} {text}" for name, text in zip(HEADINGS, cells, strict=True)][WORDS:]
     solved, rerouted = ", ".join(pairs[:SOLVED]), ", ".join(pairs[SOLVED:])
     name = " ".join(filter(None, cells[:WORDS]))
@@ -134,11 +136,13 @@ def _stacked(cells: Sequence[str]) -> str:
 
 
 def _clear(folder: Path) -> None:
-    """A demo may be run again; anything else in the folder is not ours to remove."""
+    """Empty the folder of an earlier demo; refuse any other folder that has files."""
     marker = folder / MARKER
     if folder.exists() and any(folder.iterdir()):
         if not marker.exists():
-            raise UsageError(f"{folder} exists and is no demo", hint="choose another folder")
+            raise UsageError(
+                f"{folder} exists and is not a demo folder", hint="choose another folder"
+            )
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     marker.touch()

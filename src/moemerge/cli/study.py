@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Group
 from rich.text import Text
 
 from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Reporting, add_verb
+from moemerge.errors import NumericalError
 from moemerge.experiments.settings import StudySettings
 
 if TYPE_CHECKING:
     from moemerge.cli.render import NumberTable
+    from moemerge.experiments.cells import Failure
     from moemerge.experiments.estimate import StudyEstimate
+    from moemerge.experiments.study import StudyReport
+    from moemerge.experiments.text_tables import TextTable
 
 EXAMPLES = """
   moemerge study examples/paper/small/study.yml results/
@@ -47,7 +53,6 @@ def study(
 
     A repeated run goes on where the last one ended, and only measures what is new.
     """
-    from moemerge.cli.testbed_table import refuse_failures, shown_tables
     from moemerge.experiments.plan import plan_study
     from moemerge.experiments.report import legend
     from moemerge.experiments.study import expect, run_study
@@ -61,8 +66,8 @@ def study(
     left = "what is finished is kept, repeat it to go on"
     with interruptible(lambda: left), reporting.progress() as bar:
         report = run_study(plan, out_folder, settings, bar)
-    reporting.show(report.to_json(), shown_tables(report, legend(report.summaries)))
-    refuse_failures(report.failures, "study")
+    reporting.show(report.to_json(), _shown_tables(report, legend(report.summaries)))
+    _refuse_failures(report.failures)
 
 
 def _expected(expected: StudyEstimate) -> list[Text | NumberTable]:
@@ -92,3 +97,39 @@ def _expected(expected: StudyEstimate) -> list[Text | NumberTable]:
             missing.add(one.what, one.where, one.needed_for)
         parts += [missing, Text("")]
     return [*parts, Text(str(expected))]
+
+
+def _refuse_failures(failures: Sequence[Failure]) -> None:
+    """Raise an error for the parts that failed, after the tables were shown."""
+    if failures:
+        raise NumericalError(
+            f"{len(failures)} parts of the study could not be made; the first: "
+            f"{failures[0].what}: {failures[0].why}",
+            hint="finished parts are kept; repeat the command to resume",
+        )
+
+
+def _shown_tables(report: StudyReport, legend: str) -> Group:
+    """Return the main table of every experiment with its findings."""
+    from moemerge.experiments.report import heading, main_table, verdicts
+
+    parts: list[Text | NumberTable] = []
+    for summary in report.summaries:
+        parts.append(Text(heading(summary), style="bold"))
+        parts.append(_drawn(main_table(summary)))
+        parts += [Text(line) for line in verdicts(summary)]
+        parts.append(Text(""))
+    parts.append(Text(legend, style="dim"))
+    parts.append(Text(f"All tables and figures: {report.written[0]}"))
+    return Group(*parts)
+
+
+def _drawn(text: TextTable) -> NumberTable:
+    from moemerge.cli.render import NumberTable
+
+    table = NumberTable(text.headings, keys=text.left, words=range(text.left))
+    group = None
+    for row in text.rows:
+        table.add("" if row[0] == group else row[0], *row[1:])
+        group = row[0]
+    return table

@@ -1,1 +1,1 @@
-"""Coefficients for a merge, found from text: how much of each model, layer by layer."""
+"""Merge coefficients per model and layer, computed from text."""

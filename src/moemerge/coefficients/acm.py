@@ -1,4 +1,4 @@
-"""ACM: a layer counts the less, the more it shares with the base's (Yao et al. 2025)."""
+"""ACM: layers that share more with the base count less (Yao et al. 2025)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moemerge.text.batches import Batch
 
 
 def acm(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
-    """Coefficients by model and place, and the information that they come from."""
+    """Return coefficients by model and place, and the mutual information behind them."""
     measured = {name: _information(job, name, progress) for name in job.models}
     sharpness = job.request.settings.sharpness
     values = {
@@ -27,7 +27,7 @@ def acm(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
 
 
 def _information(job: CoefficientsJob, name: str, progress: Progress) -> list[float]:
-    """Of each layer's output in the base and in one model, on the model's own text."""
+    """Return each layer's mutual information of base and model, on the model's own text."""
     batches = job.batches(name)
     final: dict[int, Tensor] = {}
     last = Information()
@@ -49,7 +49,7 @@ def _information(job: CoefficientsJob, name: str, progress: Progress) -> list[fl
         for stream in (base, model):
             stream.stop_at_layers(inputs=True)
         for one, other in zip(base, model, strict=True):
-            if 0 < one.layer < len(job.places):  # what goes into a layer came out of the one below
+            if 0 < one.layer < len(job.places):  # a layer's input is the output of the layer below
                 layers.append(_shared(one.inputs(name), other.inputs(name)))
     return [*layers, last.mean()]
 

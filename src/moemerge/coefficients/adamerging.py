@@ -1,8 +1,8 @@
-"""AdaMerging: coefficients that make the merged model sure of its answers (Yang et al. 2024).
+"""AdaMerging: coefficients that minimise the merged model's entropy (Yang et al. 2024).
 
-The merged model is one function of the coefficients, W = W_0 + Σ_i λ_i^l τ_i, and Adam lowers the
+The merged model is W = W_0 + Σ_i λ_i^l τ_i, a function of the coefficients. Adam minimises the
 entropy of its next tokens on the models' own text. Base, task vectors and gradients are all in
-memory: for models that fit a device several times.
+memory, so the model must fit on the device several times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.func import functional_call
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import format_size
 from moemerge.coefficients.job import CoefficientsJob, FoundCoefficients
-from moemerge.coefficients.maths import entropy
+from moemerge.coefficients.maths import next_token_entropy
+from moemerge.config.coefficients import EVERYWHERE
 from moemerge.errors import NumericalError, ResourceError
 from moemerge.features.loading import build_skeleton
 from moemerge.features.weights import Weights
@@ -27,12 +28,11 @@ from moemerge.runtime.progress import Progress, counted
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 
-EVERYWHERE = "*"  # the group of all that lies outside the layers
-SHOWN = 10  # losses that the file records
+LOSSES_RECORDED = 10  # losses recorded in the file
 
 
 def adamerging(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
-    """Coefficients by model and place, and how the entropy went."""
+    """Return coefficients by model and place, and the course of the entropy."""
     merged = BlendedModel(job)
     settings = job.request.settings
     lambdas = torch.full(
@@ -65,20 +65,20 @@ def adamerging(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
         name: dict(zip(merged.groups, row, strict=True))
         for name, row in zip(job.models, lambdas.detach().double().tolist(), strict=True)
     }
-    shown = losses[:: max(1, len(losses) // SHOWN)]
+    shown = losses[:: max(1, len(losses) // LOSSES_RECORDED)]
     return FoundCoefficients(
         by_model, {"entropy": [round(loss, 6) for loss in (*shown, losses[-1])]}
     )
 
 
 class BlendedModel:
-    """A model whose parameters are the base's and, times λ, what the others changed."""
+    """A model with the base's parameters plus λ times the other models' changes."""
 
     def __init__(self, job: CoefficientsJob) -> None:
         self._device, self._dtype = job.stream.device, job.stream.dtype
         self._model: Any = build_skeleton(job.base.checkpoint, self._dtype)
         self._names = tuple(dict(self._model.named_parameters()))
-        _require_room(job)
+        _require_memory(job)
         self._base = self._read(job.base)
         self._changes = []
         for model in job.models.values():
@@ -99,7 +99,7 @@ class BlendedModel:
         return next(fits, 0)
 
     def entropy(self, lambdas: Tensor, batch: Batch) -> Tensor:
-        """Of the merged model's next tokens on a batch, with a gradient for λ (models, groups)."""
+        """Return the merged model's next-token entropy, differentiable in λ (models, groups)."""
         parameters = {
             name: self._merged(name, value, lambdas[:, self._group[name]])
             for name, value in self._base.items()
@@ -112,7 +112,7 @@ class BlendedModel:
         }
         with torch.enable_grad():
             logits = functional_call(self._model, parameters, kwargs=inputs).logits
-            return entropy(logits, mask)
+            return next_token_entropy(logits, mask)
 
     def _merged(self, name: str, base: Tensor, shares: Tensor) -> Tensor:
         for share, changes in zip(shares, self._changes, strict=True):
@@ -120,8 +120,11 @@ class BlendedModel:
         return base
 
 
-def _require_room(job: CoefficientsJob) -> None:
-    """Base, changes, the merged model and its gradient, and as much again for what is computed."""
+def _require_memory(job: CoefficientsJob) -> None:
+    """Refuse models that need more memory than is free.
+
+    They need base, changes, the merged model and its gradient, and as much again for activations.
+    """
     size = job.base.checkpoint.total_bytes
     needed = size * (len(job.models) + 4)
     free = available_memory(job.stream.device)
@@ -134,7 +137,7 @@ def _require_room(job: CoefficientsJob) -> None:
 
 
 def _draws(job: CoefficientsJob, domain: Domain) -> Iterator[Batch]:
-    """Rows of a domain at random, so many at a time, for ever; by the seed alone."""
+    """Yield random rows of a domain forever, some at a time, depending only on the seed."""
     rng = random.Random(f"{job.request.settings.seed}:{domain.name}")
     count = min(job.request.settings.rows, len(domain.rows))
     while True:
@@ -142,7 +145,7 @@ def _draws(job: CoefficientsJob, domain: Domain) -> Iterator[Batch]:
 
 
 def one_batch(domain: Domain, places: Sequence[int]) -> Batch:
-    """Some rows of a domain, padded to one batch."""
+    """Return some rows of a domain, padded to one batch."""
     rows = tuple(domain.rows[place] for place in places)
     longest = max(map(len, rows))
     return make_batches([Domain(domain.name, rows)], batch_tokens=longest * len(rows))[0]

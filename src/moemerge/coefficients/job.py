@@ -1,4 +1,4 @@
-"""Coefficients: what is asked for, and the same once all that can be refused was checked."""
+"""The request for coefficients, and the job after all checks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from moemerge.architectures.names import split_layer
 from moemerge.architectures.opened import OpenModel, open_model
+from moemerge.checkpoint.output import check_output_file
 from moemerge.coefficients.settings import CoefficientMethod, CoefficientSettings
 from moemerge.config.coefficients import NeuronGroups
 from moemerge.config.models import ModelRef
@@ -17,7 +18,6 @@ from moemerge.features.settings import StreamSettings, batch_tokens, forward_dty
 from moemerge.lockstep.inputs import check_same_tokens, read_text, require_streamable
 from moemerge.runtime.devices import resolve_device
 from moemerge.statistics.provenance import all_units
-from moemerge.statistics.writer import check_output_file
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files
@@ -25,7 +25,7 @@ from moemerge.text.rows import TextSource, check_files
 
 @dataclass(frozen=True)
 class FoundCoefficients:
-    """What a maker found: by model and place, what it comes from, and neurons by groups."""
+    """The result of a method: coefficients by model and place, their origin, neuron groups."""
 
     coefficients: dict[str, dict[str, float]]
     measured: dict[str, Any]
@@ -34,7 +34,7 @@ class FoundCoefficients:
 
 @dataclass(frozen=True)
 class CoefficientsRequest:
-    """Which models of which base, text of each, by which method to which file."""
+    """A request: models, base, text of each model, method and output file."""
 
     method: CoefficientMethod
     models: Mapping[str, ModelRef]
@@ -47,7 +47,7 @@ class CoefficientsRequest:
 
 @dataclass(frozen=True)
 class CoefficientsJob:
-    """Coefficients that can be found."""
+    """A checked request, ready to run."""
 
     request: CoefficientsRequest
     base: OpenModel
@@ -58,13 +58,13 @@ class CoefficientsJob:
     notices: tuple[str, ...] = ()
 
     def batches(self, name: str) -> tuple[Batch, ...]:
-        """The text of one model."""
+        """Return the batches of one model's text."""
         most = batch_tokens(self.base, self.stream.device)
         return make_batches([self.domains[name]], batch_tokens=most)
 
 
 def prepare(request: CoefficientsRequest) -> CoefficientsJob:
-    """Check output, models and files; read the text through the base's tokenizer."""
+    """Check output, models and files; read the text with the base's tokenizer."""
     settings = request.settings
     check_output_file(request.out, overwrite=request.overwrite)
     missing = [name for name in request.models if name not in request.data]
@@ -97,7 +97,7 @@ def prepare(request: CoefficientsRequest) -> CoefficientsJob:
 
 
 def layer_places(model: OpenModel) -> tuple[str, ...]:
-    """What the keys of each decoder layer's units begin with."""
+    """Return the common prefix of the unit keys of each decoder layer."""
     places: dict[int, str] = {}
     for key in all_units(model.checkpoint, model.architecture):
         parts = split_layer(key)

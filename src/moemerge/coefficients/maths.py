@@ -1,4 +1,4 @@
-"""From measurements to coefficients: numbers in, numbers out."""
+"""Compute coefficients from measurements; numbers only."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-# Two models that agree in every bit would share information without end.
+# Identical models would share infinite information.
 MOST_CORRELATED = 1 - 1e-9
 
 
 class Information:
-    """The mutual information of two models' hidden states, as it grows token by token.
+    """The mutual information of two models' hidden states, accumulated over tokens.
 
-    Channel by channel, taken as jointly Gaussian: I = -½ ln(1 - ρ²), ρ the correlation over tokens;
-    the mean over channels that vary in both, in nats.
+    Each channel is taken as jointly Gaussian: I = -½ ln(1 - ρ²), with ρ the correlation over
+    tokens. The result is the mean over channels that vary in both models, in nats.
     """
 
     def __init__(self) -> None:
@@ -24,14 +24,14 @@ class Information:
         self._sums: Tensor | None = None  # (5, d): Σa, Σb, Σa², Σb², Σab
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """The same tokens in both models, (tokens, d)."""
+        """Add the same tokens of both models, (tokens, d)."""
         a, b = a.double(), b.double()
         sums = torch.stack([x.sum(0) for x in (a, b, a * a, b * b, a * b)])
         self._sums = sums if self._sums is None else self._sums + sums
         self._count += a.shape[0]
 
     def mean(self) -> float:
-        """In nats; 0 where nothing varies."""
+        """Return the mean in nats; 0 if nothing varies."""
         if self._sums is None:
             return 0.0
         of_a, of_b, aa, bb, ab = self._sums / self._count
@@ -46,15 +46,15 @@ class Information:
 
 
 def falling(information: float, sharpness: float) -> float:
-    """1 - 1 / (1 + e^(-t I)): one half where a layer shares nothing with the base, 0 where all."""
+    """Return 1 - 1 / (1 + e^(-t I)): one half without shared information, towards 0 with much."""
     return 1 / (1 + math.exp(min(sharpness * information, 700.0)))
 
 
 def transfer(distances: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """How well each model answers for the others: shares that sum to one.
+    """Return shares that sum to one, by how well each model predicts the others.
 
-    `distances[i][j]` is how far model i's logits are from model j's on the text of j; the nearer,
-    the larger the share. Models without any distance share alike.
+    `distances[i][j]` is the distance of model i's logits from model j's on the text of j; smaller
+    distances mean larger shares. Models without any distance share equally.
     """
     totals = {name: math.fsum(others.values()) for name, others in distances.items()}
     if min(totals.values()) <= 0:
@@ -63,10 +63,10 @@ def transfer(distances: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {name: value / math.fsum(inverse.values()) for name, value in inverse.items()}
 
 
-def balanced(
+def balanced_coefficients(
     sensitivities: Mapping[str, Sequence[float]], shares: Mapping[str, float], temperature: float
 ) -> dict[str, list[float]]:
-    """T softmax_i(a_il c_i / temperature), with a_i the layers' sensitivities at length one."""
+    """Return T softmax_i(a_il c_i / temperature), with a_i the layers' normalised sensitivities."""
     names = list(sensitivities)
     unit = {}
     for name, values in sensitivities.items():
@@ -83,10 +83,10 @@ def balanced(
 
 
 def served_domain(activity: Tensor, specific: float) -> Tensor:
-    """Which domain each neuron serves: (domains, neurons) of mean squares -> (neurons,).
+    """Return the domain that each neuron serves: (domains, neurons) of mean squares -> (neurons,).
 
-    The one where it is most active, where that is at least `specific` times the mean of the others;
-    else the number of domains, which stands for none of them.
+    It is the domain where the neuron is most active, if that is at least `specific` times the mean
+    of the others. Otherwise it is the number of domains, which means none.
     """
     count = activity.shape[0]
     most, served = activity.max(dim=0)
@@ -97,7 +97,7 @@ def served_domain(activity: Tensor, specific: float) -> Tensor:
     return torch.where(own, served, count)
 
 
-def entropy(logits: Tensor, mask: Tensor) -> Tensor:
-    """Mean entropy of the next token over real tokens: logits (rows, tokens, vocab)."""
+def next_token_entropy(logits: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean entropy of the next token over real tokens: logits (rows, tokens, vocab)."""
     logs = logits[mask].float().log_softmax(-1)  # (real, vocab)
     return -(logs.exp() * logs).sum(-1).mean()

@@ -1,5 +1,7 @@
-"""NeuronMerge: neurons by the domain that they serve, each group with its own share of the models
-(ACL Findings 2025)."""
+"""NeuronMerge: group neurons by the domain they serve, with one coefficient per group.
+
+ACL Findings 2025.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ from moemerge.runtime.progress import Progress
 from moemerge.statistics import Statistics
 from moemerge.statistics.provenance import all_units
 
-GENERAL = "general"  # the group of neurons that serve no domain more than the others
+GENERAL_NEURONS = "general"  # the group of neurons that serve no single domain
 
 
 def neuron(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
-    """Every neuron's group, from how active it is in the base on each model's text."""
+    """Return every neuron's group, from its activity in the base on each model's text."""
     names, settings = list(job.models), job.request.settings
-    groups = [*names, GENERAL if GENERAL not in names else f"{GENERAL} (none of them)"]
+    groups = [
+        *names,
+        GENERAL_NEURONS if GENERAL_NEURONS not in names else f"{GENERAL_NEURONS} (none of them)",
+    ]
     if len(groups) > len(LETTERS):
         raise UsageError(
             f"neurons are sorted into at most {len(LETTERS) - 1} models' groups, got {len(names)}",
@@ -67,8 +72,10 @@ def neuron(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
 def _powers(
     job: CoefficientsJob, name: str, folder: Path, progress: Progress
 ) -> Mapping[str, Tensor]:
-    """act² of every neuron of the base on one model's text, a mean over all its tokens: by the
-    MLP's place. What is not routed to an expert leaves its neurons at 0."""
+    """Return the mean act² of every neuron of the base on one model's text, by the MLP's place.
+
+    Tokens that are not routed to an expert leave its neurons at 0.
+    """
     file = folder / f"{name}.stats"
     common: dict[str, Any] = {
         field: getattr(job.request.settings, field) for field in ForwardSettings.model_fields
@@ -77,7 +84,7 @@ def _powers(
     data = job.request.data[name]
     run_collect(CollectRequest(job.request.base, file, data, settings), progress)
     units = all_units(job.base.checkpoint, job.base.architecture)
-    # Where gate and up are one tensor, a merge could not scale a neuron's rows of it.
+    # If gate and up are one tensor, a merge cannot scale a neuron's rows of it.
     served = {_place(key) for key, unit in units.items() if projection_of(unit) == "up"}
     powers = {}
     with Statistics.open(file) as statistics:
@@ -93,5 +100,5 @@ def _powers(
 
 
 def _place(key: str) -> str:
-    """The MLP of `….down_proj.weight`."""
+    """Return the MLP's place of `….down_proj.weight`."""
     return key.rpartition(".")[0].rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""From a request to a file of coefficients."""
+"""Run a request for coefficients and write the file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAKERS: Mapping[str, Maker] = {
 
 @dataclass(frozen=True)
 class CoefficientsReport:
-    """The file that was written, and what its numbers come from."""
+    """The report: the file, its coefficients and their origin."""
 
     method: str
     output: str
@@ -57,7 +57,7 @@ class CoefficientsReport:
 
 
 def run_coefficients(request: CoefficientsRequest, progress: Progress) -> CoefficientsReport:
-    """Find the coefficients; the file appears whole or not at all."""
+    """Compute the coefficients. The file appears complete or not at all."""
     begin = time.perf_counter()
     job = prepare(request)
     found = MAKERS[request.method](job, progress)

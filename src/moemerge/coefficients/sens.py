@@ -1,5 +1,4 @@
-"""Sens-Merging: layers that a model's loss depends on, and models that serve the others' text
-(Liu et al. 2025)."""
+"""Sens-Merging: layer sensitivities, and transfer between the models (Liu et al. 2025)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.coefficients.job import CoefficientsJob, FoundCoefficients
-from moemerge.coefficients.maths import balanced, transfer
+from moemerge.coefficients.maths import balanced_coefficients, transfer
 from moemerge.collecting.forward import StateStore
 from moemerge.collecting.job import CollectRequest
 from moemerge.collecting.run import run_collect
@@ -26,7 +25,7 @@ from moemerge.text.batches import Batch
 
 
 def sens(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
-    """Coefficients by model and place, and what they come from."""
+    """Return coefficients by model and place, and the measurements behind them."""
     names = list(job.models)
     distances: dict[str, dict[str, float]] = {name: {} for name in names}
     with temporary_sibling(job.request.out) as folder:
@@ -35,7 +34,7 @@ def sens(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
             for other, distance in _distances(job, name, folder, progress).items():
                 distances[other][name] = distance
     shares = transfer(distances)
-    values = balanced(sensitivities, shares, job.request.settings.temperature)
+    values = balanced_coefficients(sensitivities, shares, job.request.settings.temperature)
     by_model = {
         name: {"*": 1.0, **dict(zip(job.places, layers, strict=True))}
         for name, layers in values.items()
@@ -48,7 +47,7 @@ def sens(job: CoefficientsJob, progress: Progress) -> FoundCoefficients:
 def _sensitivities(
     job: CoefficientsJob, name: str, folder: Path, progress: Progress
 ) -> list[float]:
-    """Σ |W · d loss / d W| of each layer, over the model's own text."""
+    """Return Σ |W · d loss / d W| of each layer, over the model's own text."""
     file = folder / f"{name}.stats"
     common = {field: getattr(job.request.settings, field) for field in ForwardSettings.model_fields}
     settings = CollectingSettings(kind="sensitivity", **common)
@@ -66,7 +65,7 @@ def _sensitivities(
 def _distances(
     job: CoefficientsJob, name: str, folder: Path, progress: Progress
 ) -> dict[str, float]:
-    """Mean distance of every other model's logits from this model's, on this model's text."""
+    """Return the mean distance of every other model's logits from this model's, on its text."""
     batches = job.batches(name)
     numbers = {id(batch): number for number, batch in enumerate(batches)}
     others = [other for other in job.models if other != name]
@@ -113,5 +112,5 @@ def _run(
 
 
 def _real(logits: Tensor, batch: Batch) -> Tensor:
-    """Of real tokens, in float32 on the CPU: (tokens, vocab)."""
+    """Return the logits of real tokens, in float32 on the CPU: (tokens, vocab)."""
     return logits[batch.mask.to(logits.device)].float().cpu()

@@ -1,1 +1,1 @@
-"""Activation and gradient statistics of one model, gathered over text."""
+"""Collect activation and gradient statistics of one model over text."""

@@ -1,8 +1,8 @@
-"""Gradients of one model: forward layer by layer, then back with every layer run again.
+"""Collect gradient statistics of one model: forward layer by layer, then backward.
 
-The forward keeps the input of every layer (`store`). On the way back one layer's weights are in
-memory at a time; what is kept of its gradients (their squares by sequence, or how much a unit's
-loss depends on it) is summed and written before the layer below comes.
+The forward pass stores the input of every layer (`store`). The backward pass recomputes one layer
+at a time with only its weights in memory. Statistics of its gradients (squares per sequence, or
+sensitivities) are summed and written before the next layer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from moemerge.collecting.maths import (
     transposed_product,
 )
 from moemerge.errors import ArchitectureError, DataError, NumericalError, ResourceError
-from moemerge.features.gradients import Heard, expert_deltas, experts_call, head_back, run_back
-from moemerge.features.taps import (
-    ExpertsTap,
+from moemerge.features.gradients import ModuleCall, expert_deltas, experts_call, head_back, run_back
+from moemerge.features.input_hooks import (
+    ExpertsHook,
     ExpertView,
-    LinearTap,
+    LinearHook,
     UnitMap,
     linear_weights,
     projections,
@@ -48,19 +48,19 @@ from moemerge.text.batches import Batch, rows_of
 
 
 class Measure(Protocol):
-    """Sums something of d loss / d W = Σ_t δ_t x_tᵀ into `total` (out, in)."""
+    """Accumulates a statistic of d loss / d W = Σ_t δ_t x_tᵀ into `total` (out, in)."""
 
     def add(self, total: Tensor, delta: Tensor, x: Tensor) -> None:
-        """Of (sequences, tokens, out) and (sequences, tokens, in)."""
+        """Add gradients (sequences, tokens, out) and inputs (sequences, tokens, in)."""
 
     def add_ragged(self, total: Tensor, delta: Tensor, x: Tensor, counts: Sequence[int]) -> None:
-        """Of rows (tokens, out) and (tokens, in) that lie sequence by sequence."""
+        """Add rows (tokens, out) and (tokens, in), ordered by sequence."""
 
     def finish(self, total: Tensor) -> Tensor:
-        """What the sum comes to, (out, in)."""
+        """Return the statistic of the sum, (out, in)."""
 
     def of_unit(self, unit: Unit, values: Tensor) -> Tensor:
-        """What the file keeps of a unit: float32, in the shape it has there."""
+        """Return a unit's stored value: float32, in its stored shape."""
 
 
 class Squares:
@@ -83,7 +83,7 @@ class Squares:
 
 
 class Sensitivity:
-    """Σ |W · d loss / d W| of a unit, with the loss of all sequences together."""
+    """Σ |W · d loss / d W| of a unit, with the summed loss of all sequences."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -103,20 +103,20 @@ class Sensitivity:
         return (weight * values).abs().sum().float().reshape(1)
 
 
-# Tokens whose logits are held at a time.
+# Tokens whose logits are in memory at once.
 HEAD_TOKENS = {"cpu": 512, "cuda": 8192}
-# A layer that is run again gives what it gave. By how much it may differ, as a share of the mean
-# size: another kernel rounds otherwise and may send a token elsewhere, but never most of them.
-SAME = 0.05
+# How far a recomputed layer may deviate, relative to the mean size. Another kernel rounds
+# differently and may route a token to other experts, but never most tokens.
+RERUN_TOLERANCE = 0.05
 
 
 def collect_gradients(
     job: CollectingJob, writer: StatisticsWriter | None, progress: Progress
 ) -> tuple[list[str], list[str]]:
-    """Write Fisher values or the sensitivity of every matrix; gives notices and the units of
-    unvisited experts.
+    """Write Fisher values or sensitivities of every matrix.
 
-    `writer` is rank 0's: the others only add to the sums.
+    Return notices and the units of unvisited experts. `writer` is rank 0's: other ranks only add to
+    the sums.
     """
     if not any(len(row) > 1 for row in job.domain.rows):
         raise DataError(
@@ -134,7 +134,7 @@ def collect_gradients(
 
 
 def predicting(job: CollectingJob) -> int:
-    """Sequences that predict at least one token: what the mean is over."""
+    """Return the number of sequences that predict at least one token, over which the mean is."""
     return sum(len(row) > 1 for row in job.domain.rows)
 
 
@@ -157,7 +157,7 @@ class _Backward:
         self._units = UnitMap(checkpoint, job.model.architecture, self._weights.names)
         self._gradients: list[Tensor] = []  # d loss / d output of the layer at hand, by batch
         self._expected: Tensor | None = None  # the first batch's input of the layer above
-        self.notices: list[str] = [forward.taps.notice] if forward.taps.notice else []
+        self.notices: list[str] = [forward.input_hooks.notice] if forward.input_hooks.notice else []
         self.unvisited: list[str] = []
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class _Backward:
     # --- the head ---
 
     def _head(self) -> None:
-        head = self._forward.taps.head
+        head = self._forward.input_hooks.head
         total = None if head is None else new_total(head.shape, self._device)
         for number, batch in enumerate(self._job.batches):
             hidden = self._forward.store.take((len(self._forward.anatomy.layers), number))
@@ -217,21 +217,21 @@ class _Backward:
 
     def _layer(self, number: int) -> None:
         forward = self._forward
-        taps = forward.taps.layers[number]
+        hooks = forward.input_hooks.layers[number]
         totals = {
-            t.path: new_total(t.shape, self._device) for t in taps if isinstance(t, LinearTap)
+            t.path: new_total(t.shape, self._device) for t in hooks if isinstance(t, LinearHook)
         }
-        routed = {t.path: RoutedGradients(t.count) for t in taps if isinstance(t, ExpertsTap)}
+        routed = {t.path: RoutedGradients(t.count) for t in hooks if isinstance(t, ExpertsHook)}
         passed: dict[str, int] = {}
         path = forward.anatomy.layers[number]
-        self._weights.require_finite(linear_weights(taps))
+        self._weights.require_finite(linear_weights(hooks))
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         for at, batch in enumerate(self._job.batches):
             hidden = forward.store.take((number, at))
             call = forward.calls.pop((number, at))
             with self._errors_named(path):
                 out, back, heard = run_back(
-                    self._model, path, hidden, call, self._gradients[at], taps
+                    self._model, path, hidden, call, self._gradients[at], hooks
                 )
             if at == 0:
                 self._check_same(path, out)
@@ -245,25 +245,25 @@ class _Backward:
                 f"{self._job.model.label}: non-finite gradients below {path}",
                 hint='try `dtype="float32"`',
             )
-        for tap in taps:
-            if isinstance(tap, ExpertsTap):
-                if tap.path in passed:
-                    self._write_experts(tap, routed.pop(tap.path))
-            elif tap.path in passed:
-                tokens = ranks.total(passed[tap.path], self._device)
-                self._write_linear(tap, totals.pop(tap.path), tokens)
+        for hook in hooks:
+            if isinstance(hook, ExpertsHook):
+                if hook.path in passed:
+                    self._write_experts(hook, routed.pop(hook.path))
+            elif hook.path in passed:
+                tokens = ranks.total(passed[hook.path], self._device)
+                self._write_linear(hook, totals.pop(hook.path), tokens)
 
     def _sum(
         self,
-        heard: Sequence[Heard],
+        heard: Sequence[ModuleCall],
         batch: Batch,
         totals: dict[str, Tensor],
         routed: dict[str, RoutedGradients],
         passed: dict[str, int],
     ) -> None:
-        calls: dict[str, list[Heard]] = {}
+        calls: dict[str, list[ModuleCall]] = {}
         for one in heard:
-            calls.setdefault(one.tap.path, []).append(one)
+            calls.setdefault(one.hook.path, []).append(one)
         for path, some in calls.items():
             if path in routed:
                 for one in some:
@@ -272,8 +272,8 @@ class _Backward:
                 self._add(totals[path], some, batch)
             passed[path] = passed.get(path, 0) + batch.tokens
 
-    def _add(self, total: Tensor, heard: Sequence[Heard], batch: Batch) -> None:
-        """Calls of one module in one pass: a sequence's gradient is the sum over them."""
+    def _add(self, total: Tensor, heard: Sequence[ModuleCall], batch: Batch) -> None:
+        """Add all calls of one module in one pass: a sequence's gradient is their sum."""
         pairs = [(one.args[0], one.delta) for one in heard if one.delta is not None]
         if not pairs:
             return
@@ -281,7 +281,7 @@ class _Backward:
         deltas = [as_sequences(delta, batch) for _, delta in pairs]
         if any(value is None for value in (*inputs, *deltas)):
             raise ArchitectureError(
-                f"{heard[0].tap.path} reads its input in a shape that cannot be told apart by "
+                f"{heard[0].hook.path} reads its input in a shape that cannot be told apart by "
                 "sequence, so there are no squared gradients of single sequences"
             )
         x = torch.cat([value for value in inputs if value is not None], dim=1)
@@ -290,14 +290,14 @@ class _Backward:
             x, delta = x.float(), delta.float()
         self._measure.add(total, delta, x)
 
-    def _keep(self, heard: Heard, batch: Batch, routed: RoutedGradients) -> None:
+    def _keep(self, heard: ModuleCall, batch: Batch, routed: RoutedGradients) -> None:
         if heard.delta is None:
-            raise ArchitectureError(f"no gradient came back to {heard.tap.path}")
+            raise ArchitectureError(f"no gradient came back to {heard.hook.path}")
         rows = batch.mask.reshape(-1).nonzero().squeeze(1).to(self._device)
         x, chosen, weights = experts_call(heard)
         tokens = [real_tokens(value, batch, rows) for value in (x, chosen, weights, heard.delta)]
         if any(value is None for value in tokens):
-            raise ArchitectureError(f"{heard.tap.path} is not given all tokens of a batch")
+            raise ArchitectureError(f"{heard.hook.path} is not given all tokens of a batch")
         lengths = batch.mask.sum(dim=1).tolist()
         routed.add(*(value for value in tokens if value is not None), lengths=lengths)
 
@@ -306,7 +306,7 @@ class _Backward:
             return
         real = self._job.batches[0].mask.to(self._device)
         wanted, got = self._expected[real].float(), out[real].float()  # (tokens, d)
-        if float((got - wanted).abs().mean()) > SAME * float(wanted.abs().mean()):
+        if float((got - wanted).abs().mean()) > RERUN_TOLERANCE * float(wanted.abs().mean()):
             raise ArchitectureError(
                 f"{path} run again does not give what the layer above it read: this model hands "
                 "more than hidden states from layer to layer",
@@ -315,25 +315,25 @@ class _Backward:
 
     # --- writing ---
 
-    def _write_linear(self, tap: LinearTap, total: Tensor, tokens: int) -> None:
-        placed = self._units.linear(tap)
+    def _write_linear(self, hook: LinearHook, total: Tensor, tokens: int) -> None:
+        placed = self._units.linear(hook)
         if not placed:
             self.notices.append(
-                f"{tap.weight} is stored in parts: nothing is known of its gradient"
+                f"{hook.weight} is stored in parts: nothing is known of its gradient"
             )
         ranks.add_up_for(0, total)
         values = self._measure.finish(total)
         for one in placed:
             self._write(one.unit, one.take(values), tokens)
 
-    def _write_experts(self, tap: ExpertsTap, routed: RoutedGradients) -> None:
-        units = self._units.experts(tap)
-        module: Any = self._model.get_submodule(tap.path)
+    def _write_experts(self, hook: ExpertsHook, routed: RoutedGradients) -> None:
+        units = self._units.experts(hook)
+        module: Any = self._model.get_submodule(hook.path)
         for expert, x, gradient, counts in routed.by_expert():
             view = ExpertView(module, expert)
             tokens = ranks.total(x.shape[0], self._device)
             sums = None
-            if tokens:  # here, or in another rank
+            if tokens:  # on this rank or another
                 sums = self._expert_sums(view, module, x, gradient, counts)
             for (number, projection), unit in units.items():
                 if number != expert:
@@ -366,7 +366,7 @@ class _Backward:
 
     @contextlib.contextmanager
     def _errors_named(self, where: str) -> Iterator[None]:
-        """A failure inside the model's own code, told by where it happened."""
+        """Name the location of an error inside the model's own code."""
         label = self._job.model.label
         try:
             yield
@@ -383,7 +383,7 @@ class _Backward:
 
 
 def _row_groups(batch: Batch, tokens: int) -> Iterator[tuple[slice, Batch]]:
-    """Rows of a batch, as many as `tokens` allows."""
+    """Yield groups of rows of a batch, within the limit of `tokens`."""
     count, length = batch.input_ids.shape
     step = max(1, tokens // length)
     for first in range(0, count, step):

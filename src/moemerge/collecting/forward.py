@@ -1,4 +1,4 @@
-"""The way forward of a Fisher run: every layer's input is kept, and how the layer was called."""
+"""The forward pass of a Fisher run, which stores every layer's input and call."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from moemerge.checkpoint.output import temporary_folder, writing
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.collecting.job import CollectingJob
 from moemerge.errors import ArchitectureError
+from moemerge.features.input_hooks import InputHooks, UnitMap
 from moemerge.features.routers import Anatomy
 from moemerge.features.settings import StreamSettings
 from moemerge.features.spill import Offload
 from moemerge.features.stops import Call
 from moemerge.features.stream import ModelStream
-from moemerge.features.taps import Taps, UnitMap
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
 from moemerge.text.batches import Batch
 
-# Share of the free memory that kept hidden states may take.
+# Fraction of the free memory that stored hidden states may use.
 SHARE = 0.3
 
 Rerun = Callable[[nn.Module, Tensor], Any]  # calls a layer again, on hidden states
 
 
-Key = tuple[int, int]  # (layer, batch)
+StateKey = tuple[int, int]  # (layer, batch)
 
 
 class StateStore:
-    """Hidden states that wait for the way back, under a key; each is taken once."""
+    """Hidden states that the backward pass takes by key, each once."""
 
     def __init__(self, where: Offload, device: torch.device, folder: Path) -> None:
         self._where = where
         self._device = device
-        self._kept: dict[Key, Tensor] = {}
-        self._files: dict[Key, tuple[Path, torch.dtype, torch.Size]] = {}
+        self._kept: dict[StateKey, Tensor] = {}
+        self._files: dict[StateKey, tuple[Path, torch.dtype, torch.Size]] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if where == "disk":
             with writing(folder):
                 self._folder = temporary_folder(".moemerge-states-", folder)
 
-    def put(self, key: Key, value: Tensor) -> None:
-        """Keep a copy, unless the device keeps it anyway."""
+    def put(self, key: StateKey, value: Tensor) -> None:
+        """Store a copy, unless it already stays on the device."""
         value = value.detach()
         if self._folder is not None:
             file = Path(self._folder.name) / f"{key[0]}-{key[1]}.bin"
@@ -63,8 +63,8 @@ class StateStore:
         else:
             self._kept[key] = value
 
-    def take(self, key: Key) -> Tensor:
-        """On the device; forgotten here."""
+    def take(self, key: StateKey) -> Tensor:
+        """Remove a state and return it on the device."""
         if key in self._files:
             file, dtype, shape = self._files.pop(key)
             flat = torch.from_numpy(np.fromfile(file, dtype=np.uint8))
@@ -81,18 +81,18 @@ class StateStore:
 
 @dataclass
 class Forward:
-    """What the way back needs."""
+    """Everything the backward pass needs."""
 
     model: Any
     anatomy: Anatomy
-    taps: Taps
+    input_hooks: InputHooks
     tail: str  # the norm after the last layer
     store: StateStore  # (layer, batch) -> its input; beyond the last layer: the tail's
     calls: dict[tuple[int, int], Rerun] = field(default_factory=dict)
 
     @property
     def head_names(self) -> tuple[str, ...]:
-        """Parameters of the norm and of what comes after it, by name in memory."""
+        """Return the names of the parameters of the norm and of later modules."""
         owner, tail = self.anatomy.owner + ".", self.tail + "."
         return tuple(
             name
@@ -103,9 +103,9 @@ class Forward:
 
 @contextlib.contextmanager
 def run_forward(job: CollectingJob, progress: Progress) -> Iterator[Forward]:
-    """Stream the model once; inside, everything that was kept is there."""
+    """Stream the model once; inside the context, all stored states exist."""
     keeper = _InputKeeper(job)
-    # What is parked is kept for the way back in any case.
+    # Offloaded states are stored for the backward pass anyway.
     settings = StreamSettings(job.stream.device, job.stream.dtype, offload="device")
     with ModelStream(
         job.model.checkpoint,
@@ -115,7 +115,7 @@ def run_forward(job: CollectingJob, progress: Progress) -> Iterator[Forward]:
         progress=progress,
     ) as stream:
         units = UnitMap(job.model.checkpoint, job.model.architecture, stream.names)
-        units.require_experts(stream.taps)
+        units.require_experts(stream.input_hooks)
         forward = keeper.attach(stream)
         try:
             for _ in stream:
@@ -145,7 +145,7 @@ class _InputKeeper:
         store = StateStore(
             self._place(stream), self._job.stream.device, self._job.request.out.absolute().parent
         )
-        self.forward = Forward(stream.model, anatomy, stream.taps, "", store)
+        self.forward = Forward(stream.model, anatomy, stream.input_hooks, "", store)
         return self.forward
 
     def _place(self, stream: ModelStream) -> Offload:
@@ -168,7 +168,7 @@ class _InputKeeper:
         for call in calls:
             layer = self._layers.get(call.path)
             if layer is None:
-                # Modules beside the layers: what is called after the last one is the tail.
+                # Modules outside the layers; those called after the last layer are the tail.
                 if (len(self._layers) - 1, number) in self.forward.calls:
                     self._after.add(call.path)
                     hidden = call.argument(0, "hidden_states", "x", "input")
@@ -190,7 +190,7 @@ class _InputKeeper:
 
 
 def _rerun(call: Call) -> tuple[Tensor, Rerun]:
-    """The hidden states of a layer's call, and how to call it again with others."""
+    """Return the hidden states of a layer's call, and a function that calls it with others."""
     if call.args and isinstance(call.args[0], Tensor):
         rest, kwargs = call.args[1:], call.kwargs
         return call.args[0], lambda layer, x: layer(x, *rest, **kwargs)

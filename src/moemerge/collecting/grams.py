@@ -1,7 +1,7 @@
-"""What linear maps of one model read, layer by layer, as it streams over text: Grams, or sizes.
+"""Collect statistics of the inputs of linear maps: Gram matrices or mean sizes.
 
-Dense inputs are summed up batch by batch. What experts read is kept until the layer is done, and
-then summed expert by expert, so that one expert's matrix is held at a time.
+Dense inputs are summed batch by batch. Inputs of experts are stored until the layer is finished and
+then summed expert by expert, so that only one expert's matrix is in memory.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from moemerge.architectures.roles import Unit
 from moemerge.collecting.maths import Magnitude, Moment, Power, Routed, TokenSum
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import ArchitectureError
-from moemerge.features.stops import Call
-from moemerge.features.stream import ModelStream
-from moemerge.features.taps import (
+from moemerge.features.input_hooks import (
     ExpertKey,
-    ExpertsTap,
+    ExpertsHook,
     ExpertView,
-    LinearTap,
+    LinearHook,
     UnitMap,
     head_input,
     linear_weights,
 )
+from moemerge.features.stops import Call
+from moemerge.features.stream import ModelStream
 from moemerge.features.tokens import real_tokens
 from moemerge.statistics import StatisticsWriter
-from moemerge.statistics.file import pack, packed_size
+from moemerge.statistics.file import pack_symmetric, packed_size
 from moemerge.text.batches import Batch
 
 Shapes = dict[str, tuple[int, ...]]
-# Tokens of one expert that go through it at a time.
+# Tokens of one expert that are processed at once.
 EXPERT_TOKENS = 16384
 
 
 @dataclass
 class _Layer:
-    """What was heard in the layer that runs."""
+    """The inputs recorded in the current layer."""
 
     moments: dict[str, TokenSum] = field(default_factory=dict)  # by the path that came first
     shares: dict[str, str] = field(default_factory=dict)  # path -> the path whose input it shares
@@ -50,27 +50,27 @@ class _Layer:
 
 @dataclass(frozen=True)
 class Form:
-    """What is summed of an input, and how the file keeps it."""
+    """A statistic of inputs, and its form in the file."""
 
     new: Callable[[], TokenSum]
     stored: Callable[[Tensor], Tensor]
     size: Callable[[int], int]  # of what is stored for inputs of a width
 
 
-FORMS = {
-    "gram": Form(Moment, pack, packed_size),
+INPUT_FORMS = {
+    "gram": Form(Moment, pack_symmetric, packed_size),
     "activation": Form(Magnitude, Tensor.contiguous, int),
     "power": Form(Power, Tensor.contiguous, int),
 }
 
 
 class InputCollector:
-    """Listens to a stream and writes Grams or mean sizes."""
+    """Records the inputs of a stream and writes Gram matrices or mean sizes."""
 
     def __init__(self, writer: StatisticsWriter | None, kind: StatisticsKind) -> None:
-        """`writer` is rank 0's: the others only add to the sums."""
+        """`writer` is rank 0's: other ranks only add to the sums."""
         self._writer = writer
-        self._form = FORMS[kind]
+        self._form = INPUT_FORMS[kind]
         self._layer = _Layer()
         self._head = self._form.new()
         self._headless = False
@@ -78,51 +78,53 @@ class InputCollector:
         self.notices: list[str] = []
 
     def attach(self, stream: ModelStream, units: UnitMap) -> None:
-        """Begin to listen."""
+        """Start recording."""
         self._stream = stream
         self._units = units
-        self._taps = {tap.path: tap for taps in stream.taps.layers for tap in taps}
-        stream.listen(self._taps, self.on_calls)
+        self._hooks = {hook.path: hook for hooks in stream.input_hooks.layers for hook in hooks}
+        stream.listen(self._hooks, self.on_calls)
         stream.stop_at_layers()
-        if stream.taps.notice:
-            self.notices.append(stream.taps.notice)
+        if stream.input_hooks.notice:
+            self.notices.append(stream.input_hooks.notice)
 
-    # --- hearing ---
+    # --- recording ---
 
     def on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
-        """The inputs of one batch in one layer."""
-        last: tuple[str, Any] = ("", None)  # who read the last input, and that input
+        """Record the inputs of one batch in one layer."""
+        last: tuple[str, Any] = ("", None)  # path and input of the last call
         for call in calls:
-            tap = self._taps[call.path]
+            hook = self._hooks[call.path]
             x = call.argument(0, "hidden_states", "input", "x")
-            if isinstance(tap, ExpertsTap):
-                self._keep(tap, x, _chosen(call), batch, rows)
+            if isinstance(hook, ExpertsHook):
+                self._keep(hook, x, _chosen(call), batch, rows)
                 continue
-            leader = self._layer.shares.setdefault(tap.path, last[0] if x is last[1] else tap.path)
-            if leader == tap.path:
-                self._count(tap, x, batch, rows)
-                last = (tap.path, x)
+            leader = self._layer.shares.setdefault(
+                hook.path, last[0] if x is last[1] else hook.path
+            )
+            if leader == hook.path:
+                self._count(hook, x, batch, rows)
+                last = (hook.path, x)
 
-    def _count(self, tap: LinearTap, x: Tensor, batch: Batch, rows: Tensor | None) -> None:
+    def _count(self, hook: LinearHook, x: Tensor, batch: Batch, rows: Tensor | None) -> None:
         tokens = real_tokens(x, batch, rows)
         if tokens is None:
-            self._layer.unreadable.add(tap.path)
+            self._layer.unreadable.add(hook.path)
         else:
-            self._layer.moments.setdefault(tap.path, self._form.new()).add(tokens.detach())
+            self._layer.moments.setdefault(hook.path, self._form.new()).add(tokens.detach())
 
     def _keep(
-        self, tap: ExpertsTap, x: Tensor, chosen: Tensor, batch: Batch, rows: Tensor | None
+        self, hook: ExpertsHook, x: Tensor, chosen: Tensor, batch: Batch, rows: Tensor | None
     ) -> None:
         tokens, places = real_tokens(x, batch, rows), real_tokens(chosen, batch, rows)
         if tokens is None or places is None:
-            raise ArchitectureError(f"{tap.path} is not given all tokens of a batch")
-        if rows is None:  # else it is a copy already
+            raise ArchitectureError(f"{hook.path} is not given all tokens of a batch")
+        if rows is None:  # otherwise it is already a copy
             tokens, places = tokens.clone(), places.clone()
-        self._layer.routed.setdefault(tap.path, Routed(tap.count)).add(tokens, places)
+        self._layer.routed.setdefault(hook.path, Routed(hook.count)).add(tokens, places)
 
     def on_output(self, batch: Batch, hidden: Tensor) -> None:
-        """The final hidden states: what the head reads."""
-        head = self._stream.taps.head
+        """Record the final hidden states, the head's inputs."""
+        head = self._stream.input_hooks.head
         if head is None or self._headless:
             return
         try:
@@ -139,35 +141,35 @@ class InputCollector:
     # --- writing ---
 
     def on_layer(self, number: int) -> None:
-        """Every batch has passed the layer."""
+        """Write the layer after its last batch."""
         layer, self._layer = self._layer, _Layer()
-        taps = self._stream.taps.layers[number]
-        self._stream.weights.require_finite(linear_weights(taps))
-        for tap in taps:
-            if isinstance(tap, ExpertsTap):
-                if tap.path in layer.routed:
-                    self._write_experts(tap, layer.routed.pop(tap.path))
-            elif layer.shares.get(tap.path) == tap.path:
-                self._write_linear(tap, number, layer)
+        hooks = self._stream.input_hooks.layers[number]
+        self._stream.weights.require_finite(linear_weights(hooks))
+        for hook in hooks:
+            if isinstance(hook, ExpertsHook):
+                if hook.path in layer.routed:
+                    self._write_experts(hook, layer.routed.pop(hook.path))
+            elif layer.shares.get(hook.path) == hook.path:
+                self._write_linear(hook, number, layer)
         for path in sorted(layer.unreadable):
             self.notices.append(
                 f"{path} reads other than the text's tokens: nothing is known of its input"
             )
 
     def finish(self) -> None:
-        """After the last layer: the head."""
-        head = self._stream.taps.head
+        """Write the head after the last layer."""
+        head = self._stream.input_hooks.head
         if head is not None and not self._headless:
             shapes = {placed.unit.key: placed.unit.shape for placed in self._units.linear(head)}
             self._write(shapes, self._head)
 
-    def _write_linear(self, tap: LinearTap, number: int, layer: _Layer) -> None:
-        if tap.path in layer.unreadable:
+    def _write_linear(self, hook: LinearHook, number: int, layer: _Layer) -> None:
+        if hook.path in layer.unreadable:
             return
-        moment = layer.moments.pop(tap.path)
+        moment = layer.moments.pop(hook.path)
         shapes: Shapes = {}
-        for other in self._stream.taps.layers[number]:
-            if isinstance(other, LinearTap) and layer.shares.get(other.path) == tap.path:
+        for other in self._stream.input_hooks.layers[number]:
+            if isinstance(other, LinearHook) and layer.shares.get(other.path) == hook.path:
                 placed = self._units.linear(other)
                 shapes.update({p.unit.key: p.unit.shape for p in placed})
                 if not placed:
@@ -176,9 +178,9 @@ class InputCollector:
                     )
         self._write(shapes, moment)
 
-    def _write_experts(self, tap: ExpertsTap, routed: Routed) -> None:
-        units = self._units.experts(tap)
-        module = self._stream.model.get_submodule(tap.path)
+    def _write_experts(self, hook: ExpertsHook, routed: Routed) -> None:
+        units = self._units.experts(hook)
+        module = self._stream.model.get_submodule(hook.path)
         for expert, x in routed.by_expert():
             before = _shapes(units, expert, ("gate", "up", None))
             after = _shapes(units, expert, ("down",))
@@ -212,6 +214,6 @@ def _shapes(
 
 
 def _chosen(call: Call) -> Tensor:
-    """Which experts each token goes to: (tokens, k)."""
+    """Return the experts of each token: (tokens, k)."""
     chosen: Tensor = call.argument(1, "top_k_index", "router_indices", "selected_experts")
     return chosen

@@ -1,4 +1,4 @@
-"""Statistics: what is asked for, and the same once all that can be refused was checked."""
+"""The request for statistics, and the job after all checks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint import require_space
+from moemerge.checkpoint.output import check_output_file
 from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import StatisticsKind
@@ -29,20 +30,19 @@ from moemerge.statistics.provenance import (
     model_fingerprint,
     tokenizer_fingerprint,
 )
-from moemerge.statistics.writer import check_output_file
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches, own_share
 from moemerge.text.domains import Domain, TextSettings, load_domain
 from moemerge.text.rows import TextSource, check_files
 from moemerge.text.tokens import load_tokenizer
 from moemerge.version import __version__
 
-# The name enters the choice of rows: a file gives the same rows whatever its model is called.
+# The name affects the choice of rows. A fixed one selects the same rows for every model name.
 DOMAIN = "text"
 
 
 @dataclass(frozen=True)
 class CollectRequest:
-    """Which model, over which text, to which file."""
+    """A request: model, text and output file."""
 
     model: str | Path | ModelRef
     out: Path
@@ -53,7 +53,7 @@ class CollectRequest:
 
 @dataclass(frozen=True)
 class CollectingJob:
-    """Statistics that can be gathered."""
+    """A checked request, ready to run."""
 
     request: CollectRequest
     model: OpenModel
@@ -64,7 +64,7 @@ class CollectingJob:
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        """This rank's share of the text."""
+        """Return this rank's share of the text."""
         most = min(DEFAULT_BATCH_TOKENS, batch_tokens(self.model, self.stream.device))
         return own_share(make_batches([self.domain], batch_tokens=most))
 
@@ -110,7 +110,7 @@ def prepare(request: CollectRequest) -> CollectingJob:
 
 
 def _forward_dtype(settings: CollectingSettings, model: OpenModel) -> torch.dtype:
-    """Gradients need better than float16, unless it is asked for by name."""
+    """Return the dtype of the forward pass: gradients avoid float16 unless it was requested."""
     dtype = forward_dtype(settings.dtype, model)
     backward = settings.kind in ("fisher", "sensitivity")
     small = settings.dtype == "auto" and backward and dtype == torch.float16
@@ -118,6 +118,6 @@ def _forward_dtype(settings: CollectingSettings, model: OpenModel) -> torch.dtyp
 
 
 def _output_bytes(kind: StatisticsKind, shapes: Sequence[tuple[int, ...]]) -> int:
-    """An estimate from above for Fisher; of inputs, where two units on average share one."""
+    """Estimate the file size: an upper bound for Fisher; two units share an input on average."""
     total = sum(4 * math.prod(stored_shape(kind, shape)) for shape in shapes)
     return total if kind in ("fisher", "sensitivity") else total // 2

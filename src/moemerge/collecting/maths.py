@@ -1,4 +1,4 @@
-"""The mathematics of statistics: Grams (second moments of inputs) and squared gradients.
+"""Gram matrices (second moments of inputs) and squared gradients.
 
 For y = x Wᵀ the gradient of one sequence's loss is dW = Σ_t δ_t x_tᵀ over the tokens of that
 sequence, with δ = d loss / d y. Squares are summed over sequences, never squared after the sum.
@@ -16,25 +16,27 @@ from moemerge.features.tokens import sort_by_expert
 from moemerge.kernels.long_sums import add_up
 from moemerge.runtime import ranks
 
-# Tokens whose products are summed by the matrix unit in float32; beyond it float64 goes on. A GPU's
-# unit cuts bits off at every step: 25 000 tokens at once are wrong by 5e-5, 1024 by 3e-6.
-CHUNK = 1024
-# Bytes of chunks' sums that are held at a time.
-HELD = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+# Tokens whose products are summed in float32; sums over chunks are float64. A GPU's tensor cores
+# truncate at every step: the relative error is 5e-5 for 25 000 tokens at once, 3e-6 for 1024.
+TOKENS_PER_SUM = 1024
+# Bytes of chunk sums in memory at once.
+CHUNK_SUM_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 HALF = (torch.bfloat16, torch.float16)
 
 
 def gram_sum(x: Tensor) -> Tensor:
-    """Σ x xᵀ over the rows of x (tokens, d): (d, d), float64.
+    """Return Σ x xᵀ over the rows of x (tokens, d): (d, d), float64.
 
-    Products of half-precision features are exact in float32; they are summed in float32 within a
+    Products of half-precision features are exact in float32. They are summed in float32 within a
     chunk of tokens and in float64 over chunks.
     """
     tokens, width = x.shape
     total = torch.zeros((width, width), dtype=torch.float64, device=x.device)
-    together = max(1, HELD.get(x.device.type, HELD["cpu"]) // (4 * width * width))
-    whole = tokens - tokens % CHUNK
-    for part in torch.split(x[:whole].reshape(-1, CHUNK, width), together):
+    together = max(
+        1, CHUNK_SUM_BYTES.get(x.device.type, CHUNK_SUM_BYTES["cpu"]) // (4 * width * width)
+    )
+    whole = tokens - tokens % TOKENS_PER_SUM
+    for part in torch.split(x[:whole].reshape(-1, TOKENS_PER_SUM, width), together):
         add_up(total, transposed_product(part, part))
     if whole < tokens:
         total += transposed_product(x[whole:], x[whole:])
@@ -42,7 +44,7 @@ def gram_sum(x: Tensor) -> Tensor:
 
 
 def transposed_product(a: Tensor, b: Tensor) -> Tensor:
-    """aᵀ b of (tokens, m) and (tokens, n), or of batches of them; float32 at least."""
+    """Return aᵀ b of (tokens, m) and (tokens, n), possibly batched, in at least float32."""
     left = a.transpose(-1, -2)
     if a.dtype in HALF and a.device.type == "cuda":
         multiply = torch.mm if a.dim() == 2 else torch.bmm
@@ -54,7 +56,7 @@ def transposed_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class TokenSum(ABC):
-    """A sum over tokens as it grows, and their number; `add_up` before `mean`."""
+    """A running sum over tokens and their number; call `add_up` before `mean`."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -62,24 +64,24 @@ class TokenSum(ABC):
 
     @abstractmethod
     def of(self, x: Tensor) -> Tensor:
-        """The sum over the rows of x (tokens, d), float64."""
+        """Return the sum over the rows of x (tokens, d) in float64."""
 
     def add(self, x: Tensor) -> None:
-        """Count the rows of x (tokens, d)."""
-        if x.shape[0] == 0 and ranks.count() == 1:  # other ranks may have some
+        """Add the rows of x (tokens, d)."""
+        if x.shape[0] == 0 and ranks.count() == 1:  # other ranks may have tokens
             return
         part = self.of(x)
         self._sum = part if self._sum is None else self._sum.add_(part)
         self.tokens += x.shape[0]
 
     def add_up(self) -> None:
-        """Over all ranks: rank 0 has the sum then, and all the number of tokens."""
+        """Reduce over all ranks: rank 0 gets the sum, all get the number of tokens."""
         if self._sum is not None:
             self.tokens = ranks.total(self.tokens, self._sum.device)
             ranks.add_up_for(0, self._sum)
 
     def mean(self) -> Tensor | None:
-        """float32; None before the first token."""
+        """Return the mean in float32; None before the first token."""
         if self._sum is None or not self.tokens:
             return None
         return (self._sum / self.tokens).float()
@@ -107,7 +109,7 @@ class Power(TokenSum):
 
 
 class Routed:
-    """Inputs and choices of all batches, handed out expert by expert."""
+    """Inputs and choices of all batches, grouped by expert."""
 
     def __init__(self, experts: int) -> None:
         self._experts = experts
@@ -115,12 +117,12 @@ class Routed:
         self._chosen: list[Tensor] = []
 
     def add(self, x: Tensor, chosen: Tensor) -> None:
-        """x (tokens, d) and its experts (tokens, k), kept as they are."""
+        """Add x (tokens, d) and its experts (tokens, k); neither is copied."""
         self._inputs.append(x.detach())
         self._chosen.append(chosen.detach())
 
     def by_expert(self) -> Iterator[tuple[int, Tensor]]:
-        """Each expert with the tokens that were routed to it, (n, d), in the text's order."""
+        """Yield each expert with its tokens (n, d), in the text's order."""
         inputs = torch.cat(self._inputs)
         self._inputs.clear()
         chosen = torch.cat(self._chosen)  # (tokens, k)
@@ -130,25 +132,25 @@ class Routed:
             yield expert, inputs.index_select(0, places // chosen.shape[1])
 
 
-# Bytes of single sequences' gradients that are held at a time.
+# Bytes of per-sequence gradients in memory at once.
 BUDGET = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-# Sums of squares are float64, but for matrices so large that they would fill the memory.
+# Sums of squares are float64, except for matrices that would fill the memory.
 LARGE = 2**26  # elements
 PAD = 8  # tokens of a sequence are padded to a multiple of this: the matrix unit wants it
 
 
 def new_total(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Zeros to sum squares in."""
+    """Return zeros to sum squares in."""
     dtype = torch.float32 if shape[0] * shape[1] > LARGE else torch.float64
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def add_squares(total: Tensor, delta: Tensor, x: Tensor) -> None:
-    """total (out, in) += Σ_s (Σ_t δ_st x_stᵀ)² of (sequences, tokens, out) and (…, in)."""
+    """Add Σ_s (Σ_t δ_st x_stᵀ)² of (sequences, tokens, out) and (…, in) to total (out, in)."""
     out, width = total.shape
     budget = BUDGET.get(x.device.type, BUDGET["cpu"])
     together = max(1, budget // (4 * out * width))  # sequences
-    rows = max(1, min(out, budget // (4 * width)))  # of W, where a single sequence is too much
+    rows = max(1, min(out, budget // (4 * width)))  # rows of W, if a single sequence is too large
     for first in range(0, x.shape[0], together):
         some = slice(first, first + together)
         for row in range(0, out, rows):
@@ -157,21 +159,21 @@ def add_squares(total: Tensor, delta: Tensor, x: Tensor) -> None:
 
 
 def _add(total: Tensor, gradients: Tensor) -> None:
-    """total += Σ_s g² of gradients (sequences, out, in), which are used up."""
+    """Add Σ_s g² of gradients (sequences, out, in) to total; overwrites the gradients."""
     if gradients.shape[0] == 1:
         one = gradients[0].to(total.dtype)
         total.addcmul_(one, one)
     elif gradients.device.type == "cpu":
         total += gradients.square_().sum(dim=0)
     else:
-        # One read of the gradients, which are far larger than anything else here.
+        # A single pass over the gradients, by far the largest tensors here.
         total += torch.linalg.vector_norm(gradients, dim=0).to(total.dtype).square_()
 
 
 def groups(counts: Sequence[int], nbytes: int, device: torch.device) -> Iterator[list[int]]:
-    """Sequences with tokens, those of like length together, as many as the budget allows.
+    """Group sequences of similar length within the memory budget.
 
-    `counts` are tokens of each sequence, `nbytes` what one sequence's gradient takes.
+    `counts` has the tokens of each sequence; `nbytes` is the size of one sequence's gradient.
     """
     together = max(1, BUDGET.get(device.type, BUDGET["cpu"]) // nbytes)
     order = sorted((s for s, count in enumerate(counts) if count), key=lambda s: -counts[s])
@@ -180,7 +182,7 @@ def groups(counts: Sequence[int], nbytes: int, device: torch.device) -> Iterator
 
 
 def add_ragged_squares(total: Tensor, delta: Tensor, x: Tensor, counts: Sequence[int]) -> None:
-    """The same for rows (tokens, out) and (tokens, in) that lie sequence by sequence."""
+    """Add squares for rows (tokens, out) and (tokens, in), ordered by sequence."""
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count)
@@ -200,7 +202,7 @@ def add_ragged_squares(total: Tensor, delta: Tensor, x: Tensor, counts: Sequence
 
 
 class RoutedGradients:
-    """Inputs, choices, routing weights and gradients of all batches, handed out by expert."""
+    """Inputs, choices, routing weights and gradients of all batches, grouped by expert."""
 
     def __init__(self, experts: int) -> None:
         self._experts = experts
@@ -210,13 +212,15 @@ class RoutedGradients:
     def add(
         self, x: Tensor, chosen: Tensor, weights: Tensor, gradient: Tensor, *, lengths: list[int]
     ) -> None:
-        """x and d loss / d output (tokens, d); choices and their weights (tokens, k)."""
+        """Add x and d loss / d output (tokens, d); choices and their weights (tokens, k)."""
         self._parts.append((x, chosen, weights.detach(), gradient))
         self._lengths += lengths
 
     def by_expert(self) -> Iterator[tuple[int, Tensor, Tensor, list[int]]]:
-        """Each expert: its inputs (n, d), gradients of its own output (n, d), both sequence by
-        sequence, and how many tokens of each sequence it got."""
+        """Yield each expert's inputs (n, d) and output gradients (n, d), ordered by sequence.
+
+        Also yield its number of tokens in each sequence.
+        """
         x, chosen, weights, gradient = (
             torch.cat(values) for values in zip(*self._parts, strict=True)
         )
@@ -227,7 +231,7 @@ class RoutedGradients:
         sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
         scale = weights.reshape(-1)
         width = chosen.shape[1]
-        # All counts at once: the device is waited for once a layer.
+        # All counts at once: one synchronisation per layer.
         slots = chosen.reshape(-1).to(torch.int64).clamp(max=self._experts)
         pairs = slots * len(lengths) + sequence.repeat_interleave(width)
         counts = torch.bincount(pairs, minlength=(self._experts + 1) * len(lengths))

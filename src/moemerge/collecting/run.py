@@ -1,4 +1,4 @@
-"""From a request to a file of statistics."""
+"""Run a request for statistics and write the file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from moemerge.checkpoint.output import temporary_sibling
 from moemerge.collecting.fishers import collect_gradients, predicting
-from moemerge.collecting.grams import FORMS, InputCollector
+from moemerge.collecting.grams import INPUT_FORMS, InputCollector
 from moemerge.collecting.job import CollectingJob, CollectRequest, prepare
 from moemerge.config.models import ModelRef
 from moemerge.config.requests import StatisticsRequest
+from moemerge.features.input_hooks import UnitMap
 from moemerge.features.stream import ModelStream
-from moemerge.features.taps import UnitMap
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress
@@ -26,13 +26,13 @@ from moemerge.text.rows import check_files
 
 @dataclass(frozen=True)
 class CollectReport:
-    """The file that was written."""
+    """The report of a written file."""
 
     kind: str
     output: str
     provenance: Provenance
-    units: int  # that have statistics
-    units_without: int  # of the checkpoint: norms, biases, embeddings, and what `notices` names
+    units: int  # units with statistics
+    units_without: int  # norms, biases, embeddings, and those in `notices`
     unvisited_experts: tuple[str, ...]  # units of experts that no token was routed to
     nbytes: int
     seconds: float
@@ -43,16 +43,16 @@ class CollectReport:
 
 
 def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
-    """Gather what is asked for; the file appears whole or not at all.
+    """Collect the requested statistics. The file appears complete or not at all.
 
-    Under torchrun every process runs a share of the text, and rank 0 writes.
+    Under torchrun each process runs a share of the text, and rank 0 writes.
     """
     begin = time.perf_counter()
     ranks.join(resolve_device(request.settings.device))
     progress = ranks.progress_of_lead(progress)
     job = prepare(request)
     with _writer(job) as writer:
-        collect = _inputs if request.settings.kind in FORMS else collect_gradients
+        collect = _inputs if request.settings.kind in INPUT_FORMS else collect_gradients
         notices, unvisited = collect(job, writer, progress)
         if writer is not None:
             job.model.checkpoint.require_unchanged()
@@ -78,7 +78,7 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
 
 @contextlib.contextmanager
 def _writer(job: CollectingJob) -> Iterator[StatisticsWriter | None]:
-    """Rank 0's; the others have none."""
+    """Return rank 0's writer; None on other ranks."""
     if not ranks.leads():
         yield None
         return
@@ -106,7 +106,7 @@ def _inputs(
         progress=progress,
     ) as stream:
         units = UnitMap(job.model.checkpoint, job.model.architecture, stream.names)
-        units.require_experts(stream.taps)
+        units.require_experts(stream.input_hooks)
         collector.attach(stream, units)
         for stop in stream:
             if stop.layer > 0:
@@ -123,9 +123,9 @@ def computed_statistics(
     device: str,
     progress: Progress,
 ) -> Iterator[Mapping[str, Sequence[Path]]]:
-    """Files of the models that have text instead, beside `out` while the context lasts.
+    """Compute statistics of the models with text; the files exist while the context lasts.
 
-    They are the very files that `moemerge stats` writes with the same settings.
+    They are stored next to `out` and equal those of `moemerge stats` with the same settings.
     """
     check_files(wanted.data)
     settings = wanted.settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from moemerge.errors import ConfigError
 
@@ -60,6 +61,9 @@ class ModelRef:
     def __str__(self) -> str:
         text = _joined(self.path, self.revision)
         return text if self.lora is None else f"{text}+{_joined(self.lora, self.lora_revision)}"
+
+
+ModelLike = str | Path | ModelRef  # a model as a caller gives it
 
 
 def _absolute(path: str) -> str:

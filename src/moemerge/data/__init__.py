@@ -1,1 +1,1 @@
-"""Calibration text: prompts answered by a model, judged and filtered; or prompts, or plain text."""
+"""Make calibration text: prompts answered by a model and filtered, prompts alone, or plain text."""

@@ -1,4 +1,4 @@
-"""Prompts answered by the model, the answers judged, and what is written of them."""
+"""Answer prompts with a model, judge the answers, and format the rows that are written."""
 
 from __future__ import annotations
 
@@ -9,32 +9,30 @@ from typing import Any
 
 from moemerge.data.job import DataRequest
 from moemerge.generation.engine import Completion, Finish
-from moemerge.generation.engines import engine_maker, made_by
 from moemerge.generation.journal import CompletionJournal
 from moemerge.generation.prompts import PromptRow, tokenized
-from moemerge.generation.run import Generated, complete
+from moemerge.generation.run import Generated, complete, engine_maker, made_by
 from moemerge.runtime.journals import completions_path, judgements_path
 from moemerge.runtime.progress import Progress
 from moemerge.text.templates import has_template
 from moemerge.text.tokens import Tokenizer
-from moemerge.verification.cache import CachedVerifier
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.judgement import Judgement, Verifier
-from moemerge.verification.verifiers import check_all, check_rows
+from moemerge.verification.verifiers import CachedVerifier, check_all, check_rows
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer to one prompt; `judged` is None where nobody looked."""
+    """One answer to one prompt; `judged` is None if it was not judged."""
 
     prompt: PromptRow
     completion: Completion
-    response: str  # with the beginning that it was given
+    response: str  # including the prefill
     judged: Judgement | None = None
 
     @property
     def usable(self) -> bool:
-        """Right, and not cut off behind the answer."""
+        """Whether it is right and ended by itself."""
         ended = self.completion.finish is Finish.STOP
         return ended and self.judged is not None and self.judged.right
 
@@ -46,7 +44,7 @@ def answer_prompts(
     verifier: Verifier | None,
     progress: Progress,
 ) -> tuple[list[Answer], Generated]:
-    """All answers, and how they were generated. What is done is kept beside OUT until the end."""
+    """Return all answers, and statistics of the generation. Finished work is kept next to OUT."""
     settings = request.settings
     if verifier is not None:
         check_rows(verifier, [(row.where, row.fields) for row in prompts])
@@ -80,22 +78,22 @@ def _judged(
     return [replace(answer, judged=judgements.get(id(answer))) for answer in answers]
 
 
-def forget(out: Path) -> None:
-    """Remove what waited beside OUT, once OUT is there."""
+def delete_unfinished(out: Path) -> None:
+    """Delete the completions and judgements next to OUT, once OUT exists."""
     for path in (completions_path(out), judgements_path(out)):
         path.unlink(missing_ok=True)
 
 
 # --- rows as they are written ---------------------------------------------------------------------
 
-Row = dict[str, Any]
 
+def answered_row(
+    prompt: PromptRow, response: str, tokenizer: Tokenizer, *, ended: bool
+) -> dict[str, Any]:
+    """Return a row of a prompt and its answer, which reads back as the tokens that the model wrote.
 
-def answered_row(prompt: PromptRow, response: str, tokenizer: Tokenizer, *, ended: bool) -> Row:
-    """A prompt and the model's answer, such that reading the row gives what the model wrote.
-
-    Without a chat template the answer goes on where the prompt ends, and the end token, which the
-    model wrote as well, stands behind it.
+    Without a chat template the answer follows the prompt directly, and the end token that the model
+    wrote follows the answer.
     """
     if has_template(tokenizer):
         return _conversation(prompt, response)
@@ -103,16 +101,16 @@ def answered_row(prompt: PromptRow, response: str, tokenizer: Tokenizer, *, ende
     return {"text": _joined(prompt) + response + end}
 
 
-def reference_row(prompt: PromptRow, tokenizer: Tokenizer) -> Row:
-    """A prompt and the row's own solution."""
+def reference_row(prompt: PromptRow, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a row of a prompt and the data set's own solution."""
     assert prompt.reference is not None
     if has_template(tokenizer):
         return _conversation(prompt, prompt.reference)
     return {"prompt": _joined(prompt), "response": prompt.reference}
 
 
-def prompt_row(prompt: PromptRow, tokenizer: Tokenizer) -> Row:
-    """A prompt alone."""
+def prompt_row(prompt: PromptRow, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a row of a prompt alone."""
     if not has_template(tokenizer):
         return {"text": _joined(prompt)}
     if len(prompt.turns) == 1:
@@ -120,7 +118,7 @@ def prompt_row(prompt: PromptRow, tokenizer: Tokenizer) -> Row:
     return {"messages": list(prompt.turns)}
 
 
-def _conversation(prompt: PromptRow, response: str) -> Row:
+def _conversation(prompt: PromptRow, response: str) -> dict[str, Any]:
     if len(prompt.turns) == 1:
         return {"prompt": prompt.turns[0]["content"], "response": response}
     return {"messages": [*prompt.turns, {"role": "assistant", "content": response}]}

@@ -1,18 +1,21 @@
-"""Everything that can be refused, before a model is loaded."""
+"""Requests for calibration text: all checks before a model is loaded, and the selection of rows."""
 
 from __future__ import annotations
 
 import random
+import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Final, TypeVar
 
+from moemerge.checkpoint.output import check_output_file
 from moemerge.config.faults import parse_settings
-from moemerge.config.models import ModelRef
-from moemerge.data.selection import Benchmark, balanced, normal
+from moemerge.config.models import ModelLike
 from moemerge.data.settings import DataSettings
 from moemerge.errors import DataError, UsageError
 from moemerge.generation.prompts import (
@@ -24,22 +27,96 @@ from moemerge.generation.prompts import (
     read_prompts,
 )
 from moemerge.registry import did_you_mean
-from moemerge.statistics.writer import check_output_file
 from moemerge.text.reading import Rows
 from moemerge.text.rows import TextRow, TextSource, read_rows, row_fields
 from moemerge.verification.judgement import Verifier
 from moemerge.verification.verifiers import make_verifier
 
+T = TypeVar("T")
+_SPACE: Final = re.compile(r"\s+")
+
+
+def normal(text: str) -> str:
+    """Return letters and digits in lower case: two texts with the same result are the same."""
+    return _SPACE.sub(" ", unicodedata.normalize("NFKC", text)).strip().casefold()
+
+
+def distinct(items: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
+    """Return the first item with each key, in order."""
+    first: dict[Hashable, T] = {}
+    for item in items:
+        first.setdefault(key(item), item)
+    return list(first.values())
+
+
+def balanced(
+    items: Sequence[T], group: Callable[[T], str], limit: int | None, rng: random.Random
+) -> list[T]:
+    """Draw at most `limit` items at random, in the order of the input. Groups get equal shares; the
+    unused part of a small group's share goes to the others.
+    """
+    if limit is None or limit >= len(items):
+        return list(items)
+    places: dict[str, list[int]] = {}
+    for place, item in enumerate(items):
+        places.setdefault(group(item), []).append(place)
+    for waiting in places.values():
+        rng.shuffle(waiting)
+    taken: list[int] = []
+    left = limit
+    # Smallest groups first: their unused share is known before the others are fixed.
+    smallest_first = sorted(places.values(), key=len)
+    for number, waiting in enumerate(smallest_first):
+        share = left // (len(smallest_first) - number)
+        taken += waiting[:share]
+        left -= min(share, len(waiting))
+    return [items[place] for place in sorted(taken)]
+
+
+_WORD: Final = re.compile(r"\w+")
+
+
+class Benchmark:
+    """Problems that must not be trained or calibrated on, as n-grams of words."""
+
+    def __init__(self, name: str, texts: Iterable[str], n: int) -> None:
+        self.name = name
+        self._n = n
+        self._grams: set[tuple[str, ...]] = set()
+        # A question shorter than n words is compared as a whole.
+        self._short: set[tuple[str, ...]] = set()
+        for text in texts:
+            words = words_of(text)
+            if len(words) < n:
+                self._short.add(words)
+            self._grams.update(grams(words, n))
+
+    def overlaps(self, text: str) -> bool:
+        words = words_of(text)
+        if words in self._short:
+            return True
+        return any(gram in self._grams for gram in grams(words, self._n))
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """Return the words and numbers of a text, without case and punctuation."""
+    return tuple(_WORD.findall(normal(text)))
+
+
+def grams(words: Sequence[str], n: int) -> Iterable[tuple[str, ...]]:
+    return (tuple(words[at : at + n]) for at in range(len(words) - n + 1))
+
+
 NO_CHECK = "none"
-MARK_BYTES = 12  # that tell one text from another: a chance of 1e-15 among ten million
-SUFFIXES = (".jsonl", ".jsonl.gz")
+MARK_BYTES = 12  # bytes of a text's hash: a collision has a chance of 1e-15 among ten million
+OUTPUT_SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """Which model answers which prompts (or which text is taken), to which file."""
+    """The model, its prompts or plain text, and the output file."""
 
-    model: str | Path | ModelRef
+    model: ModelLike
     out: Path
     settings: DataSettings
     prompts: Sequence[TextSource] = ()
@@ -53,7 +130,7 @@ class DataRequest:
 
 @dataclass(frozen=True)
 class Selected:
-    """The prompts that are taken, and what was left out."""
+    """The selected prompts, and counts of the others."""
 
     prompts: tuple[PromptRow, ...]
     read: int
@@ -62,39 +139,39 @@ class Selected:
 
 
 def check_request(request: DataRequest) -> None:
-    """What contradicts itself, before any file is read."""
+    """Refuse contradictions, before any file is read."""
     settings = request.settings
     check_output_file(request.out, overwrite=request.overwrite)
-    if not request.out.name.endswith(SUFFIXES):
+    if not request.out.name.endswith(OUTPUT_SUFFIXES):
         raise UsageError(
             f"the output {request.out} is of an unknown kind",
-            hint=f"name it {' or '.join(SUFFIXES)}",
+            hint=f"name it {' or '.join(OUTPUT_SUFFIXES)}",
         )
-    if settings.completions is not None:  # a file that is there is replaced
+    if settings.completions is not None:  # an existing file is replaced
         check_output_file(settings.completions, overwrite=True)
     if bool(request.prompts) == bool(request.text):
         raise UsageError(
             "give prompts or plain text, one of them",
-            hint="`prompts=FILE` for a model to answer, or `text=FILE` to take as it is",
+            hint="`prompts=FILE` for a model to answer, or `text=FILE` to use verbatim",
         )
     if request.generates and settings.keep == "correct" and settings.verify == NO_CHECK:
         raise UsageError(
-            "right answers are to be kept, but nothing says which are right",
+            "only right answers are kept, but no check is given",
             hint='`verify="math"` (or code, exact, choice, MODULE:FUNCTION), or `keep="all"`',
         )
     if not request.generates and settings.verify != NO_CHECK:
         raise UsageError(
             f"`verify` is {settings.verify}, but there are no answers to judge",
-            hint='the model answers where `prompts` are given and `keep="correct"` or `keep="all"`',
+            hint='the model answers only with `prompts` and `keep="correct"` or `keep="all"`',
         )
 
 
 def select_prompts(request: DataRequest) -> Selected:
-    """Read prompts; leave out repetitions and what benchmarks hold; take each group's share."""
+    """Read prompts, drop repetitions and benchmark problems, and draw each group's share."""
     settings = request.settings
     rows = Rows(located(request.prompts))
     prompts = (read_prompt(row, settings, settings.balance) for row in rows)
-    chosen = _choose(((prompt.group, prompt.asked) for prompt in prompts), settings)
+    chosen = _choose(((prompt.group, prompt.user_text) for prompt in prompts), settings)
     if not chosen.places:
         raise DataError(
             f"no prompt is left of {chosen.read}: {chosen.repeated} repeat others, "
@@ -105,17 +182,17 @@ def select_prompts(request: DataRequest) -> Selected:
 
 
 def select_texts(request: DataRequest) -> tuple[list[tuple[str, str]], Selected]:
-    """(group, text) pairs taken of plain text, and what was left out."""
+    """Return the selected (group, text) pairs of plain text, and counts of the others."""
     settings = request.settings
     rows = Rows(located(request.text))
-    chosen = _choose((read_text(row, settings) for row in rows), settings)
-    taken = [read_text(row, settings) for row in rows.take(chosen.places)]
+    chosen = _choose((text_of(row, settings) for row in rows), settings)
+    taken = [text_of(row, settings) for row in rows.take(chosen.places)]
     return taken, Selected((), chosen.read, chosen.repeated, chosen.contaminated)
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Places of the rows that are taken, in order, and what was left out."""
+    """Indices of the selected rows, in order, and counts of the others."""
 
     places: list[int]
     read: int
@@ -124,9 +201,9 @@ class _Chosen:
 
 
 def _choose(items: Iterable[tuple[str, str]], settings: DataSettings) -> _Chosen:
-    """Of (group, text) pairs: none twice, none that a benchmark holds, each group its share.
+    """Select from (group, text) pairs: no repetitions, no benchmark problems, equal shares.
 
-    Texts themselves are not kept: there may be more of them than memory.
+    Texts are not kept, because they may not fit into memory.
     """
     benchmarks = _benchmarks(settings)
     hits: Counter[str] = Counter({benchmark.name: 0 for benchmark in benchmarks})
@@ -150,11 +227,13 @@ def _choose(items: Iterable[tuple[str, str]], settings: DataSettings) -> _Chosen
 
 
 def _benchmarks(settings: DataSettings) -> list[Benchmark]:
-    # A benchmark's columns are its own; its prompts are compared without any template.
+    # A benchmark has its own columns; its prompts are compared without a template.
     plain = parse_settings(DataSettings, {}, "data settings")
     return [
         Benchmark(
-            name, (p.asked for p in read_prompts(read_rows(located([name])), plain)), settings.ngram
+            name,
+            (p.user_text for p in read_prompts(read_rows(located([name])), plain)),
+            settings.ngram,
         )
         for name in settings.against
     ]
@@ -162,7 +241,7 @@ def _benchmarks(settings: DataSettings) -> list[Benchmark]:
 
 @contextmanager
 def opened_verifier(settings: DataSettings) -> Iterator[Verifier | None]:
-    """The check that is asked for, if one is; ended with the block."""
+    """Open the requested verifier, if any, and close it at the end."""
     if settings.verify == NO_CHECK:
         yield None
         return
@@ -175,8 +254,8 @@ def opened_verifier(settings: DataSettings) -> Iterator[Verifier | None]:
         verifier.close()
 
 
-def read_text(row: TextRow, settings: DataSettings) -> tuple[str, str]:
-    """(group, text) of a row of plain text."""
+def text_of(row: TextRow, settings: DataSettings) -> tuple[str, str]:
+    """Return (group, text) of a row of plain text."""
     fields = row_fields(row)
     column = settings.map.get("text") or next((c for c in USUAL["text"] if c in fields), "text")
     if not isinstance(fields.get(column), str):

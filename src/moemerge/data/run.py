@@ -1,4 +1,4 @@
-"""From a request to a file of calibration text."""
+"""Make a file of calibration text from a request."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 
 from moemerge.data.answers import (
     Answer,
-    Row,
     answer_prompts,
     answered_row,
-    forget,
+    delete_unfinished,
     prompt_row,
     reference_row,
 )
 from moemerge.data.job import (
     DataRequest,
     Selected,
+    balanced,
     check_request,
+    distinct,
     opened_verifier,
     select_prompts,
     select_texts,
 )
-from moemerge.data.selection import balanced, distinct
 from moemerge.errors import DataError
 from moemerge.generation.engine import Finish
 from moemerge.generation.prompts import PromptRow, open_tokenizer
-from moemerge.generation.run import Counts, Generated, count
+from moemerge.generation.run import Counts, Generated, count_answers
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.rows import write_rows
 from moemerge.text.tokens import Tokenizer
@@ -39,20 +39,20 @@ from moemerge.text.tokens import Tokenizer
 
 @dataclass(frozen=True)
 class DataReport:
-    """What `moemerge data` read, left out, asked, and kept."""
+    """Counts of rows that `moemerge data` read, dropped, generated and kept."""
 
     output: str
     keep: str
     verify: str
     read: int  # rows of all files
-    repeated: int  # prompts left out as repetitions of others
-    contaminated: Mapping[str, int]  # prompts left out, by the benchmark that holds them too
-    prompts: int  # that were taken
+    repeated: int  # prompts dropped as repetitions
+    contaminated: Mapping[str, int]  # prompts dropped, by the benchmark that contains them
+    prompts: int  # selected prompts
     answers: Counts
     by_group: Mapping[str, Counts]
     kept: int
     kept_by_group: Mapping[str, int]
-    reused: int  # completions of a run before
+    reused: int  # completions of an earlier run
     tokens: int  # generated in this run
     seconds: float
     generating_seconds: float
@@ -79,12 +79,12 @@ class DataReport:
         }
 
 
-Grouped = tuple[str, Row]  # a row with the group that it counts for
+Grouped = tuple[str, dict[str, Any]]  # a row and its group
 NOTHING = Generated((), 0, 0, 0.0)
 
 
 def run_data(request: DataRequest, progress: Progress) -> DataReport:
-    """Make the file, which appears whole or not at all; a killed run goes on when run again."""
+    """Write the file, complete or not at all. Run it again to resume a killed run."""
     begun = time.monotonic()
     check_request(request)
     if request.text:
@@ -107,7 +107,7 @@ def run_data(request: DataRequest, progress: Progress) -> DataReport:
         for answer in _kept(request, answers)
     ]
     report = _finish(request, selected, rows, answers, generated, begun)
-    forget(request.out)
+    delete_unfinished(request.out)
     return report
 
 
@@ -126,7 +126,7 @@ def _unanswered(
 
 
 def _kept(request: DataRequest, answers: Sequence[Answer]) -> list[Answer]:
-    """Usable answers, none twice for one prompt."""
+    """Return usable answers, without repetitions per prompt."""
     settings = request.settings
     kept: list[Answer] = []
     for _where, group in groupby(answers, key=lambda answer: answer.prompt.where):
@@ -136,17 +136,17 @@ def _kept(request: DataRequest, answers: Sequence[Answer]) -> list[Answer]:
     return kept
 
 
-def _row(request: DataRequest, answer: Answer, tokenizer: Tokenizer) -> Row:
-    # A stop text ends an answer without the end token; only the latter is the model's own word.
+def _row(request: DataRequest, answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
+    # After a stop text there is no end token: the model did not write one.
     ended = answer.completion.finish is Finish.STOP and not request.settings.stop
     return answered_row(answer.prompt, answer.response, tokenizer, ended=ended)
 
 
-def _described(answer: Answer) -> Row:
+def _described(answer: Answer) -> dict[str, Any]:
     judged = answer.judged
     return {
         "where": answer.prompt.where,
-        "prompt": answer.prompt.asked,
+        "prompt": answer.prompt.user_text,
         "sample": answer.completion.sample,
         "response": answer.response,
         "tokens": answer.completion.tokens,
@@ -165,11 +165,11 @@ def _finish(
     begun: float,
 ) -> DataReport:
     settings = request.settings
-    counts = count((a.completion, a.judged) for a in answers)
+    counts = count_answers((a.completion, a.judged) for a in answers)
     if not rows:
         raise DataError(
-            f"nothing to keep: {_in_words(counts)}" if answers else "nothing to keep",
-            hint='the answers wait beside the output: `keep="all"` keeps them, and '
+            f"nothing to keep: {_describe(counts)}" if answers else "nothing to keep",
+            hint='the answers are kept next to the output: `keep="all"` keeps them, and '
             "`completions=FILE` shows them"
             if answers
             else "the files hold no rows that are left",
@@ -187,7 +187,7 @@ def _finish(
         prompts=len(selected.prompts),
         answers=counts,
         by_group={
-            name: count((a.completion, a.judged) for a in answers if a.prompt.group == name)
+            name: count_answers((a.completion, a.judged) for a in answers if a.prompt.group == name)
             for name in groups
         },
         kept=len(kept),
@@ -199,7 +199,7 @@ def _finish(
     )
 
 
-def _in_words(counts: Counts) -> str:
+def _describe(counts: Counts) -> str:
     grades = ", ".join(f"{number} {grade}" for grade, number in counts.grades.items())
     return (
         f"of {counted(counts.asked, 'answer')} {counts.answered} ended, {counts.cut} cut and "

@@ -1,1 +1,1 @@
-"""What a merge did to the routing: figures per layer and domain, a verdict, advice."""
+"""Diagnose the routing of a merge: figures per layer and domain, a verdict, advice."""

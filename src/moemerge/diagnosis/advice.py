@@ -1,4 +1,4 @@
-"""From figures to words: a verdict, which model to go on with, and what to do next."""
+"""Derive a verdict, a recommended model and advice from the figures."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, Final
 from moemerge.diagnosis.results import MODEL, DomainTotal, KeyNumber, LayerDiagnosis, Swap, Verdict
 from moemerge.report.words import percent, plain
 
-# Mean mismatch up to which a verdict holds. Rounding to bfloat16 alone moves a few in a thousand
-# choices; the paper calls a merge with half of them moved broken down.
+# Mean mismatch up to which a verdict holds. Rounding to bfloat16 alone changes a few in a thousand
+# choices. The paper calls a merge with half of them changed broken down.
 INTACT: Final = 0.02
 SLIGHT: Final = 0.10
 DAMAGED: Final = 0.25
-# Domains whose mismatch differs by less need no telling apart.
+# Domains whose mismatch differs by less are reported as equal.
 UNLIKE: Final = 0.02
-# A loss is told from another at this many nats.
+# Losses that differ by less, in nats, count as equal.
 NOTICEABLE: Final = 0.01
-# Share of tokens within Lemma 1's neighbourhood that its quadratic model should have, and the
-# factor of the true KL within which it is good enough all the same.
+# Share of tokens within Lemma 1's neighbourhood above which its quadratic model holds, and the
+# factor of the true KL within which it is still good enough.
 LOCAL: Final = 0.5
 ROUGH: Final = 1.25
 
 
 @dataclass(frozen=True)
 class Overall:
-    """One model over all domains."""
+    """The totals of one model over all domains."""
 
     model: str
     totals: Sequence[DomainTotal]
@@ -41,7 +41,7 @@ class Overall:
 
     @property
     def loss_gap(self) -> float | None:
-        """How far the next-token loss lies above the sources', in nats; None where unknown."""
+        """The next-token loss minus the sources', in nats; None if unknown."""
         pairs = [(total.loss, total.loss_source) for total in self.totals]
         gaps = [own - source for own, source in pairs if own is not None and source is not None]
         return math.fsum(gaps) / len(gaps) if gaps else None
@@ -51,17 +51,17 @@ class Overall:
         return all(total.mismatch == 0 and total.kl == 0 for total in self.totals)
 
 
-def overall(totals: Sequence[DomainTotal]) -> dict[str, Overall]:
-    """Every model by its name, the diagnosed one first."""
+def overall_totals(totals: Sequence[DomainTotal]) -> dict[str, Overall]:
+    """Return the totals of every model by name, the diagnosed one first."""
     names = dict.fromkeys(total.model for total in totals)
     return {name: Overall(name, [t for t in totals if t.model == name]) for name in names}
 
 
 def recommended(models: Mapping[str, Overall]) -> tuple[str, ...]:
-    """The model with the least mismatch; where another predicts noticeably better, that as well.
+    """Return the model with the least mismatch, and another if it predicts noticeably better.
 
-    Of models with the same mismatch, to the digits that are shown, the one with the least loss;
-    the diagnosed model where that is the same too.
+    Of models with the same displayed mismatch, the one with the least loss is returned; if that is
+    equal too, the diagnosed model.
     """
     routes_best = min(models.values(), key=lambda one: one.mismatch)
     shown = percent(routes_best.mismatch)
@@ -75,7 +75,7 @@ def recommended(models: Mapping[str, Overall]) -> tuple[str, ...]:
 
 
 def _least_loss(models: Sequence[Overall]) -> Overall:
-    """The first of those whose loss is noticeably the least."""
+    """Return the first model whose loss is noticeably the least."""
     least = min((one.loss_gap for one in models if one.loss_gap is not None), default=None)
     for one in models:
         if least is None or (one.loss_gap is not None and one.loss_gap <= least + NOTICEABLE):
@@ -83,12 +83,13 @@ def _least_loss(models: Sequence[Overall]) -> Overall:
     raise AssertionError("unreachable: some model has the least loss")
 
 
-def judge(totals: Sequence[DomainTotal], names: Mapping[str, str] | None = None) -> Verdict:
-    """The diagnosed model in words and three numbers, means over the domains.
+def verdict_of(totals: Sequence[DomainTotal], names: Mapping[str, str] | None = None) -> Verdict:
+    """Return the verdict on the diagnosed model: a sentence and three numbers, averaged over
+    domains.
 
-    `names` are what models are called, where that is not their name in the totals.
+    `names` are the display names of models, if they differ from those in the totals.
     """
-    models = overall(totals)
+    models = overall_totals(totals)
     own = models[MODEL]
     mismatch, touched, gap = own.mismatch, own.mean("any_mismatch"), own.loss_gap
     third = (
@@ -125,7 +126,7 @@ def _state(own: Overall) -> str:
 
 
 def _compared(models: Mapping[str, Overall], names: Mapping[str, str]) -> list[str]:
-    """How the best of the other models routes."""
+    """Describe how the best of the other models routes."""
     others = [one for name, one in models.items() if name != MODEL]
     if not others:
         return []
@@ -143,7 +144,7 @@ def _compared(models: Mapping[str, Overall], names: Mapping[str, str]) -> list[s
 
 
 def theory(own: Overall) -> str:
-    """Whether the quadratic model that calibration solves holds for these routers, in words."""
+    """State whether the quadratic model that calibration solves holds for these routers."""
     near, kl = own.mean("shift_small"), own.mean("kl_on_features")
     if kl == 0:
         return "There is nothing to model: on the same features the routers agree exactly."
@@ -151,7 +152,7 @@ def theory(own: Overall) -> str:
     tokens = (
         f"{percent(near)} of the tokens are within Lemma 1's neighbourhood (logit shift below 0.1)"
     )
-    model = f"the quadratic model gives {plain(ratio, 2)} times the true KL"
+    model = f"the quadratic model yields {plain(ratio, 2)} times the true KL"
     if near >= LOCAL:
         return f"Yes: {tokens}, and {model}."
     if 1 / ROUGH <= ratio <= ROUGH:
@@ -159,33 +160,34 @@ def theory(own: Overall) -> str:
     return f"No: only {tokens}, and {model}. --objective exact calibrates on the KL itself."
 
 
-# A run of layers is where the mismatch is, if it has most of it and is much worse than the rest.
+# The mismatch is concentrated in a run of layers if they have most of it and are much worse than
+# the rest.
 MOST: Final = 0.5
 WORSE: Final = 1.5
-# Shares of the mismatch that remain when both routers see the same features.
+# Shares of the mismatch that remain if both routers see the same features.
 ROUTERS_OWN: Final = 0.6
 FEATURES_OWN: Final = 0.3
-# Choices for an even load of each expert below which loads are noise.
+# Choices per expert, at an even load, below which loads are noise.
 FEW_CHOICES: Final = 20
 EXPERTS_NAMED: Final = 6
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """All that advice follows from."""
+    """All measurements that the advice is based on."""
 
     rows: Sequence[LayerDiagnosis]
     totals: Sequence[DomainTotal]
     swaps: Sequence[Swap] = ()
     # Calibration reports by the names of the models that have one.
     calibrations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)  # what models are called
-    routed: Sequence[int] = ()  # every layer with a router, measured or not, ascending
-    elsewhere: Sequence[DomainTotal] = ()  # on text that no source speaks for, against the base
+    names: Mapping[str, str] = field(default_factory=dict)  # display names of models
+    routed: Sequence[int] = ()  # all layers with a router, measured or not, ascending
+    elsewhere: Sequence[DomainTotal] = ()  # on text of domains without a source, against the base
 
 
 class _Subject:
-    """One model's part of the measurements: what advice is about."""
+    """The measurements of the model that the advice is about."""
 
     def __init__(self, measured: Measurements, overall: Overall) -> None:
         self.overall = overall
@@ -201,12 +203,12 @@ class _Subject:
 
 
 def advise(measured: Measurements) -> tuple[str, ...]:
-    """What follows from the figures, the most important first.
+    """Return advice, the most important first.
 
-    It is about the model to go on with: nobody should go on with a worse one. Where two come into
-    question and the diagnosed model is one of them, it is about that.
+    It is about the recommended model. If two are recommended and the diagnosed model is one of
+    them, it is about that one.
     """
-    models = overall(measured.totals)
+    models = overall_totals(measured.totals)
     elsewhere = _elsewhere(measured)
     if models[MODEL].routes_exactly:
         return (
@@ -232,7 +234,7 @@ def advise(measured: Measurements) -> tuple[str, ...]:
 
 
 def _choice(best: Sequence[Overall], own: Overall, names: Mapping[str, str]) -> list[str]:
-    """Which model to go on with, by routing and by loss."""
+    """State which model to use, by routing and by loss."""
     first = best[0]
     shares = f"{percent(first.mismatch)} mismatch"
     if first.model != MODEL:
@@ -256,7 +258,7 @@ def _choice(best: Sequence[Overall], own: Overall, names: Mapping[str, str]) -> 
 
 
 def _elsewhere(measured: Measurements) -> list[str]:
-    """What each model lost on text that no source speaks for, and how to keep it."""
+    """State what each model lost on domains without a source, and how to preserve it."""
     advice = []
     for domain in dict.fromkeys(total.domain for total in measured.elsewhere):
         totals = [total for total in measured.elsewhere if total.domain == domain]
@@ -278,7 +280,9 @@ def _elsewhere(measured: Measurements) -> list[str]:
 
 
 def _cause(about: _Subject) -> list[str]:
-    """Routers or features: what remains of the mismatch on the same features is the routers'."""
+    """State whether routers or features cause the mismatch: what remains on equal features is due
+    to the routers.
+    """
     mismatch = about.overall.mismatch
     same, drift = (about.overall.mean(name) for name in ("mismatch_on_features", "drift"))
     numbers = f"{percent(same)} mismatch on the same features, {percent(mismatch)} on their own"
@@ -319,7 +323,9 @@ def _where(about: _Subject) -> list[str]:
 
 
 def _span(chosen: Sequence[int], routed: Sequence[int]) -> str:
-    """`8-15`, which may pass over layers without a router; `3,9` where routers lie between."""
+    """Format a range of layers: `8-15` may skip layers without a router; `3,9` if there are routers
+    between.
+    """
     if len(chosen) == 1:
         return str(chosen[0])
     between = [layer for layer in routed if chosen[0] <= layer <= chosen[-1]]
@@ -327,13 +333,13 @@ def _span(chosen: Sequence[int], routed: Sequence[int]) -> str:
 
 
 def _flag(chosen: Sequence[int], routed: Sequence[int]) -> str:
-    """The value of --layers that means just these."""
+    """Return the value of --layers that selects exactly these."""
     at_the_end = [*routed[-len(chosen) :]] == [*chosen]
     return f"last:{len(chosen)}" if at_the_end else _span(chosen, routed)
 
 
 def _other_calibration(settings: Mapping[str, Any]) -> str:
-    """What a calibration with these settings has not tried."""
+    """Name the settings that this calibration has not tried."""
     left = ["more or other calibration text"]
     for name, value in (("targets", "source-features"), ("objective", "exact")):
         if settings.get(name) != value:
@@ -343,10 +349,10 @@ def _other_calibration(settings: Mapping[str, Any]) -> str:
 
 
 def concentrated(values: Sequence[float]) -> tuple[int, int] | None:
-    """First and last place of the run that stands out most, if it has most of the sum.
+    """Return the first and last index of the run that stands out most, if it has most of the sum.
 
-    The run is the one of at most half of the places whose mean lies farthest above that of the
-    rest, in variance explained: n m (mean − rest)². None where it is not much worse than the rest.
+    The run covers at most half of the indices. It maximises the explained variance n m (mean −
+    rest)². None if it is not much worse than the rest.
     """
     total, count = math.fsum(values), len(values)
     best, explained = None, 0.0
@@ -361,7 +367,7 @@ def concentrated(values: Sequence[float]) -> tuple[int, int] | None:
 
 
 def _swapped(swaps: Sequence[Swap]) -> list[str]:
-    """How much of the damage the routers alone undo (the paper's Figure 1)."""
+    """State how much of the damage the routers alone undo (the paper's Figure 1)."""
     advice = []
     for domain in dict.fromkeys(swap.domain for swap in swaps):
         losses = {(s.weights_of, s.routers_of): s.loss for s in swaps if s.domain == domain}
@@ -381,7 +387,7 @@ def _swapped(swaps: Sequence[Swap]) -> list[str]:
 
 
 def _experts(own: Sequence[LayerDiagnosis]) -> list[str]:
-    """The layer with most experts that receive nothing, or too much."""
+    """Describe the layer with the most experts that receive no tokens, or too many."""
     advice = []
     starved = max(own, key=lambda row: len(row.dead))
     if starved.dead:

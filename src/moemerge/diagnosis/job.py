@@ -1,11 +1,10 @@
-"""A diagnosis: what is asked for, and the same once it was checked, and its models as they run."""
+"""Requests for a diagnosis: the checks, and the models as they run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moemerge.architectures.opened import OpenModel, open_model
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.diagnosis.results import MODEL
 from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import UsageError
@@ -40,49 +39,49 @@ from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches, own
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files
 
-# A batch's logits are the largest thing a diagnosis holds: (tokens, vocabulary).
+# A batch's logits, (tokens, vocabulary), are the largest tensor of a diagnosis.
 LOGITS_BYTES = 2**31
-SAME_MODELS = "models are compared token by token and layer by layer: they must be of one kind"
-
-Reference = str | Path | ModelRef
+SAME_MODELS = (
+    "models are compared token by token and layer by layer: they must share an architecture"
+)
 
 
 @dataclass(frozen=True)
 class DiagnosisRequest:
-    """What to diagnose, with what. `sources` and `data` share their names.
+    """The model, its sources and text. `sources` and `data` share their names.
 
-    A domain without a source of its own is measured against the settings' `base`.
+    A domain without a source is measured against the settings' `base`.
     """
 
-    model: Reference
-    sources: Mapping[str, Reference]
+    model: ModelLike
+    sources: Mapping[str, ModelLike]
     data: Mapping[str, Sequence[TextSource]]
-    against: Sequence[Reference]
+    against: Sequence[ModelLike]
     settings: DiagnosisSettings
-    label: str | None = None  # what to call a model whose folder is not to stay
-    command: str | None = None  # what repeats this, where it is not `moemerge diagnose`
+    label: str | None = None  # the display name of a model in a temporary folder
+    command: str | None = None  # the command that repeats this, if it is not `moemerge diagnose`
 
     @property
-    def unspoken(self) -> tuple[str, ...]:
-        """Domains that no source speaks for."""
+    def without_source(self) -> tuple[str, ...]:
+        """Domains without a source."""
         return tuple(name for name in self.data if name not in self.sources)
 
     @property
-    def references(self) -> dict[str, Reference]:
+    def references(self) -> dict[str, ModelLike]:
         """The model that each domain is measured against: its source, or the base."""
         base = self.settings.base
-        bases = {} if base is None else dict.fromkeys(self.unspoken, base)
+        bases = {} if base is None else dict.fromkeys(self.without_source, base)
         return {**self.sources, **bases}
 
 
 @dataclass(frozen=True)
 class DiagnosisJob:
-    """A diagnosis that was checked and can be run."""
+    """A checked diagnosis."""
 
     request: DiagnosisRequest
     subjects: tuple[OpenModel, ...]  # the diagnosed model, then those it is compared with
-    sources: Mapping[str, OpenModel]  # of every domain; the base where it has none of its own
-    routers: ChosenRouters  # counterparts in sources and subjects, by their names
+    sources: Mapping[str, OpenModel]  # the source of every domain, or the base
+    routers: ChosenRouters  # counterparts in sources and compared models, by name
     text: JobText
     stream: StreamSettings
     notices: tuple[str, ...]
@@ -93,7 +92,7 @@ class DiagnosisJob:
 
     @property
     def domains(self) -> tuple[Domain, ...]:
-        """What is measured on: the rows that a calibration spares, or all where it spares none."""
+        """The rows to measure on: those held out by a calibration, or all if it held out none."""
         if not self.request.settings.holdout:
             return self.text.domains
         return tuple(Domain(d.name, d.holdout or d.rows) for d in self.text.domains)
@@ -107,18 +106,19 @@ class DiagnosisJob:
 
 
 def prepare(request: DiagnosisRequest, text: JobText | None = None) -> DiagnosisJob:
-    """Check names, files, models and text, which may have been read before."""
+    """Check names, files, models and text. The text may be passed if it was read before."""
     settings = request.settings
     references = request.references
     check_names(references, request.data)
-    if settings.base is not None and not request.unspoken:
+    if settings.base is not None and not request.without_source:
         raise UsageError(
-            "a base is given, but every domain has a source of its own",
-            hint='it is what text of another name is measured against: `data={"general": FILE}`',
+            "a base is given, but every domain has a source",
+            hint='it is the reference of text without a source: `data={"general": FILE}`',
         )
     if MODEL in references:
         raise UsageError(
-            f"a source cannot be named {MODEL!r}", hint="that name is the diagnosed model's own"
+            f"a source cannot be named {MODEL!r}",
+            hint="that name is reserved for the diagnosed model",
         )
     check_files(request.data)
     device = ranks.own_device(resolve_device(settings.device))
@@ -136,7 +136,7 @@ def prepare(request: DiagnosisRequest, text: JobText | None = None) -> Diagnosis
     notices = [*_left_out(routers), *_gates(routers.pairs[0], others), *text.notices]
     for other in others:
         read = [domain for domain in text.domains if sources.get(domain.name, other) is other]
-        read = read or list(text.domains)  # a model that is compared reads everything
+        read = read or list(text.domains)  # compared models process all domains
         notices += check_same_tokens(read, text.tokenizer, other, what=other.what, hint=SAME_MODELS)
     stream = StreamSettings(device, forward_dtype(settings.dtype, model), settings.offload)
     return DiagnosisJob(request, subjects, sources, routers, text, stream, tuple(notices))
@@ -161,14 +161,14 @@ def _subjects(request: DiagnosisRequest) -> tuple[OpenModel, ...]:
 
 
 def vocabulary(model: OpenModel) -> int:
-    """Rows of the output head, from headers."""
+    """Return the rows of the output head, from headers."""
     names = model.architecture.embedding_names()
     name = names.head or names.input
     return model.checkpoint.tensors[name].rows if name else 1
 
 
 def _left_out(routers: ChosenRouters) -> list[str]:
-    """Routers that cannot be compared; layers that were not asked for need no word."""
+    """Yield notices about routers that cannot be compared, in the requested layers."""
     return [
         f"layer {skipped.layer}: {skipped.router} is left out: {skipped.reason}"
         for skipped in routers.skipped
@@ -177,7 +177,7 @@ def _left_out(routers: ChosenRouters) -> list[str]:
 
 
 def _gates(pair: PairedRouter, others: Sequence[OpenModel]) -> list[str]:
-    """Approximated gates, and models that choose otherwise by their config."""
+    """Yield notices about approximated gates, and about models with another gate config."""
     gate = pair.info.gate
     notices = [gate.approximate] if gate is not None and gate.approximate else []
     for other in others:
@@ -190,22 +190,22 @@ def _gates(pair: PairedRouter, others: Sequence[OpenModel]) -> list[str]:
     return notices
 
 
-# Tokens whose logits are widened to float32 at once.
+# Tokens whose logits are converted to float32 at once.
 LOSS_TOKENS: Final = 512
-# Logits, scores, probabilities and masks of a batch while it is compared, all (tokens, K) float64.
+# Logits, scores, probabilities and masks of a batch during comparison, all (tokens, K) in float64.
 COMPARED_COPIES = 24
 
 
 class NextTokenLoss:
-    """Mean cross-entropy in nats of each domain's next tokens, summed on the device."""
+    """The mean next-token cross-entropy of each domain in nats, summed on the device."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
-        self._device = torch.device("cpu")  # of the logits
+        self._device = torch.device("cpu")  # dtype of the logits
 
     def add(self, batch: Batch, logits: Tensor) -> None:
-        """A batch's logits, (rows, length, vocabulary); padding neither predicts nor counts."""
+        """Add a batch's logits, (rows, length, vocabulary). Padding is excluded."""
         self._device = logits.device
         counted = batch.mask[:, 1:] & batch.mask[:, :-1]  # (rows, length - 1), on the host
         count = int(counted.sum())
@@ -229,7 +229,7 @@ class NextTokenLoss:
         self._counts[batch.domain] = self._counts.get(batch.domain, 0) + count
 
     def mean(self, domain: str) -> float | None:
-        """Over all ranks; None where no token has a next one."""
+        """Return the mean over all ranks; None if no token has a successor."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         total += self._sums.get(domain, 0.0)
         count = ranks.total(self._counts.get(domain, 0), self._device)
@@ -239,7 +239,7 @@ class NextTokenLoss:
 
 @dataclass(frozen=True)
 class MeasuredSide(Side):
-    """A model that is run to its end, where its loss is measured."""
+    """A model that runs to its end, where its loss is measured."""
 
     loss: NextTokenLoss = field(default_factory=NextTokenLoss)
 
@@ -257,7 +257,7 @@ class SwappedSide(MeasuredSide):
 
 
 def sides_of(job: DiagnosisJob) -> dict[str, MeasuredSide]:
-    """Every model that is run, by name; the diagnosed one first."""
+    """Return every model that is run, by name; the diagnosed one first."""
     sides: dict[str, MeasuredSide] = {model.name: MeasuredSide(model) for model in job.subjects}
     for name, source in job.sources.items():
         sides[name] = MeasuredSide(source, name)
@@ -274,15 +274,15 @@ def sides_of(job: DiagnosisJob) -> dict[str, MeasuredSide]:
 
 
 def memory_need(job: DiagnosisJob, sides: Mapping[str, Side]) -> Need:
-    """The larger of one batch's logits over the vocabulary and one batch's comparison."""
+    """Return the larger of one batch's logits and one batch's comparison."""
     largest = max(batch.input_ids.numel() for batch in job.batches)
     words = vocabulary(job.model)
     logits = largest * words * job.stream.dtype.itemsize + 2 * 4 * LOSS_TOKENS * words
     experts = max(pair.info.rows for pair in job.routers.pairs)
     hints = ["lower `max_tokens` or `max_length`"]
     if job.request.settings.swaps:
-        hints.append("without `swaps` half as many models run")
+        hints.append("without `swaps`, half the number of models run")
     if len(job.subjects) > 1:
         hints.append("diagnose the models one by one, without `against`")
     extra = max(logits, COMPARED_COPIES * 8 * largest * experts)
-    return Need(f"diagnosis of {len(sides)} models side by side", extra, hints)
+    return Need(f"diagnosis of {len(sides)} models in parallel", extra, hints)

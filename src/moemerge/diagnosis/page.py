@@ -1,4 +1,4 @@
-"""Diagnoses as pages: of a model, and of a merge before and after its calibration."""
+"""Write diagnoses as pages: of a model, or of a merge before and after its repair."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moemerge.config.faults import parse_settings
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.diagnosis.advice import NOTICEABLE
 from moemerge.diagnosis.job import DiagnosisRequest, prepare
 from moemerge.diagnosis.results import MODEL, Diagnosis
@@ -16,13 +16,14 @@ from moemerge.diagnosis.run import diagnose
 from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import MoeMergeError
 from moemerge.lockstep.inputs import JobText
-from moemerge.report.page import check_page_path, require_page, write_page
+from moemerge.report.files import check_page_path
+from moemerge.report.page import require_page, write_page
 from moemerge.runtime.progress import Progress
 from moemerge.text.rows import TextSource
 
 
 def page_path(report: str | Path) -> Path:
-    """Where to write a page; what would hinder it is told before any work."""
+    """Return the path of a page; refuse one that cannot be written."""
     require_page()
     path = Path(report)
     check_page_path(path)
@@ -34,26 +35,26 @@ class BeforeAndAfter:
     """A merge and its repair, diagnosed together: `request` is of the merge, `out` the result."""
 
     request: DiagnosisRequest
-    text: JobText  # of the repair and of the diagnosis
+    text: JobText  # settings of the repair and of the diagnosis
     out: Path
-    path: Path | None  # of a page, if one is wanted
+    path: Path | None  # path of the page, if requested
 
     @classmethod
     def of(
         cls,
         report: str | Path | None,
-        models: tuple[str | Path | ModelRef, Path],
-        sources: Mapping[str, str | Path | ModelRef],
+        models: tuple[ModelLike, Path],
+        sources: Mapping[str, ModelLike],
         data: Mapping[str, Sequence[TextSource]],
         settings: Mapping[str, Any],
         *,
         label: str | None = None,
         command: str | None = None,
     ) -> BeforeAndAfter:
-        """Checked as far as it can be before OUT exists.
+        """Check as much as possible before OUT exists.
 
-        `settings` are the calibration's: the text and the device are taken from them, and all
-        layers are measured.
+        `settings` are the calibration's: text and device are taken from them, and all layers are
+        measured.
         """
         shared = DiagnosisSettings.model_fields.keys() - {"layers"}
         values = {name: value for name, value in settings.items() if name in shared}
@@ -71,27 +72,27 @@ class BeforeAndAfter:
 
     @property
     def holds_out(self) -> bool:
-        """Whether there are rows that no solve sees."""
+        """Whether there are held-out rows."""
         return any(domain.holdout for domain in self.text.domains)
 
     def measure(self, progress: Progress) -> Diagnosis:
-        """Diagnose both and write the page; what hinders it leaves the result be."""
+        """Diagnose both and write the page. A failure here does not affect the result."""
         try:
             job = prepare(replace(self.request, against=(self.out,)), self.text)
-            diagnosis = diagnose(job, progress, told=self.text.notices)  # by the repair
+            diagnosis = diagnose(job, progress, seen=self.text.notices)  # reported by the repair
             if self.path is not None:
                 write_page(diagnosis.to_json(), self.path)
         except MoeMergeError as error:
-            lacks = (
+            missing = (
                 "its routing is not measured" if self.path is None else f"not the page {self.path}"
             )
             raise type(error)(
-                f"{self.out} is written and whole, but {lacks}: {error.message}", hint=error.hint
+                f"{self.out} is written and whole, but {missing}: {error.message}", hint=error.hint
             ) from error
         return diagnosis
 
     def figures(self, diagnosis: Diagnosis) -> dict[str, Any]:
-        """The mismatch and the loss of each domain, before and after."""
+        """Return the mismatch and the loss of each domain, before and after."""
         names = list(diagnosis.domains)
         ends = {"before": MODEL, "after": str(self.out)}
         totals = {
@@ -109,16 +110,16 @@ class BeforeAndAfter:
 
 
 def loss_notices(figures: Mapping[str, Any]) -> list[str]:
-    """Domains whose text a repair predicts worse than the merge did, by `BeforeAndAfter.figures`.
+    """Return notices about domains whose loss a repair raised, from `BeforeAndAfter.figures`.
 
-    Routing may be nearer the source's all the same: a merge that stays next to its base has experts
-    which the sources' routing does not suit. A hint, no verdict: prompts count as well as answers.
+    The routing may still be closer to the source's: the experts of a merge close to its base may
+    not suit the sources' routing. The loss includes prompts, so this is a hint, not a verdict.
     """
     before, after = figures["loss_before"], figures["loss_after"]
     return [
         f"{name}: on the rows held out the next-token loss rose from {before[name]:.3f} to "
-        f"{after[name]:.3f} nats: the merge as it was predicts this text better, so compare both "
-        "at what they are for"
+        f"{after[name]:.3f} nats: the unrepaired merge predicts this text better, so compare both "
+        "on your tasks"
         for name in before
         if None not in (before[name], after[name]) and after[name] > before[name] + NOTICEABLE
     ]

@@ -13,7 +13,7 @@ from moemerge.report.words import Quantity
 from moemerge.routing.figures import FIGURES, Measured, total_figures
 
 KIND: Final = "diagnosis"
-# What the diagnosed model is called in the rows; those it is compared with go by their labels.
+# The diagnosed model's name in the rows; compared models go by their labels.
 MODEL: Final = "model"
 
 
@@ -24,15 +24,15 @@ class ModelFacts:
     label: str
     architecture: str
     layers: int  # decoder layers
-    experts: int  # that a router chooses among
+    experts: int  # experts per router
     top_k: int
-    gate: str  # in words: "softmax, top 8 of 64"
+    gate: str  # a description: "softmax, top 8 of 64"
     routers: int
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A diagnosed model, or a source, by its name in this document."""
+    """A diagnosed model or a source, and its name in this document."""
 
     name: str
     label: str
@@ -45,14 +45,14 @@ class DomainFacts:
     tokens: int
     rows: int
     files: tuple[str, ...]
-    reference: str = "source"  # what it is measured against: its source, or the `base`
+    reference: str = "source"  # the reference: its source, or the `base`
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDiagnosis(Measured):
-    """One router of one model against the same router of its domain's source, over the tokens.
+    """One router of one model, compared with its domain's source over all tokens.
 
-    Its figures are attributes, `row.mismatch`; `routing.figures` declares them.
+    Its figures are attributes, such as `row.mismatch`; `routing.figures` declares them.
     """
 
     model: str
@@ -74,7 +74,9 @@ class DomainTotal(Measured):
 
     @classmethod
     def of(cls, rows: Sequence[LayerDiagnosis], **measured: float | None) -> DomainTotal:
-        """From the rows of one model on one domain; `measured` are the figures of no single row."""
+        """Summarise the rows of one model on one domain; `measured` are figures that rows do not
+        have.
+        """
         first = rows[0]
         return cls(
             model=first.model,
@@ -91,9 +93,9 @@ class DomainTotal(Measured):
 
 @dataclass(frozen=True)
 class Swap:
-    """Weights of one model with the routers of another, measured on one domain.
+    """The weights of one model with the routers of another, measured on one domain.
 
-    Names are `model` and the domain's source. `mismatch` is against the source as it is.
+    The names are `model` and the domain's source. `mismatch` is against the unchanged source.
     """
 
     domain: str
@@ -114,11 +116,11 @@ class KeyNumber:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the figures amount to, in a sentence and three numbers."""
+    """The verdict: a sentence and three numbers."""
 
     words: str
     numbers: tuple[KeyNumber, ...]
-    recommended: tuple[str, ...]  # the model to go on with, or the two that come into question
+    recommended: tuple[str, ...]  # the recommended model, or two candidates
     theory: str  # whether the quadratic model that calibration solves holds here
 
 
@@ -149,7 +151,7 @@ class Diagnosis:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON data; a figure that is no number is null."""
+        """Return plain JSON data; NaN and infinity are null."""
         return {
             "kind": KIND,
             "version": self.version,
@@ -177,7 +179,7 @@ class Diagnosis:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """A flat dictionary for each model, domain and router: what a table wants."""
+        """Return a flat dictionary for each model, domain and router, as for a table."""
         flat = []
         for row in self.layers:
             data = row.to_json()
@@ -191,7 +193,7 @@ class Diagnosis:
         return flat
 
     def to_dataframe(self) -> Any:
-        """`rows` as a pandas DataFrame, where pandas is installed."""
+        """Return `rows` as a pandas DataFrame, if pandas is installed."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError as error:
@@ -202,11 +204,11 @@ class Diagnosis:
         return pandas.DataFrame(self.rows())
 
     def layers_of(self, model: str = MODEL, domain: str | None = None) -> list[LayerDiagnosis]:
-        """The rows of one model (and domain), in the order the model runs its routers."""
+        """Return the rows of one model (and domain), in the order of its routers."""
         return [r for r in self.layers if r.model == model and domain in (None, r.domain)]
 
     def total(self, domain: str, model: str = MODEL) -> DomainTotal:
-        """One model's total on one domain."""
+        """Return one model's total on one domain."""
         for total in self.totals:
             if total.model == model and total.domain == domain:
                 return total
@@ -219,7 +221,7 @@ def _json(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no tuples, no NaN and no infinity."""
+    """Convert tuples, NaN and infinity, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A diagnosis from models and text to its figures."""
+"""Run a diagnosis from models and text to its figures."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.architecture import RouterInfo
-from moemerge.architectures.describe import gate_in_words
+from moemerge.architectures.describe import describe_gate
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.documents import CalibrationDocument, RefitDocument, parse_document
 from moemerge.config.settings import as_flags, plugin_flags
-from moemerge.diagnosis.advice import Measurements, advise, judge
+from moemerge.diagnosis.advice import Measurements, advise, verdict_of
 from moemerge.diagnosis.job import (
     DiagnosisJob,
     DiagnosisRequest,
@@ -57,16 +57,16 @@ from moemerge.version import __version__
 
 
 def run_diagnosis(request: DiagnosisRequest, progress: Progress) -> Diagnosis:
-    """Stream all models over the text, and say what became of the routing."""
+    """Stream all models over the text, and compare their routing."""
     ranks.join(resolve_device(request.settings.device))
     return diagnose(prepare(request), ranks.progress_of_lead(progress))
 
 
-def diagnose(job: DiagnosisJob, progress: Progress, told: Collection[str] = ()) -> Diagnosis:
-    """The same for what was checked already; `told` are notices that its user has seen."""
+def diagnose(job: DiagnosisJob, progress: Progress, seen: Collection[str] = ()) -> Diagnosis:
+    """Run a checked diagnosis; `seen` are notices that the user has already seen."""
     start = time.perf_counter()
     for notice in job.notices:
-        if notice not in told:
+        if notice not in seen:
             progress.note(notice)
     sides = sides_of(job)
     comparison = RoutingComparison(job, sides)
@@ -85,18 +85,18 @@ def diagnose(job: DiagnosisJob, progress: Progress, told: Collection[str] = ()) 
 
 
 class RoutingComparison(Visitor):
-    """Visits routers: every subject against every source, on the same tokens."""
+    """Visits routers and compares every subject with every source, on the same tokens."""
 
     def __init__(self, job: DiagnosisJob, sides: Mapping[str, MeasuredSide]) -> None:
         self.job = job
         self.swapped = {n: side for n, side in sides.items() if isinstance(side, SwappedSide)}
         self.rows: list[LayerDiagnosis] = []
-        # Which tokens met a mismatch at some router: a (tokens,) bool per batch.
+        # Tokens with a mismatch at some router: a (tokens,) bool per batch.
         self._missed: dict[tuple[str, str], list[Tensor]] = {}
         self._swap_sums: dict[str, FigureSums] = {}
 
     def visit(self, pair: PairedRouter, stops: Stops) -> None:
-        """All models wait at a router."""
+        """Compare all models, which wait at a router."""
         self._compare(pair, {MODEL: stops.lead, **stops.others})
 
     def _compare(self, pair: PairedRouter, stops: Mapping[str, RouterStop]) -> None:
@@ -147,18 +147,18 @@ class RoutingComparison(Visitor):
                 sums.add(compare(wanted, view, y, x))
 
     def any_mismatch(self, subject: str, domain: str) -> float:
-        """The share of tokens with a mismatch at any router."""
+        """Return the share of tokens with a mismatch at any router."""
         missed = torch.cat(self._missed[subject, domain])
         count, device = ranks.total(int(missed.sum()), missed.device), missed.device
         return count / ranks.total(len(missed), device)
 
     def swap_mismatch(self, key: str) -> float:
-        """A swapped model's mismatch, the mean over tokens and routers."""
+        """Return a swapped model's mean mismatch over tokens and routers."""
         return float(self._swap_sums[key].result().mismatch)
 
 
 def router_view(model: OpenModel, info: RouterInfo, stop: RouterStop) -> RouterView:
-    """A stopped model's router as it computes, its selection bias with it."""
+    """Return a stopped model's router with its gate and selection bias."""
     if info.gate is None:
         raise ArchitectureError(f"layer {info.layer}: no gate is known for {info.weight}")
     selection = None
@@ -186,7 +186,9 @@ def _total(
 def _swaps(
     comparison: RoutingComparison, sides: Mapping[str, MeasuredSide], totals: Sequence[DomainTotal]
 ) -> tuple[Swap, ...]:
-    """For each domain the model, with the source's routers, the source with its, the source."""
+    """Return for each domain the model with the source's routers, the source with the model's, and
+    the source.
+    """
     swaps = []
     for domain in comparison.job.sources if comparison.swapped else ():
         total = next(t for t in totals if t.model == MODEL and t.domain == domain)
@@ -213,10 +215,10 @@ def _diagnosis(
         for domain in job.sources
     )
     rows = tuple(comparison.rows)
-    unspoken = request.unspoken
-    # What a merge did is told by its sources' domains; the others show what it cost elsewhere.
-    spoken = tuple(t for t in totals if t.domain not in unspoken) or totals
-    domains = {total.domain for total in spoken}
+    without_source = request.without_source
+    # The verdict uses the sources' domains; the others show the cost elsewhere.
+    with_source = tuple(t for t in totals if t.domain not in without_source) or totals
+    domains = {total.domain for total in with_source}
     swaps = _swaps(comparison, sides, totals)
     calibrations = {m.name: done for m in job.subjects if (done := _repair_of(m, "calibration"))}
     refits = {m.name: done for m in job.subjects if (done := _repair_of(m, "refit"))}
@@ -226,7 +228,7 @@ def _diagnosis(
     routed = sorted({p.layer for p in job.model.architecture.routers() if p.served})
     measured = Measurements(
         [row for row in rows if row.domain in domains],
-        spoken,
+        with_source,
         [swap for swap in swaps if swap.domain in domains],
         calibrations,
         names,
@@ -245,7 +247,7 @@ def _diagnosis(
                 d.tokens,
                 len(d.rows),
                 source_names(request.data[d.name]),
-                "base" if d.name in unspoken else "source",
+                "base" if d.name in without_source else "source",
             )
             for d in job.domains
         },
@@ -256,7 +258,7 @@ def _diagnosis(
         calibration_of=next(iter(calibrations), None),
         refit=next(iter(refits.values()), None),
         refit_of=next(iter(refits), None),
-        verdict=judge(spoken, names),
+        verdict=verdict_of(with_source, names),
         advice=advise(measured),
         settings=settings_data(request.settings),
         device=str(job.stream.device),
@@ -269,14 +271,14 @@ def _diagnosis(
 def _facts(job: DiagnosisJob) -> ModelFacts:
     model = job.model
     gate = job.routers.pairs[0].info.gate
-    assert gate is not None  # `router_view` refused it otherwise
+    assert gate is not None  # otherwise `router_view` has refused it
     return ModelFacts(
         label=model.label,
         architecture=model.architecture.model_type or "unknown",
         layers=model.architecture.num_layers,
         experts=max(pair.info.rows for pair in job.routers.pairs),
         top_k=gate.top_k,
-        gate=gate_in_words(gate),
+        gate=describe_gate(gate),
         routers=len(job.routers.pairs),
     )
 
@@ -288,19 +290,19 @@ REPAIRS: Mapping[str, type[CalibrationDocument | RefitDocument]] = {
 
 
 def _repair_of(model: OpenModel, part: str) -> dict[str, Any] | None:
-    """That part of the folder's own report, where the model was calibrated, or refitted."""
+    """Return the calibration or refit part of the folder's report, if there is one."""
     path = model.checkpoint.path / REPORT_NAME
     try:
         section: Any = read_object(path).get(part)
         parse_document(REPAIRS[part], section, str(path))
         json.dumps(section, allow_nan=False)
     except (MoeMergeError, ValueError):
-        return None  # none, or not ours: a diagnosis does not depend on it
+        return None  # missing or not ours: a diagnosis does not need it
     return dict(section)
 
 
 def command_of(request: DiagnosisRequest) -> str:
-    """The command line that repeats this diagnosis."""
+    """Return the command line that repeats this diagnosis."""
     words = ["moemerge", "diagnose", str(request.model)]
     for name in request.references:
         words += ["--source", f"{name}={request.sources[name]}"] if name in request.sources else []

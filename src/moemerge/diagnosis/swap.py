@@ -1,4 +1,4 @@
-"""A checkpoint with the routers of another: the paper's cross-evaluation, as a folder."""
+"""Write a checkpoint with the routers of another: the paper's cross-evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES
 from moemerge.checkpoint import CheckpointPatch, check_output, require_space
 from moemerge.config.fields import LayerSelection
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.lockstep.models import layers_among, pair_routing, require_same_family
 from moemerge.report.files import (
@@ -28,18 +28,16 @@ from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.progress import Progress
 from moemerge.version import __version__
 
-Reference = str | Path | ModelRef
-
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What was taken from where."""
+    """Which tensors came from which model."""
 
     model: str
     routers_of: str
     output: str
     layers: tuple[int, ...]
-    tensors: tuple[str, ...]  # names on disk, in the output
+    tensors: tuple[str, ...]  # names in the output's checkpoint
     notices: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -54,8 +52,8 @@ class SwapReport:
 
 
 def swap_routers(
-    model: Reference,
-    donor: Reference,
+    model: ModelLike,
+    donor: ModelLike,
     out: Path,
     *,
     layers: LayerSelection,
@@ -63,7 +61,7 @@ def swap_routers(
     overwrite: bool,
     progress: Progress,
 ) -> SwapReport:
-    """Write `model` with the routers of `donor` to `out`, which appears whole or not at all."""
+    """Write `model` with the routers of `donor` to `out`, complete or not at all."""
     ours, theirs = open_model(str(model), model), open_model(str(donor), donor)
     _require_routers(ours)
     require_same_family(ours, theirs, hint="routers fit a model of their own family alone")
@@ -106,13 +104,13 @@ def swap_routers(
 
 
 def _provenance(folder: Path, report: SwapReport) -> dict[str, bytes]:
-    """The model's report tells of routers that are gone: ours instead, and a note elsewhere."""
+    """Replace the statements about replaced routers in the model's report and card."""
     layers = ", ".join(map(str, report.layers))
     words = f"The routers of layers {layers} are those of `{report.routers_of}`"
     document = report_document(__version__, swap=report.to_json())
     files = {REPORT_NAME: report_bytes(document)}
     if (folder / CARD_NAME).is_file():
-        made = f"put there by `moemerge swap-routers` {__version__}; what else is said here is true"
+        made = f"put there by `moemerge swap-routers` {__version__}; all other statements here hold"
         section = f"{words}, {made} of `{report.model}`, from which all other tensors come."
         files[CARD_NAME] = (
             _text(folder / CARD_NAME) + f"\n## Swapped routers\n\n{section}\n".encode()
@@ -140,7 +138,7 @@ def _require_routers(model: OpenModel) -> None:
 
 
 def _layers_with_routers(model: OpenModel) -> Sequence[int]:
-    """Layers that the model runs and that hold a tensor of a router, ascending."""
+    """Return the layers of the model that have a router tensor, ascending."""
     layers = {
         model.architecture.layer_of(name)
         for name in model.checkpoint.tensors
@@ -155,7 +153,7 @@ def _require_finite(tensor: Tensor, message: str) -> None:
 
 
 def _fitted(model: OpenModel, name: str, tensor: Tensor) -> tuple[Tensor, list[str]]:
-    """The donor's tensor as the model stores it; a notice where that rounds."""
+    """Return the donor's tensor in the model's dtype, and a notice if that rounds it."""
     info = model.checkpoint.tensors[name]
     fitted = tensor.to(info.dtype.torch).reshape(info.shape)
     if bool((fitted.to(tensor.dtype).reshape(tensor.shape) == tensor).all()):

@@ -1,9 +1,10 @@
-"""How good models are, and whether one is better than another.
+"""Evaluate models on benchmarks, and compare them.
 
-catalogue    tasks by their names, or from files
-job          everything that can be refused, before a model is loaded
-answers      problems answered by models; what is there already is not asked again
-scoring      answers judged under a protocol
-resampling   intervals and p values by drawing problems again
-report       means with their errors, and every pair of models compared
+job           tasks, requests, and all checks before a model is loaded
+answers       problems answered by models; known answers are reused
+scoring       answers judged under a protocol
+significance  standard errors, paired tests, bootstrap intervals and p values
+report        means with standard errors, and every pair of models compared
+bridge        tasks of lm-eval
+page          the HTML page and the model card
 """

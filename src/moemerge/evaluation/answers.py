@@ -1,63 +1,162 @@
-"""Problems answered by models. What was answered before is taken from the folder."""
+"""Let models answer problems, and keep the answers in a results folder.
+
+completions/MODEL-HASH.jsonl  completions of one model with one set of sampling settings
+completions/MODEL-HASH.json   the problems they answer, and the prompts that the model saw
+judgements/CHECK.jsonl        judgements, so that no text is judged twice
+answers/TASK/MODEL.jsonl      answers with their judgements, for people
+results.json                  the report
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
+from moemerge.config.models import ModelLike
 from moemerge.errors import DataError
-from moemerge.evaluation.folder import Asked, CompletionIndex
-from moemerge.evaluation.job import EvaluationJob, Model, PosedTask, generation_settings
+from moemerge.evaluation.job import EvaluationJob, PosedTask, generation_settings
 from moemerge.generation.engine import Completion, Finish
-from moemerge.generation.engines import drawn_by, engine_maker, made_by
 from moemerge.generation.journal import CompletionJournal, prompt_key
 from moemerge.generation.prompts import open_tokenizer, tokenized
-from moemerge.generation.run import complete
+from moemerge.generation.run import complete, engine_maker, made_by, sampling_settings
 from moemerge.generation.settings import GenerationSettings
 from moemerge.report.words import display_names
+from moemerge.runtime.files import make_folder, read_object, write_whole
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.templates import has_template
 from moemerge.text.tokens import Tokenizer
+
+_UNSAFE: Final = re.compile(r"[^\w.+-]+")
+INDEX_KIND: Final = "moemerge evaluation"
+
+
+def file_name(text: str) -> str:
+    """Return a file name for any text."""
+    return _UNSAFE.sub("_", text).strip("._") or "_"
+
+
+@dataclass(frozen=True)
+class RecordedPrompt:
+    """One prompt as a model saw it; `key` identifies its completions."""
+
+    key: str
+    prompt: str
+
+
+class CompletionIndex:
+    """The problems that the completions of one file answer: task -> problem -> prompt."""
+
+    def __init__(
+        self,
+        path: Path,
+        model: str,
+        made_by: Mapping[str, Any],
+        tasks: dict[str, dict[str, RecordedPrompt]],
+    ) -> None:
+        self.path = path
+        self.model = model
+        self.made_by = dict(made_by)
+        self.tasks = tasks
+
+    @property
+    def completions(self) -> Path:
+        return self.path.with_suffix(".jsonl")
+
+    @classmethod
+    def of(cls, out: Path, model: str, made_by: Mapping[str, Any]) -> CompletionIndex:
+        """Open or create the index of this model and these sampling settings."""
+        content = json.dumps(made_by, sort_keys=True).encode()
+        digest = hashlib.blake2b(content, digest_size=6).hexdigest()
+        folder = out / "completions"
+        # The hash identifies the model, wherever it is stored now.
+        known = sorted(folder.glob(f"*-{digest}.json"))
+        path = (
+            known[0] if known else folder / f"{file_name(display_names([model])[0])}-{digest}.json"
+        )
+        tasks = cls.read(path).tasks if path.exists() else {}
+        return cls(path, model, made_by, tasks)
+
+    @classmethod
+    def read(cls, path: Path) -> CompletionIndex:
+        hint = "delete it: the same command without `rescore` writes it anew"
+        try:
+            content = read_object(path, hint, DataError)
+            if content["kind"] != INDEX_KIND:
+                raise ValueError(f"its kind is {content['kind']!r}")
+            tasks = {
+                task: {name: RecordedPrompt(**asked) for name, asked in problems.items()}
+                for task, problems in content["tasks"].items()
+            }
+            return cls(path, content["model"], content["made_by"], tasks)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} is damaged ({type(error).__name__}: {error})",
+                hint=hint,
+            ) from error
+
+    @classmethod
+    def all_in(cls, out: Path) -> Iterator[CompletionIndex]:
+        for path in sorted((out / "completions").glob("*.json")):
+            yield cls.read(path)
+
+    def write(self) -> None:
+        content = {
+            "kind": INDEX_KIND,
+            "model": self.model,
+            "made_by": self.made_by,
+            "tasks": {
+                task: {name: vars(asked) for name, asked in problems.items()}
+                for task, problems in self.tasks.items()
+            },
+        }
+        make_folder(self.path.parents[1], self.path.parent.name)
+        write_whole(self.path, json.dumps(content).encode())
+
 
 Completions = tuple[tuple[Completion, ...], ...]  # by problem and sample
 
 
 @dataclass(frozen=True)
 class AnsweredTask:
-    """What one model wrote to one task."""
+    """The answers of one model to one task."""
 
     prompts: tuple[str, ...]  # as the model saw them
     completions: Completions
 
 
-Answers = dict[str, dict[str, AnsweredTask]]  # model -> task
+AnswersByModel = dict[str, dict[str, AnsweredTask]]  # model -> task
 
 
 @dataclass(frozen=True)
-class AskedModel:
+class PromptedModel:
     """A model with its tokenizer, and every prompt as it will see it."""
 
     name: str
-    model: Model
+    model: ModelLike
     tokenizer: Tokenizer
     prompts: Mapping[str, tuple[str, ...]]  # task -> prompts
     tokens: Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True)
-class Effort:
-    """What a model still has to do."""
+class RemainingWork:
+    """The work that is left for one model."""
 
     model: str
     completions: int
     reused: int
-    prompt_tokens: int  # of problems with a completion to make
-    most_tokens: int  # that can be generated
+    prompt_tokens: int  # of problems with a missing completion
+    most_tokens: int  # at most generated
 
     def __str__(self) -> str:
         if not self.completions:
-            return f"{self.model}: all {self.reused} completions are there already"
-        there = f" ({self.reused} are there already)" if self.reused else ""
+            return f"{self.model}: all {self.reused} completions exist already"
+        there = f" ({self.reused} exist already)" if self.reused else ""
         return (
             f"{self.model}: {counted(self.completions, 'completion')} to make{there}, prompts of "
             f"{counted(self.prompt_tokens, 'token')}, at most {counted(self.most_tokens, 'token')} "
@@ -65,12 +164,12 @@ class Effort:
         )
 
 
-def ask(job: EvaluationJob) -> list[AskedModel]:
-    """Every prompt of every model, before any of them is loaded."""
+def prompt_models(job: EvaluationJob) -> list[PromptedModel]:
+    """Return every prompt of every model, before any model is loaded."""
     return [_asked(job, name, model) for name, model in job.models.items()]
 
 
-def _asked(job: EvaluationJob, name: str, model: Model) -> AskedModel:
+def _asked(job: EvaluationJob, name: str, model: ModelLike) -> PromptedModel:
     tokenizer = open_tokenizer(model)
     if job.settings.plain:
         tokenizer.chat_template = None
@@ -80,20 +179,20 @@ def _asked(job: EvaluationJob, name: str, model: Model) -> AskedModel:
         if task.needs_chat_template and not has_template(tokenizer) and not job.settings.plain:
             raise DataError(
                 f"{model}: task {posed.name} needs a chat template, and the tokenizer has none",
-                hint="add chat_template.jinja to the model folder; `plain=True` asks in plain text",
+                hint="add chat_template.jinja to the model folder; `plain=True` uses plain text",
             )
         texts, ids = tokenized(posed.problems, tokenizer, task.prefill)
         prompts[posed.name] = tuple(texts)
         tokens[posed.name] = tuple(tuple(line) for line in ids)
-    return AskedModel(name, model, tokenizer, prompts, tokens)
+    return PromptedModel(name, model, tokenizer, prompts, tokens)
 
 
-def efforts(job: EvaluationJob, models: Sequence[AskedModel]) -> list[Effort]:
-    """What each model still has to do; nothing is written for it."""
+def remaining_work(job: EvaluationJob, models: Sequence[PromptedModel]) -> list[RemainingWork]:
+    """Return the work that is left for each model. Writes nothing."""
     return [_effort(job, asked) for asked in models]
 
 
-def _effort(job: EvaluationJob, asked: AskedModel) -> Effort:
+def _effort(job: EvaluationJob, asked: PromptedModel) -> RemainingWork:
     made = reused = length = most = 0
     for settings, tasks in _groups(job):
         common = made_by(asked.model, settings)
@@ -109,26 +208,26 @@ def _effort(job: EvaluationJob, asked: AskedModel) -> Effort:
             reused += settings.samples - missing
             length += len(line) if missing else 0
             most += missing * settings.max_new_tokens
-    return Effort(asked.name, made, reused, length, most)
+    return RemainingWork(asked.name, made, reused, length, most)
 
 
 def _groups(job: EvaluationJob) -> list[tuple[GenerationSettings, list[PosedTask]]]:
-    """Tasks that are drawn alike: a model is loaded once for each group."""
+    """Group tasks by their sampling settings: a model is loaded once per group."""
     groups: dict[GenerationSettings, list[PosedTask]] = {}
     for posed in job.tasks:
         groups.setdefault(generation_settings(job.settings, posed.task), []).append(posed)
     return list(groups.items())
 
 
-def answer(job: EvaluationJob, asked: AskedModel, progress: Progress) -> dict[str, AnsweredTask]:
-    """All answers of one model, task by task; each is on disk as soon as it is made."""
+def answer(job: EvaluationJob, asked: PromptedModel, progress: Progress) -> dict[str, AnsweredTask]:
+    """Return all answers of one model by task. Each is written to disk once it is generated."""
     answered = {}
     for settings, tasks in _groups(job):
         common = made_by(asked.model, settings)
         index = CompletionIndex.of(job.out, str(asked.model), common)
         for task in tasks:
             prompts = zip(asked.tokens[task.name], asked.prompts[task.name], strict=True)
-            lines = [Asked(prompt_key(line), text) for line, text in prompts]
+            lines = [RecordedPrompt(prompt_key(line), text) for line, text in prompts]
             index.tasks.setdefault(task.name, {}).update(zip(task.names, lines, strict=True))
         index.write()
         make_engine = engine_maker(asked.model, asked.tokenizer, settings, progress)
@@ -141,10 +240,10 @@ def answer(job: EvaluationJob, asked: AskedModel, progress: Progress) -> dict[st
     return answered
 
 
-def recall(job: EvaluationJob, progress: Progress) -> Answers:
-    """Answers from the folder alone, of the models that are named or of all that are there."""
+def recall(job: EvaluationJob, progress: Progress) -> AnswersByModel:
+    """Read answers from the folder, of the named models or of all."""
     groups = _groups(job)
-    drawn = [drawn_by(settings) for settings, _tasks in groups]
+    drawn = [sampling_settings(settings) for settings, _tasks in groups]
     indexes: dict[str, dict[int, CompletionIndex]] = {}
     for index in CompletionIndex.all_in(job.out):
         way = {name: value for name, value in index.made_by.items() if name != "model"}
@@ -152,15 +251,17 @@ def recall(job: EvaluationJob, progress: Progress) -> Answers:
             continue
         place = drawn.index(way)
         before = indexes.setdefault(index.model, {}).get(place)
-        if before is not None:  # the folder was given another model of the same name since
-            progress.note(f"{index.model}: answers of two versions are there, the newer count")
+        if before is not None:  # the folder holds two models of the same name
+            progress.note(
+                f"{index.model}: the folder has answers of two versions; the newer ones are used"
+            )
             index = max(before, index, key=lambda i: i.completions.stat().st_mtime)
         indexes[index.model][place] = index
     wanted = [str(model) for model in job.models.values()] or list(indexes)
     if not wanted:
         raise DataError(
-            f"{job.out} holds no answers that were drawn with these settings",
-            hint="give the settings they were drawn with (`samples`, `temperature`, ...), "
+            f"{job.out} holds no answers with these sampling settings",
+            hint="give the settings they were sampled with (`samples`, `temperature`, ...), "
             "or run without `rescore`",
         )
     names = dict(zip(wanted, display_names(wanted), strict=True))
@@ -200,8 +301,8 @@ def _missing(job: EvaluationJob, label: str, task: PosedTask, count: int) -> Dat
     )
 
 
-def failures(answers: Answers) -> list[str]:
-    """What is said of completions that could not be made."""
+def failures(answers: AnswersByModel) -> list[str]:
+    """Return one line per task with failed completions."""
     lines = []
     for model, tasks in answers.items():
         for task, answered in tasks.items():

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval, with our engines: what it asks is answered here, and scored there."""
+"""Run tasks of lm-eval with our engines: lm-eval poses and scores, the engines answer."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from typing import Any, Final
 import numpy as np
 
 from moemerge.config.faults import parse_settings
+from moemerge.config.models import ModelLike
 from moemerge.errors import DataError, UsageError
-from moemerge.evaluation.catalogue import SUFFIXES
-from moemerge.evaluation.folder import CompletionIndex
-from moemerge.evaluation.job import EvaluationJob, Model
+from moemerge.evaluation.answers import CompletionIndex
+from moemerge.evaluation.job import TASK_SUFFIXES, EvaluationJob
 from moemerge.evaluation.report import TaskScores
-from moemerge.generation.engines import engine_maker, made_by
 from moemerge.generation.journal import CompletionJournal
 from moemerge.generation.prompts import open_tokenizer
-from moemerge.generation.run import complete
+from moemerge.generation.run import complete, engine_maker, made_by
 from moemerge.generation.settings import GenerationSettings
 from moemerge.generation.transformers_engine import Likelihood, TransformersEngine
 from moemerge.runtime.progress import Progress
 from moemerge.text.templates import has_template
 
-MOST_TOKENS: Final = 256  # lm-eval's own, for tasks that do not say
-ANY: Final = 1024  # the context of a model that does not state one, for rolling windows
+MOST_TOKENS: Final = 256  # lm-eval's default
+ANY: Final = 1024  # the context, if the model's config does not state it
 
 
 def require_lm_eval() -> None:
@@ -39,9 +38,9 @@ def require_lm_eval() -> None:
 
 
 class Bridge:
-    """Answers for one model; `language_model` is what lm-eval talks to."""
+    """Answers lm-eval's requests for one model, through `language_model`."""
 
-    def __init__(self, job: EvaluationJob, model: Model, progress: Progress) -> None:
+    def __init__(self, job: EvaluationJob, model: ModelLike, progress: Progress) -> None:
         self._job = job
         self._model = model
         self._progress = progress
@@ -52,12 +51,12 @@ class Bridge:
         self.chats = has_template(self.tokenizer)
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """A chat template has written its special tokens itself."""
+        """Tokenise. A chat template writes its special tokens itself."""
         special = not self.chats if special is None else special
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """One text a request; a request that comes again is another sample."""
+        """Return one text per request; a repeated request is another sample."""
         texts: dict[int, str] = {}
         groups: dict[GenerationSettings, list[int]] = {}
         for place, (_prompt, wishes) in enumerate(requests):
@@ -82,7 +81,7 @@ class Bridge:
         if self._likely is None:
             if self._job.settings.engine != "transformers":
                 raise UsageError(
-                    "this task asks how likely texts are, which only the engine transformers says",
+                    "this task needs log-likelihoods, which only the engine transformers computes",
                     hint='`engine="transformers"`',
                 )
             engine = engine_maker(self._model, self.tokenizer, self._settings({}), self._progress)()
@@ -96,7 +95,7 @@ class Bridge:
             self._likely = None
 
     def _settings(self, wishes: Mapping[str, Any]) -> GenerationSettings:
-        """How lm-eval wants a text drawn: greedy unless the task says otherwise."""
+        """Return the sampling settings of a request: greedy unless the task states otherwise."""
         own = self._job.settings
         until = wishes.get("until") or ()
         sampled = wishes.get("do_sample") or (wishes.get("temperature") or 0) > 0
@@ -125,7 +124,7 @@ class Bridge:
 
 
 def language_model(bridge: Bridge) -> Any:
-    """The bridge as lm-eval's own kind of model."""
+    """Return the bridge as a model class of lm-eval."""
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
 
@@ -184,7 +183,7 @@ def language_model(bridge: Bridge) -> Any:
 
 
 def bridged_scores(job: EvaluationJob, progress: Progress) -> list[TaskScores]:
-    """The tasks of lm-eval that are asked for, with every model's score on every problem."""
+    """Run the requested tasks of lm-eval, and return every model's score on every problem."""
     by_model = []
     manager, tasks = _tasks(job.request.output.lm_eval)
     for model in job.models.values():
@@ -199,7 +198,7 @@ def bridged_scores(job: EvaluationJob, progress: Progress) -> list[TaskScores]:
 def samples_of(
     bridge: Bridge, tasks: Sequence[Any], manager: Any, job: EvaluationJob
 ) -> dict[str, list[dict[str, Any]]]:
-    """lm-eval's own record of every problem, by task."""
+    """Return lm-eval's record of every problem, by task."""
     import lm_eval
 
     settings = job.settings
@@ -218,10 +217,10 @@ def samples_of(
 
 
 def _tasks(names: Sequence[str]) -> tuple[Any, list[Any]]:
-    """lm-eval's index of tasks, and the tasks as it wants them: names, or its own kind of file."""
+    """Return lm-eval's index of tasks, and the requested ones: names, or lm-eval's task files."""
     from lm_eval.tasks import TaskManager
 
-    files = [Path(name) for name in names if name.lower().endswith(SUFFIXES)]
+    files = [Path(name) for name in names if name.lower().endswith(TASK_SUFFIXES)]
     for file in files:
         if not file.is_file():
             raise DataError(f"no such task file {file}")
@@ -245,13 +244,13 @@ def _from_file(file: Path) -> list[Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What lm-eval prints belongs to stderr: stdout is for results."""
+    """Send what lm-eval prints to stderr: stdout is for results."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 def _scores(name: str, by_model: Sequence[Sequence[Mapping[str, Any]]]) -> TaskScores:
-    """The task's first metric under its first filter, problem by problem."""
+    """Return the task's first metric under its first filter, problem by problem."""
     first = by_model[0][0]
     chosen = next(
         (metric for metric in first["metrics"] if isinstance(first[metric], int | float)), None

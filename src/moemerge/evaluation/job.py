@@ -1,7 +1,8 @@
-"""Everything that can be refused, before a model is loaded."""
+"""Tasks and requests of an evaluation, and all checks before a model is loaded."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,26 +10,69 @@ from pathlib import Path
 from typing import Final
 
 from moemerge.config.faults import parse_settings
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.errors import DataError, UsageError
-from moemerge.evaluation.catalogue import BenchmarkTask, find_task
-from moemerge.evaluation.settings import EvaluationOutputSettings, EvaluationSettings
+from moemerge.evaluation.settings import (
+    EvaluationOutputSettings,
+    EvaluationSettings,
+    TaskSettings,
+    load_task,
+)
 from moemerge.generation.prompts import PromptRow, located, read_prompts
 from moemerge.generation.settings import GenerationSettings
 from moemerge.registry import did_you_mean
 from moemerge.report.words import display_names
 from moemerge.text.rows import TextSource, read_rows
 
-# Columns that name a problem, where each has a name of its own.
+TASK_SUFFIXES: Final = (".yml", ".yaml")
+_FOLDER: Final = Path(__file__).parent / "tasks"
+
+
+@dataclass(frozen=True)
+class BenchmarkTask:
+    """A task, under the name by which it was requested."""
+
+    name: str
+    settings: TaskSettings
+    file: Path
+
+    @property
+    def data(self) -> str | None:
+        """The path of its problems. A relative path starts at the task's file."""
+        source = self.settings.data
+        if source is None:
+            return None
+        beside = self.file.parent / os.path.expanduser(source)
+        return str(beside) if beside.is_file() else source
+
+
+def task_names() -> list[str]:
+    return sorted(path.stem for path in _FOLDER.glob("*.yml"))
+
+
+def find_task(name: str) -> BenchmarkTask:
+    """Return a task of the package by name, or a task file of the user."""
+    if name.lower().endswith(TASK_SUFFIXES):
+        path = Path(os.path.expanduser(name))
+        return BenchmarkTask(path.stem, load_task(path), path)
+    path = _FOLDER / f"{name}.yml"
+    if name not in task_names():
+        raise UsageError(
+            f"unknown task {name!r}{did_you_mean(name, task_names())}",
+            hint=f"known: {', '.join(task_names())}; or your own file, TASK.yml",
+        )
+    return BenchmarkTask(name, load_task(path), path)
+
+
+# Columns that may name problems. The first with unique values is used.
 NAMING: Final = ("task_id", "unique_id", "id", "key")
-Model = str | Path | ModelRef
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Which models solve which tasks, and the folder that keeps their answers."""
+    """The models, the tasks, and the folder that keeps the answers."""
 
-    models: Sequence[Model]
+    models: Sequence[ModelLike]
     tasks: Sequence[str]
     settings: EvaluationSettings
     output: EvaluationOutputSettings
@@ -37,13 +81,13 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class PosedTask:
-    """A task and those of its problems that are posed."""
+    """A task and the problems of it that are used."""
 
     task: BenchmarkTask
     problems: tuple[PromptRow, ...]
-    names: tuple[str, ...]  # of the problems
+    names: tuple[str, ...]  # names of the problems
     verify: str  # under the protocol of this run
-    samples: int  # that count under it
+    samples: int  # samples that count under the protocol
 
     @property
     def name(self) -> str:
@@ -52,11 +96,11 @@ class PosedTask:
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """A request that was checked, with its problems read."""
+    """A checked request, with its problems read."""
 
     request: EvaluationRequest
     tasks: tuple[PosedTask, ...]
-    models: Mapping[str, Model]  # by their names in tables
+    models: Mapping[str, ModelLike]  # by their names in tables
 
     @property
     def settings(self) -> EvaluationSettings:
@@ -68,7 +112,7 @@ class EvaluationJob:
 
 
 def prepare(request: EvaluationRequest) -> EvaluationJob:
-    """Read tasks and problems; all that is wrong with them is said now."""
+    """Read tasks and problems, and refuse whatever is wrong with them."""
     _check(request)
     tasks = [find_task(name) for name in dict.fromkeys(request.tasks)]
     _check_data_names(request, tasks)
@@ -80,7 +124,7 @@ def prepare(request: EvaluationRequest) -> EvaluationJob:
 
 
 def generation_settings(settings: EvaluationSettings, task: BenchmarkTask) -> GenerationSettings:
-    """How completions of one task are drawn."""
+    """Return the sampling settings of one task."""
     shared = GenerationSettings.model_fields.keys() & EvaluationSettings.model_fields.keys()
     values = {name: getattr(settings, name) for name in shared}
     values["max_new_tokens"] = settings.max_new_tokens or task.settings.max_new_tokens
@@ -94,11 +138,11 @@ def _check(request: EvaluationRequest) -> None:
         raise UsageError("no task is given", hint='`tasks="gsm8k"`, for instance')
     if request.output.lm_eval and request.output.rescore:
         raise UsageError(
-            "tasks of lm-eval are not rescored: it judges while it asks",
-            hint="run without `rescore`; answers that are there are not asked again",
+            "tasks of lm-eval cannot be rescored: it scores answers as they are generated",
+            hint="run without `rescore`; known answers are reused",
         )
     if not request.models and not request.output.rescore:
-        raise UsageError("no model is given", hint="name those that are to be compared")
+        raise UsageError("no model is given", hint="name the models to compare")
     labels = [str(model) for model in request.models]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
@@ -162,7 +206,7 @@ def _sources(task: BenchmarkTask, request: EvaluationRequest) -> list[TextSource
 
 
 def _names(rows: Sequence[PromptRow]) -> list[str]:
-    """Each problem's own name, else its number."""
+    """Return each problem's name, or its number."""
     for column in NAMING:
         names = [str(row.fields.get(column, "")) for row in rows]
         if all(names) and len(set(names)) == len(names):

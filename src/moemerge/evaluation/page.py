@@ -1,4 +1,4 @@
-"""What the page of an evaluation shows (the report, texts of every problem), and a model card."""
+"""The document behind an evaluation's HTML page, and its entry in model cards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def page_document(
 
 
 def headline(report: EvaluationReport) -> str:
-    """The most general comparison in a sentence; of one model its score."""
+    """Return the most general comparison in a sentence; for one model, its score."""
     last = next((row for row in report.rows if row.kind == "overall"), report.rows[-1])
     if not last.pairs:
         model, score = next(iter(last.scores.items()))
@@ -64,7 +64,7 @@ def _task(task: ScoredTask, models: Sequence[str]) -> dict[str, Any]:
         "problems": [
             {
                 "name": name,
-                "prompt": row.asked,
+                "prompt": row.user_text,
                 "expected": _expected(row.fields),
                 "scores": [float(value) for value in scores[:, place]],
                 "texts": [_texts(task.answers[model][place]) for model in models],
@@ -82,7 +82,7 @@ def _expected(fields: Mapping[str, Any]) -> str:
 
 
 def _texts(samples: Sequence[JudgedAnswer]) -> list[dict[str, Any]]:
-    """The first right and the first wrong sample."""
+    """Return the first right and the first wrong sample."""
     first = {one.right: one for one in reversed(samples)}
     return [
         {
@@ -96,7 +96,7 @@ def _texts(samples: Sequence[JudgedAnswer]) -> list[dict[str, Any]]:
 
 
 _FRONT: Final = re.compile(r"\A---\n(.*?)^---\n", re.S | re.M)
-# A key at the left margin and all that is indented, listed or empty below it.
+# A top-level key, and all lines below it that are indented, list items or empty.
 _INDEX: Final = re.compile(r"^model-index:[^\n]*\n(?:(?:[ \t-][^\n]*)?\n)*", re.M)
 
 
@@ -104,7 +104,7 @@ _INDEX: Final = re.compile(r"^model-index:[^\n]*\n(?:(?:[ \t-][^\n]*)?\n)*", re.
 
 
 def model_index(report: EvaluationReport, model: str) -> str:
-    """YAML of one model's results. Strings are quoted as JSON has them, which YAML reads alike."""
+    """Return the YAML of one model's results. Strings are quoted as in JSON, which YAML accepts."""
     return "\n".join(_lines(report, model)) + "\n"
 
 
@@ -135,22 +135,22 @@ def _data_set(source: str | None) -> str | None:
 
 
 def check_cards(models: dict[str, str]) -> None:
-    """Only a folder has a card that can be written; said before any work."""
+    """Refuse models without a folder, whose cards cannot be written, before any work is done."""
     if not models:
         raise DataError(
-            "no model is given, so it is not known whose card is meant",
+            "no model is given, so no card can be written",
             hint="name the model folders with `rescore`, too",
         )
     for model in models.values():
         if not os.path.isdir(os.path.expanduser(model)):
             raise DataError(
-                f"{model} is no folder, so its card cannot be written",
+                f"{model} is not a folder, so its card cannot be written",
                 hint="results.json in the output has the numbers",
             )
 
 
 def write_cards(report: EvaluationReport) -> list[Path]:
-    """Put the scores into each model's card; what it says of scores so far is replaced."""
+    """Write the scores into each model's card, in place of its earlier ones."""
     written = []
     for name, model in report.models.items():
         path = Path(os.path.expanduser(model)) / CARD_NAME
@@ -161,7 +161,7 @@ def write_cards(report: EvaluationReport) -> list[Path]:
 
 
 def with_index(card: str, index: str) -> str:
-    """A card with this `model-index` in its front matter, in place of the one that is there."""
+    """Return a card with this `model-index` in its front matter, in place of an earlier one."""
     front = _FRONT.match(card)
     if front is None:
         return f"---\n{index}---\n{card}"

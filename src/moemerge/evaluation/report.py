@@ -1,4 +1,4 @@
-"""What came of an evaluation: means with their errors, and every pair of models compared."""
+"""Results of an evaluation: means with standard errors, and every pair of models compared."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ OVERALL: Final = "overall"
 
 @dataclass(frozen=True)
 class TaskScores:
-    """One task: the score of every model on every problem, from 0 to 1."""
+    """The score of every model on every problem of one task, from 0 to 1."""
 
     name: str
     title: str
-    domain: str  # empty: in no average
+    domain: str  # if empty, the task is in no average
     problems: tuple[str, ...]
     scores: Array  # (models, problems)
     single: bool  # one sample: every score is 0 or 1
     counts: tuple[Counts, ...] = ()  # of each model's answers
     source: str | None = None  # the data set, for a model card
     metric: str = "accuracy"
-    expected: int | None = None  # problems that the whole set has
-    most_tokens: int | None = None  # at which a completion was cut
+    expected: int | None = None  # problems in the full data set
+    most_tokens: int | None = None  # the limit of a completion
 
 
 @dataclass(frozen=True)
 class MeanScore:
-    """A mean over problems; `error` is clustered by problem.
+    """A mean over problems; `error` is the standard error, clustered by problem.
 
-    Of a single problem it is None, and the interval is all there is: it says nothing of others.
+    With a single problem it is None, and the interval is [0, 1].
     """
 
     mean: float
@@ -61,20 +61,20 @@ class MeanScore:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Second minus first, problem by problem."""
+    """The second model's score minus the first's, problem by problem."""
 
     first: str
     second: str
     difference: float
     interval: tuple[float, float]
-    p: float  # two-sided, by exchanging the two models at random on each problem
+    p: float  # two-sided, by swapping the two models at random on each problem
     won: int  # problems on which the second is better
     lost: int
-    mcnemar: McNemar | None = None  # where every score is 0 or 1
+    mcnemar: McNemar | None = None  # if every score is 0 or 1
 
     @property
     def significant(self) -> bool:
-        """McNemar's test is the exact form of the other one."""
+        """Return whether p is below 5 %; McNemar's exact p is used if there is one."""
         return (self.p if self.mcnemar is None else self.mcnemar.p) < ALPHA
 
     def to_json(self) -> dict[str, Any]:
@@ -115,11 +115,11 @@ class ResultRow:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """Every number of an evaluation."""
+    """All numbers of an evaluation."""
 
     protocol: str
     settings: Mapping[str, Any]
-    models: Mapping[str, str]  # names in tables -> as they were given
+    models: Mapping[str, str]  # names in tables -> models as given
     tasks: tuple[TaskScores, ...]
     rows: tuple[ResultRow, ...]
     notices: tuple[str, ...] = ()
@@ -153,10 +153,10 @@ class EvaluationReport:
         }
 
 
-def compare(
+def compare_models(
     tasks: Sequence[TaskScores], models: Sequence[str], *, draws: int, seed: int
 ) -> tuple[ResultRow, ...]:
-    """Rows of the table: each domain's tasks and their average, then the mean of the averages."""
+    """Return the rows of the table: each domain's tasks and their average, then the mean of all."""
     drawn = [_Drawn(task, len(models), draws, seed, place) for place, task in enumerate(tasks)]
     rows: list[ResultRow] = []
     domains = list(dict.fromkeys(task.domain for task in tasks if task.domain))
@@ -180,7 +180,7 @@ def compare(
 
 
 class _Drawn:
-    """A task with its problems drawn again: averages are made of the same draws."""
+    """Resampled means of a task. Averages over tasks use the same draws."""
 
     def __init__(self, task: TaskScores, models: int, draws: int, seed: int, place: int) -> None:
         self.task = task
@@ -233,7 +233,7 @@ def _row(
 
 
 def _mcnemar(drawn: Sequence[_Drawn], first: int, second: int) -> McNemar | None:
-    """Where it applies: one task, each problem right or wrong."""
+    """Return McNemar's test if it applies: one task, each problem right or wrong."""
     if len(drawn) != 1 or not drawn[0].task.single:
         return None
     scores = drawn[0].task.scores

@@ -1,4 +1,4 @@
-"""From a request to a report, and the folder that keeps what it was made of."""
+"""Run an evaluation from a request to its report and results folder."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from dataclasses import replace
 from typing import Any
 
 from moemerge.evaluation.answers import (
-    Answers,
-    AskedModel,
+    AnswersByModel,
+    PromptedModel,
     answer,
-    ask,
-    efforts,
     failures,
+    file_name,
+    prompt_models,
     recall,
+    remaining_work,
 )
 from moemerge.evaluation.bridge import bridged_scores, require_lm_eval
-from moemerge.evaluation.folder import file_name
 from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation_settings, prepare
 from moemerge.evaluation.page import check_cards, page_document, write_cards
-from moemerge.evaluation.report import EvaluationReport, TaskScores, compare
-from moemerge.evaluation.scoring import ScoredTask, judge, opened_verifiers
+from moemerge.evaluation.report import EvaluationReport, TaskScores, compare_models
+from moemerge.evaluation.scoring import ScoredTask, judge_answers, opened_verifiers
 from moemerge.evaluation.settings import EvaluationSettings
-from moemerge.report.files import report_bytes, report_document
-from moemerge.report.page import check_page_path
+from moemerge.report.files import check_page_path, report_bytes, report_document
 from moemerge.report.scores import write_scores_page
-from moemerge.runtime.files import write_whole
+from moemerge.runtime.files import make_folder, write_whole
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.rows import write_rows
 from moemerge.version import __version__
@@ -35,7 +34,7 @@ RESULTS = "results.json"
 
 
 def run_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationReport:
-    """Let models answer, judge, compare. A killed run goes on when it is run again."""
+    """Let models answer, judge the answers, and compare. Run it again to resume a killed run."""
     begun = time.monotonic()
     job = prepare(request)
     if request.output.lm_eval:
@@ -46,7 +45,7 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
         check_cards({name: str(model) for name, model in job.models.items()})
     with opened_verifiers(job, progress) as verifiers:
         answers = recall(job, progress) if request.output.rescore else _answered(job, progress)
-        scored = judge(job, verifiers, answers, progress)
+        scored = judge_answers(job, verifiers, answers, progress)
     report = _report(
         job, answers, scored, bridged_scores(job, progress) if request.output.lm_eval else []
     )
@@ -55,17 +54,17 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
     return report
 
 
-def _answered(job: EvaluationJob, progress: Progress) -> Answers:
-    asked: Sequence[AskedModel] = ask(job)
+def _answered(job: EvaluationJob, progress: Progress) -> AnswersByModel:
+    asked: Sequence[PromptedModel] = prompt_models(job)
     if job.tasks:
-        for effort in efforts(job, asked):
+        for effort in remaining_work(job, asked):
             progress.note(str(effort))
     return {one.name: answer(job, one, progress) for one in asked}
 
 
 def _report(
     job: EvaluationJob,
-    answers: Answers,
+    answers: AnswersByModel,
     scored: Sequence[ScoredTask],
     others: Sequence[TaskScores],
 ) -> EvaluationReport:
@@ -77,7 +76,7 @@ def _report(
         settings=settings.model_dump(mode="json"),
         models={name: given.get(name, name) for name in models},
         tasks=tasks,
-        rows=compare(tasks, models, draws=settings.draws, seed=settings.seed),
+        rows=compare_models(tasks, models, draws=settings.draws, seed=settings.seed),
         notices=(*failures(answers), *_notices(tasks, models)),
     )
 
@@ -108,7 +107,7 @@ def _notices(tasks: Sequence[TaskScores], models: Sequence[str]) -> Iterator[str
             if counts.cut:
                 yield (
                     f"{model}, {task.name}: {counts.cut} of {counted(counts.asked, 'completion')} "
-                    f"cut (most tokens: {task.most_tokens}), judged as they are"
+                    f"cut (most tokens: {task.most_tokens}), judged as generated"
                 )
             for grade in ("undecided", "timeout"):
                 if number := counts.grades.get(grade):
@@ -120,8 +119,7 @@ def _keep(job: EvaluationJob, scored: Sequence[ScoredTask], report: EvaluationRe
     out = job.out
     for task in scored:
         for model in task.answers:
-            folder = out / "answers" / file_name(task.posed.name)
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = make_folder(out, "answers", file_name(task.posed.name))
             write_rows(folder / f"{file_name(model)}.jsonl", _answers(task, model))
     document = report_document(__version__, evaluation=report.to_json())
     write_whole(out / RESULTS, report_bytes(document))

@@ -1,4 +1,4 @@
-"""Answers judged under a protocol."""
+"""Judge answers under a protocol."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moemerge.evaluation.answers import Answers
-from moemerge.evaluation.folder import file_name
+from moemerge.evaluation.answers import AnswersByModel, file_name
 from moemerge.evaluation.job import EvaluationJob, PosedTask
 from moemerge.evaluation.significance import Array
 from moemerge.generation.engine import Completion, Finish
-from moemerge.generation.run import Counts, count
+from moemerge.generation.run import Counts, count_answers
+from moemerge.runtime.files import make_folder
 from moemerge.runtime.progress import Progress
-from moemerge.verification.cache import CachedVerifier
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.judgement import Judgement, Verifier
-from moemerge.verification.verifiers import check_all, check_rows, make_verifier
+from moemerge.verification.verifiers import CachedVerifier, check_all, check_rows, make_verifier
 
 
 @dataclass(frozen=True)
 class JudgedAnswer:
-    """One sample of one problem; `judged` is None where it could not be made."""
+    """One sample of one problem; `judged` is None if the completion failed."""
 
     prompt: str
-    response: str  # with the beginning that it was given
+    response: str  # including the prefill
     completion: Completion
     judged: Judgement | None
 
@@ -37,13 +36,13 @@ class JudgedAnswer:
 
 @dataclass(frozen=True)
 class ScoredTask:
-    """A task with the answers of all models: model -> problem -> sample."""
+    """A task with the judged answers of all models: model -> problem -> sample."""
 
     posed: PosedTask
     answers: Mapping[str, tuple[tuple[JudgedAnswer, ...], ...]]
 
     def scores(self) -> Array:
-        """The share of right samples, (models, problems)."""
+        """Return the share of right samples, (models, problems)."""
         return np.array(
             [
                 [sum(one.right for one in samples) / len(samples) for samples in problems]
@@ -52,14 +51,14 @@ class ScoredTask:
         )
 
     def counts(self, model: str) -> Counts:
-        return count(
+        return count_answers(
             (one.completion, one.judged) for samples in self.answers[model] for one in samples
         )
 
 
 @contextmanager
 def opened_verifiers(job: EvaluationJob, progress: Progress) -> Iterator[dict[str, Verifier]]:
-    """The check of every task, by the task's name; rows that it cannot judge are refused now."""
+    """Open the verifier of every task, and refuse rows that it cannot judge."""
     made: dict[str, Verifier] = {}
     with ExitStack() as stack:
         for posed in job.tasks:
@@ -76,18 +75,20 @@ def opened_verifiers(job: EvaluationJob, progress: Progress) -> Iterator[dict[st
         yield {posed.name: made[posed.verify] for posed in job.tasks}
 
 
-def judge(
-    job: EvaluationJob, verifiers: Mapping[str, Verifier], answers: Answers, progress: Progress
+def judge_answers(
+    job: EvaluationJob,
+    verifiers: Mapping[str, Verifier],
+    answers: AnswersByModel,
+    progress: Progress,
 ) -> list[ScoredTask]:
-    """Judge all answers; texts that were judged before are looked up."""
+    """Judge all answers. Texts that were judged before are looked up."""
     with ExitStack() as stack:
         cached: dict[str, CachedVerifier] = {}
         for posed in job.tasks:
             if posed.verify not in cached:
-                path = job.out / "judgements" / f"{file_name(posed.verify)}.jsonl"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                memory = CachedVerifier(verifiers[posed.name], path)
-                cached[posed.verify] = stack.enter_context(memory)
+                path = make_folder(job.out, "judgements") / f"{file_name(posed.verify)}.jsonl"
+                verifier = CachedVerifier(verifiers[posed.name], path)
+                cached[posed.verify] = stack.enter_context(verifier)
         return [_scored(job, posed, cached[posed.verify], answers, progress) for posed in job.tasks]
 
 
@@ -95,7 +96,7 @@ def _scored(
     job: EvaluationJob,
     posed: PosedTask,
     verifier: Verifier,
-    answers: Answers,
+    answers: AnswersByModel,
     progress: Progress,
 ) -> ScoredTask:
     prefill = posed.task.settings.prefill

@@ -1,8 +1,8 @@
-"""What can be chance: standard errors and paired tests, intervals and p values by drawing again.
+"""Standard errors, paired tests, bootstrap intervals and p values.
 
-Problems are what is drawn: samples of one problem are alike, so a problem is drawn with all of
-them, and for all models at once, which keeps pairs together. An average over tasks draws the
-problems of each task apart.
+Problems are resampled, not samples: samples of one problem are correlated, so a problem is drawn
+with all of its samples and for all models at once. An average over tasks resamples each task
+separately.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-# The continued fraction of the incomplete beta function converges in well under this many terms.
+# The continued fraction of the incomplete beta function converges in far fewer terms.
 _TERMS = 400
 _TINY = 1e-300
 
@@ -31,7 +31,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Second minus first, pair by pair. `p` is two-sided; None where it cannot be told."""
+    """The differences second minus first. `p` is two-sided; None if it is undefined."""
 
     difference: Mean
     p: float | None
@@ -41,7 +41,7 @@ class PairedTest:
 
 @dataclass(frozen=True)
 class McNemar:
-    """Problems that only one of two models solves, and how likely such a split is by chance."""
+    """The number of problems that only one of two models solves, and the p value."""
 
     gained: int  # solved by the second alone
     lost: int  # solved by the first alone
@@ -49,7 +49,7 @@ class McNemar:
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Mean and standard error (of the sample, n - 1)."""
+    """Return the mean and its standard error (with n - 1)."""
     n = len(values)
     middle = math.fsum(values) / n
     if n < 2:
@@ -72,7 +72,7 @@ def paired_t(first: Sequence[float], second: Sequence[float]) -> PairedTest:
 
 
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
-    """McNemar's exact test: of the problems where two models differ, who solves them."""
+    """McNemar's exact test on the problems that only one of two models solves."""
     pairs = list(zip(first, second, strict=True))
     gained = sum(b and not a for a, b in pairs)
     lost = sum(a and not b for a, b in pairs)
@@ -100,7 +100,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
     """The regularised incomplete beta function I_x(a, b), by its continued fraction."""
     if x <= 0 or x >= 1:
         return 0.0 if x <= 0 else 1.0
-    if x > (a + 1) / (a + b + 2):  # the fraction converges fast on the other side only
+    if x > (a + 1) / (a + b + 2):  # the fraction converges fast only on the other side
         return 1 - incomplete_beta(b, a, 1 - x)
     front = math.exp(
         math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
@@ -123,7 +123,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
 
 
 def _away(number: float) -> float:
-    """Not zero: Lentz divides by it."""
+    """Return a value that is not zero: Lentz divides by it."""
     return number if abs(number) > _TINY else _TINY
 
 
@@ -131,16 +131,17 @@ def _away(number: float) -> float:
 
 Array = NDArray[np.float64]
 LEVEL: Final = 0.95
-AT_ONCE: Final = 1 << 22  # drawn problems that are in memory together
+AT_ONCE: Final = 1 << 22  # resampled problems in memory at once
 # Sums of the same numbers in another order differ by rounding, and count as equal.
 _TIE: Final = 1e-12
 
 
 def drawn_means(scores: Array, draws: int, rng: np.random.Generator) -> Array:
-    """Means of `scores` (rows, problems) over problems drawn with replacement: (draws, rows).
+    """Return means of `scores` (rows, problems) over problems drawn with replacement: (draws,
+    rows).
 
-    Their spread is stretched by √(n / (n − 1)): draws of n problems from n spread less than draws
-    of n problems from all there might be.
+    Their spread is scaled by √(n / (n − 1)), because resampling n problems from n underestimates
+    the variance of the mean.
     """
     n = scores.shape[1]
     parts = []
@@ -156,9 +157,9 @@ def drawn_means(scores: Array, draws: int, rng: np.random.Generator) -> Array:
 
 
 def flipped_means(differences: Array, draws: int, rng: np.random.Generator) -> Array:
-    """Means of `differences` (rows, problems) with signs drawn at random: (draws, rows).
+    """Return means of `differences` (rows, problems) with random signs: (draws, rows).
 
-    What they would be if which model is which did not matter.
+    This is their distribution if the two models were exchangeable.
     """
     n = differences.shape[1]
     parts = []
@@ -169,19 +170,19 @@ def flipped_means(differences: Array, draws: int, rng: np.random.Generator) -> A
 
 
 def interval(drawn: Array) -> tuple[float, float]:
-    """The middle `LEVEL` of draws."""
+    """Return the central `LEVEL` of the draws."""
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
 def two_sided(observed: float, flipped: Array) -> float:
-    """The share of draws that are as far from zero as what was observed, which counts as one."""
+    """Return the share of draws as far from zero as the observation, which counts as one draw."""
     as_far = np.count_nonzero(np.abs(flipped) >= abs(observed) - _TIE)
     return (1 + int(as_far)) / (1 + len(flipped))
 
 
 def weighted(parts: Sequence[Array], weights: Sequence[float]) -> Array:
-    """Draws of an average over tasks, from those of each task."""
+    """Return draws of an average over tasks, from those of each task."""
     total = np.zeros_like(parts[0])
     for part, weight in zip(parts, weights, strict=True):
         total += weight * part

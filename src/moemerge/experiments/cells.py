@@ -1,4 +1,4 @@
-"""From wanted cells to work items: models in the order they need each other, measurements."""
+"""Turn requested cells into work items: models in dependency order, then measurements."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ C = TypeVar("C", contravariant=True)
 
 
 class Workbench(Protocol[N, C]):
-    """Where the nodes and cells of one set are worked on; sent to worker processes."""
+    """Makes the nodes and measures the cells of one set; sent to worker processes."""
 
     def is_given(self, node: N) -> bool:
-        """Whether it is there from the start, and never ours to remove."""
+        """Return whether a node is an input, which is never removed."""
         ...
 
     @property
     def measuring(self) -> float:
-        """How urgent a measurement is, on the scale of `urgency`."""
+        """The urgency of a measurement, on the scale of `urgency`."""
         ...
 
     def urgency(self, node: N) -> float:
-        """Of two items that are ready, the more urgent goes first."""
+        """Return the urgency of a node. Of two ready items, the more urgent one runs first."""
         ...
 
     def prepare(self) -> None:
-        """What everything else waits for."""
+        """Do the work that all other items wait for."""
         ...
 
     def make(self, node: N) -> Any: ...
 
     def remove(self, node: N) -> None:
-        """Take what nothing needs any more off the disk."""
+        """Delete a node that no other item needs."""
         ...
 
     def nodes(self, cell: C) -> tuple[Any, ...]:
-        """All that must exist for a measurement."""
+        """Return all nodes that a measurement needs."""
         ...
 
     def measure(self, cell: C) -> dict[str, Any]: ...
@@ -62,7 +62,7 @@ class Workbench(Protocol[N, C]):
 
 @dataclass(frozen=True)
 class SetCells:
-    """The cells that one set still lacks."""
+    """The missing cells of one set."""
 
     key: Repeat
     bench: Workbench[Any, Any]
@@ -80,7 +80,7 @@ class Failure:
 def run_cells(
     batches: Sequence[SetCells], journal: CellJournal, workers: Workers, progress: Progress
 ) -> list[Failure]:
-    """Make and measure every cell, and note it in the journal."""
+    """Make and measure every cell, and store it in the journal."""
     items: list[WorkItem] = []
     for number, batch in enumerate(batches):
         items += work_of(batch, number)
@@ -88,17 +88,21 @@ def run_cells(
     if not measured:
         return []
     failures: list[Failure] = []
-    progress.start("measuring", measured, unit="cells")
-    for outcome in run_work(items, workers):
-        failures += _note(outcome, journal, progress)
-    progress.finish()
+    journal.open()
+    try:
+        progress.start("measuring", measured, unit="cells")
+        for outcome in run_work(items, workers):
+            failures += _note(outcome, journal, progress)
+        progress.finish()
+    finally:
+        journal.close()
     return failures
 
 
 def work_of(batch: SetCells, number: int) -> Iterator[WorkItem]:
-    """What everything waits for first, then nodes in the order they need each other, and cells.
+    """Yield the preparation, then nodes in dependency order, and cells.
 
-    Sets are worked on one after the other, so that what a killed run leaves is of use.
+    Sets run one after the other, so that a killed run leaves complete sets.
     """
     bench, name = batch.bench, batch.key.name
     first = f"{name}: prepare"
@@ -106,13 +110,13 @@ def work_of(batch: SetCells, number: int) -> Iterator[WorkItem]:
     made: dict[Any, WorkItem] = {}
 
     def make(node: Any) -> str:
-        """The item that makes a node, and the items of what it needs."""
+        """Return the key of the item that makes a node, after those it depends on."""
         if bench.is_given(node):
             return first
         if node not in made:
             after = tuple(dict.fromkeys([first, *(make(parent) for parent in node.parents)]))
             words, rank = f"{name}: make {node.name}", (number, -bench.urgency(node))
-            if any(item.key == words for item in made.values()):  # as in another seed
+            if any(item.key == words for item in made.values()):  # the same node in another seed
                 words += f" ({len(made)})"
             made[node] = WorkItem(words, bench.make, (node,), after, _remover(bench, node), rank)
         return made[node].key
@@ -148,7 +152,7 @@ def _note(outcome: Outcome, journal: CellJournal, progress: Progress) -> list[Fa
         return []
     error = outcome.error
     if isinstance(error, str):
-        return []  # told with the item that it waited for
+        return []  # reported with the item that it waited for
     why = str(error) if isinstance(error, MoeMergeError) else f"{type(error).__name__}: {error}"
     progress.note(f"failed: {item.key}: {why}")
     return [Failure(item.key, why)]

@@ -1,7 +1,7 @@
-"""What a study will take, before any of it is done: bytes, tokens, and what is not there yet.
+"""Estimate what a study needs before it runs: disk space, tokens, and missing inputs.
 
-Nothing is asked of the network. Bytes of a model that was never fetched are what the study's file
-says they are (`size`); tokens are bounds, or guesses from the length of a file.
+It uses no network. The size of a model that was never downloaded is taken from the study file
+(`size`). Token counts are upper bounds, or estimates from file sizes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from moemerge.checkpoint.locate import hub_ids, is_here, is_local
 from moemerge.checkpoint.tensors import format_size, parse_size
 from moemerge.data.settings import DataRecipe
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
-from moemerge.evaluation.catalogue import BenchmarkTask
-from moemerge.evaluation.job import generation_settings
+from moemerge.evaluation.job import BenchmarkTask, generation_settings
 from moemerge.experiments.plan import StudyPlan
 from moemerge.experiments.settings import BY_VERB
 from moemerge.experiments.tree import StudyCell, StudyNode
 from moemerge.runtime.devices import free_disk
 from moemerge.runtime.progress import counted
 
-BYTES_PER_TOKEN = 4  # of English text, about
+BYTES_PER_TOKEN = 4  # bytes per token of English text, roughly
 KINDS = {
     "given": "a model that is given",
     "tune": "tuned",
@@ -38,51 +37,51 @@ KINDS = {
 
 @dataclass(frozen=True)
 class NodeCost:
-    """What a model or text takes to make."""
+    """The cost of making a model or text."""
 
     name: str
     kind: str
     made_of: tuple[str, ...]
-    bytes: int | None  # on disk; None where nobody knows
-    tokens: int | None  # read or written to make it: a bound, or a guess
-    there: bool  # made already
+    bytes: int | None  # on disk; None if unknown
+    tokens: int | None  # read or written to make it: a bound or an estimate
+    there: bool  # exists already
 
 
 @dataclass(frozen=True)
 class CellCost:
-    """What a measurement takes."""
+    """The cost of a measurement."""
 
     name: str
     models: tuple[str, ...]
     completions: int | None
-    tokens: int | None  # at most so many to generate
+    tokens: int | None  # at most generated
     measured: bool
 
 
 @dataclass(frozen=True)
-class Missing:
-    """Something that must come from elsewhere."""
+class MissingInput:
+    """An input that is not on this machine."""
 
     what: str
-    where: str  # "to fetch" from the hub, or "missing" here
+    where: str  # "to fetch" from the hub, or "missing"
     needed_for: str
 
 
 @dataclass(frozen=True)
 class StudyEstimate:
-    """A study as it would run now."""
+    """The cost of a study from its current state."""
 
     title: str
     nodes: tuple[NodeCost, ...]
     cells: tuple[CellCost, ...]
-    missing: tuple[Missing, ...]
-    peak_bytes: int | None  # of models on disk at one time
+    missing: tuple[MissingInput, ...]
+    peak_bytes: int | None  # models on disk at the same time
     free_bytes: int
     notices: tuple[str, ...] = field(default=())
 
     @property
     def tokens(self) -> int | None:
-        """Of all completions that are still to be made."""
+        """The number of tokens in all missing completions."""
         left = [cell.tokens for cell in self.cells if not cell.measured]
         return None if None in left else sum(t for t in left if t is not None)
 
@@ -101,7 +100,7 @@ class StudyEstimate:
         )
 
     def refuse(self) -> None:
-        """Raise where work cannot begin: files that are not there, or too small a disk."""
+        """Raise if work cannot start: missing files, or too little disk space."""
         gone = [one for one in self.missing if one.where == "missing"]
         if gone:
             named = ", ".join(f"{one.what} ({one.needed_for})" for one in gone)
@@ -126,7 +125,7 @@ def shown_bytes(count: int | None) -> str:
 def estimate(
     plan: StudyPlan, left: Sequence[StudyCell], folder: Path, *, jobs: int, keep: bool
 ) -> StudyEstimate:
-    """Of the cells that are `left`; models are made in `folder`, and stay where `keep` says so."""
+    """Estimate the cells that are `left`. Models are made in `folder`; `keep` keeps them."""
     sizes = _Sizes(plan)
     nodes = plan.nodes(list(plan.cells.values()))
     needed = dict.fromkeys(plan.nodes(left))
@@ -165,13 +164,13 @@ def _is_there(node: StudyNode, folder: Path) -> bool:
 
 
 def largest_model(plan: StudyPlan) -> int:
-    """Bytes of it on disk; 0 where nobody knows."""
+    """Return the bytes of the largest model on disk; 0 if unknown."""
     sizes = _Sizes(plan)
     return max((sizes.of(node) or 0 for node in plan.nodes(list(plan.cells.values()))), default=0)
 
 
 class _Sizes:
-    """Bytes of models: a made one is as large as what it is made of."""
+    """Sizes of models: a made one is as large as its inputs."""
 
     def __init__(self, plan: StudyPlan) -> None:
         size = plan.config.size
@@ -194,12 +193,12 @@ class _Sizes:
                 with Checkpoint.open(model) as checkpoint:
                     return sum(info.nbytes for info in checkpoint.tensors.values())
             except MoeMergeError:
-                return self._default  # what is wrong with it is said when it is used
+                return self._default  # errors are reported when it is used
         return self._default
 
 
 def _tokens(node: StudyNode) -> int | None:
-    """That are read or written to make it, about."""
+    """Return the approximate number of tokens that are read or written to make a node."""
     if node.kind == "text":
         return _written(DataRecipe.model_validate(node.values["recipe"]))
     texts = [parent for parent in node.parents if not parent.is_model]
@@ -216,7 +215,7 @@ def _tokens(node: StudyNode) -> int | None:
 
 
 def _length(text: StudyNode) -> int | None:
-    """Tokens of text: guessed from its files, or what its recipe may write at most."""
+    """Return the tokens of a text: estimated from its files, or its recipe's upper bound."""
     if text.kind == "text" and not os.path.exists(text.values["file"]):
         return _written(DataRecipe.model_validate(text.values["recipe"]))
     files = [text.values["file"]] if text.kind == "text" else text.values["files"]
@@ -226,7 +225,7 @@ def _length(text: StudyNode) -> int | None:
 
 
 def _written(recipe: DataRecipe) -> int | None:
-    """The most that a recipe lets its model write."""
+    """Return the most tokens that a recipe lets its model write."""
     if recipe.text or recipe.keep in ("prompt", "reference") or recipe.limit is None:
         return None
     return recipe.limit * recipe.samples * recipe.max_new_tokens
@@ -262,14 +261,14 @@ def _problems(plan: StudyPlan, task: BenchmarkTask) -> int | None:
     return expected if limit is None else min(limit, expected)
 
 
-def _missing(plan: StudyPlan, nodes: Sequence[StudyNode]) -> Iterator[Missing]:
+def _missing(plan: StudyPlan, nodes: Sequence[StudyNode]) -> Iterator[MissingInput]:
     said: set[str] = set()
     for node in nodes:
         if node.kind == "given":
             model = node.values["model"]
             if model not in said and not is_here(model):
                 said.add(model)
-                yield Missing(model, _where(model, data=False), node.name)
+                yield MissingInput(model, _where(model, data=False), node.name)
         elif node.kind == "files":
             yield from _missing_files(node.values["files"], node.name, said)
         elif node.kind == "text" and not os.path.exists(node.values["file"]):
@@ -282,11 +281,11 @@ def _missing(plan: StudyPlan, nodes: Sequence[StudyNode]) -> Iterator[Missing]:
         yield from _missing_files(files, f"task {task.name}", said)
 
 
-def _missing_files(files: Sequence[str], why: str, said: set[str]) -> Iterator[Missing]:
+def _missing_files(files: Sequence[str], why: str, said: set[str]) -> Iterator[MissingInput]:
     for file in files:
         if file not in said and not is_here(file, data=True):
             said.add(file)
-            yield Missing(file, _where(file, data=True), why)
+            yield MissingInput(file, _where(file, data=True), why)
 
 
 def _where(source: str, *, data: bool) -> str:
@@ -297,7 +296,7 @@ def _where(source: str, *, data: bool) -> str:
 def _peak(
     left: Sequence[StudyCell], sizes: _Sizes, folder: Path, *, jobs: int, keep: bool
 ) -> int | None:
-    """The most that lies on disk at a time, cells being measured in their order, some at once."""
+    """Return the most bytes on disk at a time, if cells are measured in order, some in parallel."""
     users: dict[StudyNode, set[int]] = {}
     for number, cell in enumerate(left):
         for node in _made(cell):
@@ -336,6 +335,6 @@ def _made(cell: StudyCell) -> list[StudyNode]:
 
 def _notices(plan: StudyPlan, peak: int | None) -> Iterator[str]:
     if peak is None:
-        yield "the size of some models is not known here: `size:` in the study says it"
+        yield "the size of some models is unknown: state it with `size:` in the study"
     if any(_problems(plan, task) is None for task in plan.tasks):
-        yield "of some tasks the number of problems is not known before they are fetched"
+        yield "the number of problems of some tasks is unknown before they are downloaded"

@@ -1,4 +1,4 @@
-"""From a study file to its tree: nodes, cells and tables, all checked, nothing made."""
+"""Plan a study from its file: nodes, cells and tables, all checked, nothing made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moemerge.config.parameters import BasePolicy
 from moemerge.config.repairs import RepairBlock
 from moemerge.config.schema import REPAIRS
 from moemerge.data.settings import DataRecipe, files_of
-from moemerge.evaluation.catalogue import BenchmarkTask, find_task
+from moemerge.evaluation.job import BenchmarkTask, find_task
 from moemerge.experiments.settings import (
     AVERAGE,
     BASE,
@@ -41,14 +41,14 @@ from moemerge.experiments.tree import (
 )
 from moemerge.registry import did_you_mean
 
-ALL = "table"  # the table of a study that names none
-# Settings that say where work is done, and how fast: no number depends on them.
+ALL = "table"  # the table of a study without tables
+# Settings of where and how fast work is done. No result depends on them.
 IDLE = ("device", "offload", "workers", "batch_size", "url", "served_model", "measure", "draws")
 
 
 @dataclass(frozen=True)
 class StudyTable:
-    """A table's rows and how it is shown."""
+    """A table's rows and its form."""
 
     form: TableForm
     rows: tuple[Row[StudyCell], ...]
@@ -56,12 +56,12 @@ class StudyTable:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """Everything that a study makes and measures."""
+    """All nodes, cells and tables of a study."""
 
     loaded: LoadedStudy
     tasks: tuple[BenchmarkTask, ...]
-    tables: tuple[StudyTable, ...]  # of the first seed
-    seeds: tuple[StudyPlan, ...] = ()  # the plan of each, where a study is repeated
+    tables: tuple[StudyTable, ...]  # nodes of the first seed
+    seeds: tuple[StudyPlan, ...] = ()  # the plan of each seed, if the study is repeated
 
     @property
     def config(self) -> StudyConfig:
@@ -69,7 +69,7 @@ class StudyPlan:
 
     @property
     def cells(self) -> dict[str, StudyCell]:
-        """By name, in the order of seeds and tables."""
+        """All cells by name, in the order of seeds and tables."""
         own = {row.cell.name: row.cell for table in self.tables for row in table.rows}
         if not self.seeds:
             return own
@@ -80,7 +80,7 @@ class StudyPlan:
         return cells
 
     def nodes(self, cells: Sequence[StudyCell]) -> list[StudyNode]:
-        """All that these cells need, parents first."""
+        """All nodes that these cells need, parents first."""
         nodes: dict[StudyNode, None] = {}
 
         def visit(node: StudyNode) -> None:
@@ -95,7 +95,7 @@ class StudyPlan:
 
 
 def plan_study(loaded: LoadedStudy) -> StudyPlan:
-    """Lay a study out; all that is wrong with its merges and tasks is said now."""
+    """Plan a study, and refuse whatever is wrong with its merges and tasks."""
     plan = _Planner(loaded).plan()
     if not loaded.config.seeds:
         return plan
@@ -106,10 +106,10 @@ def plan_study(loaded: LoadedStudy) -> StudyPlan:
 
 
 def _seed_faults(plan: StudyPlan) -> Iterator[Fault]:
-    """What all seeds must share, and what they must not."""
+    """Yield inputs that seeds must share and do not, or must not share and do."""
     for other in plan.seeds:
         if other.config.evaluate != plan.config.evaluate:
-            yield Fault(("evaluate",), "all seeds are asked the same: no {seed} here")
+            yield Fault(("evaluate",), "all seeds share their tasks: no {seed} here")
             break
     files: dict[str, StudyNode] = {}
     for node in plan.nodes(list(plan.cells.values())):
@@ -127,7 +127,7 @@ class _Planner:
         self.domains = tuple(dict.fromkeys(task.settings.domain for task in self.tasks))
         self.models: dict[str, StudyNode] = {}
         self.recipes = dict(recipes(self.config))
-        self.written: dict[str, StudyNode] = {}  # by the file that a recipe makes
+        self.written: dict[str, StudyNode] = {}  # by the file that a recipe writes
         if self.config.base is not None:
             self.models[BASE] = self.base(self.config.base)
         for name, source in self.config.sources.items():
@@ -151,7 +151,7 @@ class _Planner:
     # --- sources and texts ---
 
     def base(self, ref: ModelRef) -> StudyNode:
-        """As it is given, or with the chat template that its tunings learn."""
+        """The base as given, or with the chat template that its fine-tunes learn."""
         given = given_model(BASE, ref)
         if self.config.chat_template is None:
             return given
@@ -164,14 +164,14 @@ class _Planner:
         if isinstance(source, ModelRef):
             return given_model(name, source)
         start = self.models[BASE] if source.model is None else given_model(BASE, source.model)
-        assert source.tune.data is not None  # which was checked
+        assert source.tune.data is not None  # checked before
         rows = self.text(name, source.tune.data, start)
         return StudyNode.of("tune", name, _tuning(source.tune, None), (start, rows))
 
     def text(
         self, name: str, text: tuple[str, ...] | DataRecipe, by: StudyNode | None = None
     ) -> StudyNode:
-        """Text of one source: files, or how they are made (by that source, or another model)."""
+        """The text of one source: files, or the recipe that makes them."""
         if not isinstance(text, DataRecipe) and len(text) == 1 and text[0] in self.recipes:
             name, text = self.recipes[text[0]]
         if not isinstance(text, DataRecipe):
@@ -185,7 +185,7 @@ class _Planner:
         if first.spec != node.spec or (first != node and not text.text):
             words = f"text of {name!r} is made in another way than other text of the same file"
             self.loaded.refuse([Fault((), f"{words}, {text.file}")])
-        return first  # plain text is the same whoever reads it
+        return first  # plain text does not depend on the model
 
     def texts(self, data: Mapping[str, Any], names: Sequence[str]) -> dict[str, StudyNode]:
         return {name: self.text(name, data[name]) for name in names if name in data}
@@ -193,7 +193,7 @@ class _Planner:
     # --- merges ---
 
     def merge(self, name: str) -> StudyNode:
-        """A merge, checked as a config of its own; its models are names of sources."""
+        """A merge, checked like a config file; its models are names of sources."""
         raw = self.config.merges[name]
         self.loaded.refuse(self.merge_faults(name, raw))
         data = self.filled(raw)
@@ -222,7 +222,7 @@ class _Planner:
                 yield Fault(("merges", name), text)
 
     def filled(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """With what every merge of a study has: its models, their names, base and text."""
+        """Fill in what all merges of a study share: models, names, base and text."""
         data = dict(raw)
         if not any(key in data for key in ("models", "slices", "modules")):
             data["models"] = [{"model": name} for name in self.config.sources]
@@ -230,7 +230,7 @@ class _Planner:
             data["models"] = [_with_name(entry) for entry in data["models"]]
         schema = self.schemas.get(str(data.get("merge_method")))
         if schema is None:
-            return data  # which is then refused
+            return data  # refused later
         if schema.base is BasePolicy.REQUIRED and self.config.base is not None:
             data.setdefault("base_model", BASE)
         if schema.statistics and self.config.data and not {"data", "statistics"} & data.keys():
@@ -239,7 +239,7 @@ class _Planner:
         return data
 
     def sources_of(self, merge: str) -> tuple[str, ...]:
-        """The sources that a merge merges."""
+        """Return the sources of a merge."""
         return tuple(name for name in _used(self.merges[merge].values) if name != BASE)
 
     # --- repairs ---
@@ -269,7 +269,7 @@ class _Planner:
         return StudyNode.of(entry.kind, name, spec, (start, *models, *texts.values()))
 
     def tuned(self, merge: str, name: str, entry: RepairEntry, start: StudyNode) -> StudyNode:
-        """Tuned after the merge: on rows of its own, or on the text of all that was merged."""
+        """Fine-tuning after the merge, on its own rows or on the text of all merged sources."""
         assert entry.tune is not None
         if entry.tune.data is not None:
             rows = [self.text(name, entry.tune.data, start)]
@@ -281,7 +281,7 @@ class _Planner:
     def repair_sources(
         self, merge: str, entry: RepairEntry, block: RepairBlock
     ) -> dict[str, StudyNode]:
-        """Those named, or the merged ones; the base where it has text."""
+        """Return the named sources, or the merged ones; and the base if it has text."""
         if isinstance(block.sources, dict):
             return {name: given_model(name, ref) for name, ref in block.sources.items()}
         if isinstance(block.sources, tuple):
@@ -297,7 +297,7 @@ class _Planner:
         return self.config.texts[entry.text] if entry.text else self.config.data or {}
 
     def donor(self, merge: str, which: str) -> StudyNode:
-        """Whose routers a repair takes: a source's, or plain averages of what was merged."""
+        """Return whose routers a repair takes: a source's, or the average of the merged ones."""
         if which != AVERAGE:
             return self.models[which]
         names = self.sources_of(merge)
@@ -320,7 +320,7 @@ class _Planner:
             for label in labels:
                 repair = self.config.repairs[label]
                 if repair.routers == AVERAGE and _averages(merged.values):
-                    continue  # its routers are averages already
+                    continue  # its routers are averaged already
                 node = self.repaired(merge, label)
                 cell = self.cell(node.name, self.everywhere(node), merge)
                 rows.append(Row(merge, label, cell, repair.x))
@@ -367,7 +367,7 @@ class _Planner:
         return StudyCell(name, runs, made_of, beside)
 
     def routing_nodes(self, merge: str) -> tuple[StudyNode, ...]:
-        """Sources and their text, in turn, on which a model's routing is compared."""
+        """Return sources and their texts, in turn, on which routing is compared."""
         block = self.config.diagnose
         if block is None:
             return ()
@@ -384,7 +384,7 @@ class _Planner:
 
 
 def _tuning(block: TuneBlock, share: float | None) -> dict[str, Any]:
-    """A preset fills in what was not given, so nothing else is said."""
+    """Return the settings as given; a preset fills in the others."""
     values, settings = plain_settings(block.settings), block.settings
     given = {name: values[name] for name in sorted(settings.model_fields_set) if name in values}
     return {"settings": given, "share": share}
@@ -396,14 +396,14 @@ def _settings(settings: Any) -> dict[str, Any]:
 
 
 def _with_name(entry: Any) -> Any:
-    """A source is called in a merge what it is called in the study."""
+    """Name a merge's model as in the study."""
     if isinstance(entry, Mapping) and isinstance(entry.get("model"), str):
         return {"name": entry["model"], **entry}
     return entry
 
 
 def _used(data: Mapping[str, Any]) -> list[str]:
-    """Names of all models that a merge speaks of, as far as they can be read; faults come later."""
+    """Return the names of all models in a merge, as far as they can be read; faults come later."""
     names: dict[str, None] = {}
     base = data.get("base_model")
     entries = list(data.get("models") or ()) if isinstance(data.get("models"), list) else []
@@ -418,7 +418,7 @@ def _used(data: Mapping[str, Any]) -> list[str]:
 
 
 def _averages(config: Mapping[str, Any]) -> bool:
-    """Whether a merge is a plain average, whose routers are averages as they are."""
+    """Return whether a merge is a plain average, whose routers are averages too."""
     if config.get("merge_method") != "linear" or "router" in config or "slices" in config:
         return False
     shared = config.get("parameters", {}).get("weight")

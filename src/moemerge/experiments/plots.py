@@ -1,8 +1,9 @@
-"""The experiments' figures. matplotlib is asked for only here, and only when one is drawn."""
+"""Draw the figures of a study. matplotlib is imported only when a figure is drawn."""
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,8 +23,9 @@ from moemerge.experiments.tables import (
     SOURCE,
     TUNED,
 )
+from moemerge.runtime.files import write_whole
 
-# Told apart in print and by colour-blind eyes (Okabe and Ito's palette).
+# Distinguishable in print and to colour-blind readers (Okabe and Ito's palette).
 COLOURS = {
     AS_MERGED: "#999999",
     AVERAGED: "#e69f00",
@@ -39,7 +41,7 @@ DPI = 150
 
 
 def require_matplotlib() -> None:
-    """Refuse before any work, rather than after all of it."""
+    """Refuse before any work if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "figures need matplotlib, which is not installed",
@@ -47,27 +49,35 @@ def require_matplotlib() -> None:
         )
 
 
-def draw(summary: Summary, path: Path) -> list[Path]:
+def draw_figure(summary: Summary, path: Path) -> list[Path]:
     """Write `path`.png and `path`.svg."""
     import matplotlib
 
     matplotlib.use("Agg")  # files only: no window, no display needed
     from matplotlib import pyplot
 
-    # Without a date and with fixed ids, the same numbers give the same file.
+    # Without a date and with fixed ids, the same numbers produce the same file.
     with pyplot.rc_context({"svg.hashsalt": "moemerge", "font.size": 9, "svg.fonttype": "none"}):
         figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
         KINDS[summary.form.figure](summary, axes)
         axes.spines[["top", "right"]].set_visible(False)
-        files = [path.with_suffix(".png"), path.with_suffix(".svg")]
-        figure.savefig(files[0], dpi=DPI)
-        figure.savefig(files[1], metadata={"Date": None})
+        files = [
+            _save(figure, path.with_suffix(".png"), dpi=DPI),
+            _save(figure, path.with_suffix(".svg"), metadata={"Date": None}),
+        ]
         pyplot.close(figure)
     return files
 
 
+def _save(figure: Any, path: Path, **options: Any) -> Path:
+    data = io.BytesIO()
+    figure.savefig(data, format=path.suffix.removeprefix("."), **options)
+    write_whole(path, data.getvalue())
+    return path
+
+
 def _groups(summary: Summary, axes: Any) -> None:
-    """Bars of the variants, method by method; lines for what bounds them."""
+    """Draw bars of the variants, method by method, and lines for the bounds."""
     groups = {name: rows for name, rows in summary.groups.items() if name != REFERENCE}
     colours = _colours(summary)
     labels = [label for label in colours if any(summary.row(g, label) for g in groups)]
@@ -86,16 +96,17 @@ def _groups(summary: Summary, axes: Any) -> None:
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_ylabel("accuracy, %")
     highest = max(100 * row.overall.value for row in summary.rows)
-    axes.set_ylim(0, max(1.0, 1.3 * highest))  # room for the legend
+    axes.set_ylim(0, max(1.0, 1.3 * highest))  # space for the legend
     axes.legend(frameon=False, ncols=3, fontsize=7, loc="upper left")
 
 
 def _colours(summary: Summary) -> dict[str, str]:
-    """The variants that are drawn: those that are known, or in a study all of them."""
+    """Return the colours of the variants: the known ones, or in a study all."""
     if summary.form.paired_by == "seeds":
         return COLOURS
     groups = [rows for name, rows in summary.groups.items() if name != REFERENCE]
-    # In the order of the fullest group: a plain average, say, has no control of its own.
+    # In the order of the largest group: a plain average, for instance, has no averaged-router
+    # control.
     groups.sort(key=len, reverse=True)
     labels = dict.fromkeys(row.label for rows in groups for row in rows)
     free = itertools.cycle(c for c in OTHERS if c not in {COLOURS.get(label) for label in labels})
@@ -103,7 +114,7 @@ def _colours(summary: Summary) -> dict[str, str]:
 
 
 def _plain_bars(summary: Summary, axes: Any) -> None:
-    """One bar a row."""
+    """Draw one bar per row."""
     rows = summary.rows
     starts = {group: rows.index(own[0]) for group, own in summary.groups.items()}
     colours = [COLOURS.get(row.label, OTHERS[0]) for row in rows]
@@ -117,7 +128,7 @@ def _plain_bars(summary: Summary, axes: Any) -> None:
 
 
 def _swap(summary: Summary, axes: Any) -> None:
-    """Figure 1 of the paper: each domain's accuracy, routers swapped."""
+    """Draw Figure 1 of the paper: each domain's accuracy with swapped routers."""
     domains = summary.form.domains
     width = 0.8 / len(summary.rows)
     for number, row in enumerate(summary.rows):
@@ -130,7 +141,7 @@ def _swap(summary: Summary, axes: Any) -> None:
 
 
 def _lines(summary: Summary, axes: Any) -> None:
-    """Accuracy along a sweep; the plain merge as a dashed line."""
+    """Draw accuracy along a sweep; the plain merge is a dashed line."""
     for number, (group, rows) in enumerate(summary.groups.items()):
         colour = OTHERS[number]
         series = _series(group, [row for row in rows if row.x is not None])
@@ -151,7 +162,7 @@ def _lines(summary: Summary, axes: Any) -> None:
 
 
 def _series(group: str, rows: Sequence[RowSummary]) -> dict[str, list[RowSummary]]:
-    """Rows of one curve: all of a group, or those whose labels begin with the same letter."""
+    """Return the rows of each curve: a whole group, or labels with the same first letter."""
     curves: dict[str, list[RowSummary]] = {}
     for row in rows:
         letter = row.label[0] if row.label[0] in "αγ" else ""
@@ -160,7 +171,7 @@ def _series(group: str, rows: Sequence[RowSummary]) -> dict[str, list[RowSummary
 
 
 def _layers(summary: Summary, axes: Any) -> None:
-    """KL of each layer, mean over domains."""
+    """Draw the KL of each layer, averaged over domains."""
     for row in summary.rows:
         # A domain without a source has no routing to compare with.
         layers = list(zip(*filter(None, row.kl_layers.values()), strict=True))
@@ -189,7 +200,7 @@ def _bars(
 
 
 def _errors(values: Sequence[Mean]) -> list[float] | None:
-    """Standard errors in percent; a single seed has none to draw."""
+    """Return standard errors in percent; a single seed has none."""
     if any(value.error is None for value in values):
         return None
     return [100 * (value.error or 0.0) for value in values]

@@ -1,4 +1,4 @@
-"""Comparisons over the problems of a study's tasks, by drawing them again."""
+"""Compare models over the problems of a study's tasks, by resampling problems."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Any
 
 import numpy as np
 
-from moemerge.evaluation.report import PairedDifference, TaskScores, compare
+from moemerge.evaluation.report import PairedDifference, TaskScores, compare_models
 from moemerge.evaluation.settings import EvaluationSettings
 from moemerge.evaluation.significance import Mean, mean
 from moemerge.experiments.tables import TableForm
 
 DRAWS: int = EvaluationSettings.model_fields["draws"].default
 SEED = 0
-Entry = Mapping[str, Any]
+CellEntry = Mapping[str, Any]
 
 
 def pack(solved: Sequence[bool]) -> str:
-    """One bit for each problem, as hexadecimal digits."""
+    """Pack one bit per problem into hexadecimal digits."""
     bits = "".join("1" if value else "0" for value in solved)
-    return f"{int('1' + bits, 2):x}"  # the leading one keeps leading zeros
+    return f"{int('1' + bits, 2):x}"  # the leading 1 preserves leading zeros
 
 
 def unpack(text: str) -> list[bool]:
-    """What `pack` was given."""
+    """Undo `pack`."""
     return [bit == "1" for bit in f"{int(text, 16):b}"[1:]]
 
 
 def packed(scores: Sequence[float]) -> dict[str, Any]:
-    """Scores of one task as a journal keeps them."""
+    """Return the scores of one task in the journal's format."""
     if all(score in (0.0, 1.0) for score in scores):
         return {"solved": pack([score == 1.0 for score in scores])}
     return {"scores": list(scores)}
 
 
-def scores_of(task: Entry) -> list[float]:
-    """What `packed` was given."""
+def scores_of(task: CellEntry) -> list[float]:
+    """Undo `packed`."""
     if "solved" in task:
         return [float(bit) for bit in unpack(task["solved"])]
     return [float(score) for score in task["scores"]]
 
 
-def overall(form: TableForm, entry: Entry) -> Mean:
-    """The mean of the domains' averages; its standard error is over problems."""
+def overall(form: TableForm, entry: CellEntry) -> Mean:
+    """Return the mean of the domains' averages, with its standard error over problems."""
     means, weights = [], []
     domains = [domain for domain in form.domains if domain in entry["domains"]]
     for domain in domains:
@@ -57,8 +57,8 @@ def overall(form: TableForm, entry: Entry) -> Mean:
     return Mean(value, math.sqrt(math.fsum(squares)) if None not in errors else None, 1)
 
 
-def pooled(form: TableForm, entries: Sequence[Entry]) -> Entry:
-    """One entry of several seeds': the score of a problem is its mean over them."""
+def pooled(form: TableForm, entries: Sequence[CellEntry]) -> CellEntry:
+    """Combine the entries of several seeds: a problem's score is its mean over seeds."""
     if len(entries) == 1:
         return entries[0]
     domains: dict[str, Any] = {}
@@ -71,8 +71,8 @@ def pooled(form: TableForm, entries: Sequence[Entry]) -> Entry:
     return {"domains": domains}
 
 
-def paired(form: TableForm, first: Entry, second: Entry) -> PairedDifference | None:
-    """Second minus first over the domains that both were asked; None where there is none."""
+def paired(form: TableForm, first: CellEntry, second: CellEntry) -> PairedDifference | None:
+    """Compare second with first over the domains that both have; None if there is none."""
     shared = [d for d in form.domains if d in first["domains"] and d in second["domains"]]
     tasks = []
     for domain in shared:
@@ -83,7 +83,7 @@ def paired(form: TableForm, first: Entry, second: Entry) -> PairedDifference | N
             tasks.append(TaskScores(name, title, domain, places, np.array(rows), single))
     if not tasks:
         return None
-    rows_of = compare(tasks, ["first", "second"], draws=DRAWS, seed=SEED)
+    rows_of = compare_models(tasks, ["first", "second"], draws=DRAWS, seed=SEED)
     kinds = {row.kind: row for row in rows_of}
     whole = kinds.get("overall") or kinds.get("domain") or kinds["task"]
     return whole.pairs[0]

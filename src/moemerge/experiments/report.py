@@ -1,4 +1,4 @@
-"""What a run leaves behind: a JSON and a Markdown file a table, figures, and one page of all."""
+"""Write the results of a study: JSON and Markdown per table, figures, and one page of all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from moemerge.evaluation.report import PairedDifference
 from moemerge.evaluation.significance import Mean, PairedTest
-from moemerge.experiments.plots import draw
+from moemerge.experiments.plots import draw_figure
 from moemerge.experiments.summary import Comparison, RowSummary, Summary
 from moemerge.experiments.tables import AS_MERGED, AVERAGED, EXACT, HARC, SOURCE
 from moemerge.experiments.text_tables import TextTable
@@ -20,11 +20,11 @@ from moemerge.runtime.files import write_whole
 from moemerge.version import __version__
 
 SIGNIFICANT = 0.05
-LEAST_P = 1e-20  # below this nobody cares
+LEAST_P = 1e-20  # p values are shown down to this
 
 
 def main_table(summary: Summary) -> TextTable:
-    """Every row: accuracy, how it differs from the first of its group, and the routing."""
+    """Return every row: accuracy, difference from the first row of its group, and routing."""
     if summary.form.paired_by == "problems":
         return _task_table(summary)
     domains = summary.form.domains
@@ -64,7 +64,7 @@ def _cells(row: RowSummary, domains: Sequence[str], untouched: Sequence[str]) ->
 
 
 def _task_table(summary: Summary) -> TextTable:
-    """The same where domains have tasks, and differences are over problems."""
+    """Return the main table of a study with tasks; differences are over problems."""
     form = summary.form
     routing = any(row.mismatch is not None for row in summary.rows)
     headings = ["merge", "variant"]
@@ -110,7 +110,7 @@ def _difference_cells(pair: PairedDifference | None) -> list[str]:
 
 
 def _points(share: float) -> str:
-    """A difference in points; nothing is not less than nothing."""
+    """Format a difference in points, without a negative zero."""
     return f"{round(100 * share, 1) + 0.0:+.1f}"
 
 
@@ -131,7 +131,7 @@ def _seed_cells(c: Comparison) -> list[str]:
 
 
 def comparison_table(summary: Summary) -> TextTable | None:
-    """The paired comparisons that an experiment asks for."""
+    """Return the paired comparisons of an experiment, if it has any."""
     if not summary.comparisons:
         return None
     if summary.form.paired_by == "problems":
@@ -165,7 +165,7 @@ def _compared(c: Comparison) -> tuple[str, ...]:
 
 
 def verdicts(summary: Summary) -> list[str]:
-    """How often each claim holds, over the methods of a main table. Empty for other tables."""
+    """Count for how many methods of a main table each claim holds. Empty for other tables."""
     if (AS_MERGED, HARC) not in summary.form.compare:
         return []
     sentences = []
@@ -197,7 +197,7 @@ def _raises(comparisons: Sequence[Comparison]) -> str:
     down = [c for c in comparisons if _value(c.accuracy) < 0]
     gain = 100 * sum(_value(c.accuracy) for c in comparisons) / max(1, len(comparisons))
     sure_up = sure_down = ""
-    if any(c.accuracy.p is not None for c in comparisons):  # one seed has no test over seeds
+    if any(c.accuracy.p is not None for c in comparisons):  # one seed allows no test over seeds
         sure_up = f" ({sum(_sure(c.accuracy) for c in up)} with p < {SIGNIFICANT:g} over seeds)"
         sure_down = f" ({sum(_sure(c.accuracy) for c in down)})"
     return (
@@ -222,14 +222,14 @@ def percent(share: float) -> str:
 
 
 def with_error(value: Mean) -> str:
-    """`41.8 ± 0.5`, in percent."""
+    """Format a share with its error in percent: `41.8 ± 0.5`."""
     if value.error is None:
         return percent(value.value)
     return f"{percent(value.value)} ± {percent(value.error)}"
 
 
 def difference(test: PairedTest) -> str:
-    """`+1.2 ± 0.3`, in points."""
+    """Format a difference with its error in points: `+1.2 ± 0.3`."""
     value = test.difference
     shown = f"{100 * value.value:+.1f}"
     return shown if value.error is None else f"{shown} ± {percent(value.error)}"
@@ -262,8 +262,8 @@ BY_PROBLEMS = (
     "tokens. KL: between the routing distributions, source to model."
 )
 BY_SEEDS = (
-    " Everything is repeated over seeds: a problem's score is its mean over them, and what stands "
-    "behind ± is over seeds. p, seeds: paired t-test over seeds of the overall scores."
+    " Everything is repeated over seeds: a problem's score is its mean over them, and the error "
+    "after ± is over seeds. p, seeds: paired t-test over seeds of the overall scores."
 )
 
 
@@ -275,13 +275,13 @@ def write_report(
     title: str = "Results",
     about: str = "",
 ) -> list[Path]:
-    """Write everything; the files, the page first."""
+    """Write all files and return their paths, the page first."""
     written: list[Path] = []
     drawn: dict[str, Path] = {}
     for summary in summaries:
         written.append(_write(folder / f"{summary.name}.json", _json(summary)))
         if figures and summary.rows and summary.form.figure != "none":
-            files = draw(summary, folder / summary.name)
+            files = draw_figure(summary, folder / summary.name)
             drawn[summary.name] = files[0]
             written += files
         written.append(_write(folder / f"{summary.name}.md", markdown(summary)))
@@ -298,7 +298,7 @@ def write_report(
 
 
 def markdown(summary: Summary, figure: Path | None = None) -> str:
-    """A table with its heading, what it says, and its comparisons."""
+    """Return a table with its heading, verdicts and comparisons."""
     parts = [f"## {heading(summary)}", summary.form.about, settings(summary)]
     if summary.rows:
         parts.append(main_table(summary).markdown())
@@ -334,7 +334,7 @@ def settings(summary: Summary) -> str:
 
 
 def _page(words: tuple[str, str], summaries: Sequence[Summary], drawn: dict[str, Path]) -> str:
-    """One page, below its title and what it is about."""
+    """Return the page of all tables, with a title and a description."""
     name, about = words
     return render_in_frame(
         __package__,
@@ -351,8 +351,8 @@ def _page(words: tuple[str, str], summaries: Sequence[Summary], drawn: dict[str,
 
 
 def _part(summary: Summary, drawn: Path | None) -> dict[str, Any]:
-    """A table's section of the page."""
-    # The figure inside the page, so that it can be passed on as one file. It is our own drawing.
+    """Return a table's section of the page."""
+    # The figure is embedded, so that the page is a single file. The SVG is our own, hence safe.
     figure = drawn and Markup(drawn.with_suffix(".svg").read_text(encoding="utf-8"))
     return {
         "name": summary.name,

@@ -1,4 +1,4 @@
-"""A study: one file to models, measurements and tables. What is finished is kept."""
+"""Run a study: from one file to models, measurements and tables. Finished work is kept."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from moemerge.runtime.progress import Progress, Silent
 MODELS = "models"
 ANSWERS = "answers"
 SET = StudySet()
-# What a worker has in memory, in sizes of a model on disk: one in float32, which takes twice what
-# bfloat16 does, and as much for what it computes.
+# Memory of a worker, in multiples of a model's size on disk: the model in float32 is twice its size
+# in bfloat16, and activations take as much again.
 IN_MEMORY = 4
 
 
 @dataclass(frozen=True)
 class StudyReport:
-    """What a study found, and the files it wrote (the page first)."""
+    """The tables of a study, and the files it wrote (the page first)."""
 
     summaries: tuple[Summary, ...]
     failures: tuple[Failure, ...]
     written: tuple[Path, ...]
-    measured: int  # cells of this run
-    known: int  # cells that were there
+    measured: int  # measured in this run
+    known: int  # measured before
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -65,10 +65,10 @@ def study(
     progress: Progress | None = None,
     **keywords: Unpack[StudyKeywords],
 ) -> StudyReport:
-    """Make and measure all that a study file asks for, and write its tables into `out`.
+    """Make and measure everything in a study file, and write its tables into `out`.
 
-    `overrides` are laid over the file: `{"evaluate": {"limit": 10}}`. A killed study goes on when
-    it is run again, and measures only what is missing or made of other things since.
+    `overrides` replace values of the file: `{"evaluate": {"limit": 10}}`. Run it again to resume a
+    killed study; it measures only what is missing or has changed inputs.
     """
     if settings is None:
         settings = parse_settings(StudySettings, keywords, "settings of study")
@@ -79,7 +79,7 @@ def study(
 def run_study(
     plan: StudyPlan, out: Path, settings: StudySettings, progress: Progress
 ) -> StudyReport:
-    """Measure what is missing, and write the tables anew."""
+    """Measure what is missing, and rewrite the tables."""
     if settings.figures:
         require_matplotlib()
     expected = expect(plan, out, settings)
@@ -110,7 +110,7 @@ def run_study(
 
 
 def expect(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyEstimate:
-    """What a study takes from here on. Nothing is written, and nothing fetched."""
+    """Estimate the remaining cost of a study. Writes and downloads nothing."""
     left = left_to_measure(plan, CellJournal(out, {}))
     bench = bench_of(plan, out, settings)
     jobs = workers_for(settings, max(1, len(left)), largest_model(plan)).count
@@ -118,7 +118,7 @@ def expect(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyEstimate
 
 
 class Known(CellJournal):
-    """The cells of a journal that are made of what the study says now."""
+    """The cells of a journal whose inputs match the current study."""
 
     def __init__(self, journal: CellJournal, plan: StudyPlan) -> None:
         super().__init__(journal.path.parent, {})
@@ -126,7 +126,7 @@ class Known(CellJournal):
         self._repeated = bool(plan.seeds)
 
     def get(self, key: Repeat, cell: Measurement) -> dict[str, Any] | None:
-        """Of a repeated study, what was measured with the set's seed."""
+        """Return the cell, in a repeated study the one of the set's seed."""
         name = at_seed(cell.name, key.seed) if self._repeated else cell.name
         current = self._cells[name]
         entry = super().get(SET, current)
@@ -134,7 +134,7 @@ class Known(CellJournal):
 
 
 def left_to_measure(plan: StudyPlan, journal: CellJournal) -> list[StudyCell]:
-    """The cells that the journal lacks, or has of other things."""
+    """Return the cells that are missing in the journal or have other inputs there."""
     return [
         cell for cell in plan.cells.values() if not journal.has(SET, cell, made_of=cell.made_of)
     ]
@@ -153,7 +153,7 @@ def bench_of(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyBench:
         tasks=tasks,
         evaluate=config.evaluate,
         diagnose=config.diagnose,
-        # A worker sees its own GPU alone.
+        # A worker sees only its own GPU.
         device="cuda" if settings.device.startswith("cuda:") else settings.device,
         keep_models=(settings.keep or config.keep) == MODELS,
     )
@@ -164,8 +164,9 @@ def _words(plan: StudyPlan) -> Sequence[str]:
 
 
 def workers_for(settings: StudySettings, cells: int, largest: int) -> Workers:
-    """One for each GPU, or for the GPU that is named; on a CPU one for each core, as long as their
-    models fit into memory."""
+    """Return one worker per GPU, or for the named GPU; on a CPU one per core, as far as their
+    models fit into memory.
+    """
     device = resolve_device(settings.device)
     gpus = gpu_ids() if device.type == "cuda" else ()
     if device.index is not None:

@@ -1,4 +1,4 @@
-"""Makes the models of a study through the product's own interface, and measures them."""
+"""Make the models of a study through the public API, and measure them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moemerge import api
 from moemerge.checkpoint.locate import locate_data
 from moemerge.config.faults import parse_settings
 from moemerge.data.settings import DataRecipe
-from moemerge.evaluation.folder import file_name
+from moemerge.evaluation.answers import file_name
 from moemerge.experiments.problems import packed
 from moemerge.experiments.settings import BY_VERB, DiagnoseBlock, EvaluateBlock
 from moemerge.experiments.tree import StudyCell, StudyNode
@@ -27,11 +27,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class StudyBench:
-    """Where a study's work is done. Small enough to be sent to a worker process."""
+    """Makes and measures the models of a study. Small enough to be sent to a worker process."""
 
-    folder: Path  # of models
-    answers: Path  # of what they wrote
-    tasks: Mapping[str, tuple[str, ...]]  # of each domain, as they are asked for
+    folder: Path  # folder of models
+    answers: Path  # folder of their answers
+    tasks: Mapping[str, tuple[str, ...]]  # tasks of each domain, as given
     evaluate: EvaluateBlock
     diagnose: DiagnoseBlock | None
     device: str
@@ -44,21 +44,21 @@ class StudyBench:
 
     @property
     def measuring(self) -> float:
-        """Before all else: a model that is measured can go, and its room is wanted."""
+        """Measurements run first: a measured model can be deleted, which frees disk space."""
         return math.inf
 
     def urgency(self, node: StudyNode) -> float:
-        """What is made of what has just been made goes first, for the same reason."""
+        """Nodes that depend on recent ones run first, for the same reason."""
         return float(node.depth)
 
     def nodes(self, cell: StudyCell) -> tuple[StudyNode, ...]:
         return cell.nodes
 
     def prepare(self) -> None:
-        """Nothing that all would wait for."""
+        """Do nothing."""
 
     def path(self, node: StudyNode) -> str:
-        """The model's folder or hub id, or the text's file."""
+        """Return the model's folder or hub id, or the text's file."""
         if node.kind == "given":
             return str(node.values["model"])
         if node.kind == "text":
@@ -66,7 +66,7 @@ class StudyBench:
         return str(self.folder / node.slug)
 
     def make(self, node: StudyNode) -> None:
-        """Make a node whose parents are there, unless it is there as well."""
+        """Make a node whose parents exist, unless it exists too."""
         out = Path(self.path(node))
         if out.exists():
             return
@@ -81,7 +81,7 @@ class StudyBench:
         makers[node.kind](node, out)
 
     def remove(self, node: StudyNode) -> None:
-        """Texts stay: they are what the study's file names."""
+        """Delete a model. Texts stay, because the study file names them."""
         if node.is_model and not node.is_given and not self.keep_models:
             shutil.rmtree(self.path(node), ignore_errors=True)
 
@@ -104,7 +104,7 @@ class StudyBench:
         settings = parse_settings(TuningSettings, node.values["settings"], f"study, {node.name}")
         limit = _rows(node.values["share"], [self._files(text) for text in texts], len(texts))
         update = {**self._device(settings), **limit}
-        # What was given stays given: a preset asks.
+        # Pass explicit settings only: a preset fills in the others.
         changed = {**{n: getattr(settings, n) for n in settings.model_fields_set}, **update}
         api.tune(
             self.path(model),
@@ -132,12 +132,14 @@ class StudyBench:
         )
 
     def _limit(self, node: StudyNode) -> dict[str, int]:
-        """Rows of each domain, where a repair uses a share of them: of the smallest one."""
+        """Return the rows per domain if a repair uses a share of them: that share of the smallest
+        domain.
+        """
         texts = node.parents[-len(node.values["sources"]) :]
         return _rows(node.values["share"], [self._files(text) for text in texts])
 
     def _files(self, text: StudyNode) -> list[Path]:
-        """Files of text on this machine; those of the hub are fetched where they are not there."""
+        """Return the files of a text; missing ones are downloaded from the hub."""
         if text.kind == "text":
             return [Path(self.path(text))]
         return [file for name in text.values["files"] for file in locate_data(name)]
@@ -148,7 +150,7 @@ class StudyBench:
     # --- measurements ---
 
     def measure(self, cell: StudyCell) -> dict[str, Any]:
-        """Scores and routing of a cell, by domain."""
+        """Return the scores and the routing of a cell, by domain."""
         begin = time.perf_counter()
         domains: dict[str, dict[str, Any]] = {}
         notices: list[str] = []
@@ -199,7 +201,7 @@ class StudyBench:
         settings = self.diagnose.settings
         update: dict[str, Any] = dict(self._device(settings))
         if self.diagnose.data is None and "holdout" not in self.diagnose.model_fields_set:
-            update["holdout"] = AUTO  # what repairs have not seen, where there is enough
+            update["holdout"] = AUTO  # rows that repairs have not used, if there are enough
         diagnosis = api.diagnose(
             self.path(node),
             sources={source.name: self.path(source) for source in sources},
@@ -220,7 +222,7 @@ class StudyBench:
 
 
 def _rows(share: float | None, texts: Sequence[list[Path]], times: int = 1) -> dict[str, int]:
-    """The limit that leaves this share of the rows, `times` those of the smallest text."""
+    """Return the limit for this share of the rows: `times` those of the smallest text."""
     if share is None:
         return {}
     fewest = min(sum(1 for _ in stream_rows(files)) for files in texts)
@@ -228,7 +230,7 @@ def _rows(share: float | None, texts: Sequence[list[Path]], times: int = 1) -> d
 
 
 def with_paths(config: Any, paths: Mapping[str, str]) -> Any:
-    """A merge's config with folders in place of the sources' names."""
+    """Replace the sources' names in a merge's config by folders."""
     if isinstance(config, list):
         return [with_paths(value, paths) for value in config]
     if not isinstance(config, Mapping):
@@ -241,5 +243,5 @@ def with_paths(config: Any, paths: Mapping[str, str]) -> Any:
 
 
 def _stems(tasks: Sequence[str]) -> set[str]:
-    """Tasks by the names that data is given for."""
+    """Return the names under which data is given for tasks."""
     return {Path(task).stem if task.endswith((".yml", ".yaml")) else task for task in tasks}

@@ -1,4 +1,4 @@
-"""From finished cells to a table's numbers: means over seeds, and paired comparisons."""
+"""Summarise finished cells as tables: means over seeds, and paired comparisons."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from moemerge.experiments.journal import CellJournal
 from moemerge.experiments.problems import unpack
 from moemerge.experiments.tables import Measurement, Repeat, Row, TableForm
 
-Entries = Mapping[Repeat, Mapping[str, Any]]  # what was measured of one row, by set
+Entries = Mapping[Repeat, Mapping[str, Any]]  # cells of one row, by set
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row against another: over seeds, and over the test problems of all of them."""
+    """One row compared with another: over seeds, and over the test problems of all seeds."""
 
     group: str
     first: str
     second: str
     accuracy: PairedTest
-    problems: McNemar | None  # None where scores are shares of several samples
+    problems: McNemar | None  # None if a problem has several samples
     mismatch: PairedTest | None
-    paired: PairedDifference | None = None  # in a table that is paired by problems
+    paired: PairedDifference | None = None  # if the table is paired by problems
 
 
 @dataclass(frozen=True)
 class RowSummary:
-    """The numbers of a row; accuracies and mismatches are shares, not percents."""
+    """The numbers of a row; accuracies and mismatches are shares, not percentages."""
 
     group: str
     label: str
     x: float | None
     accuracy: Mapping[str, Mean]  # by domain
     overall: Mean  # mean over domains
-    untouched: Mapping[str, Mean]  # accuracy by domain that no source speaks for
-    mismatch: Mean | None  # None where the routing is the source's own by construction
+    untouched: Mapping[str, Mean]  # accuracy by domain, for domains without a source
+    mismatch: Mean | None  # None if the routing is the source's by construction
     any_mismatch: Mean | None
     kl: Mean | None
     kl_layers: Mapping[str, Sequence[float]]  # by domain, mean over seeds
     by_seed: Mapping[int, float]  # overall accuracy
     against_first: Comparison | None  # None for the first row of a group
-    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of each domain
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by domain
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A table with its means, spreads and comparisons."""
+    """A table with its means, errors and comparisons."""
 
     form: TableForm
     seeds: tuple[int, ...]
     problems: int  # of each domain
     rows: tuple[RowSummary, ...]
     comparisons: tuple[Comparison, ...]
-    missing: tuple[str, ...]  # rows without any result
+    missing: tuple[str, ...]  # rows without a result
 
     @property
     def name(self) -> str:
@@ -90,7 +90,7 @@ class Summary:
 
 
 def _without_tasks(values: dict[str, Any]) -> None:
-    """Take out what only tables with tasks have."""
+    """Remove the fields that only tables with tasks have."""
     for row in values["rows"]:
         del row["tasks"]
     compared = [row["against_first"] for row in values["rows"]] + list(values["comparisons"])
@@ -105,7 +105,7 @@ def summarise(
     keys: Sequence[Repeat],
     journal: CellJournal,
 ) -> Summary:
-    """A table of what the journal has; rows that it lacks are named."""
+    """Return the table of all measured cells; it lists missing rows."""
     measured = {row: _entries(row, keys, journal) for row in rows}
     firsts: dict[str, Row[Measurement]] = {}
     for row in rows:
@@ -159,7 +159,7 @@ def _row(
 
 
 def _mean_accuracy(form: TableForm, entries: Entries) -> Mean:
-    """Over seeds; where there is one, in a table that is paired by problems, over those."""
+    """Return the mean over seeds; with a single seed and pairing by problems, over problems."""
     if form.paired_by == "problems" and len(entries) == 1:
         (entry,) = entries.values()
         return over_problems.overall(form, entry)
@@ -167,7 +167,7 @@ def _mean_accuracy(form: TableForm, entries: Entries) -> Mean:
 
 
 def _tasks(form: TableForm, entries: Entries) -> dict[str, dict[str, float]]:
-    """Means over seeds."""
+    """Return the means over seeds by task."""
     asked = [entry["domains"] for entry in entries.values()]
 
     def score(domain: str, task: str) -> float:
@@ -185,7 +185,7 @@ def compare(
     first: tuple[Row[Measurement], Entries],
     second: tuple[Row[Measurement], Entries],
 ) -> Comparison | None:
-    """Second minus first on the sets that both were measured on; None without any."""
+    """Compare second with first on the sets that both were measured on; None if there is none."""
     keys = [key for key in first[1] if key in second[1]]
     if not keys:
         return None
@@ -206,7 +206,7 @@ def compare(
 
 
 def _mcnemar(pairs: Sequence[tuple[Any, Any]], domains: Sequence[str]) -> McNemar:
-    """Over the problems of all sets."""
+    """Return McNemar's test over the problems of all sets."""
     solved: tuple[list[bool], list[bool]] = ([], [])
     for pair in pairs:
         for side, entry in zip(solved, pair, strict=True):
@@ -240,7 +240,7 @@ def _mean_of(entries: Entries, what: str) -> Mean | None:
 
 
 def _untouched(entries: Entries) -> dict[str, Mean]:
-    """Of the domains that every set was asked."""
+    """Return the accuracy on the domains without a source that all sets have."""
     asked = [entry.get("untouched", {}) for entry in entries.values()]
     shared = [domain for domain in asked[0] if all(domain in own for own in asked)]
     return {domain: mean([own[domain]["accuracy"] for own in asked]) for domain in shared}
@@ -251,7 +251,9 @@ def _has(pairs: Sequence[tuple[Any, Any]], what: str) -> bool:
 
 
 def _measures(entry: Mapping[str, Any], what: str) -> bool:
-    """Of some domain at least: one without a source has no routing to compare with."""
+    """Return whether some domain has this measure; domains without a source have no routing
+    measures.
+    """
     return any(what in domain for domain in entry["domains"].values())
 
 

@@ -1,4 +1,4 @@
-"""What a table is made of: its rows, what each measures, and how it is shown."""
+"""The parts of a table: rows, the cell behind each, and how it is shown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from moemerge.experiments.settings import AS_MERGED as AS_MERGED
 
-# The first group of many tables, and rows that figures and sentences know.
+# The first group of many tables, and labels of rows that figures and verdicts use.
 REFERENCE = "reference"
 AVERAGED = "routers averaged"
 HARC = "HARC"
@@ -23,7 +23,7 @@ TUNED = "fine-tuned, best of four"
 
 
 class Measurement(Protocol):
-    """A cell: what is measured of which models. Equal names mean equal results."""
+    """A cell: a measurement of some models. Equal names mean equal results."""
 
     @property
     def name(self) -> str: ...
@@ -49,17 +49,17 @@ C = TypeVar("C", bound=Measurement, covariant=True)
 
 @dataclass(frozen=True)
 class Row(Generic[C]):
-    """One line of a table. Rows of a group are compared with each other; its first is the start."""
+    """A row of a table. Rows of a group are compared with its first row."""
 
     group: str
     label: str
     cell: C
-    x: float | None = None  # its place on a sweep's axis
+    x: float | None = None  # position on a sweep's axis
 
 
 @dataclass(frozen=True)
 class TableForm:
-    """How a table is headed, compared and drawn."""
+    """How a table is titled, compared and drawn."""
 
     name: str
     title: str
@@ -69,13 +69,14 @@ class TableForm:
     axis: str = ""
     compare: tuple[tuple[str, str], ...] = ()  # pairs of labels, first against second
     tasks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # domain -> task -> title
-    paired_by: Literal["seeds", "problems"] = "seeds"  # what differences are taken over
-    variant: str = ""  # one table of several that share a name
-    shared: Mapping[str, str] = field(default_factory=dict)  # what all its sets have in common
+    # whether paired tests run over seeds or over problems
+    paired_by: Literal["seeds", "problems"] = "seeds"
+    variant: str = ""  # distinguishes tables that share a name
+    shared: Mapping[str, str] = field(default_factory=dict)  # properties that all its sets share
 
     @property
     def file(self) -> str:
-        """The name of its files, without an ending."""
+        """The name of its files, without a suffix."""
         return f"{self.name}-{self.variant}" if self.variant else self.name
 
     @property

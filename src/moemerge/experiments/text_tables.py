@@ -1,4 +1,4 @@
-"""A table as text: for pages, papers and programs."""
+"""Tables as text: Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-# What LaTeX reads as its own, and letters that its fonts may lack.
+# Characters that are special in LaTeX, or may be missing in its fonts.
 _LATEX: Final = str.maketrans(
     {
         **{mark: f"\\{mark}" for mark in "&%$#_{}"},
@@ -27,7 +27,7 @@ _LATEX: Final = str.maketrans(
     }
 )
 _NEGATIVE: Final = re.compile(r"(?<![\w.])-(?=\d)")
-# How two numbers stand in a cell, and what each is called where they stand alone.
+# Separators of two numbers in a cell, and the headings of the two in CSV.
 _PAIRS: Final = {" ± ": ("", ", ±"), " to ": (", from", ", to"), " : ": ("", ", lost")}
 
 _FORMULA: Final = re.compile(r"[=@\t\r]|[+-](?![\d.])")
@@ -35,7 +35,7 @@ _FORMULA: Final = re.compile(r"[=@\t\r]|[+-](?![\d.])")
 
 @dataclass(frozen=True)
 class TextTable:
-    """Headings and rows of plain text; the first `left` columns are words."""
+    """Headings and rows of plain text; the first `left` columns are text."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -48,7 +48,7 @@ class TextTable:
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def csv(self) -> str:
-        """Comma-separated, for programs: one number a cell, with quotes where they are needed."""
+        """Return comma-separated values for programs: one number per cell."""
         columns: list[list[str]] = []
         for number, column in enumerate(zip(self.headings, *self.rows, strict=True)):
             columns += [list(column)] if number < self.left else _numbers(*column)
@@ -58,11 +58,11 @@ class TextTable:
         return text.getvalue()
 
     def latex(self) -> str:
-        """A tabular with booktabs' rules; a rule stands where the first column changes."""
+        """Return a tabular with booktabs rules, and a rule wherever the first column changes."""
         words = "l" * self.left + "r" * (len(self.headings) - self.left)
         lines = [rf"\begin{{tabular}}{{{words}}}", r"\toprule", _line(self.headings), r"\midrule"]
         for before, row in pairwise([None, *self.rows]):
-            assert row is not None  # only the first has nothing before it
+            assert row is not None  # only the first row has none before it
             again = before is not None and before[0] == row[0]
             if before is not None and not again:
                 lines.append(r"\midrule")
@@ -71,18 +71,18 @@ class TextTable:
 
 
 def _plain(cell: str) -> str:
-    """A name that begins like a formula would be run by a spreadsheet: it is marked as text."""
+    """Mark a name that starts like a formula as text: a spreadsheet would execute it."""
     return f"'{cell}" if _FORMULA.match(cell) else cell
 
 
 def _line(cells: tuple[str, ...]) -> str:
-    # A minus is longer than the hyphen that stands for it here.
+    # A minus sign instead of a hyphen.
     minus = (_NEGATIVE.sub("−", cell) for cell in cells)
     return f"{' & '.join(cell.translate(_LATEX) for cell in minus)} \\\\"
 
 
 def _numbers(heading: str, *cells: str) -> list[list[str]]:
-    """A column as one or two of single numbers: a value and its error, two ends, two counts."""
+    """Split a column into columns of single numbers: value and error, two ends, or two counts."""
     for mark, names in _PAIRS.items():
         if any(mark in cell for cell in cells):
             first, second = heading.split(mark) if mark in heading else (heading + n for n in names)

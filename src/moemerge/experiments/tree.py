@@ -1,8 +1,7 @@
-"""The models and texts of a study, and what is measured of them. Nothing is made here.
+"""The graph of a study: models, texts and measurements. Nothing is made here.
 
-A node says how a thing comes about: what it is made of, and with which settings. Nodes that say the
-same are the same node, whatever they are called, so that what tables share is made once.
-What a study is given is known by its content.
+A node states its inputs and settings. Nodes with the same inputs and settings are the same node,
+whatever their names, so that tables share them. Inputs of a study are identified by their content.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from moemerge.config.dump import plain_settings
 from moemerge.config.models import ModelRef
 from moemerge.data.settings import DataRecipe
 from moemerge.errors import MoeMergeError
-from moemerge.evaluation.catalogue import BenchmarkTask
+from moemerge.evaluation.job import BenchmarkTask
 from moemerge.experiments.settings import StudyConfig
 from moemerge.runtime.files import file_digest
 
@@ -30,7 +29,7 @@ TEXTS = ("files", "text")
 
 @dataclass(frozen=True)
 class StudyNode:
-    """A model or text. `spec` is JSON: what its maker is told."""
+    """A model or text. `spec` is JSON: the arguments of its maker."""
 
     kind: str  # given, files, text, merge, or a kind of `RepairEntry`
     spec: str
@@ -57,35 +56,35 @@ class StudyNode:
 
     @cached_property
     def digest(self) -> str:
-        """Tells it from what is made of other things or in another way."""
+        """Identifies the node by its inputs and settings."""
         return digest_of([self.kind, self.values, [parent.digest for parent in self.parents]])
 
     @cached_property
     def depth(self) -> int:
-        """Steps from what is given."""
+        """The number of steps from the study's inputs."""
         return 1 + max((parent.depth for parent in self.parents), default=-1)
 
     @property
     def slug(self) -> str:
-        """A name for its folder."""
+        """The name of its folder."""
         words = "".join(c if c.isalnum() or c in "-=.," else "_" for c in self.name)[:80]
         return f"{words}-{self.digest[:10]}"
 
 
 def digest_of(value: Any) -> str:
-    """Of anything that JSON can hold."""
+    """Return the digest of any JSON value."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
 class StudyCell:
-    """Each domain's tasks, solved by the model that `runs` names for it."""
+    """The tasks of each domain, solved by the model that `runs` names for it."""
 
     name: str
     runs: tuple[tuple[str, StudyNode], ...]
-    made_of: str  # digest of all that its numbers depend on
-    beside: tuple[StudyNode, ...] = ()  # sources and text that the routing is compared on
+    made_of: str  # digest of everything its numbers depend on
+    beside: tuple[StudyNode, ...] = ()  # sources and text for the comparison of routing
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -93,7 +92,7 @@ class StudyCell:
 
     @property
     def models(self) -> dict[StudyNode, tuple[str, ...]]:
-        """Who solves which domains."""
+        """The models and the domains they solve."""
         solved: dict[StudyNode, list[str]] = {}
         for domain, node in self.runs:
             solved.setdefault(node, []).append(domain)
@@ -101,13 +100,13 @@ class StudyCell:
 
     @property
     def nodes(self) -> tuple[StudyNode, ...]:
-        """All that must exist."""
+        """All nodes that must exist."""
         return tuple(dict.fromkeys([*self.models, *self.beside]))
 
 
 @dataclass(frozen=True)
 class StudySet:
-    """One of the seeds over which a study is repeated, or the whole of one that is not."""
+    """One seed of a repeated study, or the whole of a study without seeds."""
 
     name: str = "study"
     seed: int = 0
@@ -117,7 +116,7 @@ class StudySet:
 
 
 def at_seed(name: str, seed: int) -> str:
-    """What a cell is called in one of several seeds."""
+    """Return the name of a cell at one of several seeds."""
     return f"{name}, seed {seed}"
 
 
@@ -125,25 +124,25 @@ def at_seed(name: str, seed: int) -> str:
 
 
 def given_model(name: str, ref: ModelRef) -> StudyNode:
-    """A model that is there: known by its content where it is a folder, by its id on the hub."""
+    """Return an input model: a folder is identified by its content, a hub model by its id."""
     spec = {"model": str(ref), "content": None}
     if not hub_ids(str(ref)):
         try:
             with Checkpoint.open(ref) as checkpoint:
                 spec["content"] = checkpoint.fingerprint()
         except MoeMergeError:
-            pass  # told with all that is missing
+            pass  # reported with all missing inputs
     return StudyNode.of("given", name, spec)
 
 
 def text_files(name: str, files: Sequence[str]) -> StudyNode:
-    """Files by their content; those of the hub by their names."""
+    """Identify files by their content, and files on the hub by their names."""
     content = [file_digest(Path(file)) if is_local(file) else None for file in files]
     return StudyNode.of("files", f"text of {name}", {"files": list(files), "content": content})
 
 
 def recipes(config: StudyConfig) -> Iterator[tuple[str, tuple[str, DataRecipe]]]:
-    """Files that the study makes, which other keys may name as they are."""
+    """Return the files that the study makes. Other keys may refer to them by name."""
     for data in (config.data or {}, *config.texts.values()):
         for name, text in data.items():
             if isinstance(text, DataRecipe):

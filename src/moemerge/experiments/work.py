@@ -1,4 +1,4 @@
-"""Work items that wait for each other, run by worker processes as they become ready."""
+"""Run work items that depend on each other in worker processes, as they become ready."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass(frozen=True)
 class WorkItem:
-    """A call that can be sent to another process, once the items `after` are done."""
+    """A call that can be sent to another process, once the items in `after` are done."""
 
     key: str
     call: Callable[..., Any]
     args: tuple[Any, ...]
     after: tuple[str, ...] = ()
-    then: Callable[[], None] = field(default=lambda: None)  # here, when all that needed it is done
-    rank: tuple[float, ...] = ()  # of two items that are ready, the lower goes first
+    # called here when all items that needed it are done
+    then: Callable[[], None] = field(default=lambda: None)
+    rank: tuple[float, ...] = ()  # of two ready items, the lower one runs first
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an item ended. `error` is what it raised, or names the item it waited for in vain."""
+    """How an item ended. `error` is its exception, or the key of the failed item it waited for."""
 
     item: WorkItem
     result: Any = None
@@ -49,19 +50,20 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Workers:
-    """How many processes work at once, and what each may use."""
+    """The number of processes, and what each may use."""
 
     count: int
-    threads: int = 1  # of each: workers that each use all cores only wait for each other
-    gpus: tuple[str, ...] = ()  # one for each worker, in turn; as CUDA_VISIBLE_DEVICES names them
+    threads: int = 1  # per worker: workers that all use every core slow each other down
+    gpus: tuple[str, ...] = ()  # assigned to workers round-robin; as in CUDA_VISIBLE_DEVICES
 
 
 def run_work(items: Sequence[WorkItem], workers: Workers) -> Iterator[Outcome]:
-    """Run all work items, some at once, and tell how each ended, as it ends.
+    """Run all work items, some in parallel, and yield each outcome as it ends.
 
-    An item whose predecessor failed is not run. A single worker is this very process, unless it has
-    a GPU: where that fails, only a new process can use it again. Where a worker dies, what was at
-    work is done again, one by one; what a worker dies of twice alone has failed.
+    An item is skipped if one it depends on failed. A single worker is this process itself, unless
+    it uses a GPU: after a CUDA error only a new process can use the GPU. If a worker dies, the
+    items that were running are repeated one by one. An item has failed if it kills its worker twice
+    while alone.
     """
     state = _State(items)
     if workers.count == 1 and not workers.gpus:
@@ -69,17 +71,18 @@ def run_work(items: Sequence[WorkItem], workers: Workers) -> Iterator[Outcome]:
             item = state.take_ready(1)[0]
             yield from state.finish(_outcome(item, _attempt(item.call, item.args)))
         return
-    suspects: list[WorkItem] = []  # that were at work when a worker died
-    deadly: set[str] = set()  # those that were at work alone
-    with _Crew(workers) as crew:
-        while state.ready or suspects or crew.running:
-            if suspects and not crew.running:
-                crew.start(suspects.pop(0))
-            elif not suspects and not crew.stale:
-                # No more than can run: what becomes ready meanwhile may be more urgent.
-                for item in state.take_ready(workers.count - len(crew.running)):
-                    crew.start(item)
-            ended, lost = crew.wait()
+    suspects: list[WorkItem] = []  # items that were running when a worker died
+    deadly: set[str] = set()  # items that were running alone
+    with _WorkerPool(workers) as pool:
+        while state.ready or suspects or pool.running:
+            if suspects and not pool.running:
+                pool.start(suspects.pop(0))
+            elif not suspects and not pool.stale:
+                # No more than can run at once: items that become ready meanwhile may be more
+                # urgent.
+                for item in state.take_ready(workers.count - len(pool.running)):
+                    pool.start(item)
+            ended, lost = pool.wait()
             for outcome in ended:
                 yield from state.finish(outcome)
             alone = {item.key for item in lost if len(lost) == 1}
@@ -98,13 +101,13 @@ def _died() -> ResourceError:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """How a call went, as a worker sends it."""
+    """The result of a call, as a worker sends it."""
 
     result: Any = None
     error: BaseException | None = None
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    lame: bool = False  # the process can use its GPU no more
+    gpu_broken: bool = False  # the CUDA context is unusable after this error
 
 
 def _attempt(call: Callable[..., Any], args: tuple[Any, ...]) -> _Attempt:
@@ -112,19 +115,21 @@ def _attempt(call: Callable[..., Any], args: tuple[Any, ...]) -> _Attempt:
     try:
         result = call(*args)
     except Exception as error:
-        return _Attempt(error=_sendable(error), lame=_is_lame(error))
+        return _Attempt(error=_sendable(error), gpu_broken=_breaks_gpu(error))
     return _Attempt(result, None, time.perf_counter() - begin, time.process_time() - cpu)
 
 
-_lame: list[bool] = []  # of this process, if it is a worker
+_lame: list[bool] = []  # set in a worker
 
 
 def _work(call: Callable[..., Any], args: tuple[Any, ...]) -> _Attempt:
-    """An attempt in a worker. A lame one takes no more: what waits for it is done again."""
+    """Run an item in a worker. A worker with an unusable GPU refuses items, which are then
+    repeated.
+    """
     if _lame:
         os._exit(1)
     attempt = _attempt(call, args)
-    if attempt.lame:
+    if attempt.gpu_broken:
         _lame.append(True)
     return attempt
 
@@ -134,31 +139,31 @@ def _outcome(item: WorkItem, attempt: _Attempt) -> Outcome:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error itself, if another process can read it: some can be sent and not received."""
+    """Return the error itself if another process can unpickle it: some can only be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # an error class says itself how it is packed, and may raise anything
+    except Exception:  # an error class may define its own pickling, which may raise anything
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
 
-def _is_lame(error: BaseException | None) -> bool:
-    """After such an error every later use of the GPU fails, in this process."""
+def _breaks_gpu(error: BaseException | None) -> bool:
+    """Return whether every later use of the GPU in this process will fail after this error."""
     while error is not None:
-        if type(error).__name__ == "AcceleratorError":  # torch's, which is not imported here
+        if type(error).__name__ == "AcceleratorError":  # torch's class; torch is not imported here
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-class _Crew:
-    """Worker processes; all of them new once one has died or can do no more."""
+class _WorkerPool:
+    """Worker processes. All are replaced once one has died or become unusable."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._pool: ProcessPoolExecutor | None = None
         self.running: dict[Future[_Attempt], WorkItem] = {}
-        self.stale = False  # no more items until these workers are replaced
+        self.stale = False  # no more items until the workers are replaced
 
     def start(self, item: WorkItem) -> None:
         if self._pool is None:
@@ -172,16 +177,16 @@ class _Crew:
         try:
             with _without_main():
                 self.running[self._pool.submit(_work, item.call, item.args)] = item
-        except BrokenProcessPool as error:  # a worker died while nobody looked
+        except BrokenProcessPool as error:  # a worker died meanwhile
             future: Future[_Attempt] = Future()
             future.set_exception(error)
             self.running[future] = item
 
     def wait(self) -> tuple[list[Outcome], list[WorkItem]]:
-        """What has ended, at least one; and items that are lost with their worker, or another."""
+        """Return ended items, at least one, and items that were lost with a worker."""
         done, _ = wait(self.running, return_when=FIRST_COMPLETED)
         if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
-            done, _ = wait(self.running)  # which have all ended with it
+            done, _ = wait(self.running)  # they have all ended with it
             self.stale = True
         ended: list[Outcome] = []
         lost: list[WorkItem] = []
@@ -193,7 +198,7 @@ class _Crew:
                 ended.append(Outcome(item, error=error))
             else:
                 ended.append(_outcome(item, future.result()))
-                self.stale |= future.result().lame
+                self.stale |= future.result().gpu_broken
         if self.stale and not self.running:
             self._end()
         return ended, lost
@@ -203,7 +208,7 @@ class _Crew:
             self._pool.shutdown()
         self._pool, self.stale = None, False
 
-    def __enter__(self) -> _Crew:
+    def __enter__(self) -> _WorkerPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -216,7 +221,7 @@ class _Crew:
 
 
 class _State:
-    """Which items wait for which."""
+    """The dependencies between items."""
 
     def __init__(self, items: Sequence[WorkItem]) -> None:
         self._waiting = {item.key: set(item.after) for item in items}
@@ -229,19 +234,21 @@ class _State:
         self.ready = [item for item in items if not item.after]
 
     def take_ready(self, count: int) -> list[WorkItem]:
-        """The most urgent of what can be run now."""
+        """Return the most urgent item that can run now."""
         self.ready.sort(key=lambda item: (item.rank, self._order[item.key]))
         taken, self.ready = self.ready[:count], self.ready[count:]
         return taken
 
     def finish(self, outcome: Outcome) -> Iterator[Outcome]:
-        """Note an end: release who waited for it, or give those up; let go what was used last."""
+        """Record the end of an item: release or skip those that waited for it, and free what was
+        last used.
+        """
         yield outcome
         key = outcome.item.key
         for other in sorted(self._needed_by[key], key=self._order.__getitem__):
             waiting = self._waiting.get(other)
             if waiting is None:
-                continue  # given up already
+                continue  # skipped already
             if outcome.error is not None:
                 del self._waiting[other]
                 yield from self.finish(Outcome(self._items[other], error=f"needed: {key}"))
@@ -259,10 +266,10 @@ class _State:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Inside, a process that starts does not run the caller's script again.
+    """Keep new processes from running the caller's script again.
 
-    Workers need nothing of it, and a script that does not ask for its `__name__` would begin the
-    whole work anew in each.
+    Workers do not need it. A script without a `__main__` guard would start the whole work again in
+    each.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -273,8 +280,8 @@ def _without_main() -> Iterator[None]:
 
 
 def _start_worker(number: Any, workers: Workers) -> None:
-    """Keep this process to its own cores, GPU and share of memory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who ends us
+    """Restrict this process to its own cores, GPU and share of memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with number.get_lock():
         mine = number.value
@@ -284,15 +291,17 @@ def _start_worker(number: Any, workers: Workers) -> None:
         own = cores[mine % len(cores) :: workers.count][: workers.threads]
         os.sched_setaffinity(0, own)
     if workers.gpus:
-        # CUDA looks at it when it is first used, which nothing has done yet.
+        # CUDA reads it at its first use, which comes later.
         os.environ[VISIBLE_GPUS] = workers.gpus[mine % len(workers.gpus)]
     share_memory(cpu=workers.count, cuda=-(-workers.count // max(1, len(workers.gpus))))
-    for name in THREADS:  # torch looks at it when it is imported, with the first item that needs it
+    for name in THREADS:  # torch reads it when the first item that needs it imports torch
         os.environ[name] = str(workers.threads)
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot end us, and who resumes its work would meet us at it."""
+    """End with the parent: a killed parent cannot end its workers, which would disturb a resumed
+    run.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,3 +1,0 @@
-from moemerge.runtime.imports import import_transformers
-
-import_transformers()

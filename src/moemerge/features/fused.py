@@ -1,12 +1,10 @@
-"""A transformers model's experts, RMS norms and rotations in fused form, where a GPU computes the
-same so."""
+"""Fused experts and RMS norms for a transformers model on a GPU."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,78 +12,70 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
-from transformers.integrations import moe
 
-from moemerge.kernels import rotary
+from moemerge.features.compat import (
+    grouped_experts,
+    has_default_gate,
+    register_experts,
+    set_experts_implementation,
+)
 from moemerge.kernels.availability import triton_works
 from moemerge.runtime.devices import multiplies_bfloat16
 
 
 def fuse(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """All that can be computed in fused form is."""
+    """Switch the experts and the plain RMS norms of a model to their fused forms."""
     use_fused_experts(model, device, dtype)
     use_fused_norms(model, device, dtype)
-    use_fused_rotations(model, device, dtype)
 
 
 # --- experts ------------------------------------------------------------------------------------
 #
-# transformers chooses how experts are computed by a name in the config. Ours takes what it knows
-# (SwiGLU, bf16, stacked as [gate; up]) and hands anything else to transformers' own grouped
-# products.
+# A name in the config chooses transformers' implementation of experts. Ours computes SwiGLU experts
+# in bf16, stacked as [gate; up], and passes all others to transformers' grouped products.
 
 NAME = "moemerge"
-GROUPED = "grouped_mm"  # what transformers takes by itself
 EAGER = "eager"  # expert by expert
 
 
 def use_fused_experts(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:
-    """Switch a model to the fused experts; tells whether it was."""
+    """Switch a model to the fused experts; return whether it was switched."""
     if dtype == torch.float64:  # torch has no grouped products of it
         _compute_by(EAGER, model)
         return False
-    # Older GPUs have no grouped products; transformers then goes from expert to expert.
+    # Older GPUs have no grouped products; transformers then computes expert by expert.
     if dtype != torch.bfloat16 or not multiplies_bfloat16(device) or not triton_works(device):
         return False
-    register: Any = moe.ALL_EXPERTS_FUNCTIONS.register
-    register(NAME, experts_forward)
+    register_experts(NAME, experts_forward)
     return _compute_by(NAME, model)
 
 
 def _compute_by(name: str, model: PreTrainedModel) -> bool:
-    switched = False
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "_experts_implementation", None) == GROUPED:
-            config._experts_implementation_internal = name
-            switched = True
-    return switched
+    return any([set_experts_implementation(module, name) for module in model.modules()])
 
 
 def experts_forward(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """What transformers calls in place of an experts module's own forward."""
+    """Compute experts; transformers calls this instead of the module's own forward."""
     if not _suited(module, hidden_states, top_k_index, top_k_weights):
-        plain: Any = moe.grouped_mm_experts_forward
-        result: Tensor = plain(module, hidden_states, top_k_index, top_k_weights)
-        return result
+        return grouped_experts(module, hidden_states, top_k_index, top_k_weights)
     from moemerge.kernels.experts import experts
 
     return experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
 
 
 def _suited(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> bool:
-    flags = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+    flags = ("has_bias", "is_transposed", "has_post_expert_norm")
     learns = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (x, weights, *module.parameters())
     )
     return (
-        not learns  # the kernels have no way back
+        not learns  # the kernels have no backward pass
         and bool(module.has_gate)
         and getattr(module, "is_concatenated", True)
         and not any(getattr(module, flag, False) for flag in flags)
-        and type(module)._apply_gate is moe._default_apply_gate
+        and has_default_gate(module)
         and _is_silu(module.act_fn)
         and x.dim() == chosen.dim() == 2
         and chosen.shape == weights.shape
@@ -100,17 +90,17 @@ def _is_silu(function: Any) -> bool:
 
 # --- norms --------------------------------------------------------------------------------------
 #
-# transformers' norms convert, square, average, scale and convert back one after the other, ten
-# times the memory traffic of the norm itself. Whether a class is such a plain norm is tried out,
-# not read from its name.
+# transformers' norms convert, square, average, scale and convert back in separate kernels. That is
+# ten times the memory traffic of a fused norm. Whether a class is such a plain norm is tested on
+# random numbers.
 
 SUFFIX = "RMSNorm"
-# The plain formulation rounds to bf16 before and after the weight: two halves of a last place.
+# The plain formulation rounds to bf16 before and after the weight: twice half a unit.
 TOLERANCE = 2 * 2.0**-8
 
 
 def use_fused_norms(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
-    """Switch every plain RMS norm to torch's fused one; gives how many were."""
+    """Switch every plain RMS norm to torch's fused one; return how many were switched."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return 0
     plain: dict[tuple[type, int], bool] = {}
@@ -129,18 +119,17 @@ def use_fused_norms(model: nn.Module, device: torch.device, dtype: torch.dtype) 
 
 
 def is_plain_norm(module: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the module computes x / rms(x) * weight, tried on random numbers."""
+    """Return whether the module computes x / rms(x) * weight, tested on random numbers."""
     if not _looks_plain(module):
         return False
     probe = copy.deepcopy(module)
-    # Not by `to_empty`, for which torch loads its symbolic algebra.
     probe.weight = nn.Parameter(torch.empty(module.weight.shape, device=device, dtype=dtype))
     generator = torch.Generator(device).manual_seed(0)
     epsilon = _epsilon(module) or 0.0
     with torch.no_grad():
         probe.weight.uniform_(0.5, 1.5, generator=generator)
         x = torch.randn(16, module.weight.shape[0], device=device, generator=generator)
-        # The second is as small as epsilon, and so tells where a norm adds it.
+        # The second is as small as epsilon, and so shows where a norm adds it.
         inputs = [(x * scale).to(dtype) for scale in (3.0, epsilon**0.5)]
         pairs = [(probe(some), _fused(probe, some)) for some in inputs]
     return all(
@@ -175,103 +164,3 @@ def _fused(self: Any, hidden_states: Tensor) -> Tensor:
         result: Tensor = type(self).forward(self, hidden_states)
         return result
     return functional.rms_norm(hidden_states, self.weight.shape, self.weight, _epsilon(self))
-
-
-# --- rotary position embeddings -----------------------------------------------------------------
-#
-# An attention's forward calls a function of its module by name, which turns queries and keys in
-# eight passes over each. The model gets copies of those forwards that find ours under that name;
-# the module itself is left alone.
-
-ROTATION = "apply_rotary_pos_emb"
-
-
-def use_fused_rotations(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
-    """Let every attention that turns in full, half against half, do so in one pass; gives how many
-    do."""
-    if dtype != torch.bfloat16 or not multiplies_bfloat16(device) or not triton_works(device):
-        return 0
-    forwards: dict[type, Any] = {}
-    switched = 0
-    module: Any
-    for module in model.modules():
-        kind = type(module)
-        if kind not in forwards:
-            forwards[kind] = _with_fused_rotation(kind.forward, device, heads=_heads(module))
-        if forwards[kind] is not None:
-            module.forward = types.MethodType(forwards[kind], module)
-            switched += 1
-    return switched
-
-
-# Heads of queries and of keys, and their width: odd ones, which show most.
-SOME_HEADS = (3, 1, 16)
-
-
-def _heads(module: Any) -> tuple[int, int, int]:
-    """An attention's own: a kernel that is compiled to try it out is then the one to be used."""
-    config: Any = getattr(module, "config", None)
-    queries: Any = getattr(config, "num_attention_heads", None)
-    keys: Any = getattr(config, "num_key_value_heads", None)
-    width: Any = getattr(module, "head_dim", None)
-    known = all(isinstance(number, int) for number in (queries, keys, width))
-    if not known or not rotary.fits(max(queries, keys), width):
-        return SOME_HEADS
-    return queries, keys, width
-
-
-def _with_fused_rotation(
-    forward: Any,
-    device: torch.device,
-    turn: Callable[..., Any] = rotary.rotary,
-    heads: tuple[int, int, int] = SOME_HEADS,
-) -> Any:
-    """A copy of an attention's forward; None of what calls no such function, or an unknown one."""
-    if not isinstance(forward, types.FunctionType) or ROTATION not in forward.__code__.co_names:
-        return None
-    plain = forward.__globals__.get(ROTATION)
-    if not callable(plain) or not is_plain_rotation(plain, device, turn, heads):
-        return None
-
-    def rotation(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        if args or options or not rotary.usable(q, k, cos, sin):
-            result: tuple[Tensor, Tensor] = plain(q, k, cos, sin, *args, **options)
-            return result
-        turned: tuple[Tensor, Tensor] = turn(q, k, cos, sin)
-        return turned
-
-    made = types.FunctionType(
-        forward.__code__,
-        {**forward.__globals__, ROTATION: rotation},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
-
-
-def is_plain_rotation(
-    function: Any,
-    device: torch.device,
-    turn: Callable[..., Any],
-    heads: tuple[int, int, int] = SOME_HEADS,
-) -> bool:
-    """Whether the function turns queries and keys as `turn` does, tried on random numbers."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator).to(torch.bfloat16)
-
-    # Heads lie inside tokens, as they do behind a linear map.
-    width = heads[2]
-    q, k = (normal(2, 5, count, width).transpose(1, 2) for count in heads[:2])
-    angles = normal(2, 5, width), normal(2, 5, width)
-    try:
-        made = function(q, k, *angles)
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return False  # angles of another shape, say
-    wanted = turn(q, k, *angles)
-    return isinstance(made, tuple) and len(made) == 2 and all(map(torch.equal, made, wanted))

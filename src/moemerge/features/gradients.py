@@ -1,4 +1,4 @@
-"""One layer, or the head, run again with gradients: what its matrices read and what comes back."""
+"""Run a layer or the head again with gradients, and record inputs and output gradients."""
 
 from __future__ import annotations
 
@@ -12,70 +12,70 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from moemerge.errors import ArchitectureError
-from moemerge.features.taps import ExpertsTap, LinearTap, Tap, body_gives
+from moemerge.features.input_hooks import ExpertsHook, InputHook, LinearHook, body_gives
 from moemerge.text.batches import Batch
 
 
 @dataclass(eq=False)
-class Heard:
-    """One call of a tapped module."""
+class ModuleCall:
+    """One call of a hooked module."""
 
-    tap: Tap
-    args: tuple[Any, ...]  # as given; the first is x
-    delta: Tensor | None = None  # d loss / d output, once the way back has passed
+    hook: InputHook
+    args: tuple[Any, ...]  # unchanged; the first is x
+    delta: Tensor | None = None  # d loss / d output, after the backward pass
 
 
 @dataclass
 class Recorder:
-    """Listens to tapped modules while it is entered, and to their gradients afterwards."""
+    """Records calls of hooked modules inside the block, and their gradients afterwards."""
 
     model: PreTrainedModel
-    taps: Iterable[Tap]
-    heard: list[Heard] = field(default_factory=list)
-    _hooks: list[Any] = field(default_factory=list)
+    hooks: Iterable[InputHook]
+    calls: list[ModuleCall] = field(default_factory=list)
+    _handles: list[Any] = field(default_factory=list)
     _modes: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Recorder:
-        for tap in self.taps:
-            module = self.model.get_submodule(tap.path)
-            if isinstance(tap, LinearTap) and type(module).forward is not nn.Linear.forward:
-                self._hooks.append(module.register_forward_pre_hook(self._enter_router(tap)))
-                self._hooks.append(module.register_forward_hook(self._leave_router))
+        for hook in self.hooks:
+            module = self.model.get_submodule(hook.path)
+            if isinstance(hook, LinearHook) and type(module).forward is not nn.Linear.forward:
+                self._handles.append(module.register_forward_pre_hook(self._enter_router(hook)))
+                self._handles.append(module.register_forward_hook(self._leave_router))
             else:
-                self._hooks.append(
-                    module.register_forward_hook(self._listener(tap), with_kwargs=True)
+                self._handles.append(
+                    module.register_forward_hook(self._listener(hook), with_kwargs=True)
                 )
         return self
 
     def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         while self._modes:
             self._modes.pop().__exit__(None, None, None)
 
-    def _listener(self, tap: Tap) -> Callable[..., None]:
+    def _listener(self, hook: InputHook) -> Callable[..., None]:
         def listen(module: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
             given = (*args, *kwargs.values())
-            self._expect(tap, given, out[0] if isinstance(out, tuple) else out)
+            self._expect(hook, given, out[0] if isinstance(out, tuple) else out)
 
         return listen
 
-    def _expect(self, tap: Tap, given: tuple[Any, ...], out: Tensor) -> None:
-        heard = Heard(tap, tuple(v.detach() if isinstance(v, Tensor) else v for v in given))
-        self.heard.append(heard)
+    def _expect(self, hook: InputHook, given: tuple[Any, ...], out: Tensor) -> None:
+        call = ModuleCall(hook, tuple(v.detach() if isinstance(v, Tensor) else v for v in given))
+        self.calls.append(call)
 
         def back(gradient: Tensor) -> None:
-            heard.delta = gradient.detach()
+            call.delta = gradient.detach()
 
         if out.requires_grad:
             out.register_hook(back)  # type: ignore[no-untyped-call]
 
-    # A router's own output is what it makes of its logits; the product itself lies inside.
+    # A router returns more than its logits, so the product inside it is recorded.
 
-    def _enter_router(self, tap: LinearTap) -> Callable[..., None]:
+    def _enter_router(self, hook: LinearHook) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-            mode: Any = _FirstProduct(tap.shape, lambda x, out: self._expect(tap, (x,), out))
+            mode: Any = _FirstProduct(hook.shape, lambda x, out: self._expect(hook, (x,), out))
             mode.__enter__()
             self._modes.append(mode)
 
@@ -86,7 +86,7 @@ class Recorder:
 
 
 class _FirstProduct(TorchFunctionMode):
-    """Tells of the first product with a matrix of the given shape."""
+    """Calls `tell` at the first product with a matrix of the given shape."""
 
     def __init__(self, shape: tuple[int, int], tell: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ def run_back(
     hidden: Tensor,
     call: Callable[[nn.Module, Tensor], Any],
     gradient: Tensor,
-    taps: Sequence[Tap],
-) -> tuple[Tensor, Tensor, list[Heard]]:
-    """Run a layer on `hidden` again and send `gradient` back through it.
+    hooks: Sequence[InputHook],
+) -> tuple[Tensor, Tensor, list[ModuleCall]]:
+    """Run a layer on `hidden` again and backpropagate `gradient` through it.
 
-    Gives its output, the gradient of its input, and what its tapped modules heard.
+    Return its output, the gradient of its input, and the calls of its hooked modules.
     """
-    with torch.enable_grad(), Recorder(model, taps) as recorder:
+    with torch.enable_grad(), Recorder(model, hooks) as recorder:
         x = hidden.detach().requires_grad_(True)
         result = call(model.get_submodule(path), x)
         out: Tensor = result[0] if isinstance(result, tuple) else result
@@ -138,7 +138,7 @@ def run_back(
                 "not the next layer's input, so gradients cannot be sent back layer by layer"
             )
     (back,) = torch.autograd.grad(out, x, gradient)
-    return out.detach(), back, recorder.heard
+    return out.detach(), back, recorder.calls
 
 
 def head_back(
@@ -147,15 +147,15 @@ def head_back(
     tail: str,
     batch: Batch,
     hidden: Tensor,
-    head: LinearTap | None,
-) -> tuple[Tensor, list[Heard]]:
-    """The loss of every sequence, sent back to the last layer's output.
+    head: LinearHook | None,
+) -> tuple[Tensor, list[ModuleCall]]:
+    """Backpropagate the loss of every sequence to the last layer's output.
 
     A sequence's loss is -Σ_t log p(token t + 1 | tokens up to t). `tail` is the norm after the last
-    layer. Rows do not act on each other, so the sum over rows has each row's own gradient.
+    layer. Rows are independent, so the gradient of the sum contains each row's own gradient.
     """
-    taps = () if head is None else (head,)
-    with torch.enable_grad(), Recorder(model, taps) as recorder:
+    hooks = () if head is None else (head,)
+    with torch.enable_grad(), Recorder(model, hooks) as recorder:
         x = hidden.detach().requires_grad_(True)
         last = model.get_submodule(tail)(x)
         with body_gives(model, owner, last):
@@ -171,13 +171,13 @@ def head_back(
             reduction="sum",
         )
     (back,) = torch.autograd.grad(loss, x)
-    return back, recorder.heard
+    return back, recorder.calls
 
 
 def expert_deltas(view: Any, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one expert: d loss / d pre, what its down projection reads, and d loss / d down.
+    """Return d loss / d pre, the down projection's input, and d loss / d down of one expert.
 
-    `gradient` is d loss / d output of the expert, the routing weight taken in.
+    `gradient` is d loss / d output of the expert, including the routing weight.
     """
     with torch.enable_grad():
         pre = view.pre(x).detach().requires_grad_(True)
@@ -188,10 +188,10 @@ def expert_deltas(view: Any, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tenso
     return of_pre, mid.detach(), of_down
 
 
-def experts_call(heard: Heard) -> tuple[Tensor, Tensor, Tensor]:
-    """Input (tokens, d), chosen experts (tokens, k) and routing weights (tokens, k)."""
-    assert isinstance(heard.tap, ExpertsTap)
-    x, chosen, weights = heard.args[:3]
+def experts_call(call: ModuleCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the input (tokens, d), the chosen experts and the routing weights (tokens, k)."""
+    assert isinstance(call.hook, ExpertsHook)
+    x, chosen, weights = call.args[:3]
     if chosen.is_floating_point():
         chosen, weights = weights, chosen
     return x, chosen, weights

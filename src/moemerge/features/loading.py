@@ -1,9 +1,4 @@
-"""The only module that touches transformers' internals: skeletons, and names on disk <-> in memory.
-
-transformers 5 keeps experts fused in memory and per expert on disk, and converts between the two
-by a table that has no public door. What is used of it: `get_model_conversion_mapping`,
-`rename_source_key`, `dot_natural_key`, `WeightConverter.convert` and `_get_dtype_plan`.
-"""
+"""Models without weights, and the names of their tensors on disk and in memory."""
 
 from __future__ import annotations
 
@@ -18,31 +13,33 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, CheckpointError, library_errors
-
-_CONSTRUCTION = threading.Lock()  # `_parameters_on_meta` changes two classes for a moment
-DRAWS = ("normal_", "uniform_")  # from which weights are drawn
-
+from moemerge.features.compat import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    build_model,
+    dot_natural_key,
+    dtype_plan,
+    get_model_conversion_mapping,
+    mark_initialised,
+    rename_source_key,
+    router_recorders,
+    supports_sdpa,
+    tied_weights,
+)
 
 # --- the skeleton -------------------------------------------------------------------------------
 
 
 def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with every parameter on meta; buffers are real, as not all of them are on disk."""
+    """Return the model with all parameters on meta. Buffers are real: some are not on disk."""
     config = _model_config(checkpoint)
     if getattr(config, "quantization_config", None) is not None:
         if checkpoint.quantisation is None:
@@ -55,7 +52,7 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMode
     what = f"{checkpoint.label}: no model can be built as its config.json says"
     ours = library_errors(ArchitectureError, what, hint=CONFIG_HINT)
     with ours, _parameters_on_meta(), torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = cls._from_config(config, dtype=dtype)
+        model = build_model(cls, config, dtype)
     model.requires_grad_(False)
     model.train(False)
     return model
@@ -82,58 +79,46 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
 
 
 def holds_scores(checkpoint: Checkpoint) -> bool:
-    """Whether its attention keeps a score for every pair of tokens: families that transformers
-    knows no fused attention for."""
-    return not _model_class(_model_config(checkpoint), checkpoint)._supports_sdpa
+    """Return whether attention holds a score for every pair of tokens.
+
+    It does in families without fused attention in transformers.
+    """
+    return not supports_sdpa(_model_class(_model_config(checkpoint), checkpoint))
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter goes to meta as soon as a module takes it; buffers stay where they are.
+    """Inside, a module registers its parameters on meta; buffers stay real.
 
-    `torch.device("meta")` would take the buffers (rotary frequencies, ...) along. No numbers are
-    drawn for what is on meta: torch would load its compiler to do nothing by.
+    `torch.device("meta")` would place the buffers (rotary frequencies, ...) on meta, too.
     """
-    register = nn.Module.register_parameter
-    draws = {name: getattr(Tensor, name) for name in DRAWS}
+    thread = threading.get_ident()
 
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.device.type != "meta":
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        if threading.get_ident() != thread:  # another model, whose weights are being loaded
+            return None
+        if not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
-        if param is not None:
-            # Without this mark transformers would draw its values, of which there are none here:
-            # milliseconds each, since torch draws on meta by functions written in Python.
-            param._is_hf_initialized = True  # type: ignore[attr-defined]
-        register(module, name, param)
+        mark_initialised(param)
+        return param
 
-    with _CONSTRUCTION:
-        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
-        for name, draw in draws.items():
-            setattr(Tensor, name, _unless_on_meta(draw))
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = register  # type: ignore[method-assign]
-            for name, draw in draws.items():
-                setattr(Tensor, name, draw)
-
-
-def _unless_on_meta(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def drawn(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-        return tensor if tensor.is_meta else draw(tensor, *args, **options)
-
-    return drawn
+    hook: Any = to_meta
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def tied_names(model: PreTrainedModel) -> Mapping[str, str]:
-    """Names that share one tensor, in both directions."""
-    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    """Return the names that share one tensor, in both directions."""
+    tied = tied_weights(model)
     return {**{source: target for target, source in tied.items()}, **tied}
 
 
 def keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Which parameters a family keeps in float32 whatever the rest is computed in."""
-    plan = model._get_dtype_plan(dtype)
+    """Return a test for parameters that a family keeps in float32 in any dtype."""
+    plan = dtype_plan(model, dtype)
     if any(value != torch.float32 for value in plan.values()):
         raise ArchitectureError(f"unexpected dtype plan of {type(model).__name__}: {plan}")
     if not plan:
@@ -143,11 +128,10 @@ def keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str],
 
 
 def recorded_routers(model: PreTrainedModel) -> list[str]:
-    """Paths of the modules whose outputs a model (or a part of it) declares as router logits."""
+    """Return the paths of modules that a model declares as the origin of router logits."""
     paths: dict[str, None] = {}
     for base, part in model.named_modules():
-        recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", ())
-        for recorder in recorders if isinstance(recorders, list | tuple) else [recorders]:
+        for recorder in router_recorders(part):
             kind = getattr(recorder, "target_class", recorder)
             inside = f".{name}." if (name := getattr(recorder, "layer_name", None)) else ""
             for path, module in part.named_modules(prefix=base):
@@ -161,24 +145,28 @@ def recorded_routers(model: PreTrainedModel) -> list[str]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one parameter is made from stored tensors: as it is, or by a conversion."""
+    """How one parameter is made from stored tensors: unchanged, or by a conversion."""
 
-    target: str  # name in memory; a conversion that splits makes siblings beside it
+    target: str  # name in memory; a conversion that splits makes further parameters
     sources: tuple[tuple[str, str], ...]  # (pattern, name on disk), in natural order
     converter: WeightConverter | None = None
 
     @property
     def columns(self) -> tuple[tuple[str, ...], ...] | None:
-        """Names on disk by (projection, expert) of what can be read straight to its place: a
-        stack, or a parameter that is stored as it is (one of each). None for anything else."""
+        """Return names on disk by (projection, expert), if the parameter can be read into place.
+
+        That is a stack, or a parameter that is stored unchanged. None for any other.
+        """
         if self.converter is None:
             return ((self.sources[0][1],),)
         return self.stack
 
     @property
     def stack(self) -> tuple[tuple[str, ...], ...] | None:
-        """Names on disk by (projection, expert) where the conversion only stacks experts and
-        joins their projections row-wise: nearly always. None for anything else."""
+        """Return names on disk by (projection, expert), if the conversion is a plain stack.
+
+        A plain stack only stacks experts and joins their projections row-wise. None for any other.
+        """
         if self.converter is None or len(self.converter.target_patterns) != 1:
             return None
         plan = [(type(op), getattr(op, "dim", None)) for op in self.converter.operations]
@@ -193,7 +181,7 @@ class Recipe:
         return columns if len({len(names) for names in columns}) == 1 else None
 
     def convert(self, model: PreTrainedModel, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Run the conversion; `read` gives a stored tensor in the dtype it is wanted in."""
+        """Run the conversion; `read` returns a stored tensor in the final dtype."""
         if self.converter is None:
             return {self.target: read(self.sources[0][1])}
         work = deepcopy(self.converter)
@@ -218,20 +206,20 @@ def _reader(read: Callable[[str], Tensor], name: str) -> Any:
 
 @dataclass(frozen=True)
 class NameMap:
-    """Every stored tensor's place in the model."""
+    """The parameters of a model by the stored tensors that they are made of."""
 
     recipes: Mapping[str, Recipe]  # by name in memory
-    unused: tuple[str, ...]  # stored, but unknown to the model (MTP layers, ...)
+    unused: tuple[str, ...]  # stored, but not part of the model (MTP layers, ...)
 
     def on_disk(self, name: str) -> str | None:
-        """The stored tensor that is this parameter, where it is exactly one, unchanged."""
+        """Return the stored tensor of this parameter, if it is exactly one, unchanged."""
         recipe = self.recipes.get(name)
         if recipe is None or recipe.converter is not None:
             return None
         return recipe.sources[0][1]
 
     def in_memory(self, stored: str) -> str:
-        """The parameter that this stored tensor is, unchanged."""
+        """Return the parameter that is this stored tensor, unchanged."""
         for name, recipe in self.recipes.items():
             if recipe.converter is None and recipe.sources[0][1] == stored:
                 return name
@@ -239,7 +227,7 @@ class NameMap:
 
 
 def map_names(model: PreTrainedModel, checkpoint: Checkpoint) -> NameMap:
-    """Names on disk -> names in memory, by transformers' own table."""
+    """Map names on disk to names in memory, by transformers' table."""
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
@@ -249,7 +237,7 @@ def map_names(model: PreTrainedModel, checkpoint: Checkpoint) -> NameMap:
     sources: dict[str, list[tuple[str, str]]] = {}
     used_by: dict[str, WeightConverter | None] = {}
     unused: list[str] = []
-    # Natural order is part of the contract: experts stack in it, and some renamings count.
+    # transformers stacks experts in natural order, and some renamings count in it.
     for name in sorted(checkpoint.tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:

@@ -31,12 +31,12 @@ class RouterStop(Stop):
 
     @property
     def weight(self) -> Tensor:
-        """(experts, d), as the model computes with it."""
+        """The router's weight in memory, (experts, d)."""
         return self._weights.model.get_parameter(self._router.weight).detach()
 
     @property
     def bias(self) -> Tensor | None:
-        """(experts,), where one is added to the logits."""
+        """The bias that is added to the logits, (experts,), or None."""
         name = self._router.bias
         return None if name is None else self._weights.model.get_parameter(name).detach()
 
@@ -49,7 +49,7 @@ class RouterStop(Stop):
 
 
 class RouterStream(ModelStream):
-    """Iterate to get a `RouterStop` at every router, in the order the model runs them.
+    """Iterate to get a `RouterStop` at every router, in the order of the model's forward.
 
     `layers` restricts the stops (all layers are run all the same, as far as they are needed).
     """

@@ -1,4 +1,4 @@
-"""Where a model's routers and decoder layers are, found in the modules themselves."""
+"""Find the routers and decoder layers of a model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from moemerge.errors import ArchitectureError
 from moemerge.features.loading import recorded_routers
 
-# Families whose declared router makes its input first; the linear map inside is what is solved.
+# Routers that transform their input first; the linear map inside is solved for.
 _INNER = {"Gemma4TextRouter": "proj"}
 _ROUTER_CLASS = re.compile(r"(Router|TopKGating|MoEV1Gate)$")
 _BLOCK_CHILDREN = ("gate", "router")
-# A bias beside the weight that is added to the logits. Elsewhere such a bias only moves selection.
+# Biases that are added to the logits. In other families such a bias only changes the selection.
 _LOGIT_BIAS = {"GptOssTopKRouter": "bias"}
-# Routers that transformers does not record, and why they are not stopped at.
+# Routers that transformers does not record, and why streams do not stop at them.
 _PASSED_OVER = {
     "DeepseekV4HashRouter": "chooses experts by token id from a table, not by its weight"
 }
@@ -64,12 +64,12 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 
 def _router_paths(model: PreTrainedModel) -> list[str]:
     paths = recorded_routers(model) or _by_name(model)
-    # jetmoe declares its attention blocks too; the router proper lies inside them.
+    # jetmoe also declares its attention blocks, which contain the router itself.
     return [path for path in paths if not any(other.startswith(path + ".") for other in paths)]
 
 
 def _by_name(model: PreTrainedModel) -> list[str]:
-    """Older releases declare no router for some families; their classes or paths tell them."""
+    """Find routers by class name or path, for families that declare none."""
     modules = [
         (path, module)
         for path, module in model.named_modules()
@@ -84,7 +84,7 @@ def _by_name(model: PreTrainedModel) -> list[str]:
 
 
 def _layer_list(model: PreTrainedModel, routers: list[str]) -> str:
-    """The outermost module list that holds the routers (or, without any, the longest list)."""
+    """Return the outermost module list with the routers; without routers, the longest list."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ArchitectureError(f"{type(model).__name__} has no list of layers to stream")
@@ -101,7 +101,7 @@ def _layer_list(model: PreTrainedModel, routers: list[str]) -> str:
 def _router(model: PreTrainedModel, layer_list: str, path: str) -> RouterModule:
     declared = model.get_submodule(path)
     inner = _INNER.get(type(declared).__name__)
-    # Some releases declare the whole block; its router is then the child of one of these names.
+    # Some releases declare the whole block; its router is then a child with one of these names.
     candidates = [path] if inner is None else []
     candidates += [f"{path}.{child}" for child in ((inner,) if inner else _BLOCK_CHILDREN)]
     for candidate in candidates:
@@ -136,8 +136,10 @@ def _matrices(model: PreTrainedModel, path: str) -> list[str]:
 def names_outside_layers(
     model: PreTrainedModel, anatomy: Anatomy, *, whole: bool
 ) -> tuple[str, ...]:
-    """Parameters that stay while layers come and go; without `whole`, of the layers' owner alone
-    (no head)."""
+    """Return the parameters outside the layers, which stay in memory.
+
+    Without `whole`, only those of the layers' owner: no head.
+    """
     inside = tuple(path + "." for path in anatomy.layers)
     prefix = anatomy.owner + "." if anatomy.owner and not whole else ""
     return tuple(

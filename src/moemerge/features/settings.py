@@ -1,4 +1,4 @@
-"""How a model is streamed: where, in which dtype, in how long batches, and what that needs."""
+"""Settings of a stream: device, dtype, batch length, offloading; and its memory estimate."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import Checkpoint, format_size, main_dtype
 from moemerge.errors import ArchitectureError, MoeMergeError, ResourceError
+from moemerge.features.compat import attention_implementation
 from moemerge.features.loading import holds_scores
 from moemerge.features.routers import Anatomy
 from moemerge.features.spill import SMALLEST, Offload
@@ -21,25 +22,25 @@ from moemerge.runtime.dtypes import parse_dtype
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, gpu_batch_tokens
 
 CPU = torch.device("cpu")
-# A CPU gains nothing from long batches, and their temporaries are the largest thing it holds.
+# Long batches are no faster on a CPU, where their temporaries take the most memory.
 CPU_BATCH_TOKENS = 2048
-# Config keys of attention that picks its keys by an indexer.
+# Config keys of attention with an indexer that selects keys.
 INDEXERS = ("index_topk", "indexer_budget")
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Where a model is streamed and in which dtype. `None` means: on accelerators."""
+    """Device, dtype and memory use of a stream. `None` means: only on accelerators."""
 
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
-    offload: Offload | Literal["auto"] = "auto"  # where activations of waiting batches lie
-    # Reads the next layer while one computes. On a CPU that takes memory and the very cores that
-    # compute.
+    offload: Offload | Literal["auto"] = "auto"  # where activations of waiting batches are held
+    # Read the next layer while one computes. On a CPU this takes memory, and cores from the
+    # computation.
     prefetch: bool | None = None
-    gather: bool | None = None  # hands out a domain's inputs side by side in memory
+    gather: bool | None = None  # hand out a domain's inputs as one block
     spill_folder: Path | None = None
-    spill_smallest: int = SMALLEST  # bytes of a storage that is worth parking elsewhere
+    spill_smallest: int = SMALLEST  # bytes of a storage that is worth offloading
 
     @property
     def prefetches(self) -> bool:
@@ -51,12 +52,12 @@ class StreamSettings:
 
 
 def forward_dtype(name: str, model: OpenModel) -> torch.dtype:
-    """`auto` is the dtype of most of the checkpoint's bytes: what the model runs in elsewhere."""
+    """Return the dtype; `auto` is that of most of the checkpoint's bytes."""
     return stored_dtype(model.checkpoint) if name == "auto" else parse_dtype(name).torch
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of most of a checkpoint's bytes."""
+    """Return the dtype of most of a checkpoint's bytes."""
     return main_dtype(checkpoint.tensors.values()).torch
 
 
@@ -76,16 +77,16 @@ def batch_tokens(model: OpenModel, device: torch.device) -> int:
     if width is None:
         return DEFAULT_BATCH_TOKENS
     tokens = gpu_batch_tokens(width, gpu_memory(device))
-    # Scores of all pairs of tokens would be by far the largest part of a long batch.
+    # Attention scores of all pairs of tokens would take most of a long batch's memory.
     return min(tokens, DEFAULT_BATCH_TOKENS) if holds_scores(model.checkpoint) else tokens
 
 
-# A batch parked at a router keeps: the embeddings (in the model's frame), the layer's input (in the
-# same frame), the residual and the router's input.
+# A batch that waits at a router holds the embeddings and the layer's input (in the model's frame),
+# the residual and the router's input.
 PARKED_COPIES = 4
-# A running batch needs that, its attention's projections and one temporary of each.
+# A running batch holds these, the attention's projections and one temporary of each.
 RUNNING_COPIES = 10
-HEADROOM = 0.9  # of the free memory; allocators round up
+HEADROOM = 0.9  # share of the free memory; allocators round up
 HOST = torch.device("cpu")
 NEAREST_FIRST: tuple[Offload, ...] = ("device", "cpu", "disk")
 
@@ -98,11 +99,11 @@ class MemoryEstimate:
     offload: Offload
     root: int  # embeddings, norms, head: resident
     layer: int  # the largest layer
-    ahead: int  # the next one, read meanwhile
+    ahead: int  # the prefetched layer
     parked: int  # activations of all waiting batches
-    running: int  # temporaries of the batch that runs
-    features: int  # router inputs that are handed out
-    gathered: bool = False  # batches that stay on the device wait without a copy of their own
+    running: int  # temporaries of the running batch
+    features: int  # router inputs at a stop
+    gathered: bool = False  # waiting batches on the device share the block of inputs
 
     @property
     def on_device(self) -> int:
@@ -153,7 +154,7 @@ def estimate_memory(
     prefetch: bool = True,
     gather: bool = False,
 ) -> MemoryEstimate:
-    """Sizes from shapes alone: nothing is read."""
+    """Estimate memory from shapes alone, without reading a tensor."""
     config: Any = weights.model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = _number(text, "hidden_size", "d_model")
@@ -172,7 +173,7 @@ def estimate_memory(
         layer=layer,
         ahead=layer if prefetch else 0,
         parked=sum(
-            # A padded batch has a mask of its own.
+            # A padded batch has its own mask.
             PARKED_COPIES * streams * token * size + batch.padded * size * batch.input_ids.shape[1]
             for batch, size in zip(batches, padded, strict=True)
         ),
@@ -184,9 +185,11 @@ def estimate_memory(
 
 
 def _scores(text: Any, batches: Sequence[Batch], itemsize: int) -> int:
-    """What attention that is not fused keeps for every pair of tokens: scores before and behind the
-    mask, and their softmax in float32."""
-    if getattr(text, "_attn_implementation", None) != "eager":
+    """Return the bytes of eager attention for all pairs of tokens.
+
+    These are the scores, the masked scores, and their softmax in float32.
+    """
+    if attention_implementation(text) != "eager":
         return 0
     pairs = max((b.input_ids.numel() * b.input_ids.shape[1] for b in batches), default=0)
     return pairs * _number(text, "num_attention_heads") * (2 * itemsize + 4)
@@ -195,8 +198,10 @@ def _scores(text: Any, batches: Sequence[Batch], itemsize: int) -> int:
 def needed(
     estimates: Sequence[MemoryEstimate], extra: int = 0, offload: Offload | None = None
 ) -> tuple[int, int]:
-    """Bytes on the device and on the host for models side by side, with activations parked there
-    (default: where they are); `extra` is what a job does with the features."""
+    """Return the bytes on the device and on the host for several models at once.
+
+    `offload` replaces the models' own choice. `extra` is the job's own memory on the device.
+    """
     if offload is not None:
         estimates = [replace(estimate, offload=offload) for estimate in estimates]
     device = sum(estimate.on_device for estimate in estimates) + extra
@@ -215,7 +220,7 @@ def fits(
 
 
 def nearest_offload(estimates: Sequence[MemoryEstimate], extra: int = 0) -> Offload:
-    """The nearest place with room for parked activations; the farthest where nothing fits."""
+    """Return the fastest offload that fits the memory; the last one if none does."""
     for kind in NEAREST_FIRST:
         if kind == "cpu" and estimates[0].device.type == "cpu":
             continue
@@ -225,7 +230,7 @@ def nearest_offload(estimates: Sequence[MemoryEstimate], extra: int = 0) -> Offl
 
 
 def choose_offload(estimate: MemoryEstimate) -> MemoryEstimate:
-    """For one model by itself; refuses what fits nowhere."""
+    """Choose the offload of a single model; raise ResourceError if none fits."""
     chosen = replace(estimate, offload=nearest_offload([estimate]))
     if not fits([chosen]):
         usable = int(available_memory(estimate.device) * HEADROOM)
@@ -247,7 +252,7 @@ def _number(config: Any, *names: str) -> int:
 
 
 def raise_forward_error(error: BaseException, where: str, memory: MemoryEstimate) -> NoReturn:
-    """What a model's forward raised, as an error of ours; ours and interrupts as they are."""
+    """Raise an error of a model's forward as one of ours; ours and interrupts unchanged."""
     if isinstance(error, MoeMergeError) or not isinstance(error, Exception):
         raise error
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):

@@ -1,9 +1,9 @@
-"""Parked activations leave the device: their storages are emptied in place and filled again.
+"""Offload the activations of waiting batches: empty their storages in place, and refill them.
 
-A batch that waits inside the model's forward keeps tensors alive in its frames (the layer's input
-in the caller, the residual, masks), and nobody outside can drop those references. Emptying the
-storage under them frees the memory all the same, and filling it again before the batch goes on
-makes every reference valid with the same bytes: nothing of the computation changes.
+A batch that waits inside the model's forward keeps tensors alive in its stack frames (the layer's
+input in the caller, the residual, masks), and no other code can drop those references. Emptying
+the storage frees the memory all the same. Refilling it before the batch continues makes every
+reference valid with the same bytes, so the computation does not change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALLEST = 64 * 1024  # bytes; smaller storages are not worth a transfer
 
 
 class Tracker(TorchFunctionMode):
-    """Knows every tensor that is still alive of those made inside it (in one thread)."""
+    """Tracks the tensors made inside the mode, in one thread, that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Tracker(TorchFunctionMode):
 
 
 class Spill:
-    """Where one batch's parked storages go, and back from."""
+    """Offloads one batch's activations and restores them."""
 
     def __init__(self, where: Offload, device: torch.device, folder: Path | None) -> None:
         self._disk = where == "disk"
@@ -71,7 +71,7 @@ class Spill:
             if storage.device.type != self._device.type:
                 continue
             self._away.append((storage, nbytes, self._save(storage, nbytes)))
-            storage.resize_(0)  # a second reference to it is skipped from here on
+            storage.resize_(0)  # so a second tensor of this storage is skipped
 
     def back(self) -> None:
         """Fill every emptied storage again."""
@@ -100,8 +100,8 @@ class Spill:
         target.copy_(saved, non_blocking=True)
 
 
-class SpillRoom:
-    """Makes one `Spill` per batch; holds the folder they write to, if they do."""
+class SpillFactory:
+    """Makes one `Spill` per batch, and owns the folder that they write to."""
 
     def __init__(self, where: Offload, device: torch.device, folder: Path | None = None) -> None:
         self._where = where
@@ -112,7 +112,7 @@ class SpillRoom:
 
     @property
     def active(self) -> bool:
-        # Activations of a CPU run are in CPU memory already: only the disk makes a difference.
+        # On a CPU, activations are in host memory already: only offloading to disk helps.
         return self._where == "disk" or (self._where == "cpu" and self._device.type != "cpu")
 
     def spill(self, number: int) -> Spill | None:
@@ -131,14 +131,17 @@ class SpillRoom:
 
 
 def held_by(modules: Iterable[nn.Module]) -> set[int]:
-    """Addresses of all storages that modules hold: these belong to every batch."""
+    """Return the addresses of all storages that modules own and batches share."""
     held: set[int] = set()
     for module in modules:
-        owned = (module._parameters, module._buffers, module.__dict__)
-        for values in owned:
-            for value in values.values():
-                if isinstance(value, Tensor) and value.device.type != "meta":
-                    held.add(value.untyped_storage().data_ptr())
+        owned = (
+            *module.parameters(recurse=False),
+            *module.buffers(recurse=False),
+            *vars(module).values(),
+        )
+        for value in owned:
+            if isinstance(value, Tensor) and value.device.type != "meta":
+                held.add(value.untyped_storage().data_ptr())
     return held
 
 
@@ -148,15 +151,15 @@ def as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 # --- router inputs as one block ------------------------------------------------------------------
 #
-# The kernels want few, long blocks. So a domain's inputs are copied side by side on a GPU, and a
-# batch's own storage is emptied while it waits and filled again from the block before it goes on:
-# hidden states are kept once.
+# The kernels are fastest with few, long blocks. On a GPU, a domain's inputs are therefore copied
+# into one block. A batch's own storage is emptied while it waits, and refilled from the block
+# before it continues, so that hidden states are held once.
 
 Key = tuple[str, bool]  # domain, holdout
 
 
 class Gathered:
-    """Blocks that the batches' inputs are copied into, in the order of the batches."""
+    """One block per domain, into which the batches' inputs are copied in order."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._tokens: dict[Key, int] = {}
@@ -167,7 +170,7 @@ class Gathered:
         self._used: dict[Key, int] = {}
 
     def take(self, batch: Batch, tokens: Tensor, rows: Tensor | None) -> Tensor:
-        """A copy of the batch's real tokens, (tokens, d), beside those that came before."""
+        """Copy the batch's real tokens into the block; return their part of it, (tokens, d)."""
         key = (batch.domain, batch.holdout)
         if key not in self._blocks:
             self._blocks[key] = tokens.new_empty(self._tokens[key], tokens.shape[1])
@@ -181,9 +184,9 @@ class Gathered:
 
 
 class Emptied:
-    """A waiting batch's tensor without its memory; `refill` brings its tokens back.
+    """A waiting batch's tensor whose memory was released; `refill` restores its real tokens.
 
-    What stood at padded places is lost: they get zeros, which no real token ever reads.
+    Padding is lost: it becomes zero, and no real token reads it.
     """
 
     def __init__(self, tensor: Tensor, copy: Tensor, rows: Tensor | None) -> None:
@@ -195,7 +198,10 @@ class Emptied:
 
     @classmethod
     def of(cls, tensor: Tensor, copy: Tensor, rows: Tensor | None) -> Emptied | None:
-        """`copy` holds the tensor's `rows` (None: all). None where its storage holds more."""
+        """Release a tensor's memory; `copy` holds its `rows` (None: all).
+
+        Return None if the storage holds more than the tensor.
+        """
         whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
         resizable = tensor.untyped_storage().resizable()
         if not (whole and resizable and tensor.is_contiguous()):

@@ -1,4 +1,4 @@
-"""What a stream hands out: where it stops, and what modules were given and gave on the way."""
+"""Stops of a stream, with the inputs of all batches, and recorded calls of modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moemerge.text.batches import Batch
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One batch's call of a module: what it was given, and what it gave where that is asked for."""
+    """One batch's call of a module: its arguments and, if requested, its output."""
 
     path: str
     args: tuple[Any, ...]
@@ -26,18 +26,19 @@ class Call:
     out: Any = None
 
     def argument(self, position: int, *names: str) -> Any:
-        """An argument by its position, or by one of the names it may be given under."""
+        """Return an argument by its position, or by one of its possible names."""
         if position < len(self.args):
             return self.args[position]
         return next((self.kwargs[name] for name in names if name in self.kwargs), None)
 
 
-# A batch, the places of its real tokens (None: all), and the calls since it last waited.
+# Called with a batch, the positions of its real tokens (None: all) and its calls since it last
+# waited.
 OnCalls = Callable[[Batch, Tensor | None, list[Call]], None]
 
 
 class CallLog:
-    """Calls since a batch last waited (one batch runs at a time), for those who listen."""
+    """Records calls of modules since a batch last waited; one batch runs at a time."""
 
     def __init__(self) -> None:
         self._listeners: list[OnCalls] = []
@@ -46,21 +47,21 @@ class CallLog:
     def listen(
         self, model: nn.Module, paths: Iterable[str], on_calls: OnCalls, *, outputs: bool
     ) -> list[RemovableHandle]:
-        """Record the calls of these modules; gives the hooks that do."""
+        """Record the calls of these modules; return the handles of the hooks."""
         if on_calls not in self._listeners:
             self._listeners.append(on_calls)
-        hooks = []
+        handles = []
         for path in paths:
             module = model.get_submodule(path)
-            hooks.append(
+            handles.append(
                 module.register_forward_hook(self._after(path), with_kwargs=True)
                 if outputs
                 else module.register_forward_pre_hook(self._before(path), with_kwargs=True)
             )
-        return hooks
+        return handles
 
     def hand_out(self, worker: Worker) -> None:
-        """A batch waits: its calls go to the listeners, and are forgotten here."""
+        """Pass the calls of a waiting batch to the listeners and forget them."""
         calls, self._calls = self._calls, []
         for on_calls in self._listeners:
             on_calls(worker.batch, worker.rows, calls)
@@ -84,16 +85,16 @@ class CallLog:
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """One batch at a stop, and the tensors it is about to give the module: rows of real tokens."""
+    """One batch at a stop, and the module's inputs: rows of real tokens."""
 
     batch: Batch
     given: tuple[Tensor, ...]
 
 
 class Stop:
-    """All batches wait here: read what they bring, replace weights, go on.
+    """A module before which all batches wait: read its inputs and replace weights.
 
-    Valid until the iteration continues; inputs that are not held elsewhere are freed then.
+    Valid until the iteration continues. Inputs without other references are freed then.
     """
 
     def __init__(
@@ -105,9 +106,10 @@ class Stop:
         shared: bool = False,
     ) -> None:
         self.kind: PauseKind = pause.kind
-        self.path = pause.key  # of the module or layer that is about to run
-        self.layer = layer  # that runs; at a layer's stop the one to come, at the end one more
-        # Whether every batch brings the very tensor that it brought to the stop before.
+        self.path = pause.key  # the module or layer that runs next
+        # The running layer; at a layer's stop the next one; at the end the number of layers.
+        self.layer = layer
+        # Whether every batch has the very same input tensor as at the previous stop.
         self.shared = shared
         self._arrivals = arrivals
         self._weights = weights
@@ -118,15 +120,15 @@ class Stop:
 
     @property
     def arrivals(self) -> Sequence[Arrival]:
-        """Every batch with all tensors it brings; empty where none were asked for."""
+        """All batches with their input tensors; empty if none were requested."""
         return self._arrivals
 
     def inputs(self, domain: str, *, holdout: bool = False) -> list[Tensor]:
-        """The module's inputs, a (tokens, d) tensor per batch, padding left out."""
+        """Return the module's inputs without padding, a (tokens, d) tensor per batch."""
         return [x for _, x in self.by_batch(domain, holdout=holdout)]
 
     def by_batch(self, domain: str, *, holdout: bool = False) -> list[tuple[Batch, Tensor]]:
-        """The same with the batch each comes from, to pair tokens of several models."""
+        """Return the inputs with their batches, to pair tokens of several models."""
         if domain not in self.domains:
             raise UsageError(f"no domain {domain!r}; there are {', '.join(self.domains)}")
         return [
@@ -136,16 +138,16 @@ class Stop:
         ]
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with these parameters, by name in memory: rounded to the dtype they are stored in.
+        """Use these parameters from now on, by name in memory, rounded to their stored dtype.
 
-        A tensor that has this dtype already is taken as it is; any other must be finite once it is
-        rounded.
+        A tensor that already has this dtype is used unchanged. Any other must be finite after
+        rounding.
         """
         for name, value in tensors.items():
             self._weights.put(name, value)
 
     def replace_stored(self, tensors: Mapping[str, Tensor]) -> None:
-        """The same by name on disk, for parameters that are stored as one tensor each."""
+        """Replace parameters by name on disk, if each is stored as one tensor."""
         self.replace({self._weights.names.in_memory(n): t for n, t in tensors.items()})
 
     def release(self) -> None:
@@ -153,10 +155,10 @@ class Stop:
 
 
 def take_over_inputs(first_layer: nn.Module) -> RemovableHandle:
-    """Let the layer alone hold what embeddings gave it.
+    """Make the first layer the only owner of the embeddings' output.
 
-    A model's code keeps that in a variable until it returns, and so a state of every token, though
-    nothing reads it any more. The hook comes before all others: they would keep the variable's.
+    A model's code keeps that output in a variable until it returns, although nothing reads it any
+    more: a hidden state of every token. The hook precedes all others, which would keep a reference.
     """
 
     def take_over(
@@ -173,8 +175,10 @@ def take_over_inputs(first_layer: nn.Module) -> RemovableHandle:
 
 
 def _taken_over(value: Any) -> Any:
-    """The same values in another tensor. The one that is left holds NaN in one place of memory:
-    code that reads it after all is found out."""
+    """Return the values in another tensor and fill the old one with NaN.
+
+    The NaN takes one element of memory, and reveals code that reads the old tensor after all.
+    """
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     taken = value.detach()

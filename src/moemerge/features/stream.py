@@ -1,10 +1,10 @@
-"""Stream a model over batches, one decoder layer in memory at a time, stopping where one asks to.
+"""Run a model over batches with one decoder layer in memory, and stop at requested modules.
 
-The model's own forward runs, once per batch, each in a thread of its own that is parked before
-every layer and every module of interest. When all batches wait at the same place, the next layer's
-weights are brought in, or the module's inputs are handed out; then one batch after the other goes
-on. Masks, rotary embeddings, state that layers pass to each other: all of it is the model's own
-business, so the features are those of the whole model, bit for bit.
+The model's own forward runs once per batch, each in its own thread, which pauses before every layer
+and every requested module. When all batches wait at the same place, the next layer's weights are
+loaded, or the module's inputs are handed out. Then one batch after the other continues. Masks,
+rotary embeddings and state that layers pass to each other are left to the model, so the features
+are those of the whole model, bit for bit.
 
     with ModelStream(checkpoint, batches, StreamSettings(device, dtype)) as stream:
         stream.stop_at_layers()                           # before each layer, and at the end
@@ -16,9 +16,9 @@ business, so the features are those of the whole model, bit for bit.
                     ...
                 stop.replace({f"{stop.path}.weight": new})   # rounded to the stored dtype
 
-What lives where: the resident part (embeddings, norms, head when asked for), one layer (and the
-next, while it is read), the parked batches' activations (see `spill`), one running batch's
-temporaries, and at a stop its inputs.
+Memory holds: the resident part (embeddings, norms, and the head if requested), one layer (and the
+next, while it is read), the waiting batches' activations (see `spill`), one running batch's
+temporaries, and the inputs at a stop.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
 from moemerge.features.fused import fuse
+from moemerge.features.input_hooks import InputHooks, find_input_hooks
 from moemerge.features.loading import NameMap, build_skeleton
 from moemerge.features.routers import Anatomy, anatomy, names_outside_layers
 from moemerge.features.settings import (
@@ -45,14 +46,13 @@ from moemerge.features.settings import (
     estimate_memory,
     raise_forward_error,
 )
-from moemerge.features.spill import Emptied, Gathered, SpillRoom, held_by
+from moemerge.features.spill import Emptied, Gathered, SpillFactory, held_by
 from moemerge.features.stops import Arrival, CallLog, OnCalls, Stop, take_over_inputs
-from moemerge.features.taps import Taps, find_taps
 from moemerge.features.tokens import check_tokens, finite, flat_tokens, real_rows
 from moemerge.features.weights import Weights
 from moemerge.features.workers import Pause, PauseKind, Worker, current_worker, part_of_a_layer
 from moemerge.runtime.devices import attention_without_plans
-from moemerge.runtime.process import give_back_freed_memory, keep_few_kernels, share_one_heap
+from moemerge.runtime.process import give_back_freed_memory, limit_kernel_cache, share_one_heap
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
@@ -61,11 +61,11 @@ Output = Literal["hidden", "logits"]
 
 
 class ModelStream:
-    """Iterate to get a `Stop` wherever one was asked for, in the order the model runs.
+    """Iterate to get the requested `Stop`s, in the order of the model's forward.
 
-    `on_output` gets every batch's final hidden states (after the last norm) or logits; without it,
-    and without stops at layers, the run ends at the last stop. Use it as a context manager: leaving
-    it ends all threads and frees the weights.
+    `on_output` is called with every batch's final hidden states (after the last norm) or logits.
+    Without it, and without stops at layers, the run ends at the last stop. Use it as a context
+    manager: leaving it ends all threads and frees the weights.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ModelStream:
         progress: Progress | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
-        keep_few_kernels()
+        limit_kernel_cache()
         self.checkpoint = checkpoint
         self.settings = settings = settings or StreamSettings()
         self.device = settings.device
@@ -97,9 +97,9 @@ class ModelStream:
         self.weights = Weights(self.model, checkpoint, self.device, settings.dtype, self.stopwatch)
         self._root = names_outside_layers(self.model, self.anatomy, whole=whole)
         self.memory: MemoryEstimate = self._memory(batches)
-        self._room = SpillRoom(self.memory.offload, self.device, settings.spill_folder)
+        self._spills = SpillFactory(self.memory.offload, self.device, settings.spill_folder)
         self._workers = [
-            Worker(number, batch, self._forward, self._room.spill(number))
+            Worker(number, batch, self._forward, self._spills.spill(number))
             for number, batch in enumerate(batches)
         ]
         for worker in self._workers:
@@ -107,9 +107,9 @@ class ModelStream:
         self._points: dict[str, Pause] = {}  # modules to stop before, by path
         self._at_layers = self._layer_inputs = False
         self._log = CallLog()
-        self._brought: dict[int, weakref.ref[Tensor]] = {}  # by batch, to the stop before
+        self._brought: dict[int, weakref.ref[Tensor]] = {}  # by batch, at the previous stop
         self._hooks: list[RemovableHandle] = []
-        self._layer: int | None = None  # the one whose weights are in memory
+        self._layer: int | None = None  # whose weights are in memory
         self._at = "start"  # the kind of pause where the batches wait
         self._closed = False
         self._stops: Iterator[Stop] | None = None
@@ -133,30 +133,32 @@ class ModelStream:
         return self.weights.names
 
     @cached_property
-    def taps(self) -> Taps:
+    def input_hooks(self) -> InputHooks:
         """The modules of every layer whose inputs can be read."""
-        return find_taps(self.model, self.anatomy)
+        return find_input_hooks(self.model, self.anatomy)
 
-    # --- what to stop at, and what to listen to: before the iteration begins ---
+    # --- stops and listeners: to be set before the iteration begins ---
 
     def stop_before(self, paths: Iterable[str], kind: PauseKind = "module") -> None:
         """Stop before these modules of the layers."""
         self._points.update({path: Pause(kind, path) for path in paths})
 
     def stop_at_layers(self, *, inputs: bool = False) -> None:
-        """Stop before every layer, with the one before it still in memory, and at the end. With
-        `inputs`, hand out the hidden states that go into the layer."""
+        """Stop before every layer, with the previous one still in memory, and at the end.
+
+        With `inputs`, hand out the layer's input hidden states.
+        """
         self._at_layers, self._layer_inputs = True, inputs
 
     def listen(self, paths: Iterable[str], on_calls: OnCalls, *, outputs: bool = False) -> None:
-        """Record the calls of these modules, with what they give where `outputs` are asked for.
+        """Record the calls of these modules, with their outputs if `outputs` is set.
 
-        `on_calls` gets those of each batch whenever it waits; what they hold may be changed as soon
-        as it returns.
+        `on_calls` is called with a batch's calls whenever the batch waits. Their tensors may change
+        after it returns.
         """
         self._hooks += self._log.listen(self.model, paths, on_calls, outputs=outputs)
 
-    # --- life ---
+    # --- opening and closing ---
 
     def __enter__(self) -> Self:
         return self
@@ -178,13 +180,13 @@ class ModelStream:
         self.weights.close()
         self.weights.free(self._root)
         self.drop_layer()
-        self._room.close()
+        self._spills.close()
         self.give_back()
 
     def __iter__(self) -> Iterator[Any]:
         if self._stops is not None:
             raise UsageError("a stream runs once; open another for a second pass")
-        self._stops = self._run()  # kept here: a dropped iterator must not end the stream
+        self._stops = self._run()  # a reference: a dropped iterator must not end the stream
         return self._stops
 
     # --- the schedule ---
@@ -205,9 +207,9 @@ class ModelStream:
         self.weights.require_finite(self._root)
         layers = tuple(f"{path}." for path in self.anatomy.layers)
         outside = (name for name in self.names.recipes if not name.startswith(layers))
-        # On a CPU it would take its memory beside the first layer's.
+        # On a CPU this would take memory in addition to the first layer's.
         unrun = [name for name in outside if name not in self._root]
-        self.weights.require_finite_on_disk(unrun, beside=self.device.type != "cpu")
+        self.weights.require_finite_on_disk(unrun, background=self.device.type != "cpu")
         self.give_back()
         if self.settings.prefetches:
             self._read_ahead(0)
@@ -230,9 +232,9 @@ class ModelStream:
             elif pause.kind == "end":
                 break
         if not self._to_the_end and self._layer is not None:
-            # What comes after the last stop is not run, so hidden states cannot show its NaN.
+            # Modules after the last stop do not run, so hidden states cannot show their NaN.
             self.weights.require_finite(self.weights.names_under(self.anatomy.layers[self._layer]))
-        self.weights.settle()
+        self.weights.wait_for_checks()
         self._progress.finish()
 
     @property
@@ -247,7 +249,7 @@ class ModelStream:
         return Stop(pause, layer, self.weights, arrivals, shared)
 
     def _advance(self) -> tuple[Pause, list[Arrival], bool]:
-        """Every batch goes on to its next pause; all must come to the same."""
+        """Run every batch to its next pause, which must be the same for all."""
         arrivals: list[Arrival] = []
         flags: list[Tensor] = []
         shared = True
@@ -266,15 +268,15 @@ class ModelStream:
                 self._finish(worker)
                 continue
             if worker.at.kind != "layer" or self._layer_inputs:
-                shared &= self._brings_the_same(worker)
+                shared &= self._has_same_input(worker)
                 arrivals.append(self._arrival(worker, gathered))
-            if self._room.active:
+            if self._spills.active:
                 worker.put_away(self._shared_storages(), self.settings.spill_smallest)
         pauses = {worker.at for worker in self._workers}
         if len(pauses) != 1:
             raise ArchitectureError(
                 f"batches wait at different places of the model: {sorted(map(str, pauses))}",
-                hint="the model's course depends on its input; it cannot be streamed by layers",
+                hint="the model's control flow depends on its input; it cannot be streamed",
             )
         pause = pauses.pop()
         self._check_finite(pause, flags)
@@ -288,7 +290,7 @@ class ModelStream:
         worker.value = None
 
     def _bring(self, layer: int) -> None:
-        """Replace the resident layer by this one, and begin to read the one after it."""
+        """Replace the layer in memory by this one, and start to read the next."""
         if layer == self._layer:
             return
         first = self._layer is None
@@ -298,7 +300,7 @@ class ModelStream:
             self.drop_layer()
             self.weights.place(self.weights.fetched(path, names))
             self.weights.check(names, path)
-            # Hidden states do not show what no token meets: an expert that nobody is sent to.
+            # Hidden states do not show NaN in an expert that receives no token.
             self.weights.require_finite(names)
             self._layer = layer
             if self.settings.prefetches:
@@ -307,7 +309,7 @@ class ModelStream:
             self._progress.advance(1)
 
     def _read_ahead(self, layer: int) -> None:
-        """Begin to read a layer, and let the system look for the one after it."""
+        """Start to read a layer, and let the system prefetch the one after it."""
         layers = self.anatomy.layers
         last = len(layers) - 1
         if not self._to_the_end:
@@ -322,7 +324,7 @@ class ModelStream:
             self.weights.advise(self.weights.names_under(layers[layer + 1]))
 
     def drop_layer(self) -> None:
-        """Free the layer that is in memory: the batches have passed it."""
+        """Free the layer in memory, after all batches have passed it."""
         if self._layer is not None:
             path = self.anatomy.layers[self._layer]
             self.weights.free(self.weights.names_under(path))
@@ -330,23 +332,23 @@ class ModelStream:
             self.give_back()
 
     def drop_embeddings(self) -> None:
-        """Free the table of embeddings once every batch waits behind it."""
+        """Free the embeddings, once every batch has passed them."""
         if self._layer is None and self._at == "start":
             return
-        with suppress(NotImplementedError):  # the model does not say which module it is
+        with suppress(NotImplementedError):  # the model does not declare its embeddings
             table = self.model.get_input_embeddings()
             paths = [path for path, module in self.model.named_modules() if module is table]
             own = {name for path in paths for name in self.weights.names_under(path)}
-            # Where logits are wanted, a head may share its matrix with it.
+            # If logits are computed, the head may share its matrix with the embeddings.
             self.weights.free(own if self._runs is not self.model else ())
             self.give_back()
 
     def give_back(self) -> None:
-        """On a CPU, hand freed memory to the system: it would else lie beside what comes next."""
+        """On a CPU, return freed memory to the system before more is allocated."""
         if self.device.type == "cpu":
             give_back_freed_memory()
 
-    # --- what runs inside the batches' threads ---
+    # --- in the batches' threads ---
 
     def _forward(self, batch: Batch) -> Tensor:
         mask = batch.mask.to(self.device, torch.int64) if batch.padded else None
@@ -372,9 +374,9 @@ class ModelStream:
         module = self.model.get_submodule(at.key)
         self._hooks.append(module.register_forward_pre_hook(pause, with_kwargs=True))
 
-    # --- what a batch brings ---
+    # --- inputs at a stop ---
 
-    def _brings_the_same(self, worker: Worker) -> bool:
+    def _has_same_input(self, worker: Worker) -> bool:
         before, value = self._brought.get(id(worker)), worker.value
         assert value is not None
         self._brought[id(worker)] = weakref.ref(value)
@@ -392,16 +394,16 @@ class ModelStream:
                 )
             return Arrival(worker.batch, ())
         if gathered is None or worker.at.kind == "layer":
-            others = self._others(worker, copy=self._room.active)
-            return Arrival(worker.batch, (worker.real(tokens, copy=self._room.active), *others))
+            others = self._others(worker, copy=self._spills.active)
+            return Arrival(worker.batch, (worker.real(tokens, copy=self._spills.active), *others))
         others = self._others(worker, copy=True)
         block = gathered.take(worker.batch, tokens, worker.rows)
-        if not self._room.active:
+        if not self._spills.active:
             worker.emptied, worker.value = Emptied.of(value, block, worker.rows), None
         return Arrival(worker.batch, (block, *others))
 
     def _others(self, worker: Worker, *, copy: bool) -> list[Tensor]:
-        """Further tensors that the module is given, where their rows are tokens too."""
+        """Return further tensor arguments of the module whose rows are tokens, too."""
         others = (flat_tokens(other, worker.batch) for other in worker.others)
         return [worker.real(other, copy=copy) for other in others if other is not None]
 

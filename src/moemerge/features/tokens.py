@@ -1,4 +1,4 @@
-"""Tokens of a batch: known to the model, real or padding, of which sequence, to which expert."""
+"""Tokens of a batch: vocabulary check, padding, sequences, order by expert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moemerge.text.batches import Batch
 
 
 def check_tokens(model: PreTrainedModel, batches: Sequence[Batch], label: str) -> None:
-    """An unknown token would stop an accelerator with a message that helps nobody."""
+    """Refuse token ids outside the vocabulary, for which a GPU raises an obscure error."""
     if not batches:
         raise DataError("no batch of calibration text given")
     embedding: Any = model.get_input_embeddings()
@@ -28,14 +28,14 @@ def check_tokens(model: PreTrainedModel, batches: Sequence[Batch], label: str) -
 
 
 def real_rows(batch: Batch, device: torch.device) -> Tensor | None:
-    """Places of real tokens in the flattened batch; None where nothing is padded."""
+    """Return the positions of real tokens in the flattened batch; None without padding."""
     if not batch.padded:
         return None
     return batch.mask.reshape(-1).nonzero().squeeze(1).to(device)
 
 
 def flat_tokens(x: Tensor, batch: Batch) -> Tensor | None:
-    """x as (rows * length, width), padding included; None where its rows are not the tokens."""
+    """Return x as (rows * length, width) with padding; None if its rows are not tokens."""
     if x.dim() == 0 or x.shape[-1] == 0:
         return None
     flat = x.reshape(-1, x.shape[-1])
@@ -43,7 +43,7 @@ def flat_tokens(x: Tensor, batch: Batch) -> Tensor | None:
 
 
 def _tokens_first(x: Tensor, batch: Batch) -> Tensor:
-    """(rows, heads, length, width), as attention has it, with the tokens before the heads."""
+    """Move tokens before heads if x is (rows, heads, length, width), as in attention."""
     count, length = batch.mask.shape
     if x.dim() == 4 and x.shape[0] == count and x.shape[1] != length and x.shape[2] == length:
         return x.transpose(1, 2)
@@ -51,9 +51,9 @@ def _tokens_first(x: Tensor, batch: Batch) -> Tensor:
 
 
 def real_tokens(x: Tensor, batch: Batch, rows: Tensor | None) -> Tensor | None:
-    """The rows of x that belong to real tokens, (n, width); None where that cannot be told.
+    """Return the rows of x that belong to real tokens, (n, width); None if that is unknown.
 
-    `rows` are the places of real tokens in the flattened batch, None where nothing is padded.
+    `rows` are the positions of real tokens in the flattened batch, None without padding.
     """
     width = x.shape[-1]
     x = _tokens_first(x, batch)
@@ -65,9 +65,9 @@ def real_tokens(x: Tensor, batch: Batch, rows: Tensor | None) -> Tensor | None:
 
 
 def finite(value: Tensor, batch: Batch, rows: Tensor | None) -> Tensor:
-    """Whether all real tokens are finite: a flag that stays on the device, so nothing waits.
+    """Return a flag on the device, without synchronising: whether all real tokens are finite.
 
-    Where real tokens cannot be told from padding, which may hold anything, it is true.
+    True if real tokens cannot be distinguished from padding, which may hold anything.
     """
     tokens = real_tokens(value, batch, rows) if value.is_floating_point() else None
     if tokens is None or tokens.numel() == 0:
@@ -77,7 +77,7 @@ def finite(value: Tensor, batch: Batch, rows: Tensor | None) -> Tensor:
 
 
 def as_sequences(x: Tensor, batch: Batch) -> Tensor | None:
-    """x as (sequences, tokens, width); None where it does not lie by sequence."""
+    """Return x as (sequences, tokens, width); None if its rows are not grouped by sequence."""
     count, length = batch.mask.shape
     width = x.shape[-1]
     if x.dim() > 2 and x.shape[0] == count:
@@ -88,9 +88,9 @@ def as_sequences(x: Tensor, batch: Batch) -> Tensor | None:
 
 
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, list[int]]:
-    """Places in the flattened choices (tokens, k), sorted by expert, and each expert's bounds.
+    """Return positions in the flattened choices (tokens, k) sorted by expert, and the bounds.
 
-    Numbers beyond the experts (tokens sent nowhere) come after the last bound.
+    Indices beyond the experts, of tokens without an expert, come after the last bound.
     """
     flat = chosen.reshape(-1).to(torch.int64)
     order = torch.argsort(flat, stable=True)

@@ -1,4 +1,4 @@
-"""Weights come and go: a part of the model is read, placed on the device, and freed again."""
+"""Load parts of a model from a checkpoint, place them on the device, and free them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from moemerge.runtime.timing import Stopwatch
 logger = logging.getLogger(__name__)
 
 SUMMED_AT_ONCE = 2**22  # values
-# Parallel reads within one layer. On a CPU more only make them wait for each other; a GPU's host
-# has cores to spare, and a file in the page cache comes as fast as they copy it.
+# Parallel reads within one layer. If the CPU computes, more readers only wait for each other. A
+# GPU's host has spare cores, and reads from the page cache are as fast as the cores copy.
 READERS = 4
 UPLOAD_READERS = 8
 UPLOAD_BUFFERS = 2 * UPLOAD_READERS  # one is filled while another is sent
@@ -35,7 +35,7 @@ PINNED_BYTES = UPLOAD_BUFFERS * BUFFER_BYTES
 
 @dataclass(frozen=True)
 class Fetch:
-    """Parameters on their way: allocated, and filled by `pieces`; `others` need a conversion."""
+    """Parameters being read: allocated and filled by `pieces`; `others` need a conversion."""
 
     tensors: dict[str, Tensor]  # by name in memory, on the device
     pieces: tuple[StoredSlice, ...]
@@ -45,7 +45,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A stored tensor, or rows of it, and the place in a parameter that it goes to."""
+    """A stored tensor, or rows of it, and the part of a parameter that it fills."""
 
     name: str  # on disk
     rows: tuple[int, int] | None
@@ -53,11 +53,11 @@ class StoredSlice:
 
 
 class Weights:
-    """A meta model's parameters and persistent buffers, read from a checkpoint on demand.
+    """Reads a meta model's parameters and persistent buffers from a checkpoint on demand.
 
-    `prefetch` and `fetch` read; `place` and `free` change the model. All but the reading itself
-    belongs to the thread that computes. Towards a GPU tensors pass through a few pinned buffers,
-    straight to their place in the parameter, while the device computes.
+    `prefetch` and `fetch` read; `place` and `free` change the model. Only reading happens in other
+    threads than the computing one. For a GPU, tensors pass through a few pinned buffers into their
+    parameters while the device computes.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Weights:
         readers = READERS if device.type == "cpu" else UPLOAD_READERS
         self._uploads = uploads_to(device, UPLOAD_BUFFERS)
         self._ahead: tuple[str, Future[dict[str, Tensor]]] | None = None
-        self._unrun: Future[None] | None = None  # a check of what is not run
-        with ExitStack() as undo:  # threads that were started end if what follows fails
+        self._unrun: Future[None] | None = None  # a check of modules that do not run
+        with ExitStack() as undo:  # end started threads if a later line fails
             self._pool = thread_pool(readers, "moemerge-read")
             undo.callback(self._pool.shutdown)
             self._background = thread_pool(1, "moemerge-prefetch")
@@ -90,22 +90,22 @@ class Weights:
             undo.pop_all()
 
     def close(self) -> None:
-        """Stop reading ahead; what was placed stays."""
+        """Stop prefetching; placed parameters stay."""
         self._ahead = None
-        # The readers first: a part on its way would otherwise be read to its end.
+        # The readers first: otherwise a started part would be read to its end.
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._background.shutdown(wait=True, cancel_futures=True)
         if self._uploads is not None:
-            # What was sent and is not used may still be on its way to memory that is freed now.
-            with suppress(RuntimeError):  # a GPU that has failed, which was told already
+            # Copies that were sent may still write to memory that is freed now.
+            with suppress(RuntimeError):  # a failed GPU, whose error was raised already
                 self._uploads.finish()
 
     def names_under(self, prefix: str) -> tuple[str, ...]:
-        """Names in memory of everything below a module path."""
+        """Return the names in memory of all tensors below a module path."""
         return tuple(name for name in self._state if name.startswith(prefix + "."))
 
     def nbytes(self, prefix: str) -> int:
-        """Bytes that the parameters below a module path take when they are there."""
+        """Return the size in memory of the parameters below a module path."""
         return self.nbytes_of(self.names_under(prefix))
 
     def nbytes_of(self, names: Iterable[str]) -> int:
@@ -114,25 +114,25 @@ class Weights:
     # --- reading ---
 
     def fetch(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read tensors (names in memory), converted and in their final dtype."""
+        """Read tensors by name in memory, converted and in their final dtype."""
         return self._read(self._part(names))
 
     def prefetch(self, key: str, names: Iterable[str]) -> None:
-        """Begin to read in the background; at most one such part is kept."""
+        """Start to read in the background; at most one such part is held."""
         if self._ahead is None:
             self._ahead = (key, self._background.submit(self._read, self._part(names)))
 
     def fetched(self, key: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """What was read ahead under this key, or a read now."""
+        """Return the part that was prefetched under this key, or read it now."""
         ahead, self._ahead = self._ahead, None
         tensors = None if ahead is None else ahead[1].result()
         was_ahead = ahead is not None and ahead[0] == key
-        where = "taken from what was read ahead" if was_ahead else "read now"
+        where = "prefetched" if was_ahead else "read now"
         logger.debug("%s of %s: %s", key, self.checkpoint.label, where)
         return tensors if tensors is not None and was_ahead else self.fetch(names)
 
     def advise(self, names: Iterable[str]) -> None:
-        """Let the system begin to read what will be asked for after the next part."""
+        """Let the system start to read the part after the next one."""
         self._background.submit(self._advise, tuple(names))
 
     def _advise(self, names: Iterable[str]) -> None:
@@ -148,7 +148,7 @@ class Weights:
         return recipe
 
     def _part(self, names: Iterable[str]) -> Fetch:
-        """Memory for what is read straight to its place, and the reads it takes."""
+        """Allocate the parameters that are read into place, and list the reads."""
         tensors: dict[str, Tensor] = {}
         pieces: list[StoredSlice] = []
         others: dict[str, Recipe] = {}
@@ -156,7 +156,7 @@ class Weights:
         for name in names:
             recipe = self._recipe(name)
             if recipe is None:
-                continue  # `check` tells, unless a splitting conversion still makes it
+                continue  # `check` reports it, unless a splitting conversion makes it
             target = recipe.target
             columns = recipe.columns
             if columns is None:
@@ -188,7 +188,7 @@ class Weights:
     def _pieces(
         self, out: Tensor, columns: tuple[tuple[str, ...], ...], stacked: bool
     ) -> Iterator[StoredSlice]:
-        """Experts go straight to their place in the stack: no second copy of a layer."""
+        """List the reads of a parameter; experts are read into the stack, without another copy."""
         if not stacked:
             yield from self._in_rows(columns[0][0], out)
             return
@@ -204,7 +204,7 @@ class Weights:
             start = stop
 
     def _in_rows(self, name: str, slot: Tensor) -> Iterator[StoredSlice]:
-        """Whole on a CPU; towards a GPU in pieces of a buffer's size, read side by side."""
+        """Split a read for a GPU into pieces of a buffer's size, which are read in parallel."""
         nbytes = slot.numel() * slot.element_size()
         if self._uploads is None or nbytes <= BUFFER_BYTES:
             yield StoredSlice(name, None, slot)
@@ -261,10 +261,10 @@ class Weights:
     def place(self, tensors: Mapping[str, Tensor]) -> None:
         """Put fetched tensors into the model, on its device."""
         if self._unrun is not None and self._unrun.done():
-            self.settle()
+            self.wait_for_checks()
         if self._uploads is not None:
             self._uploads.finish()
-        moved: dict[int, nn.Parameter] = {}  # tied names get one parameter, as in the whole model
+        moved: dict[int, nn.Parameter] = {}  # tied names share one parameter, as in the whole model
         for name, tensor in tensors.items():
             wanted = self._state.get(name)
             if wanted is None:
@@ -277,9 +277,10 @@ class Weights:
             _set(self.model, name, moved[id(tensor)])
 
     def put(self, name: str, value: Tensor) -> None:
-        """Compute with this value from now on, rounded to the dtype that it will be stored in.
+        """Use this value from now on, rounded to the stored dtype.
 
-        One that has this dtype already is taken as it is; any other must be finite when rounded.
+        A value that already has this dtype is used unchanged. Any other must be finite after
+        rounding.
         """
         parameter = _current(self.model, name)
         if value.numel() != parameter.numel() or value.shape[-1:] != parameter.shape[-1:]:
@@ -295,29 +296,29 @@ class Weights:
             parameter.copy_(value.reshape(parameter.shape))
 
     def free(self, names: Iterable[str]) -> None:
-        """Parameters go back to meta; buffers (small, and partly not on disk) stay."""
+        """Move parameters back to meta; buffers (small, and partly not on disk) stay."""
         for name in names:
             if name in self._meta:
                 parent, leaf = _parent(self.model, name)
-                parent._parameters[leaf] = self._meta[name]
+                setattr(parent, leaf, self._meta[name])
 
     def check(self, names: Iterable[str], where: str) -> None:
-        """Everything named must be real now."""
+        """Raise an error if one of these tensors is still on meta."""
         left = [name for name in names if _current(self.model, name).device.type == "meta"]
         if left:
             shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
             raise CheckpointError(
                 f"{self.checkpoint.label}: no stored tensor for {shown} (in {where})",
-                hint="the folder lacks weights its config.json asks for, or names them otherwise",
+                hint="weights that config.json requires are missing, or have other names",
             )
 
     def require_finite(self, names: Iterable[str]) -> None:
-        """Refuse NaN and infinity in those of these parameters that are in memory."""
+        """Refuse NaN and infinity in these parameters, if they are in memory."""
         values = {name: _current(self.model, name) for name in names}
         there = {n: v for n, v in values.items() if v.is_floating_point() and not v.is_meta}
         if not there:
             return
-        # A finite sum has only finite terms; one wait for the device.
+        # A finite sum has only finite terms; this synchronises once.
         sums = torch.stack([_sum(value) for value in there.values()])
         if bool(sums.isfinite().all()):
             return
@@ -325,16 +326,18 @@ class Weights:
         if bad:
             raise self._not_finite(bad)
 
-    def require_finite_on_disk(self, names: Iterable[str], *, beside: bool) -> None:
-        """The same of those that are not run: final norm, head. Now, or `beside` the first layer:
-        then a later one tells, or `settle`, which waits for it."""
-        if beside:
+    def require_finite_on_disk(self, names: Iterable[str], *, background: bool) -> None:
+        """Refuse NaN and infinity in parameters of modules that do not run: final norm, head.
+
+        With `background`, a later `place` or `wait_for_checks` raises the error.
+        """
+        if background:
             self._unrun = self._pool.submit(self._check_on_disk, tuple(names))
         else:
             self._check_on_disk(names)
 
-    def settle(self) -> None:
-        """Wait for what is checked in the background."""
+    def wait_for_checks(self) -> None:
+        """Wait for checks in the background and raise their error."""
         unrun, self._unrun = self._unrun, None
         if unrun is not None:
             unrun.result()
@@ -347,14 +350,14 @@ class Weights:
                     raise self._not_finite([name])
 
     def _not_finite(self, names: Sequence[str]) -> NumericalError:
-        """Names the tensors on disk that these parameters are not finite by, and their file."""
+        """Return an error that names the non-finite tensors on disk and their file."""
         recipes = [recipe for recipe in map(self._recipe, names) if recipe is not None]
         stored = [name for recipe in recipes for _, name in recipe.sources]
         damaged = [n for n in stored if not _is_finite(self.checkpoint.read(n))]
         if not damaged:
             return NumericalError(
                 f"{self.checkpoint.label}: {', '.join(names)} overflows in this dtype",
-                hint='what is stored is finite: try `dtype="float32"`',
+                hint='the stored values are finite: try `dtype="float32"`',
             )
         place = self.checkpoint.place_of(damaged[0])
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
@@ -377,15 +380,15 @@ class Weights:
         wanted = tuple(self._state[name].shape) if wanted is None else wanted
         return CheckpointError(
             f"{self.checkpoint.label}: {name} has shape {list(got)} (stored as {stored}), but its "
-            f"config.json asks for {list(wanted)}",
+            f"config.json requires {list(wanted)}",
             hint="weights and config.json do not belong together, or an expert is missing",
         )
 
     def _buffers_to_device(self) -> None:
         for module in self.model.modules():
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[leaf] = buffer.to(self.device)
+            buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+            for leaf, buffer in list(buffers):
+                setattr(module, leaf, buffer.to(self.device))
 
 
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -402,23 +405,21 @@ def _current(model: nn.Module, name: str) -> Tensor:
 
 def _set(model: nn.Module, name: str, value: nn.Parameter) -> None:
     parent, leaf = _parent(model, name)
-    if leaf in parent._buffers:
-        parent._buffers[leaf] = value.data
-    else:
-        parent._parameters[leaf] = value
+    is_buffer = any(name == leaf for name, _ in parent.named_buffers(recurse=False))
+    setattr(parent, leaf, value.data if is_buffer else value)
 
 
 def _is_finite(value: Tensor) -> bool:
-    """Whether no value is NaN or infinite: a finite sum has only finite terms."""
+    """Return whether all values are finite; a finite sum has only finite terms."""
     return bool(_sum(value).isfinite()) or bool(value.isfinite().all())
 
 
 def _sum(value: Tensor) -> Tensor:
-    """In float32. A CPU would first copy all of a half-precision tensor to that."""
+    """Return the sum in float32, on a CPU without a float32 copy of the whole tensor."""
     if value.device.type != "cpu" or value.dtype == torch.float32:
         return value.sum(dtype=torch.float32)
     parts = torch.split(value.reshape(-1), SUMMED_AT_ONCE)
-    # One buffer for all: of many, each would lie above the last one's sum, and none come free.
+    # One buffer for all parts: several would fragment the heap.
     wide = torch.empty(parts[0].shape, dtype=torch.float32)
     total = torch.zeros((), dtype=torch.float32)
     for part in parts:

@@ -1,4 +1,4 @@
-"""One parked thread per batch. Only one of them runs at a time, handed over strictly."""
+"""One thread per batch, paused inside the model's forward; only one of them runs at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moemerge.text.batches import Batch
 
 
 class Cancelled(BaseException):
-    """Unwinds a parked thread. No Exception, so that no model code can swallow it."""
+    """Unwinds a paused thread. Not an Exception, so that model code cannot swallow it."""
 
 
 PauseKind = Literal["layer", "module", "router", "end"]
@@ -25,14 +25,14 @@ PauseKind = Literal["layer", "module", "router", "end"]
 
 @dataclass(frozen=True)
 class Pause:
-    """Where in the forward a batch waits: before a layer, module or router `key`, or at the end."""
+    """Where a batch waits: before a layer, module or router `key`, or at the end."""
 
     kind: PauseKind
     key: str = ""
 
 
 def part_of_a_layer(begin: str, end: str) -> str:
-    """What was computed between two kinds of pauses, by the name it has in the timings."""
+    """Return the name in the timings of the work between two kinds of pauses."""
     if "module" in (begin, end):
         return "modules"
     if begin == "start":
@@ -43,20 +43,20 @@ def part_of_a_layer(begin: str, end: str) -> str:
 
 
 class Worker(threading.Thread):
-    """Runs `forward(batch)` and waits wherever a hook calls `pause`."""
+    """Runs `forward(batch)` and waits when a hook calls `pause`."""
 
     def __init__(
         self, number: int, batch: Batch, forward: Callable[[Batch], Tensor], spill: Spill | None
     ) -> None:
-        # A daemon: an interpreter that ends without `close` must not wait for a parked thread.
+        # A daemon: an interpreter that ends without `close` must not wait for a paused thread.
         super().__init__(name=f"moemerge-batch-{number}", daemon=True)
         self.batch = batch
-        self.rows: Tensor | None = None  # places of real tokens, None without padding
+        self.rows: Tensor | None = None  # positions of real tokens, None without padding
         self.at = Pause("end")
-        self.value: Tensor | None = None  # what the hook saw: hidden states or a module's input
-        self.others: tuple[Tensor, ...] = ()  # further tensors that the module is given
+        self.value: Tensor | None = None  # the hook's hidden states or module input
+        self.others: tuple[Tensor, ...] = ()  # further tensor arguments of the module
         self.error: BaseException | None = None
-        self.emptied: Emptied | None = None  # what it waits without
+        self.emptied: Emptied | None = None  # a tensor whose memory was released meanwhile
         self._forward: Callable[[Batch], Tensor] | None = forward
         self._spill = spill
         self._tracker = None if spill is None else Tracker()
@@ -65,7 +65,7 @@ class Worker(threading.Thread):
         self._cancelled = False
 
     def real(self, tokens: Tensor, *, copy: bool) -> Tensor:
-        """The rows of real tokens, (tokens, d)."""
+        """Return the rows of real tokens, (tokens, d)."""
         if self.rows is not None:
             return tokens.index_select(0, self.rows)
         return tokens.clone() if copy else tokens
@@ -86,15 +86,15 @@ class Worker(threading.Thread):
         self._parked.acquire()
 
     def put_away(self, keep: set[int], smallest: int) -> None:
-        """Spill what this parked batch holds."""
+        """Offload the activations of this paused batch."""
         if self._spill is not None and self._tracker is not None:
             self.value, self.others = None, ()
             self._spill.out(self._tracker.alive(), keep, smallest)
 
     def cancel(self) -> None:
-        """End the thread wherever it is; returns when it has ended.
+        """End the thread and wait for it.
 
-        A thread that still computes (the caller was interrupted) ends at its next pause.
+        A thread that still computes, after an interrupt of the caller, ends at its next pause.
         """
         self._cancelled = True
         self._go.release()

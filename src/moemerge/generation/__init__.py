@@ -1,1 +1,1 @@
-"""Prompts to completions: engines behind one protocol, and the file that completions wait in."""
+"""Generate completions for prompts: engines with one protocol, and the journal of completions."""

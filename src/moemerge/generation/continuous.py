@@ -1,6 +1,8 @@
-"""Continuous batching: a slot that a finished completion leaves is taken by the next prompt.
+"""Continuous batching: when a completion ends, the next prompt takes its slot in the batch.
 
-Whether a model can go on from slots is asked of its config, then tried on a few tokens.
+transformers' caches write all rows of a batch at one position. In `SlotCache` every slot has its
+own position. Whether a model supports this is decided from its config and then tried on a few
+tokens.
 """
 
 from __future__ import annotations
@@ -14,43 +16,138 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
 
+from moemerge.features.compat import attention_implementation
 from moemerge.generation.drawing import draw, signed, uniform
-from moemerge.generation.engine import Finish, Wanted
+from moemerge.generation.engine import CompletionRequest, Finish
 from moemerge.generation.settings import GenerationSettings
-from moemerge.generation.slots import SlotCache, layers_of
-from moemerge.runtime.gpu import Repeated
+from moemerge.runtime.gpu import RecordedStep
 
-# Columns that attention looks at are rounded up to these: a window is one recorded graph, and
-# equal shapes round alike.
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """The keys and values of one layer, each of shape (slots, heads, columns, width)."""
+
+    is_sliding = False
+
+    def __init__(self, owner: SlotCache, keys: Tensor, values: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+        self._owner = owner
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the tensors are allocated at once."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write one token of every slot at its position, and return the window in use."""
+        assert self.keys is not None
+        assert self.values is not None
+        owner = self._owner
+        self.keys[owner.rows, :, owner.positions] = key_states[:, :, 0]
+        self.values[owner.rows, :, owner.positions] = value_states[:, :, 0]
+        return self.keys[:, :, : owner.window], self.values[:, :, : owner.window]
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return self._owner.window, 0
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return self._owner.window
+
+    def get_max_length(self) -> int:
+        return self._owner.capacity
+
+    def get_max_cache_shape(self) -> int:
+        """The earlier name of `get_max_length`."""
+        return self._owner.capacity
+
+
+class SlotCache(Cache):
+    """Slots for all layers, with the shapes of a first prefill."""
+
+    def __init__(self, like: Cache, slots: int, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.window = capacity
+        self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.rows = torch.arange(slots, device=device)
+        layers = [self._empty(layer, slots) for layer in layers_of(like)]
+        super().__init__(layers=layers)  # type: ignore[arg-type]
+
+    def _empty(self, like: CacheLayerMixin, slots: int) -> SlotLayer:
+        def room(tensor: Tensor | None) -> Tensor:
+            assert tensor is not None
+            _rows, heads, _columns, width = tensor.shape
+            return tensor.new_zeros(slots, heads, self.capacity, width)
+
+        return SlotLayer(self, room(like.keys), room(like.values))
+
+    def adopt(self, prefill: Cache, rows: Tensor, slots: Tensor) -> None:
+        """Copy the cache of a prefill: row `rows[i]` into slot `slots[i]`.
+
+        Its padding is behind the end of a text and is overwritten before attention reads it.
+        """
+        for mine, other in zip(layers_of(self), layers_of(prefill), strict=True):
+            for name in ("keys", "values"):
+                cached: Tensor = getattr(other, name)
+                getattr(mine, name)[slots, :, : cached.shape[2]] = cached[rows]
+
+    def keep(self, slots: Tensor) -> None:
+        """Drop all other slots."""
+        self.positions = self.positions[slots]
+        self.rows = torch.arange(len(slots), device=slots.device)
+        for layer in layers_of(self):
+            assert layer.keys is not None
+            assert layer.values is not None
+            layer.keys, layer.values = layer.keys[slots], layer.values[slots]
+
+
+def layers_of(cache: Cache) -> list[CacheLayerMixin]:
+    """Return a cache's layers, all of which must hold only keys and values."""
+    return [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+
+
+def bytes_per_token(cache: Cache) -> int:
+    """Return the bytes that one token takes in the caches of all layers."""
+    total = 0
+    for layer in layers_of(cache):
+        for tensor in (layer.keys, layer.values):
+            assert tensor is not None
+            total += tensor.shape[1] * tensor.shape[3] * tensor.element_size()
+    return total
+
+
+# The attention window is rounded up to a multiple of this: each window is one CUDA graph, and equal
+# shapes round alike.
 WINDOWS: Final = {"cuda": 128, "cpu": 32}
 PREFILL_TOKENS: Final = {"cuda": 16384, "cpu": 2048}
-# Free slots are filled when this share of them is free: a prefill makes all others wait.
+# Free slots are filled once this share is free, because a prefill makes all others wait.
 REFILL_SHARE: Final = 1 / 8
-# Stop texts are looked for every so many tokens; what is written past one is cut off.
+# Number of tokens between two searches for stop texts. Text after a stop text is cut off.
 STOPS_EVERY: Final = 8
 
 
 @dataclass
 class Running:
-    """A completion on its way."""
+    """A completion in progress."""
 
-    wanted: Wanted
-    limit: int  # tokens at which it is cut
+    wanted: CompletionRequest
+    limit: int  # the most tokens
     tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Finished:
-    """One that is done, as tokens; the end token is not among them."""
+    """A finished completion as tokens, without the end token."""
 
-    wanted: Wanted
+    wanted: CompletionRequest
     tokens: list[int]
     finish: Finish
 
 
 class ContinuousBatch:
-    """Completions of one model. Rows do not see each other, so neighbours change nothing."""
+    """Generate completions of one model. Rows are independent of their neighbours."""
 
     def __init__(
         self,
@@ -73,15 +170,15 @@ class ContinuousBatch:
         self._streams = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._steps = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._cache: SlotCache | None = None
-        self._recorded: dict[int, Repeated] = {}
+        self._recorded: dict[int, RecordedStep] = {}
         self._recordable = True
-        # Nobody reads the logits of prompts.
+        # The logits of prompts are not used.
         known = inspect.signature(model.forward).parameters
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
     @torch.inference_mode()
-    def run(self, wanted: Sequence[Wanted]) -> Iterator[Finished]:
-        """All of them, as they are done. Texts of like length are begun together."""
+    def run(self, wanted: Sequence[CompletionRequest]) -> Iterator[Finished]:
+        """Yield completions as they end. Texts of similar length start together."""
         waiting = deque(sorted(wanted, key=lambda w: (-len(w.tokens), w.prompt, w.sample)))
         while waiting or any(self._running):
             free = [slot for slot, text in enumerate(self._running) if text is None]
@@ -96,11 +193,10 @@ class ContinuousBatch:
 
     # --- prompts ---
 
-    def _begin(self, taken: Sequence[Wanted], free: Sequence[int]) -> None:
-        """Fill slots with prompts, each computed once however many samples it has.
+    def _begin(self, taken: Sequence[CompletionRequest], free: Sequence[int]) -> None:
+        """Fill slots with prompts. A prompt is computed once for all its samples.
 
-        Their last tokens are left to the next step, which draws all first tokens as it draws all
-        others.
+        The next step processes their last tokens and samples the first new tokens.
         """
         slots = iter(free)
         for group in _groups(taken, PREFILL_TOKENS[self._device.type]):
@@ -141,19 +237,19 @@ class ContinuousBatch:
 
     def _advance_recorded(self, window: int) -> None:
         if self._recordable:
-            step = self._recorded.setdefault(window, Repeated(self._advance, self._device))
+            step = self._recorded.setdefault(window, RecordedStep(self._advance, self._device))
             try:
                 step()
                 return
             except RuntimeError:
-                # A step that reads values back cannot be recorded. What failed has advanced
-                # nothing yet, so the plain step does the same, or fails with the same words.
+                # A step that reads values back cannot be captured. The failed attempt has changed
+                # nothing, so the eager step repeats it, or fails with the same error.
                 self._recordable = False
                 self._recorded.clear()
         self._advance()
 
     def _advance(self) -> None:
-        """One token for every slot; reads nothing back, so that it can be recorded."""
+        """Sample one token for every slot. Reads nothing back, so a CUDA graph can capture it."""
         cache = self._cache
         assert cache is not None
         columns = torch.arange(cache.window, device=self._device)
@@ -167,7 +263,7 @@ class ContinuousBatch:
         ).logits[:, -1]
         self._tokens.copy_(self._draw(logits, self._streams, self._steps)[:, None])
         self._steps += 1
-        # Empty slots go on as well, and must not run over their end.
+        # Empty slots advance too, and must not run over their end.
         cache.positions.add_(1).clamp_(max=self._capacity - 1)
 
     def _draw(self, logits: Tensor, streams: Tensor, steps: Tensor) -> Tensor:
@@ -181,7 +277,7 @@ class ContinuousBatch:
         )
 
     def _take(self, slot: int, token: int) -> Iterator[Finished]:
-        """Add a token to the completion in a slot, and see whether that ends it."""
+        """Add a token to the completion in a slot, and return whether that ends it."""
         running = self._running[slot]
         assert running is not None
         ended = token in self._ends
@@ -195,7 +291,7 @@ class ContinuousBatch:
             yield Finished(running.wanted, running.tokens, Finish.STOP if ended else Finish.LENGTH)
 
     def _shrink(self, free: Sequence[int]) -> None:
-        """On a CPU every row costs, so once half of the slots are done for good, they go."""
+        """Drop finished slots once they are half of all: on a CPU every row costs time."""
         if self._device.type != "cpu" or len(free) * 2 < len(self._running):
             return
         kept = [slot for slot, text in enumerate(self._running) if text is not None]
@@ -211,10 +307,10 @@ class ContinuousBatch:
 def prefill(
     model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], options: Mapping[str, Any]
 ) -> DynamicCache:
-    """What a model caches of prompts, padded on the right, without their last tokens.
+    """Return the cache of prompts, padded on the right, without their last tokens.
 
-    Texts begin in the first column and see nothing of the padding behind them, so attention needs
-    no mask, and a text's numbers do not depend on how long its neighbours are.
+    Texts start in the first column, so causal attention needs no mask, and the length of its
+    neighbours does not change a text's values.
     """
     longest = max(2, *map(len, prompts)) - 1
     ids = [[*p[:-1], *[0] * (longest - len(p) + 1)] for p in prompts]
@@ -228,9 +324,9 @@ def prefill(
     return cache
 
 
-def _groups(taken: Sequence[Wanted], budget: int) -> Iterator[list[Wanted]]:
-    """Neighbours whose distinct prompts, padded, stay within the budget of tokens."""
-    group: list[Wanted] = []
+def _groups(taken: Sequence[CompletionRequest], budget: int) -> Iterator[list[CompletionRequest]]:
+    """Yield neighbours whose distinct prompts, padded, stay within the token budget."""
+    group: list[CompletionRequest] = []
     longest, distinct = 0, 0
     for wanted in taken:
         new = not group or wanted.tokens != group[-1].tokens
@@ -246,8 +342,8 @@ def _groups(taken: Sequence[Wanted], budget: int) -> Iterator[list[Wanted]]:
 
 # --- whether a model can --------------------------------------------------------------------------
 
-# Relative error of the last logits. Rounding of float32 stays below 1e-4; in bfloat16 a token may
-# choose other experts. A cache that is read wrongly errs by about 1.
+# Relative error of the last logits. Rounding in float32 stays below 1e-4; in bfloat16 a token may
+# be routed to other experts. A cache that is read wrongly has an error of about 1.
 TOLERANCE: Final = {torch.float32: 1e-2, torch.float64: 1e-2}
 ROUGH: Final = 0.3
 FULL: Final = "full_attention"
@@ -256,26 +352,26 @@ CONTINUED: Final = (4, 7, 3)
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """Why texts of unlike length cannot share a batch; None where they can."""
+    """Return why texts of different lengths cannot share a batch, or None if they can."""
     config: Any = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {FULL}
     if kinds:
         return f"layers of {', '.join(sorted(kinds))}"
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return "a sliding window"
-    if config._attn_implementation != "sdpa":
-        return f"{config._attn_implementation} attention"
+    if (attention := attention_implementation(config)) != "sdpa":
+        return f"{attention} attention"
     try:
         error = _error(model)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as problem:
-        return f"a cache of its own kind ({type(problem).__name__})"
+        return f"a custom cache ({type(problem).__name__})"
     bound = TOLERANCE.get(model.dtype, ROUGH)
-    return None if error <= bound else f"a cache of its own kind (logits differ by {error:.2g})"
+    return None if error <= bound else f"a custom cache (logits differ by {error:.2g})"
 
 
 @torch.inference_mode()
 def _error(model: PreTrainedModel) -> float:
-    """How far logits after a few steps from slots are from those of the whole texts."""
+    """Return the relative error of logits after a few steps from slots, against full texts."""
     device = model.device
     cache = prefill(model, PROMPTS, {})
     if len(layers_of(cache)) != len(cache.layers):

@@ -1,7 +1,7 @@
-"""From logits to the next token, with random numbers that belong to one completion only.
+"""Sample the next token from logits, with random numbers that belong to one completion.
 
-A number depends on the completion's own seed and the step, by a mixing function instead of a
-generator with a state: so a completion does not change with its neighbours in a batch.
+A number is a hash of the completion's seed and the step, instead of a generator with a state. So a
+completion does not depend on its neighbours in a batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MANTISSA: Final = 53
 
 
 def uniform(streams: Tensor, steps: Tensor) -> Tensor:
-    """Numbers in [0, 1) for (stream, step) pairs, int64 -> float64."""
+    """Return numbers in [0, 1) for (stream, step) pairs, int64 -> float64."""
     z = streams + (steps + 1) * signed(_GOLDEN)
     z = (z ^ _shifted(z, 30)) * signed(_MIX1)
     z = (z ^ _shifted(z, 27)) * signed(_MIX2)
@@ -28,19 +28,19 @@ def uniform(streams: Tensor, steps: Tensor) -> Tensor:
 
 
 def signed(value: int) -> int:
-    """The 64-bit pattern of an unsigned number, as torch's int64 holds it."""
+    """Return the int64 with the same bits as an unsigned 64-bit number."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _shifted(z: Tensor, places: int) -> Tensor:
-    """A shift to the right that brings in zeros; torch's brings in the sign."""
+    """Shift right and fill with zeros; torch's shift fills with the sign bit."""
     return (z >> places) & ((1 << (64 - places)) - 1)
 
 
 def draw(
     logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """One token a row, (rows, vocabulary) -> (rows,): the likeliest, or by inverse probability."""
+    """Sample one token per row, (rows, vocabulary) -> (rows,). Greedy at temperature 0."""
     if temperature == 0:
         return logits.argmax(-1)
     scores = logits.float() / temperature
@@ -52,12 +52,12 @@ def draw(
     sums = scores.softmax(-1).double().cumsum(-1)
     wanted = (uniforms * sums[..., -1]).unsqueeze(-1)
     place = torch.searchsorted(sums, wanted, right=True).squeeze(-1)
-    # A number next to 1 can be rounded past the end.
+    # A number close to 1 can be rounded past the end.
     return torch.where(place < scores.shape[-1], place, scores.argmax(-1))
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Keep the likeliest tokens, up to the first with which they hold `top_p` together."""
+    """Keep the most likely tokens until their probabilities sum to `top_p`."""
     ordered, order = scores.sort(-1, descending=True)
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities

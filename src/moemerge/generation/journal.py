@@ -1,7 +1,7 @@
-"""The file that completions wait in: one line each, written as they come.
+"""Completions on disk, one line each, in a `LineStore`.
 
-A completion is found again by its prompt's tokens and its sample, so a run that was killed goes on
-where it was, and one with more prompts than before reuses what is there.
+A completion is identified by its prompt's tokens and its sample. A killed run resumes, and a run
+with more prompts reuses all completions. A line survives the end of the process; it is not synced.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any, Final, Self
 
 from moemerge.errors import DataError
 from moemerge.generation.engine import Completion, Finish
-from moemerge.runtime.journals import LineFile, OtherRunError
+from moemerge.runtime.journals import LineStore, OtherRunError
 
-KIND: Final = "moemerge completions"
-EDITION: Final = 2
+COMPLETIONS_KIND: Final = "moemerge completions"
+COMPLETIONS_EDITION: Final = 2
 
 
 class CompletionJournal:
-    """Completions of one model under one way of drawing (`made_by`). One process at a time."""
+    """Completions of one model with one set of sampling settings (`made_by`)."""
 
     def __init__(self, path: Path, made_by: Mapping[str, Any], *, restart: bool = False) -> None:
         self.path = path
         self._made_by = dict(made_by)
         self._known: dict[tuple[str, int], Completion] = {}
-        head = {"kind": KIND, "edition": EDITION, "made_by": self._made_by}
+        head = {"kind": COMPLETIONS_KIND, "edition": COMPLETIONS_EDITION, "made_by": self._made_by}
         try:
-            self._file = LineFile(path, head, restart=restart)
+            self._file = LineStore(path, head, restart=restart)
         except OtherRunError as error:
             raise self._another_run(error.stored) from error
         try:
@@ -50,7 +50,9 @@ class CompletionJournal:
         self._file.close()
 
     def find(self, tokens: Sequence[int], prompt: int, sample: int) -> Completion | None:
-        """What is there of this prompt and sample, for the prompt's place in the caller's list."""
+        """Return the completion of this prompt and sample, with the prompt's index in the caller's
+        list.
+        """
         return self.get(prompt_key(tokens), prompt, sample)
 
     def get(self, key: str, prompt: int, sample: int) -> Completion | None:
@@ -61,7 +63,7 @@ class CompletionJournal:
         return Completion(prompt, sample, known.text, known.tokens, known.finish, known.detail)
 
     def finished(self) -> set[tuple[str, int]]:
-        """The keys and samples of completions that need not be made again."""
+        """Return the keys and samples of completions that did not fail."""
         done = (item for item in self._known.items() if item[1].finish is not Finish.FAILED)
         return {key for key, _completion in done}
 
@@ -92,7 +94,7 @@ class CompletionJournal:
             if now.get(name) != before.get(name)
         ]
         return DataError(
-            f"{self.path} holds completions of an unfinished run that was another: "
+            f"{self.path} holds completions of another, unfinished run: "
             + ("; ".join(differing) or "written by another version"),
             hint="run that one again to finish it, or start anew with `overwrite=True`",
         )
@@ -110,5 +112,5 @@ class CompletionJournal:
 
 
 def prompt_key(tokens: Sequence[int]) -> str:
-    """A prompt's name in the file: a hash of its tokens."""
+    """Return a prompt's key in the file: a hash of its tokens."""
     return hashlib.blake2b(struct.pack(f"<{len(tokens)}q", *tokens), digest_size=16).hexdigest()

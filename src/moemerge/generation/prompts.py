@@ -1,24 +1,23 @@
-"""Rows of any data set as prompts: which column holds what, and what a model is asked."""
+"""Read rows of any data set as prompts: which column is used for what."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, Final
 
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.locate import locate_data
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.errors import DataError
 from moemerge.generation.settings import PromptSettings
 from moemerge.registry import did_you_mean
 from moemerge.text.rows import TextRow, TextSource, Turn, row_fields, said, turns_of
 from moemerge.text.tokens import Tokenizer, load_tokenizer, prompt_text, prompt_tokens
 
-# Where a set does not say otherwise: the first of these columns that a row has.
+# Default columns: the first of these that a row has.
 USUAL: Final[Mapping[str, tuple[str, ...]]] = {
     "prompt": ("prompt", "question", "problem", "instruction"),
     "answer": ("answer", "expected_answer", "answerKey", "target"),
@@ -34,29 +33,29 @@ _PLACE: Final = re.compile(r"\{(\w+)(?:\[(\d+)\])?\}")
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt: what is said to the model, and the row's fields by their usual names."""
+    """One prompt: its turns, and the row's fields by their usual names."""
 
     where: str
     turns: tuple[Turn, ...]  # up to the answer
-    fields: Mapping[str, Any]  # with `prompt`, `answer` and so on, whatever their columns are
-    group: str  # gets its share where prompts are balanced
+    fields: Mapping[str, Any]  # under `prompt`, `answer` and so on, whatever the columns' names
+    group: str  # its group, if prompts are balanced
     reference: str | None = None
 
     @property
-    def asked(self) -> str:
-        """All that the user says, for comparing prompts."""
+    def user_text(self) -> str:
+        """All text of the user's turns, for comparing prompts."""
         return "\n".join(str(t["content"]) for t in self.turns if t["role"] != "system")
 
 
 def located(sources: Sequence[TextSource]) -> list[TextSource]:
-    """Files and rows, with the files of hub data sets in place of their ids."""
+    """Return files and rows, with downloaded files in place of hub data sets."""
     result: list[TextSource] = []
     for source in sources:
         result += locate_data(source) if isinstance(source, str) else [source]
     return result
 
 
-def open_tokenizer(model: str | Path | ModelRef) -> Tokenizer:
+def open_tokenizer(model: ModelLike) -> Tokenizer:
     with Checkpoint.open(model) as checkpoint:
         return load_tokenizer(checkpoint.tokenizer_folder)
 
@@ -64,7 +63,7 @@ def open_tokenizer(model: str | Path | ModelRef) -> Tokenizer:
 def tokenized(
     prompts: Sequence[PromptRow], tokenizer: Tokenizer, prefill: str
 ) -> tuple[list[str], list[list[int]]]:
-    """What the model is given of each prompt, as text and as tokens; an empty one is an error."""
+    """Return each prompt as the model sees it, as text and as tokens. An empty one is an error."""
     texts = [prompt_text(row.turns, tokenizer, prefill, row.where) for row in prompts]
     tokens = prompt_tokens(texts, tokenizer)
     for row, ids in zip(prompts, tokens, strict=True):
@@ -76,7 +75,7 @@ def tokenized(
 def read_prompts(
     rows: Iterable[TextRow], settings: PromptSettings, group_by: str | None = None
 ) -> list[PromptRow]:
-    """All rows as prompts; a row without one is an error."""
+    """Return all rows as prompts; a row without one is an error."""
     return [read_prompt(row, settings, group_by) for row in rows]
 
 
@@ -104,7 +103,7 @@ def read_prompt(row: TextRow, settings: PromptSettings, group_by: str | None = N
 
 
 def _turns(fields: Mapping[str, Any], where: str) -> tuple[tuple[Turn, ...], str | None]:
-    """The turns up to the last of the user's, and the answer that follows it."""
+    """Return the turns up to the last one of the user, and the answer that follows it."""
     if "prompt" in fields:
         return said(fields, "prompt", "user", where), None
     for key in CONVERSATIONS:
@@ -113,7 +112,7 @@ def _turns(fields: Mapping[str, Any], where: str) -> tuple[tuple[Turn, ...], str
         turns = turns_of(fields, key, where)
         last = max((at for at, t in enumerate(turns) if t["role"] == "user"), default=None)
         if last is None:
-            raise DataError(f"{where}: nobody asks in {key!r}, expected a turn of the user's")
+            raise DataError(f"{where}: no turn of the user in {key!r}, expected at least one")
         after = [str(t["content"]) for t in turns[last + 1 :] if t["role"] == "assistant"]
         return turns[: last + 1], after[0] if after else None
     raise DataError(
@@ -125,7 +124,7 @@ def _turns(fields: Mapping[str, Any], where: str) -> tuple[tuple[Turn, ...], str
 def _dressed(
     turns: tuple[Turn, ...], fields: Mapping[str, Any], settings: PromptSettings
 ) -> tuple[Turn, ...]:
-    """The last turn put into the template, and the system message before all."""
+    """Put the last turn into the template, and add the system message."""
     *before, last = turns
     values = {**fields, "prompt": last["content"]}
     if "choices" in values:
@@ -135,7 +134,7 @@ def _dressed(
         value = values.get(match[1])
         if match[2] is not None and isinstance(value, list) and int(match[2]) < len(value):
             return str(value[int(match[2])])
-        # Other braces are the template's own: \boxed{} and the like.
+        # Other braces belong to the template, as in \boxed{}.
         return match[0] if value is None or match[2] is not None else str(value)
 
     said_last = {**last, "content": _PLACE.sub(filled, settings.template)}
@@ -144,7 +143,9 @@ def _dressed(
 
 
 def lettered(choices: Any) -> str:
-    """Choices line by line, each with its letter: a list of texts, or {"label", "text"} lists."""
+    """Format choices line by line, each with its letter: a list of texts, or {"label", "text"}
+    lists.
+    """
     if isinstance(choices, Mapping) and {"label", "text"} <= choices.keys():
         pairs = zip(choices["label"], choices["text"], strict=False)
     elif isinstance(choices, list):

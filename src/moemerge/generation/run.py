@@ -1,4 +1,4 @@
-"""Completions of many prompts: those that are there already, the rest from an engine; counted."""
+"""Complete many prompts: reuse known completions, and generate the rest with an engine."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moemerge.errors import MoeMergeError, ResourceError
-from moemerge.generation.engine import Completion, Engine, Finish, Wanted
+from transformers import PreTrainedTokenizerBase
+
+from moemerge.checkpoint import Checkpoint
+from moemerge.config.models import ModelLike
+from moemerge.errors import MoeMergeError, ResourceError, UsageError
+from moemerge.generation.engine import Completion, CompletionRequest, Engine, Finish
 from moemerge.generation.journal import CompletionJournal
+from moemerge.generation.server import ServerEngine, check_urls
 from moemerge.generation.settings import GenerationSettings
+from moemerge.generation.transformers_engine import TransformersEngine
+from moemerge.generation.vllm_engine import VllmEngine, check_installed
 from moemerge.runtime.progress import Progress, counted
 from moemerge.verification.judgement import Judgement
 
 
 @dataclass(frozen=True)
 class Generated:
-    """All completions, by prompt and sample, and what this run did for them."""
+    """All completions, by prompt and sample, and statistics of this run."""
 
     completions: tuple[tuple[Completion, ...], ...]
     reused: int
@@ -33,24 +40,22 @@ def complete(
     journal: CompletionJournal,
     progress: Progress,
 ) -> Generated:
-    """`settings.samples` completions of each prompt. The engine is made only when it is needed.
+    """Return `settings.samples` completions of each prompt. The engine is created only if needed.
 
-    A failed completion is tried again by the next run.
+    The next run tries a failed completion again.
     """
     finished: dict[tuple[int, int], Completion] = {}
-    missing: list[Wanted] = []
+    missing: list[CompletionRequest] = []
     for place, tokens in enumerate(prompts):
         for sample in range(settings.samples):
             known = journal.find(tokens, place, sample)
             if known is not None and known.finish is not Finish.FAILED:
                 finished[place, sample] = known
             else:
-                missing.append(Wanted(place, sample, tuple(tokens)))
+                missing.append(CompletionRequest(place, sample, tuple(tokens)))
     reused, tokens_made, begun = len(finished), 0, time.monotonic()
     if reused:
-        progress.note(
-            f"{reused} of {counted(reused + len(missing), 'completion')} are there already"
-        )
+        progress.note(f"{reused} of {counted(reused + len(missing), 'completion')} exist already")
     if missing:
         engine = make_engine()
         begun = time.monotonic()
@@ -64,11 +69,11 @@ def complete(
                 progress.advance(1)
         except MoeMergeError:
             raise
-        except Exception as error:  # whatever a library does when a device or a model fails it
+        except Exception as error:  # libraries raise many types when a device or a model fails
             raise ResourceError(
                 f"the engine {engine.name} stopped after {len(finished) - reused} of "
                 f"{len(missing)} completions ({type(error).__name__}: {error})",
-                hint="they are kept: the same command goes on from there",
+                hint="they are kept: the same command continues from there",
             ) from error
         finally:
             progress.finish()
@@ -89,13 +94,13 @@ def _rate(tokens: int, seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Counts:
-    """Answers of some prompts, by what became of them."""
+    """Number of answers by outcome."""
 
-    asked: int = 0  # completions that were wanted
-    answered: int = 0  # that ended by themselves
-    cut: int = 0  # at the most tokens, or at the end of the context
-    failed: int = 0  # not made at all
-    grades: Mapping[str, int] = field(default_factory=dict)  # of those that were judged
+    asked: int = 0  # requested completions
+    answered: int = 0  # ended by the model
+    cut: int = 0  # cut at the most tokens, or at the end of the context
+    failed: int = 0  # failed
+    grades: Mapping[str, int] = field(default_factory=dict)  # grades of those that were judged
 
     @property
     def right(self) -> int:
@@ -111,7 +116,7 @@ class Counts:
         }
 
 
-def count(answers: Iterable[tuple[Completion, Judgement | None]]) -> Counts:
+def count_answers(answers: Iterable[tuple[Completion, Judgement | None]]) -> Counts:
     answers = list(answers)
     finishes = Counter(completion.finish for completion, _ in answers)
     grades = Counter(judged.grade.value for _, judged in answers if judged is not None)
@@ -122,3 +127,41 @@ def count(answers: Iterable[tuple[Completion, Judgement | None]]) -> Counts:
         failed=finishes[Finish.FAILED],
         grades=dict(grades.most_common()),
     )
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+def engine_maker(
+    model: ModelLike,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: GenerationSettings,
+    progress: Progress,
+) -> Callable[[], Engine]:
+    """Check the settings, and return a function that loads or connects to the model."""
+    if settings.engine == "server":
+        check_urls(settings)
+        return lambda: ServerEngine(tokenizer, settings, progress)
+    if settings.url:
+        raise UsageError("`url` is for a server", hint='use `engine="server"`')
+    if settings.engine == "vllm":
+        check_installed()
+        return lambda: VllmEngine(model, tokenizer, settings)
+    return lambda: TransformersEngine(model, tokenizer, settings, progress)
+
+
+# Settings that a completion depends on, besides its prompt and sample.
+_DECISIVE = ("temperature", "top_p", "top_k", "max_new_tokens", "stop", "seed", "engine", "dtype")
+
+
+def made_by(model: ModelLike, settings: GenerationSettings) -> dict[str, Any]:
+    """Return what all completions of one file have in common."""
+    with Checkpoint.open(model) as checkpoint:
+        fingerprint = checkpoint.fingerprint()
+    return {"model": fingerprint, **sampling_settings(settings)}
+
+
+def sampling_settings(settings: GenerationSettings) -> dict[str, Any]:
+    """Return `made_by` without the model, as JSON reads it back."""
+    values = {name: getattr(settings, name) for name in _DECISIVE}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}

@@ -1,7 +1,7 @@
-"""Any OpenAI-compatible server, or several of the same model: POST /v1/completions.
+"""An engine for one or more OpenAI-compatible servers of the same model: POST /v1/completions.
 
-One request is one completion with a seed of its own, so that servers may answer in any order and a
-run can go on after any of them died.
+Each request is one completion with its own seed. So servers may answer in any order, and a run
+continues if one of them stops.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.errors import ResourceError, UsageError
-from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
+from moemerge.generation.engine import Completion, CompletionRequest, Finish, cut_at_stops
 from moemerge.generation.settings import GenerationSettings
 from moemerge.runtime.process import start_thread
 from moemerge.runtime.progress import Progress
 
-AT_A_TIME: Final = 32  # requests that wait at one server; it batches them as it likes
+AT_A_TIME: Final = 32  # concurrent requests per server, which batches them itself
 RETRIES: Final = 6
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two tries, doubled each time
-SECONDS: Final = 3600.0  # for one answer; a busy server may let it wait
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two retries, doubled each time
+ANSWER_SECONDS: Final = 3600.0  # timeout of one answer; a busy server may queue it
 BUSY: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 LARGEST_SEED: Final = 2**31 - 1
 _PROBLEMS = (urllib.error.URLError, http.client.HTTPException, OSError, TimeoutError)
 
 
 class RefusalError(Exception):
-    """The server understood, and will not do it."""
+    """The server understood the request and refused it."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(f"{status}: {words}")
@@ -46,13 +46,13 @@ class RefusalError(Exception):
 class _Server:
     url: str
     model: str
-    takes_tokens: bool = True  # some take text alone
+    takes_tokens: bool = True  # some servers accept text only
     alive: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class ServerEngine:
-    """Sends requests to every server that answers, as many at a time as it is allowed."""
+    """Sends requests to every server that answers, up to a limit per server."""
 
     name = "server"
 
@@ -64,8 +64,8 @@ class ServerEngine:
         self._progress = progress
         self._servers = [_Server(url, _model_at(url, settings)) for url in check_urls(settings)]
 
-    def generate(self, wanted: Sequence[Wanted], total: int) -> Iterator[Completion]:
-        todo: queue.SimpleQueue[Wanted] = queue.SimpleQueue()
+    def generate(self, wanted: Sequence[CompletionRequest], total: int) -> Iterator[Completion]:
+        todo: queue.SimpleQueue[CompletionRequest] = queue.SimpleQueue()
         for w in wanted:
             todo.put(w)
         done: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
@@ -85,7 +85,7 @@ class ServerEngine:
             stop.set()
 
     def close(self) -> None:
-        """Servers go on without us."""
+        """Do nothing: the servers keep running."""
 
     def _next(
         self,
@@ -99,8 +99,8 @@ class ServerEngine:
                 if any(thread.is_alive() for thread in threads):
                     continue
                 raise ResourceError(
-                    f"no server answers any more ({', '.join(s.url for s in self._servers)})",
-                    hint="what came so far is kept: start them again and repeat the command",
+                    f"no server answers any longer ({', '.join(s.url for s in self._servers)})",
+                    hint="finished completions are kept: restart them and repeat the command",
                 ) from None
             if isinstance(result, BaseException):
                 raise result
@@ -109,7 +109,7 @@ class ServerEngine:
     def _work(
         self,
         server: _Server,
-        todo: queue.SimpleQueue[Wanted],
+        todo: queue.SimpleQueue[CompletionRequest],
         done: queue.SimpleQueue[Completion | BaseException],
         stop: threading.Event,
     ) -> None:
@@ -117,14 +117,14 @@ class ServerEngine:
             try:
                 wanted = todo.get(block=False)
             except queue.Empty:
-                # Another server may die and give its work back, also what it still tries: waiting
-                # threads look again until all is done.
+                # Another server may stop and return its work to the queue, also a request that is
+                # being retried. Waiting threads check again until all is done.
                 stop.wait(0.2)
                 continue
             try:
                 done.put(self._complete(server, wanted, stop))
             except _PROBLEMS as problem:
-                todo.put(wanted)  # for the others
+                todo.put(wanted)  # for the other threads
                 self._give_up(server, problem)
             except Exception as problem:
                 done.put(problem)
@@ -134,10 +134,12 @@ class ServerEngine:
         with server.lock:
             if server.alive:
                 server.alive = False
-                self._progress.note(f"{server.url} does not answer any more ({problem})")
+                self._progress.note(f"{server.url} does not answer any longer ({problem})")
 
-    def _complete(self, server: _Server, wanted: Wanted, stop: threading.Event) -> Completion:
-        """One completion, tried again while the server is busy or away."""
+    def _complete(
+        self, server: _Server, wanted: CompletionRequest, stop: threading.Event
+    ) -> Completion:
+        """Request one completion, and retry while the server is busy or unreachable."""
         wait = FIRST_WAIT
         for attempt in range(RETRIES + 1):
             try:
@@ -156,7 +158,7 @@ class ServerEngine:
             wait = min(2 * wait, LONGEST_WAIT)
         raise AssertionError("the loop returns or raises")
 
-    def _ask(self, server: _Server, wanted: Wanted) -> dict[str, Any]:
+    def _ask(self, server: _Server, wanted: CompletionRequest) -> dict[str, Any]:
         body = {
             "model": server.model,
             "max_tokens": self._settings.max_new_tokens,
@@ -179,8 +181,10 @@ class ServerEngine:
         server.takes_tokens = False
         return answer
 
-    def _text(self, wanted: Wanted) -> str:
-        """The prompt as text, for a server that takes no tokens: only if it means the same."""
+    def _text(self, wanted: CompletionRequest) -> str:
+        """Return the prompt as text, for a server without token input. Refuse if tokens would
+        differ.
+        """
         text = str(self._tokenizer.decode(list(wanted.tokens), skip_special_tokens=False))
         start = self._tokenizer.bos_token
         for candidate in (text, text.removeprefix(str(start)) if start else text):
@@ -192,8 +196,8 @@ class ServerEngine:
 def check_urls(settings: GenerationSettings) -> list[str]:
     if not settings.url:
         raise UsageError(
-            "a server is to be asked, but none is named",
-            hint='say where it is: `url="http://localhost:8000/v1"`',
+            "the engine is a server, but no URL is given",
+            hint='name it: `url="http://localhost:8000/v1"`',
         )
     for url in settings.url:
         if not url.startswith(("http://", "https://")):
@@ -202,12 +206,12 @@ def check_urls(settings: GenerationSettings) -> list[str]:
 
 
 def _model_at(url: str, settings: GenerationSettings) -> str:
-    """The name that the server knows its model by; also sees whether anybody is there."""
+    """Return the served model's name, and check that the server answers."""
     try:
         listed = [str(entry["id"]) for entry in _get(f"{url}/models")["data"]]
     except (*_PROBLEMS, RefusalError, KeyError, TypeError, ValueError) as problem:
         if settings.served_model is not None and isinstance(problem, RefusalError):
-            return settings.served_model  # a server that lists nothing
+            return settings.served_model  # a server without a list of models
         raise ResourceError(
             f"{url} does not answer ({problem})",
             hint="start the server first: vllm serve MODEL, for instance; the URL ends with /v1",
@@ -222,7 +226,9 @@ def _model_at(url: str, settings: GenerationSettings) -> str:
     return listed[0]
 
 
-def _completion(wanted: Wanted, answer: dict[str, Any], settings: GenerationSettings) -> Completion:
+def _completion(
+    wanted: CompletionRequest, answer: dict[str, Any], settings: GenerationSettings
+) -> Completion:
     try:
         choice = answer["choices"][0]
         text, stopped = cut_at_stops(str(choice["text"]), settings.stop)
@@ -238,7 +244,7 @@ def _completion(wanted: Wanted, answer: dict[str, Any], settings: GenerationSett
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     data = json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    return _opened(urllib.request.Request(url, data=data, headers=headers), SECONDS)
+    return _opened(urllib.request.Request(url, data=data, headers=headers), ANSWER_SECONDS)
 
 
 def _get(url: str) -> dict[str, Any]:

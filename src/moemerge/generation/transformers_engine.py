@@ -1,43 +1,144 @@
-"""The embedded engine: a model of transformers in this process, which writes and weighs texts."""
+"""The embedded engine: a transformers model in this process.
+
+It generates by continuous batching. Models whose caches hold more than keys and values in one
+window (sliding windows, linear attention, convolutions) generate in padded batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from moemerge.checkpoint import Checkpoint, format_size
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.errors import ResourceError
 from moemerge.features.loading import build_skeleton
 from moemerge.features.settings import stored_dtype
 from moemerge.features.weights import Weights
-from moemerge.generation.continuous import PROMPTS, ContinuousBatch, prefill, why_not
-from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
-from moemerge.generation.padded import PaddedBatches
+from moemerge.generation.continuous import (
+    PROMPTS,
+    STOPS_EVERY,
+    ContinuousBatch,
+    Finished,
+    bytes_per_token,
+    prefill,
+    why_not,
+)
+from moemerge.generation.drawing import draw, signed, uniform
+from moemerge.generation.engine import Completion, CompletionRequest, Finish, cut_at_stops
 from moemerge.generation.settings import GenerationSettings
-from moemerge.generation.slots import bytes_per_token
 from moemerge.runtime.devices import available_memory, resolve_device
 from moemerge.runtime.dtypes import parse_dtype
 from moemerge.runtime.progress import Progress
 
-# Completions at a time: beyond these a step takes longer in proportion.
+
+@dataclass(frozen=True)
+class PaddedBatches:
+    """Static batches through `generate`, padded on the left. Same samples as `ContinuousBatch`,
+    slower.
+    """
+
+    model: PreTrainedModel
+    settings: GenerationSettings
+    ends: frozenset[int]
+    rows: int
+    capacity: int
+    stopped: Callable[[list[int]], bool]
+
+    @torch.inference_mode()
+    def run(self, wanted: Sequence[CompletionRequest]) -> Iterator[Finished]:
+        ordered = sorted(wanted, key=lambda w: (-len(w.tokens), w.prompt, w.sample))
+        for begin in range(0, len(ordered), self.rows):
+            yield from self._batch(ordered[begin : begin + self.rows])
+
+    def _batch(self, batch: Sequence[CompletionRequest]) -> Iterator[Finished]:
+        device, s = self.model.device, self.settings
+        longest = max(len(w.tokens) for w in batch)
+        ids = torch.tensor([[0] * (longest - len(w.tokens)) + list(w.tokens) for w in batch])
+        pads = torch.tensor([longest - len(w.tokens) for w in batch])
+        limit = min(s.max_new_tokens, self.capacity - longest)
+        streams = torch.tensor([signed(w.stream(s.seed)) for w in batch], device=device)
+        generate: Any = self.model.generate
+        out = generate(
+            input_ids=ids.to(device),
+            attention_mask=(torch.arange(longest) >= pads[:, None]).long().to(device),
+            generation_config=GenerationConfig(  # type: ignore[no-untyped-call]
+                max_new_tokens=limit,
+                do_sample=False,
+                eos_token_id=sorted(self.ends) or None,
+                pad_token_id=0,
+            ),
+            logits_processor=LogitsProcessorList([_Draw(s, streams, longest)]),
+            stopping_criteria=StoppingCriteriaList([_Stops(self.stopped, longest)]),
+        )
+        for w, row in zip(batch, out[:, longest:].tolist(), strict=True):
+            end = next((at for at, token in enumerate(row) if token in self.ends), None)
+            tokens = row if end is None else row[:end]
+            ended = end is not None or (bool(tokens) and self.stopped(tokens))
+            yield Finished(w, tokens, Finish.STOP if ended else Finish.LENGTH)
+
+
+class _Draw(LogitsProcessor):
+    """Samples a token and masks all others, so that greedy search selects it."""
+
+    def __init__(self, settings: GenerationSettings, streams: Tensor, longest: int) -> None:
+        self.settings, self._streams, self._longest = settings, streams, longest
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        s = self.settings
+        steps = torch.full_like(self._streams, input_ids.shape[1] - self._longest)
+        chosen = draw(
+            scores,
+            uniform(self._streams, steps),
+            temperature=s.temperature,
+            top_k=s.top_k,
+            top_p=s.top_p,
+        )
+        return torch.full_like(scores, float("-inf")).scatter(-1, chosen[:, None], 0.0)
+
+
+class _Stops(StoppingCriteria):
+    """Ends a row that contains a stop text."""
+
+    def __init__(self, stopped: Callable[[list[int]], bool], longest: int) -> None:
+        self._stopped, self._longest = stopped, longest
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        written = input_ids[:, self._longest :]
+        done = [False] * len(written)
+        if written.shape[1] % STOPS_EVERY == 0:
+            done = [self._stopped(row) for row in written.tolist()]
+        return torch.tensor(done, device=input_ids.device)
+
+
+# Most completions in one batch: with more, a step takes longer in proportion.
 MOST_SLOTS: Final = {"cuda": 512, "cpu": 64}
-HEADROOM: Final = 0.85  # of the free memory; activations of a step and of a prefill take the rest
+HEADROOM: Final = 0.85  # share of the free memory; activations take the rest
 UNBOUNDED: Final = 1 << 40  # a model that states no context length
 
 
 class TransformersEngine:
-    """Loads a model whole; `generate` may be called several times."""
+    """Loads a whole model; `generate` may be called several times."""
 
     name = "transformers"
 
     def __init__(
         self,
-        model: str | Path | ModelRef,
+        model: ModelLike,
         tokenizer: PreTrainedTokenizerBase,
         settings: GenerationSettings,
         progress: Progress,
@@ -55,7 +156,7 @@ class TransformersEngine:
                 f"{self._label} has {self._why_not}: prompts run in padded batches, which is slower"
             )
 
-    def generate(self, wanted: Sequence[Wanted], total: int) -> Iterator[Completion]:
+    def generate(self, wanted: Sequence[CompletionRequest], total: int) -> Iterator[Completion]:
         context = _context(self._model)
         fitting = [w for w in wanted if len(w.tokens) < context]
         for w in wanted:
@@ -66,7 +167,7 @@ class TransformersEngine:
             return
         longest = max(len(w.tokens) for w in fitting)
         capacity = min(context, longest + self._settings.max_new_tokens)
-        # Equal shapes round alike: a run that is resumed gets the batch it had at first.
+        # Equal shapes round alike: a resumed run uses the batch size it started with.
         rows = min(self._rows(capacity), 1 << (total - 1).bit_length())
         batch = self._batch(rows, capacity)
         for done in batch.run(fitting):
@@ -81,7 +182,7 @@ class TransformersEngine:
         return log_likelihoods(self._model, pairs, _context(self._model))
 
     def close(self) -> None:
-        """The model goes with the engine."""
+        """Do nothing: the model is freed with the engine."""
         del self._model
 
     def _batch(self, rows: int, capacity: int) -> ContinuousBatch | PaddedBatches:
@@ -100,13 +201,13 @@ class TransformersEngine:
         return cut_at_stops(str(self._tokenizer.decode(tokens)), self._settings.stop)[1]
 
     def _rows(self, capacity: int) -> int:
-        """Completions at a time: as many as pay, and fit beside the weights."""
+        """Return the batch size: as large as is useful and fits next to the weights."""
         each = bytes_per_token(prefill(self._model, PROMPTS, {})) * capacity
         room = int(HEADROOM * available_memory(self._device))
         if each > room:
             raise ResourceError(
                 f"one completion of {capacity} tokens needs {format_size(each)} for its cache, "
-                f"and {format_size(room)} are left on {self._device} beside the weights",
+                f"and {format_size(room)} are left on {self._device} next to the weights",
                 hint="lower `max_new_tokens`, use shorter prompts, or a larger device",
             )
         wanted = self._settings.batch_size or MOST_SLOTS[self._device.type]
@@ -135,14 +236,16 @@ def _load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTraine
 
 
 def _usual_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """A CPU gains nothing from short numbers, and in long ones texts do not hang on rounding."""
+    """Return the default dtype. A CPU gains nothing from bfloat16, and float32 is less sensitive to
+    rounding.
+    """
     return torch.float32 if device.type == "cpu" else stored_dtype(checkpoint)
 
 
 def end_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> frozenset[int]:
-    """Every token that ends a completion: of the generation config, the config, the tokenizer."""
+    """Return all end tokens of the generation config, the config and the tokenizer."""
     named: list[Any] = [model.config.get_text_config().eos_token_id, tokenizer.eos_token_id]
     if (folder / "generation_config.json").exists():
         named.append(GenerationConfig.from_pretrained(str(folder)).eos_token_id)
@@ -168,11 +271,12 @@ Likelihood = tuple[float, bool]  # log-probability, and whether every token is t
 def log_likelihoods(
     model: PreTrainedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], context: int
 ) -> list[Likelihood]:
-    """Of each (context, continuation) the continuation's, given the context. What is longer than
-    the model reads loses its beginning."""
+    """Return the log-likelihood of each continuation given its context. Texts longer than the
+    model's context lose their beginning.
+    """
     results: dict[int, Likelihood] = {}
     texts = [[*before, *after][-(context + 1) :] for before, after in pairs]
-    # Long texts first: what does not fit into memory fails at once.
+    # Long texts first: if memory is too small, this fails at once.
     order = sorted(range(len(pairs)), key=lambda place: -len(texts[place]))
     begun = 0
     while begun < len(order):
@@ -180,7 +284,7 @@ def log_likelihoods(
         places = order[begun : begun + count]
         begun += count
         longest = max(len(texts[place]) for place in places) - 1
-        # Padding stands behind the texts, which see nothing of it.
+        # Padding is behind the texts, which do not attend to it.
         rows = [[*texts[p][:-1], *[0] * (longest - len(texts[p]) + 1)] for p in places]
         logits = model(input_ids=torch.tensor(rows, device=model.device), use_cache=False).logits
         for row, place in enumerate(places):

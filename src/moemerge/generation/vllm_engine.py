@@ -1,4 +1,4 @@
-"""vLLM in this process (extra `vllm`). It batches by itself; completions come when all are done."""
+"""vLLM in this process (extra `vllm`). It batches by itself and returns all completions at once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
 from moemerge.checkpoint import Checkpoint
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.errors import UsageError
-from moemerge.generation.engine import Completion, Finish, Wanted, cut_at_stops
+from moemerge.generation.engine import Completion, CompletionRequest, Finish, cut_at_stops
 from moemerge.generation.settings import GenerationSettings
 
-AT_A_TIME: Final = 2048  # completions between two that are written down
+AT_A_TIME: Final = 2048  # completions per call, between two writes to disk
 LARGEST_SEED: Final = 2**31 - 1
 
 
@@ -36,11 +35,11 @@ class VllmEngine:
 
     def __init__(
         self,
-        model: str | Path | ModelRef,
+        model: ModelLike,
         tokenizer: PreTrainedTokenizerBase,
         settings: GenerationSettings,
     ) -> None:
-        # Its workers must not inherit a CUDA context of ours.
+        # Its workers must not inherit our CUDA context.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         self._vllm: Any = importlib.import_module("vllm")
         self._settings = settings
@@ -48,7 +47,7 @@ class VllmEngine:
             folder = str(checkpoint.path)
         self._llm = self._vllm.LLM(model=folder, dtype=settings.dtype, seed=settings.seed)
 
-    def generate(self, wanted: Sequence[Wanted], total: int) -> Iterator[Completion]:
+    def generate(self, wanted: Sequence[CompletionRequest], total: int) -> Iterator[Completion]:
         for begin in range(0, len(wanted), AT_A_TIME):
             some = wanted[begin : begin + AT_A_TIME]
             prompts = [{"prompt_token_ids": list(w.tokens)} for w in some]
@@ -63,13 +62,13 @@ class VllmEngine:
     def close(self) -> None:
         del self._llm
 
-    def _sampling(self, wanted: Wanted) -> Any:
+    def _sampling(self, wanted: CompletionRequest) -> Any:
         s = self._settings
         return self._vllm.SamplingParams(
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
-            max_tokens=s.max_new_tokens,  # 16 unless told
+            max_tokens=s.max_new_tokens,  # vLLM's default is 16
             seed=wanted.stream(s.seed) & LARGEST_SEED,
             stop=list(s.stop) or None,
         )

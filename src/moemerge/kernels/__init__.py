@@ -1,1 +1,1 @@
-"""Fused products for accelerators; every one has a plain-torch twin that is always right."""
+"""Fused kernels for GPUs; each has a reference in plain torch."""

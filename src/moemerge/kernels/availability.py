@@ -1,7 +1,7 @@
-"""Whether kernels can be compiled on this machine.
+"""Test whether Triton can compile kernels on this machine.
 
-Triton needs a C compiler and Python's headers, which neither torch nor Python bring along. Without
-them all is computed in plain torch, which takes longer.
+Triton needs a C compiler and Python's headers, which neither torch nor Python install. Without them
+plain torch computes everything, only slower.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ from importlib.util import find_spec
 
 import torch
 
-from moemerge.runtime.process import wait_for_gpu
-
-_FIRST = threading.Lock()  # a first launch sets Triton up, and must be alone
+_FIRST = threading.Lock()  # the first launch initialises Triton, which is not thread-safe
 
 
 def triton_works(device: torch.device) -> bool:
-    """Whether Triton is installed and compiles for this GPU: tried once."""
+    """Return whether Triton is installed and compiles for this GPU; tested once."""
     with _FIRST:
         return _tried(device)
 
 
 @cache
 def _tried(device: torch.device) -> bool:
-    wait_for_gpu()
     if find_spec("triton") is None:
         return False
     try:
@@ -36,9 +33,9 @@ def _tried(device: torch.device) -> bool:
             gated(torch.zeros(1, 32, dtype=torch.bfloat16, device=device))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of compilers, linkers, drivers: none of them ours
+    except Exception as error:  # compilers, linkers and drivers raise errors of many types
         logging.getLogger(__name__).warning(
-            "Triton cannot compile here, so slower ways are taken (%s: %s)",
+            "Triton cannot compile here; plain torch is used, which is slower (%s: %s)",
             type(error).__name__,
             str(error).strip().splitlines()[-1] if str(error).strip() else "no reason given",
         )

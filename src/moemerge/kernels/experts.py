@@ -1,7 +1,7 @@
-"""What surrounds the experts' grouped products on a GPU, each in one pass over its rows.
+"""SwiGLU experts on a GPU: grouped products, with fused kernels for the steps between them.
 
-Rounding follows the plain formulation step by step: silu(gate) is rounded, then its product with
-up; a row times its weight is rounded (where the weight is as narrow), then summed in float32.
+Rounding follows the plain formulation step by step. silu(gate) is rounded, then its product with
+up. A row times its weight is rounded if the weight is bf16, too; then rows are summed in float32.
 """
 # No types reach through triton's decorators:
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -19,7 +19,8 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from moemerge.errors import ResourceError
-from moemerge.runtime.process import side_by_side
+from moemerge.runtime.process import run_in_threads
+from moemerge.runtime.torch_compat import grouped_mm
 
 WARPS = 4
 
@@ -54,7 +55,7 @@ def _combine(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    known = tl.load(ends + count - 1)  # rows beyond belong to no expert and were never written
+    known = tl.load(ends + count - 1)  # rows beyond have no expert and were not written
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         row = tl.load(places + token * TOP_K + choice)
@@ -69,7 +70,7 @@ def _combine(
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of rows [gate up]: (rows, 2 w) -> (rows, w)."""
+    """Return silu(gate) * up of rows [gate up]: (rows, 2 w) -> (rows, w)."""
     rows, both = gate_up.shape
     out = gate_up.new_empty(rows, both // 2)
     if rows:
@@ -80,7 +81,7 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, places: Tensor, top_k: int) -> Tensor:
-    """Rows `places // top_k` of x: (tokens, d) -> (len(places), d)."""
+    """Return rows `places // top_k` of x: (tokens, d) -> (len(places), d)."""
     out = x.new_empty(places.shape[0], x.shape[1])
     if places.shape[0]:
         _gather[(places.shape[0],)](
@@ -91,7 +92,7 @@ def gathered(x: Tensor, places: Tensor, top_k: int) -> Tensor:
 
 
 def combined(rows: Tensor, places: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Each token's sum of rows[places[t, k]] weights[t, k] over k, (tokens, d)."""
+    """Return each token's sum over k of rows[places[t, k]] weights[t, k], (tokens, d)."""
     tokens, top_k = weights.shape
     out = rows.new_empty(tokens, rows.shape[1])
     if tokens:
@@ -104,9 +105,12 @@ def combined(rows: Tensor, places: Tensor, weights: Tensor, ends: Tensor) -> Ten
 
 
 def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """SwiGLU experts on their tokens: x (tokens, d), chosen and weights (tokens, k), gate_up
-    (experts, 2 w, d), down (experts, d, w)."""
-    with torch.cuda.device(x.device):  # kernels run where the calling thread is
+    """Return the weighted outputs of SwiGLU experts.
+
+    x is (tokens, d), chosen and weights (tokens, k), gate_up (experts, 2 w, d), down
+    (experts, d, w).
+    """
+    with torch.cuda.device(x.device):  # Triton launches on the thread's current device
         return _experts(x, chosen, weights, gate_up, down)
 
 
@@ -117,7 +121,7 @@ def _experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: 
     flat = chosen.reshape(-1)
     ordered, order = torch.sort(flat)  # rows by expert
     edges = torch.arange(1, count + 1, device=x.device, dtype=ordered.dtype)
-    ends = torch.searchsorted(ordered, edges).to(torch.int32)  # of each expert's rows
+    ends = torch.searchsorted(ordered, edges).to(torch.int32)  # end of each expert's rows
     places = torch.empty_like(order)
     places[order] = torch.arange(order.shape[0], device=x.device)
     hidden = _grouped(gathered(x, order, top_k), gate_up, ends)
@@ -133,7 +137,7 @@ def _compile(
     top_k: int,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
-    """Launch the three kernels on one token, side by side: a first launch compiles."""
+    """Compile the three kernels in parallel, by a first launch on one token."""
     count, both, width = gate_up
     hidden, dtype = dtypes
     row = torch.zeros(1, width, dtype=hidden, device=device)
@@ -147,15 +151,13 @@ def _compile(
     )
 
     def on_device(launch: Callable[[], Tensor]) -> None:
-        with torch.cuda.device(device):  # which is each thread's own
+        with torch.cuda.device(device):  # set per thread
             launch()
 
-    with suppress(ResourceError):  # threads: then each is compiled when it is needed
-        side_by_side([partial(on_device, launch) for launch in launches], "compilers")
+    with suppress(ResourceError):  # no threads: then each is compiled at its first use
+        run_in_threads([partial(on_device, launch) for launch in launches], "compilers")
 
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Every expert's rows times its matrix: (rows, in) x (experts, out, in) -> (rows, out)."""
-    product = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    products: Tensor = product(rows, weights.transpose(-2, -1), offs=ends)
-    return products
+    """Return each expert's rows times its matrix (experts, out, in): (rows, in) -> (rows, out)."""
+    return grouped_mm(rows, weights.transpose(-2, -1), ends)

@@ -1,8 +1,7 @@
-"""Products with bf16 features on a GPU: which kernel in which shape, launched and summed up.
+"""Launch the Triton kernels for products with bf16 features, with tiles for each shape.
 
 One application of the curvature reads the features twice: once for u = H (X Vᵀ), and once for
-uᵀ X, summed over splits of the tokens in float32 and over the splits in float64. For the commonest
-shapes a solver's steps have a kernel that reads them once.
+uᵀ X, summed over splits of the tokens in float32 and over the splits in float64.
 """
 
 from __future__ import annotations
@@ -15,43 +14,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemerge.kernels import single_read
 from moemerge.kernels.availability import triton_works
 from moemerge.kernels.splitting import ACCURATE, COARSE, FAST, Terms
 
-# Up to this many experts one tile of logits holds all of a token's, and H is applied on the spot.
+# Up to this number of experts, one tile holds all logits of a token, and the kernel applies H.
 FUSED_EXPERTS = 128
-# Experts of one program of the second product; a group's terms lie side by side in u.
+# Experts per program of the second product; the terms of a group are adjacent in u.
 GROUP = 64
-# Tokens added up in float32 before float64 takes over, by the number of terms.
+# Tokens that are summed in float32, by the number of terms; the rest is summed in float64.
 ROWS_PER_SPLIT = {FAST.weighted: 1 << 17, ACCURATE.weighted: 1 << 13}
-# Blocks of tokens that the stacked second product leaves to the tensor cores to add up.
+# Blocks of tokens that the tensor cores sum in the stacked second product.
 STRETCH = 8
 SPLIT_BLOCK = 1024
 SUM_BLOCK = 256
-ALIGNMENT = 16  # bytes, of an address and of a row
-HOPPER = 9  # the compute capability whose tiles these are; others are served by plain torch
-WEIGHED = 8192  # entries of a tile of `weigh` and `moment`
-# Of a loop over tiles: its most stages, and the shared memory for the tiles that it reads ahead,
-# one fewer than stages. A Hopper GPU has 227 KB; the rest is for the products' operands.
+ALIGNMENT = 16  # bytes, of addresses and rows
+HOPPER = 9  # the compute capability that the tiles are for; others use plain torch
+WEIGHED = 8192  # elements of a tile of `weigh` and `moment`
+# Maximum stages of a loop over tiles, and the shared memory for its prefetched tiles (stages - 1).
+# A Hopper GPU has 227 KB; the rest is for the products' operands.
 STAGES, READ_AHEAD = 3, 180 * 2**10
-MOMENTS = 4  # programs of `moment` for each multiprocessor
+MOMENTS = 4  # programs of `moment` per multiprocessor
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A kernel's shape: tokens × columns at a time, and how Triton compiles it."""
+    """A kernel's tile (tokens × columns) and its compile options."""
 
     rows: int
     columns: int
     warps: int
     stages: int
     stacked: bool = False  # two terms as one product of twice the size
-    early: bool = False  # H is asked for before the logits are computed
+    early: bool = False  # load H before the logits are computed
 
 
 def usable(x: Tensor) -> bool:
-    """Whether the kernels serve these features; where not, plain torch does."""
+    """Return whether the kernels support these features; if not, plain torch computes."""
     return (
         x.dtype == torch.bfloat16
         and x.dim() == 2
@@ -65,7 +63,7 @@ def usable(x: Tensor) -> bool:
 
 
 def logits(x: Tensor, v: Tensor, *, terms: int, tile: Tile | None = None) -> Tensor:
-    """X Vᵀ (+ the last column of V, where it has one more than X), (tokens, experts) float32."""
+    """Return X Vᵀ, plus V's last column if it has one more than X: (tokens, experts) float32."""
     out = torch.empty(x.shape[0], v.shape[0], dtype=torch.float32, device=x.device)
     _launch_logits(x, v, "logits", None, None, out, terms=Terms(terms, terms), tile=tile)
     return out
@@ -82,22 +80,15 @@ def add_product(
     factor: float = 1.0,
     tiles: tuple[Tile | None, Tile | None] = (None, None),
 ) -> None:
-    """Add `factor` Σ_t H_t (V x_t) x_tᵀ to `out`; COARSE, FAST: of a `representable` V.
+    """Add `factor` Σ_t H_t (V x_t) x_tᵀ to `out`; COARSE and FAST need a `representable` V.
 
     `out` is contiguous float64 of V's shape. H v = diagonal ⊙ v − rank_one (rank_one · v), both
-    (tokens, experts) float32; None: as in the identity, and nothing.
+    (tokens, experts) float32. Without `diagonal` it is the identity; without `rank_one`, zero.
     """
     if out.dtype != torch.float64 or not out.is_contiguous():
         raise ValueError(f"out is {out.dtype} with strides {out.stride()}, not contiguous float64")
     experts = v.shape[0]
     weights = _kind(diagonal, rank_one)
-    if tiles == (None, None) and single_read.serves(x, v, terms, weights):
-        stacked, bias = _stacked(v, single_read.EXPERTS, terms.vector, like=x)
-        partial, sums = single_read.partial_sums(
-            x, stacked, bias, diagonal, rank_one, kind=weights, shape=v.shape
-        )
-        _add_up(out, partial, sums, factor=factor)
-        return
     if experts <= FUSED_EXPERTS:
         u = x.new_empty(x.shape[0], terms.weighted * _padded(experts))
         sums = _launch_logits(x, v, weights, diagonal, rank_one, u, terms=terms, tile=tiles[0])
@@ -116,7 +107,7 @@ def outer(
     square: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Σ_t u_t [x_t 1]ᵀ (the 1 where `columns` has room for it), or with x_t² entry by entry."""
+    """Return Σ_t u_t [x_t 1]ᵀ (the 1 if `columns` includes it), or with x_t² elementwise."""
     parts, sums = weigh(u.float(), None, None, terms=terms, like=x)
     out = torch.zeros(u.shape[1], columns, dtype=torch.float64, device=x.device)
     _add_outer(out, parts, x, sums, terms=terms, square=square, tile=tile)
@@ -125,7 +116,7 @@ def outer(
 
 @dataclass(frozen=True)
 class Shift:
-    """Logits that a few directions of the features add to others: coefficients · projected."""
+    """Logits added along a few directions of the features: coefficients · projected."""
 
     projected: Tensor  # (tokens, J) float32
     coefficients: Tensor  # (experts, J)
@@ -142,7 +133,7 @@ def add_weighted(
     terms: int,
     factor: float = 1.0,
 ) -> None:
-    """Add `factor` Σ_t H_t (z_t + shift_t) x_tᵀ to `out`: the second half of a product."""
+    """Add `factor` Σ_t H_t (z_t + shift_t) x_tᵀ to `out`: the second half of `add_product`."""
     u, sums = weigh(z, diagonal, rank_one, terms=terms, like=x, shift=shift)
     _add_outer(out, u, x, sums, terms=terms, factor=factor, tile=None)
 
@@ -150,7 +141,7 @@ def add_weighted(
 def moment(
     z: Tensor, diagonal: Tensor | None, rank_one: Tensor | None, projected: Tensor, *, wide: bool
 ) -> Tensor:
-    """Σ_t (H_t z_t) projected_tᵀ, (experts, J) float64. `wide`: for the interpreter."""
+    """Return Σ_t (H_t z_t) projected_tᵀ, (experts, J) float64. `wide` is for the interpreter."""
     tokens, experts = z.shape
     directions = projected.shape[1]
     padded, columns = _padded(experts), _padded(directions)
@@ -191,7 +182,7 @@ def weigh(
     like: Tensor,
     shift: Shift | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """H (z + shift) in terms, (tokens, terms · padded experts), and sums over groups of tokens."""
+    """Return H (z + shift) in terms, (tokens, terms · padded experts), and sums over tiles."""
     tokens, experts = z.shape
     padded = _padded(experts)
     rows = _rows_of_a_tile(padded)
@@ -235,7 +226,7 @@ def _launch_logits(
     terms: Terms,
     tile: Tile | None,
 ) -> Tensor:
-    """Fill `out`; Σ u over each tile's tokens, (tiles, padded experts)."""
+    """Fill `out`; return Σ u over each tile's tokens, (tiles, padded experts)."""
     descriptor = _descriptor()
     tokens, width = x.shape
     experts = v.shape[0]
@@ -276,7 +267,7 @@ def _launch_logits(
 
 
 def _stacked(v: Tensor, rows: int, terms: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
-    """V's terms below each other, each padded to `rows` experts; and its bias (zeros: none)."""
+    """Return V's terms stacked, each padded to `rows` experts, and its bias (zeros if none)."""
     experts, columns = v.shape
     width = like.shape[1]
     stacked = like.new_empty(terms * rows, width)
@@ -344,7 +335,7 @@ def _add_outer(
 
 
 def _add_up(out: Tensor, partial: Tensor, sums: Tensor, *, factor: float) -> None:
-    """Add `factor` times the splits' sums to `out`, and `sums` to the bias' column of it."""
+    """Add `factor` times the splits' sums to `out`, and `sums` to its bias column."""
     splits, padded, width = partial.shape
     experts, columns = out.shape
     _launch(
@@ -365,7 +356,7 @@ def _add_up(out: Tensor, partial: Tensor, sums: Tensor, *, factor: float) -> Non
 
 
 def logits_tile(experts: int, terms: int) -> Tile:
-    """The best of those measured with 64 and 128 experts."""
+    """Return the fastest tile measured with 64 and 128 experts."""
     few = experts <= GROUP
     if terms == COARSE.vector:
         return Tile(128, 64, 4 if few else 8, 4, early=few)
@@ -375,7 +366,7 @@ def logits_tile(experts: int, terms: int) -> Tile:
 
 
 def outer_tile(experts: int, terms: int, *, square: bool) -> Tile:
-    """The best of those measured with groups of 64 experts."""
+    """Return the fastest tile measured with groups of 64 experts."""
     if terms == ACCURATE.weighted and not square:
         return Tile(32, 128, 4, 4)
     if experts == GROUP and not square:
@@ -392,17 +383,17 @@ def _kind(diagonal: Tensor | None, rank_one: Tensor | None) -> str:
 
 
 def _rows_of_a_tile(padded: int) -> int:
-    """Tokens of a tile of (tokens, experts); matrix units take 16 and more."""
+    """Return the tokens of a (tokens, experts) tile; matrix units need at least 16."""
     return max(16, WEIGHED // padded)
 
 
 def _stages(rows: int, columns: int) -> int:
-    """Stages of a loop over tiles (rows, columns) of float32."""
+    """Return the stages of a loop over (rows, columns) tiles of float32."""
     return min(STAGES, 1 + READ_AHEAD // (4 * rows * columns))
 
 
 def _padded(experts: int) -> int:
-    """The next power of two that the matrix units take."""
+    """Return the next power of two that the matrix units support."""
     return max(16, 1 << (experts - 1).bit_length())
 
 
@@ -411,12 +402,12 @@ def _ceil(count: int, size: int) -> int:
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel wants a pointer even where it does not read."""
+    """Return `other` for None: a kernel needs a pointer even if it does not read it."""
     return other if tensor is None else tensor.contiguous()
 
 
 def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Run a kernel on the device of its tensors, which need not be the current one."""
+    """Launch a kernel on the device of its tensors, which may not be the current one."""
     device = next(a.device for a in arguments if isinstance(a, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         getattr(_kernels(), name)[grid](*arguments, **options)

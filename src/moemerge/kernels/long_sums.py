@@ -1,8 +1,8 @@
-"""Sums over very many tokens on a GPU: exact products of bf16 terms, summed in float32 over a few
-hundred tokens and in float64 beyond.
+"""Accurate sums over very many tokens on a GPU.
 
-Matrix units add products of bf16 numbers up in float32, and cut off what does not fit: harmless
-over a few hundred tokens, not over a million with a mean. float64 has a tenth of their speed.
+Products of bf16 terms are exact. They are summed in float32 over a few hundred tokens, and in
+float64 beyond. Tensor cores truncate float32 sums, which is harmless over a few hundred tokens, but
+not over a million with a non-zero mean. float64 throughout has a tenth of their speed.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 from moemerge.kernels.availability import triton_works
 from moemerge.kernels.splitting import split
 
-# Tokens that are summed up in float32. The error of a Gram matrix grows with them, from 1e-6 of it.
+# Tokens that are summed in float32. A Gram matrix's relative error, 1e-6, grows with them.
 SHORT = 512
-# Values of such sums that are held at a time.
+# Values of such sums that are in memory at a time.
 HELD = 2**29
-# Columns of a Gram that are computed together; of two such groups only one product is.
+# Columns of a Gram matrix that are computed together; only blocks above the diagonal are.
 COLUMNS = 512
-# Fewer tokens than this are as fast in float64.
+# For fewer tokens, float64 is as fast.
 WORTH_IT = 4096
 
 
 def serves(right: Tensor) -> bool:
-    """Whether `product` is right for inputs like these, (tokens, in)."""
+    """Return whether to use these sums for inputs (tokens, in)."""
     return right.is_cuda and right.dtype == torch.bfloat16 and right.shape[0] >= WORTH_IT
 
 
@@ -33,10 +33,10 @@ def add_product(
 ) -> None:
     """total (m, k) float64 += Σ w left rightᵀ of left (tokens, m) and right (tokens, k) in bf16.
 
-    `weights` are (tokens, 1), or (1, 1) for all; none: each is 1. `left` is bf16 and counts as it
-    is, or it counts with so many `terms` of eight bits.
+    `weights` are (tokens, 1), or (1, 1) for all tokens; None means 1. A `left` in bf16 is used
+    unchanged; any other is split into `terms` of eight bits.
     """
-    if weights is not None and weights.shape[0] == 1:  # for all tokens: it needs no rounding
+    if weights is not None and weights.shape[0] == 1:  # one weight for all tokens needs no rounding
         own = torch.zeros_like(total)
         add_product(own, left, right, terms)
         total.addcmul_(own, weights)
@@ -45,8 +45,10 @@ def add_product(
 
 
 def add_gram(total: Tensor, x: Tensor, terms: int, weights: Tensor | None = None) -> None:
-    """total (k, k) float64 += Σ w x xᵀ of x (tokens, k) in bf16: what lies above the diagonal is
-    computed, then mirrored. `total` must be symmetric."""
+    """total (k, k) float64 += Σ w x xᵀ of x (tokens, k) in bf16. `total` must be symmetric.
+
+    Only blocks above the diagonal are computed, and then mirrored.
+    """
     if weights is not None and weights.shape[0] == 1:
         own = torch.zeros_like(total)
         add_gram(own, x, terms)
@@ -57,7 +59,7 @@ def add_gram(total: Tensor, x: Tensor, terms: int, weights: Tensor | None = None
         end = min(begin + COLUMNS, width)
         _add_terms(total[:end, begin:end], parts[:, :, :end], x[:, begin:end])
         total[begin:end, :begin] = total[:begin, begin:end].T
-        square = total[begin:end, begin:end]  # two terms of one side alone leave it askew
+        square = total[begin:end, begin:end]  # terms of one side only make it slightly asymmetric
         square.copy_(0.5 * (square + square.T))
 
 
@@ -69,12 +71,12 @@ def _add_terms(total: Tensor, parts: Tensor, right: Tensor) -> None:
     for begin in range(0, tokens, at_once):
         rows = slice(begin, min(begin + at_once, tokens))
         _add_short(total, parts[0, rows], right[rows])
-        for part in parts[1:]:  # so much smaller that how they are summed up does not matter
+        for part in parts[1:]:  # so small that their summation error does not matter
             total += _product(part[rows].T, right[rows])
 
 
 def _terms(left: Tensor, weights: Tensor | None, terms: int) -> Tensor:
-    """(terms, tokens, m) bf16."""
+    """Return `left` times its weights in terms, (terms, tokens, m) bf16."""
     if weights is None and left.dtype == torch.bfloat16:
         return left.unsqueeze(0)
     if weights is None:
@@ -87,7 +89,7 @@ def _terms(left: Tensor, weights: Tensor | None, terms: int) -> Tensor:
 
 
 def _add_short(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add leftᵀ right, every SHORT tokens apart."""
+    """Add leftᵀ right, with a float32 sum for every SHORT tokens."""
     whole = left.shape[0] // SHORT * SHORT
     if whole:
         high, other = (_in_groups(x[:whole]) for x in (left, right))
@@ -97,7 +99,7 @@ def _add_short(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _in_groups(x: Tensor) -> Tensor:
-    """(tokens, m), rows of a larger one perhaps -> (groups, SHORT, m), not copied."""
+    """Return a view of x (tokens, m) as (groups, SHORT, m)."""
     row, column = x.stride()
     shape = (x.shape[0] // SHORT, SHORT, x.shape[1])
     return x.as_strided(shape, (SHORT * row, row, column), x.storage_offset())
@@ -114,8 +116,8 @@ def add_up(out: Tensor, parts: Tensor) -> None:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left right in float32, of one pair of bf16 matrices or of many."""
-    if not left.is_cuda:  # where tests look at what is summed
+    """Return left right in float32, for one pair of bf16 matrices or a batch of them."""
+    if not left.is_cuda:  # in tests only
         return left.float() @ right.float()
     multiply = torch.bmm if left.dim() == 3 else torch.mm
     result: Tensor = multiply(left, right, out_dtype=torch.float32)

@@ -1,8 +1,8 @@
 """Numbers as sums of bf16 terms: hi = bf16(v), lo = bf16(v − hi), ...
 
-Each term adds eight bits and a product of bf16 numbers is exact in float32, so that a product with
-a sum of terms is as good as one with the number they add up to. bf16 has float32's range: nothing
-overflows, and what underflows is below 1e-38.
+Each term adds eight bits, and a product of bf16 numbers is exact in float32. A product with the
+terms is therefore as accurate as one with their sum. bf16 has float32's range: nothing overflows,
+and only values below 1e-38 underflow.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Terms:
-    """How many terms a product Σ H (V x) xᵀ takes of V, and of H (V x)."""
+    """Number of terms of V and of H (V x) in a product Σ H (V x) xᵀ."""
 
     vector: int
     weighted: int
 
 
-# Inside a solver, whose directions are `representable` in that many terms to begin with: it has the
-# very products of its directions. Two terms cost it no step; with one, directions are conjugate to
-# eight bits only, which ends a well-conditioned problem as soon and a hard one hardly ever.
+# For a solver whose directions are `representable` in this number of terms: the products are exact
+# for these directions. Two terms cost no additional step. With one, directions are conjugate to
+# eight bits only: enough for a well-conditioned problem, rarely for an ill-conditioned one.
 COARSE = Terms(1, 2)
 FAST = Terms(2, 2)
-# Where the result must stand for any V: 24 bits, a float32 whole.
+# If the result must be accurate for any V: 24 bits, all of a float32.
 ACCURATE = Terms(3, 3)
 
 
 def split(values: Tensor, terms: int) -> Tensor:
-    """The terms that add up to `values`, largest first; (terms, *shape) bf16."""
+    """Return the terms that add up to `values`, largest first: (terms, *shape) bf16."""
     parts, rest = [], values
     for _ in range(terms):
         parts.append(rest.to(torch.bfloat16))
@@ -40,5 +40,5 @@ def split(values: Tensor, terms: int) -> Tensor:
 
 
 def representable(values: Tensor, terms: int) -> Tensor:
-    """What `split` keeps of `values`, float64."""
+    """Return the sum of the terms of `values`, in float64."""
     return split(values.double(), terms).double().sum(dim=0)

@@ -1,9 +1,8 @@
 """Triton kernels for products with bf16 features; `fused` launches them.
 
-The tensor cores cut off what does not fit when they accumulate, which shrinks a long sum by some
-1e-8 with every step. Sums therefore run through them for short stretches only, and are added up in
-registers, rounded to nearest. Not so the logits of one term, which may be off by more, and third
-terms, which are small.
+Tensor cores truncate when they accumulate, which shrinks a long sum by about 1e-8 with every step.
+They therefore sum over short stretches only, which are added in registers with rounding. Exceptions
+are the logits of one term, which need less accuracy, and third terms, which are small.
 
 Tensors may also hold bf16 values in float32, since Triton's interpreter cannot multiply bf16.
 """
@@ -21,7 +20,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 def _token_weights(
     diagonal_ptr, rank_one_ptr, rows, experts, n, K: tl.constexpr, WEIGHTS: tl.constexpr
 ):
-    """H's two parts for some tokens; 0 beyond the last token or expert."""
+    """Load H's two parts for some tokens; 0 beyond the last token or expert."""
     place = rows.to(tl.int64)[:, None] * K + experts[None, :]
     inside = (rows < n)[:, None] & (experts < K)[None, :]
     diagonal = inside.to(tl.float32)
@@ -35,7 +34,7 @@ def _token_weights(
 
 @triton.jit
 def _weighted(z, diagonal, rank_one, WEIGHTS: tl.constexpr):
-    """H z of each row: diagonal ⊙ z − rank_one (rank_one · z)."""
+    """Return H z of each row: diagonal ⊙ z − rank_one (rank_one · z)."""
     u = diagonal * z
     if WEIGHTS == "softmax" or WEIGHTS == "rank_one":
         u -= rank_one * tl.sum(rank_one * z, axis=1)[:, None]
@@ -46,8 +45,10 @@ def _weighted(z, diagonal, rank_one, WEIGHTS: tl.constexpr):
 def _store_terms(
     u, u_ptr, rows, experts, n, BK: tl.constexpr, BM: tl.constexpr, TERMS: tl.constexpr
 ):
-    """u as a sum of bf16 terms: a row holds BM experts' first terms, their second ones, ..., then
-    those of the next BM experts."""
+    """Store u as a sum of bf16 terms.
+
+    A row holds the first terms of BM experts, their second terms, ..., then the next BM experts.
+    """
     column = experts // BM * (TERMS * BM) + experts % BM
     place = rows.to(tl.int64)[:, None] * (TERMS * BK) + column[None, :]
     inside = (rows < n)[:, None]
@@ -69,7 +70,7 @@ def split_kernel(
     TERMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row of V in terms, zeros beyond the last expert; its last column apart, where it is one."""
+    """Split a row of V into terms (zeros beyond the last expert), and store its bias column."""
     expert, rows = tl.program_id(0), tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -99,7 +100,7 @@ def _logits_by_blocks(
     CHAINED: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """X Vᵀ, (BT, BK): each block of d starts from zero and is added rounded to nearest."""
+    """Return X Vᵀ, (BT, BK): each block of d starts from zero and is added with rounding."""
     z = tl.zeros((BT, BK), dtype=tl.float32)
     third = tl.zeros((BT, BK), dtype=tl.float32)
     for k in tl.range(0, d, BD):
@@ -119,7 +120,7 @@ def _logits_by_blocks(
 def _logits_at_once(
     x_desc, v_desc, row, first, d, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr
 ):
-    """X Vᵀ of one term, all of d left to the tensor cores, (BT, BK)."""
+    """Return X Vᵀ of one term, (BT, BK); the tensor cores sum over all of d."""
     z = tl.zeros((BT, BK), dtype=tl.float32)
     for k in tl.range(0, d, BD):
         x = x_desc.load([row, k])
@@ -145,7 +146,7 @@ def logits_kernel(
     BM: tl.constexpr,
     BD: tl.constexpr,
     V_TERMS: tl.constexpr,
-    CHAINED: tl.constexpr,  # terms of V that go through the same sum
+    CHAINED: tl.constexpr,  # terms of V in the same sum
     TERMS: tl.constexpr,
     PADDED: tl.constexpr,
     WEIGHTS: tl.constexpr,  # "logits" stores z itself; else H z is split and stored
@@ -158,7 +159,7 @@ def logits_kernel(
     first = tl.program_id(1) * BK
     experts = first + tl.arange(0, BK)
     rows = row + tl.arange(0, BT)
-    if EARLY:  # on their way while the logits are computed
+    if EARLY:  # loaded while the logits are computed
         diagonal, rank_one = _token_weights(
             diagonal_ptr, rank_one_ptr, rows, experts, n, K, WEIGHTS
         )
@@ -215,7 +216,7 @@ def weigh_kernel(
     sums_ptr,  # (tiles, BK) float32
     n,
     K: tl.constexpr,
-    J: tl.constexpr,  # 0: z is taken as it is
+    J: tl.constexpr,  # 0: no shift
     BT: tl.constexpr,
     BK: tl.constexpr,
     BM: tl.constexpr,
@@ -225,8 +226,10 @@ def weigh_kernel(
     HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """H z from z in memory, split into terms: for more experts than one tile of logits holds, and
-    for logits that a few directions of the features move by `shift` · projected."""
+    """Split H z into terms, from z in memory.
+
+    For more experts than one tile of logits holds, and for logits that `shift` · projected moves.
+    """
     tile = tl.program_id(0)
     rows = tile * BT + tl.arange(0, BT)
     experts = tl.arange(0, BK)
@@ -250,7 +253,7 @@ def weigh_kernel(
 
 @triton.jit
 def _projected(projected_ptr, rows, j, n, J: tl.constexpr):
-    """Some tokens' coordinates along the J directions; 0 beyond the last."""
+    """Load some tokens' coordinates along the J directions; 0 beyond the last."""
     return tl.load(
         projected_ptr + rows.to(tl.int64)[:, None] * J + j[None, :],
         mask=(rows < n)[:, None] & (j < J)[None, :],
@@ -275,7 +278,7 @@ def moment_kernel(
     WEIGHTS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Σ_t (H_t z_t) projected_tᵀ over one split's rows."""
+    """Compute Σ_t (H_t z_t) projected_tᵀ over one split's rows."""
     split = tl.program_id(0)
     experts = tl.arange(0, BK)
     j = tl.arange(0, BJ)
@@ -312,13 +315,13 @@ def _outer_by_blocks(
     TERMS: tl.constexpr,
     SQUARE: tl.constexpr,
 ):
-    """Σ u xᵀ over rows begin...end, (BM, BN)."""
+    """Return Σ u xᵀ over rows begin...end, (BM, BN)."""
     total = tl.zeros((BM, BN), dtype=tl.float32)
     third = tl.zeros((BM, BN), dtype=tl.float32)
     for row in tl.range(begin, end, BT):
         x = x_desc.load([row, column])
         part = tl.zeros((BM, BN), dtype=tl.float32)
-        if SQUARE:  # x² has 16 significant bits: two terms hold it whole
+        if SQUARE:  # x² has 16 significant bits, which two terms hold exactly
             wide = x.to(tl.float32)
             square = wide * wide
             x = square.to(tl.bfloat16).to(x_desc.dtype)
@@ -348,7 +351,7 @@ def _outer_stacked(
     BN: tl.constexpr,
     STRETCH: tl.constexpr,
 ):
-    """The same with two terms as one product twice as high, STRETCH blocks at a time."""
+    """Return Σ u xᵀ with two terms stacked in one product, STRETCH blocks at a time."""
     both = tl.zeros((2 * BM, BN), dtype=tl.float32)
     part = tl.zeros((2 * BM, BN), dtype=tl.float32)
     for row in tl.range(begin, end, BT):
@@ -380,8 +383,10 @@ def outer_kernel(
     STRETCH: tl.constexpr,
     SQUARE: tl.constexpr,
 ):
-    """Σ_t u_tᵀ x_t over one split's rows (x_t² with SQUARE). The last split goes first: where not
-    all run at once, its rows may still be in the cache from the pass before."""
+    """Compute Σ_t u_tᵀ x_t over one split's rows (x_t² with SQUARE).
+
+    The last split comes first: its rows may still be in the cache from the previous pass.
+    """
     split = tl.num_programs(2) - 1 - tl.program_id(2)
     column = tl.program_id(0) * BN
     group = tl.program_id(1)

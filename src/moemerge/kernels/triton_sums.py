@@ -1,4 +1,4 @@
-"""What long sums need beside matrix products, each in one pass: bf16 terms, and sums in float64."""
+"""Triton kernels of `long_sums`: bf16 terms of weighted rows, and sums in float64."""
 # No types reach through triton's decorators:
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # mypy: disallow-incomplete-defs=False
@@ -11,8 +11,8 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 WARPS = 8
-BLOCK = 4096  # values of a row that a program takes at a time
-SUMMED, SUMMED_WARPS = 1024, 4  # sums that a program adds up
+BLOCK = 4096  # values of a row per program and step
+SUMMED, SUMMED_WARPS = 1024, 4  # sums per program
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _terms(source, weights, target, width, size, TERMS: tl.constexpr, BLOCK: tl.
 
 
 def weighted_terms(rows: Tensor, weights: Tensor, terms: int) -> Tensor:
-    """Terms of rows (n, width) times weights (n, 1) float32: (terms, n, width) bf16."""
+    """Return the terms of rows (n, width) times weights (n, 1) float32: (terms, n, width) bf16."""
     rows = rows.contiguous()
     count, width = rows.shape
     out = torch.empty(terms, count, width, dtype=torch.bfloat16, device=rows.device)

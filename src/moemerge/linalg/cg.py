@@ -1,17 +1,17 @@
-"""Preconditioned conjugate gradients, judged by the true residual.
+"""Preconditioned conjugate gradients with a check of the true residual.
 
-The recurrence's own residual drifts away from b − Aw, the more so when the operator is applied in
-low precision. It therefore only decides when to look: the stop test recomputes b − Aw with an
-accurate operator, and when that is not small enough yet, CG starts again from it (iterative
-refinement). A fast, coarse operator inside thus reaches the accuracy of the accurate one outside.
+The recurrence's residual drifts away from b − Aw, more so if the operator has low precision. It
+only decides when to check. The check recomputes b − Aw with an accurate operator; if it is too
+large, CG restarts from it (iterative refinement). A fast, coarse operator inside therefore reaches
+the accuracy of the accurate one outside.
 
-How coarse depends on the problem. Few steps forgive preconditioned residuals of a few digits; many
-do not, and go astray. The first steps may therefore be left to an operator still coarser than the
-rest, which starts anew where that one has not come to an end.
+How coarse it may be depends on the problem. A solve of few steps tolerates preconditioned residuals
+of a few digits; one of many steps does not. The first steps may therefore use a coarser operator.
+If it does not finish, the finer one restarts.
 
-The recurrence is the flexible one: each direction is made conjugate to the one before it by the
-products at hand, and its length is that of an exact line search. That forgives a preconditioner
-which differs a little from step to step (rounding) or is not quite symmetric (deflation).
+The recurrence is flexible CG: each direction is made conjugate to the previous one by the computed
+products, and its length is an exact line search. This tolerates a preconditioner that varies
+slightly from step to step (rounding) or is not quite symmetric (deflation).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from moemerge.errors import NumericalError
 from moemerge.linalg.operator import Deflation, Identity, LinearOperator
 from moemerge.runtime.progress import counted
 
-# The recurrence stops a little below the tolerance: one more step is cheaper than a restart.
+# The recurrence stops slightly below the tolerance: one more step is cheaper than a restart.
 RECURRENCE_MARGIN = 0.8
 # A problem that takes more steps than this is too ill-conditioned for the coarse operator.
 COARSE_STEPS = 32
-# A refinement that does not at least halve the true residual has reached the precision's end.
+# A refinement that does not halve the true residual has reached the limit of the precision.
 REFINEMENT_GAIN = 0.5
 
 
@@ -59,16 +59,19 @@ _MESSAGES = {
 
 @dataclass(frozen=True)
 class Patience:
-    """A solve has stalled if the pace of its last `window` steps asks for over `steps` more."""
+    """Stop a solve whose recent convergence rate predicts too many further steps.
+
+    It has stalled if the rate of the last `window` steps predicts more than `steps` further steps.
+    """
 
     window: int
     steps: int
 
     def is_over(self, residuals: Sequence[float], target: float) -> bool:
-        """Whether to give up; `residuals` are those of all steps so far, the start's first."""
+        """Return whether to stop; `residuals` has the start's and those of all steps so far."""
         if len(residuals) <= self.window or residuals[-1] <= target:
             return False
-        # CG's residuals rise now and then: what counts is the best so far.
+        # CG's residuals are not monotonic, so compare the best so far.
         best, before = min(residuals), min(residuals[: -self.window])
         pace = math.log(before / best) / self.window
         return pace * self.steps < math.log(best / target)
@@ -76,8 +79,11 @@ class Patience:
 
 @dataclass(frozen=True)
 class Resting:
-    """An energy rests when the last third of the steps (three at least) has lowered it by no more
-    than `atol`, or than `rtol` of what all steps have."""
+    """Stop once the energy hardly decreases.
+
+    That is if the last third of the steps (at least three) lowered it by at most `atol`, or by at
+    most `rtol` of the decrease of all steps.
+    """
 
     rtol: float
     atol: float
@@ -91,11 +97,10 @@ class Resting:
 
 @dataclass(frozen=True)
 class Ending:
-    """When a solve ends, and how often the host looks at the device to see whether it does.
+    """When a solve ends, and how often the host synchronises to check.
 
-    With `resting` the energy ½ wᵀAw − bᵀw counts as well as the recurrence's residual, as for a
-    step of Newton's, and what an unfinished solve has come to is kept even where its residual has
-    grown.
+    With `resting`, the energy ½ wᵀAw − bᵀw counts as well as the recurrence's residual, as in a
+    Newton step. An unfinished solution is then kept even if its residual has grown.
     """
 
     rtol: float = 1e-6  # of the true residual, relative to ‖b‖
@@ -107,7 +112,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class CGResult:
-    """A solution and the truth about it; `residuals` are the recurrence's, relative to ‖b‖."""
+    """A solution and its status; `residuals` are the recurrence's, relative to ‖b‖."""
 
     solution: Tensor  # (K, d), float64
     status: Status
@@ -128,7 +133,7 @@ class CGResult:
         )
 
     def followed_by(self, later: CGResult) -> CGResult:
-        """This solve and one that started from its solution, as one."""
+        """Combine this solve with one that started from its solution."""
         return replace(
             later,
             steps=self.steps + later.steps,
@@ -139,7 +144,7 @@ class CGResult:
 
 @dataclass
 class _Cycle:
-    """What one run of the recurrence between two true residuals found."""
+    """The result of one run of the recurrence between two true residuals."""
 
     solution: Tensor
     steps: int
@@ -162,8 +167,8 @@ def cg(
 ) -> CGResult:
     """Solve A w = b for a symmetric positive definite A.
 
-    `accurate` gives the true residual, and `coarse` serves the first COARSE_STEPS (with a
-    `deflation`, which takes the large eigenvalues away, all steps); default: `operator` itself.
+    `accurate` computes the true residual. `coarse` is used for the first COARSE_STEPS or, with a
+    `deflation` that removes the large eigenvalues, for all steps. Both default to `operator`.
     """
     ending = ending or Ending()
     rtol, max_steps, resting = ending.rtol, ending.max_steps, ending.resting
@@ -174,7 +179,7 @@ def cg(
     w = torch.zeros_like(b) if start is None else start.to(b.device, torch.float64).clone()
     truth = accurate or operator
     if scale == 0.0:
-        # Where the operator vanishes too, every w is a solution: the start is the one to keep.
+        # If the operator is zero too, every w is a solution: keep the start.
         kept = start is not None and not bool(truth.mv(w).any())
         return CGResult(w if kept else torch.zeros_like(b), Status.CONVERGED, 0, (0.0,), 0.0)
     recurrence = _Recurrence(
@@ -184,7 +189,7 @@ def cg(
     )
     coarse_steps = COARSE_STEPS if deflation is None else max_steps
 
-    r = b.clone() if start is None else b - truth.mv(w)  # A·0 needs no product
+    r = b.clone() if start is None else b - truth.mv(w)  # A·0 = 0
     true_residual = float(torch.linalg.vector_norm(r)) / scale
     history, steps, refinements = [true_residual], 0, -1
     status = _judge(true_residual, rtol, steps, max_steps)
@@ -198,7 +203,7 @@ def cg(
         before = true_residual
         candidate = b - truth.mv(cycle.solution)
         reached = float(torch.linalg.vector_norm(candidate)) / scale
-        # Never hand back something worse than what we had.
+        # Never return a solution worse than the start.
         if reached < before or (resting is not None and reached < float("inf")):
             w, r, true_residual = cycle.solution, candidate, reached
         gained = reached <= REFINEMENT_GAIN * before
@@ -206,7 +211,7 @@ def cg(
         if resting is not None and cycle.failure is None:
             status = Status.CONVERGED if cycle.finished else status and Status.MAX_STEPS
         stalled = cycle.failure is Status.STALLED
-        if coarse is not None and not stalled:  # whatever went wrong, the fine one has its turn
+        if coarse is not None and not stalled:  # after any failure, try the finer operator
             coarse = coarse if gained and steps < coarse_steps else None
             continue
         status = status or cycle.failure
@@ -225,7 +230,7 @@ def _judge(true_residual: float, rtol: float, steps: int, max_steps: int) -> Sta
 
 @dataclass(frozen=True)
 class _Recurrence:
-    """CG between two true residuals: what preconditions it, and when the host looks at it."""
+    """CG between two true residuals: its preconditioner, and when the host checks it."""
 
     preconditioner: LinearOperator
     deflation: Deflation | None
@@ -234,18 +239,18 @@ class _Recurrence:
     def run(
         self, operator: LinearOperator, w: Tensor, r: Tensor, *, target: float, budget: int
     ) -> _Cycle:
-        """From residual r until it `_is_done`, for `budget` steps, or to a failure.
+        """Iterate from residual r until `_is_done`, for `budget` steps, or to a failure.
 
-        All scalars stay on the device; `pending` gathers them until the host looks. A failure in
-        the steps not yet looked at goes back to the iterate of the last look. Preconditioned
-        residuals are rounded to what the operator sees: w then moves by the very p that q = A p
-        belongs to, and r drifts from the truth by the products' own error alone.
+        All scalars stay on the device; `pending` collects them until the host checks. A failure in
+        the unchecked steps returns to the iterate of the last check. Preconditioned residuals are
+        rounded to the operator's input precision. w then moves by exactly the p of q = A p, and r
+        drifts from the true residual only by the products' error.
         """
         patience, every = self.ending.patience, self.ending.check_every
         w, r = w.clone(), r.clone()
         cycle = _Cycle(solution=w.clone(), steps=0)
         norms = [float(torch.linalg.vector_norm(r))] if patience is not None else []
-        if self.deflation is not None:  # from here on nothing is left to do in its subspace
+        if self.deflation is not None:  # removes the residual in its subspace
             s, q = self.deflation.corrected(operator, None, r)
             w.add_(s)
             r.sub_(q)
@@ -287,7 +292,7 @@ class _Recurrence:
         return small if resting is None else small and resting.is_reached(cycle.gains)
 
     def _preconditioned(self, operator: LinearOperator, r: Tensor) -> tuple[Tensor, Tensor]:
-        """s = M⁻¹ r, free of the deflated subspace, and A s."""
+        """Return s = M⁻¹ r without the deflated subspace, and A s."""
         y = operator.representable(self.preconditioner.mv(r))
         if self.deflation is None:
             return y, operator.mv(y)
@@ -295,7 +300,7 @@ class _Recurrence:
 
 
 def _ratio(one: Tensor, other: Tensor) -> Tensor:
-    """one / other, and 0 where that is 0 / 0: a residual of exactly zero ends there."""
+    """Return one / other, and 0 for 0 / 0, which ends a solve with residual zero."""
     return torch.where(one == 0, torch.zeros_like(one), one / other)
 
 

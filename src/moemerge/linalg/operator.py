@@ -1,7 +1,7 @@
-"""Symmetric linear operators on matrices: what a solver needs to know, and no more.
+"""Symmetric linear operators on matrices.
 
-A router is a (K, d) matrix, and its curvature a (K·d, K·d) one that is never formed. Operators
-therefore map (K, d) tensors to (K, d) tensors. A preconditioner is just another operator.
+A router is a (K, d) matrix, and its curvature a (K·d, K·d) matrix that is never formed. Operators
+therefore map (K, d) tensors to (K, d) tensors. A preconditioner is also an operator.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 class LinearOperator(ABC):
     """A symmetric map from (K, d) tensors to (K, d) tensors.
 
-    `mv` takes any floating dtype and answers in float64, whatever it computes in, so that a
-    solver's vectors keep their digits.
+    `mv` accepts any floating dtype and returns float64, whatever it computes in, so that a solver's
+    vectors keep their precision.
     """
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
@@ -25,21 +25,21 @@ class LinearOperator(ABC):
 
     @abstractmethod
     def mv(self, vector: Tensor) -> Tensor:
-        """The operator applied to a (K, d) tensor."""
+        """Apply the operator to a (K, d) tensor."""
 
     @abstractmethod
     def diagonal(self) -> Tensor:
-        """The operator's diagonal, as a (K, d) tensor."""
+        """Return the operator's diagonal as a (K, d) tensor."""
 
     def representable(self, vector: Tensor) -> Tensor:
-        """The nearest to `vector` that `mv` takes without rounding it.
+        """Round `vector` to the input precision of `mv`.
 
-        A solver whose directions are such vectors sees no error from a coarse operator's input.
+        If a solver's directions are such vectors, a coarse operator causes no input error.
         """
         return vector
 
     def as_matrix(self) -> Tensor:
-        """The dense (K·d, K·d) twin, row-major in (K, d): for tests and tiny problems."""
+        """Return the dense (K·d, K·d) matrix, row-major in (K, d), for tests and tiny problems."""
         size = self.shape[0] * self.shape[1]
         basis = torch.eye(size, dtype=torch.float64, device=self.device)
         columns = [self.mv(unit.reshape(self.shape)).reshape(-1) for unit in basis]
@@ -47,7 +47,7 @@ class LinearOperator(ABC):
 
 
 class Identity(LinearOperator):
-    """Leaves everything as it is; as a preconditioner, none."""
+    """The identity; as a preconditioner, none."""
 
     def mv(self, vector: Tensor) -> Tensor:
         return vector.double()
@@ -57,7 +57,7 @@ class Identity(LinearOperator):
 
 
 class Diagonal(LinearOperator):
-    """Multiplies entry by entry."""
+    """Elementwise multiplication."""
 
     def __init__(self, values: Tensor) -> None:
         rows, columns = values.shape
@@ -71,39 +71,39 @@ class Diagonal(LinearOperator):
         return self.values
 
     def inverse(self) -> Diagonal:
-        """The inverse where the diagonal is positive; a zero row or column is left alone (1)."""
+        """Return the inverse; entries that are not positive become 1."""
         positive = self.values > 0
         safe = torch.where(positive, self.values, torch.ones_like(self.values))
         return Diagonal(1.0 / safe)
 
 
 class Deflation(ABC):
-    """A subspace Z on which a system is solved exactly, with its A_Z⁻¹ = (ZᵀAZ)⁻¹.
+    """A subspace Z on which a system is solved exactly, with A_Z⁻¹ = (ZᵀAZ)⁻¹.
 
-    With y any vector (a preconditioned residual), s = y + Z A_Z⁻¹ Zᵀ (r − A y) leaves no residual
-    in the subspace: Zᵀ(r − A s) = 0. CG whose directions are made of such s, from a start with
-    Zᵀr = 0, never meets the eigenvalues that belong to Z. The others are those of the
-    preconditioned operator or lie between them, so the steps become fewer and never more.
+    For any y (a preconditioned residual), s = y + Z A_Z⁻¹ Zᵀ (r − A y) leaves no residual in the
+    subspace: Zᵀ(r − A s) = 0. CG with directions made of such s, from a start with Zᵀr = 0, does
+    not see the eigenvalues of Z. The others are those of the preconditioned operator or between
+    them, so the number of steps never increases.
     """
 
     @abstractmethod
     def restrict(self, vector: Tensor) -> Tensor:
-        """Zᵀ v, in whatever shape the subspace's coordinates have."""
+        """Return Zᵀ v, in the shape of the subspace's coordinates."""
 
     @abstractmethod
     def prolong(self, coordinates: Tensor) -> Tensor:
-        """Z c, (K, d) float64."""
+        """Return Z c, (K, d) float64."""
 
     @abstractmethod
     def solve(self, coordinates: Tensor) -> Tensor:
-        """(ZᵀAZ)⁻¹ c."""
+        """Return (ZᵀAZ)⁻¹ c."""
 
     def corrected(
         self, operator: LinearOperator, y: Tensor | None, r: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """s = y + Z (ZᵀAZ)⁻¹ Zᵀ (r − A y), and A s; y is `representable`, None is zero.
+        """Return s = y + Z (ZᵀAZ)⁻¹ Zᵀ (r − A y) and A s; y is `representable`, or None for zero.
 
-        This is the definition, for two products. Subclasses that know the operator need one.
+        This definition needs two products. Subclasses that know the operator need one.
         """
         rest = r if y is None else r - operator.mv(y)
         s = self.prolong(self.solve(self.restrict(rest)))

@@ -1,10 +1,13 @@
-"""Finished work on disk, so that a killed run can go on and end with the same bytes.
+"""The store of tensors: finished work in a hidden folder next to OUT, for `resume`.
 
-The journal is a hidden folder next to OUT (`.OUT.journal`). `key.json` says what was done with
-what; each finished entry (a router, a layer) adds `NNNN.bin` (its tensors' bytes) and then
-`NNNN.json` (their names, its row of the report, and a digest of all of it, of the bytes and of the
-run that it belongs to). An entry counts once its JSON is there and the digest agrees. Tensors of
-entries are read back when they are asked for.
+`JournalFolder` is the folder: `key.json` states what its content depends on, and a lock keeps other
+runs away. `Journal` adds entries to it. An entry (a router, a layer) is `NNNN.bin`, the bytes of
+its tensors, and `NNNN.json`: the tensors' names, a row of the report, and a digest. The digest
+covers both files, the entry's number and the key. Entries count up to the first one whose files
+are missing or whose digest differs.
+
+Both files of an entry, and the folder's own name, are synced to disk before `Journal.add` returns:
+a finished entry survives a power loss. Tensors of entries are read back when they are used.
 """
 
 from __future__ import annotations
@@ -22,24 +25,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemerge.checkpoint.output import sync_folder, write_file, writing
+from moemerge.checkpoint.output import writing
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.documents import JournalDocument, parse_document
 from moemerge.errors import CheckpointError, MoeMergeError, UsageError
 from moemerge.runtime.dtypes import dtype_name, parse_dtype
-from moemerge.runtime.files import lock_folder, open_plain, read_object
+from moemerge.runtime.files import (
+    lock_folder,
+    open_new,
+    open_plain,
+    read_object,
+    replace_file,
+    sync_folder,
+)
 from moemerge.runtime.journals import journal_path
 
 KEY_FILE = "key.json"
-FORMAT = 3  # of the files; raised when an older journal can no longer be read
+FORMAT = 3  # raised when older journals can no longer be read
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Finished work: its tensors as they will be stored, and its row of the report."""
+    """A finished router or layer: its tensors in stored form, and its row of the report."""
 
-    name: str  # of what was finished: a router's tensor, a layer
-    tensors: Mapping[str, Tensor]  # by name on disk
+    name: str  # a router's tensor, or a layer
+    tensors: Mapping[str, Tensor]  # by their names in the checkpoint
     row: dict[str, Any]
 
 
@@ -69,127 +79,154 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._places)
 
 
-class Journal:
-    """Open with `Journal.open`; `entries` are what is finished, in order."""
+class JournalFolder:
+    """A hidden folder next to OUT for the unfinished work of one run at a time."""
 
-    def __init__(self, folder: Path, key: Mapping[str, Any], entries: list[Entry]) -> None:
+    def __init__(self, out: Path, folder: Path, key: Mapping[str, Any]) -> None:
+        """Refuse a link or a file in the folder's place. `key` is plain JSON data."""
         self.folder = folder
-        self.entries = entries
-        self._key = key
-        self._lock: int | None = None
-        self._made: list[Path] = []
-        self._begun = False
-
-    @classmethod
-    def open(cls, out: Path, key: Mapping[str, Any], *, resume: bool) -> Journal:
-        """The journal of OUT. A leftover one is continued (`resume`) or replaced.
-
-        `key` is plain JSON data. Nothing is written before the first entry is.
-        """
-        key = {"format": FORMAT, **key}
-        journal = cls(journal_path(out), key, [])
-        if journal.folder.is_symlink() or (journal.folder.exists() and not journal.folder.is_dir()):
+        self.key = _plain(key)
+        self._out = out
+        self.locked = False  # by this run
+        self._descriptor: int | None = None  # None on a file system without locks
+        self._made: list[Path] = []  # parents of OUT that did not exist
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
             raise CheckpointError(
-                f"{journal.folder} is no folder of ours, and a journal would be written there",
+                f"{folder} is not a moemerge folder, and unfinished work would be stored there",
                 hint="remove it, or choose another output folder",
             )
-        if not journal.folder.exists():
-            return journal
-        journal._take_lock(out)
-        try:
-            if resume:
-                journal._resume(out)
-            else:
-                shutil.rmtree(journal.folder, ignore_errors=True)
-                journal._unlock()
-        except BaseException:
-            journal._unlock()
-            raise
-        return journal
 
-    def add(self, entry: Entry) -> None:
-        """Write an entry so that it outlives a crash."""
-        stem = f"{len(self.entries):04d}"
-        headers = [
-            {"name": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
-            for name, tensor in entry.tensors.items()
-        ]
-        with writing(self.folder):
-            if not self._begun:
-                self._begin()
-            binary = self.folder / f"{stem}.bin"
-            content = {"entry": entry.name, "tensors": headers, "row": entry.row}
-            content["digest"] = self._digest(
-                content, len(self.entries), _write_tensors(binary, entry.tensors.values())
-            )
-            whole = self.folder / f"{stem}.json"
-            write_file(whole.with_suffix(".tmp"), json.dumps(content).encode())
-            os.rename(whole.with_suffix(".tmp"), whole)
-            sync_folder(self.folder)
-        self.entries.append(replace(entry, tensors=StoredTensors(binary, headers)))
+    def lock(self) -> bool:
+        """Lock an existing folder, and return whether it exists."""
+        if not self.folder.exists():
+            return False
+        self._take_lock()
+        return True
 
-    def remove(self) -> None:
-        """The journal is no longer needed."""
-        if self._begun:
+    def create(self) -> None:
+        """Create the folder, locked and with its key, in place of one that this run has locked."""
+        if self.locked:
             shutil.rmtree(self.folder, ignore_errors=True)
-            for parent in reversed(self._made):
-                with contextlib.suppress(OSError):  # somebody else uses it by now
-                    parent.rmdir()
-        self.close()
-
-    def close(self) -> None:
-        """Leave it for a later run."""
-        self._unlock()
-        self._begun = False
-
-    # --- inside ---
-
-    def _begin(self) -> None:
+            self.close()
         for parent in reversed([p for p in self.folder.parents if not p.exists()]):
             parent.mkdir(exist_ok=True)
             self._made.append(parent)
         try:
             self.folder.mkdir()
         except FileExistsError:
-            raise self._in_use(self.folder) from None  # it came into being since `open` looked
-        self._begun = True
-        self._take_lock(self.folder)
-        write_file(self.folder / KEY_FILE, json.dumps(self._key, indent=1).encode())
+            raise self._in_use() from None  # another run created it after this one looked
+        self._take_lock()
+        replace_file(self.folder / KEY_FILE, json.dumps(self.key, indent=1).encode())
+        for parent in (self.folder.parent, *(made.parent for made in self._made)):
+            sync_folder(parent)
 
-    def _take_lock(self, what: Path) -> None:
+    def stored_key(self) -> dict[str, Any] | None:
+        """Return the key of the run that left the folder; None if it was killed before that."""
+        path = self.folder / KEY_FILE
+        if not os.path.lexists(path):
+            return None
+        return read_object(path, "the journal is damaged; start anew without `resume`")
+
+    def remove(self) -> None:
+        """Delete a folder that this run has locked, and the parents that it created."""
+        if self.locked:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            for parent in reversed(self._made):
+                with contextlib.suppress(OSError):  # something else is in it by now
+                    parent.rmdir()
+        self.close()
+
+    def close(self) -> None:
+        """Release the folder and leave it for a later run."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        self.locked = False
+
+    def _take_lock(self) -> None:
         try:
-            self._lock = lock_folder(self.folder)
+            self._descriptor = lock_folder(self.folder)
         except BlockingIOError:
-            raise self._in_use(what) from None
+            raise self._in_use() from None
+        self.locked = True
 
-    def _in_use(self, what: Path) -> CheckpointError:
+    def _in_use(self) -> CheckpointError:
         return CheckpointError(
-            f"another run is writing {what} (its journal {self.folder} is in use)",
+            f"another run is writing {self._out} (its journal {self.folder} is in use)",
             hint="wait for it, or choose another output folder",
         )
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+
+class Journal:
+    """Entries of finished work. Open it with `Journal.open`; `entries` are in order."""
+
+    def __init__(self, place: JournalFolder) -> None:
+        self.entries: list[Entry] = []
+        self._place = place
+
+    @property
+    def folder(self) -> Path:
+        return self._place.folder
+
+    @classmethod
+    def open(cls, out: Path, key: Mapping[str, Any], *, resume: bool) -> Journal:
+        """Open the journal of OUT. An existing one is continued (`resume`) or replaced.
+
+        `key` is plain JSON data. Nothing is written before the first entry is added.
+        """
+        place = JournalFolder(out, journal_path(out), {"format": FORMAT, **key})
+        journal = cls(place)
+        if not place.lock():
+            return journal
+        try:
+            if resume and place.stored_key() is not None:
+                journal._resume(out)
+            else:
+                place.remove()
+        except BaseException:
+            place.close()
+            raise
+        return journal
+
+    def add(self, entry: Entry) -> None:
+        """Write an entry to disk."""
+        stem = f"{len(self.entries):04d}"
+        headers = [
+            {"name": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+            for name, tensor in entry.tensors.items()
+        ]
+        with writing(self.folder):
+            if not self._place.locked:
+                self._place.create()
+            binary = self.folder / f"{stem}.bin"
+            content = {"entry": entry.name, "tensors": headers, "row": entry.row}
+            content["digest"] = self._digest(
+                content, len(self.entries), _write_tensors(binary, entry.tensors.values())
+            )
+            # Syncs the folder as well, and with it the name of the binary file.
+            replace_file(self.folder / f"{stem}.json", json.dumps(content).encode())
+        self.entries.append(replace(entry, tensors=StoredTensors(binary, headers)))
+
+    def remove(self) -> None:
+        """Delete the journal once it is no longer needed."""
+        self._place.remove()
+
+    def close(self) -> None:
+        """Release the journal and leave it for a later run."""
+        self._place.close()
 
     def _resume(self, out: Path) -> None:
-        try:
-            stored: Any = read_object(self.folder / KEY_FILE)
-        except CheckpointError:
-            stored = None  # it died before it had begun
-        differences = list(_differences(stored, _plain(self._key)))
+        differences = list(_differences(self._place.stored_key(), self._place.key))
         if differences:
             raise UsageError(
                 f"{out} cannot be resumed: the killed run was another one\n  "
                 + "\n  ".join(differences),
                 hint="repeat its settings and inputs, or start anew without `resume`",
             )
-        self._begun = True
         self.entries = list(self._read_entries())
 
     def _read_entries(self) -> Iterator[Entry]:
-        """Whole entries from the first on; what was being written when the run died ends them."""
+        """Yield entries up to the first one that is incomplete or damaged."""
         for number in range(len(list(self.folder.iterdir()))):
             binary = self.folder / f"{number:04d}.bin"
             try:
@@ -205,16 +242,16 @@ class Journal:
             yield Entry(document.entry, StoredTensors(binary, headers), document.row)
 
     def _digest(self, content: Mapping[str, Any], number: int, data: str) -> str:
-        """Of an entry, its place, its tensors' bytes, and all that the run depends on."""
+        """Return the digest of an entry, its number, its tensors' digest and the key."""
         kept = {name: content[name] for name in ("entry", "tensors", "row")}
-        text = json.dumps([_plain(self._key), number, kept, data], sort_keys=True)
+        text = json.dumps([self._place.key, number, kept, data], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _write_tensors(file: Path, tensors: Iterable[Tensor]) -> str:
-    """One after the other, durably; gives the digest of all bytes."""
+    """Write tensors one after the other, sync them, and return the digest of all bytes."""
     digest = hashlib.sha256()
-    with file.open("wb") as stream:
+    with open_new(file) as stream:
         for tensor in tensors:
             data = as_bytes(tensor.contiguous())
             stream.write(data)
@@ -225,11 +262,12 @@ def _write_tensors(file: Path, tensors: Iterable[Tensor]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As it looks after a way through JSON."""
+    """Return the value as JSON reads it back."""
     return json.loads(json.dumps(value))
 
 
 def _differences(stored: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Describe each value that differs between two keys."""
     if isinstance(stored, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*stored, *now]):
             below = f"{path}.{key}" if path else str(key)

@@ -1,4 +1,4 @@
-"""Merging models out of core: plan everything, then stream it."""
+"""Merge models out of core: plan every tensor, then stream the plan."""
 
 from moemerge.merging import methods as methods  # registers the methods
 from moemerge.merging import wrappers as wrappers  # and the wrappers

@@ -1,7 +1,7 @@
-"""Blocks of elementwise methods, read, merged, rounded and checked chunk by chunk.
+"""Merge blocks of elementwise methods chunk by chunk: read, merge, round, check.
 
-A chunk is small enough that a core holds all of it in its own cache: what is read of each model,
-its float32 copy and the result go to memory once instead of once for every step.
+A chunk of each model, its float32 copy and the result fit into a core's cache. Each step then works
+in cache instead of going to memory.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.errors import NumericalError
 from moemerge.merging.method import UnitInfo
-from moemerge.merging.plan import Block, MergePlan, UnitInput, UnitMerge
+from moemerge.merging.plan import MergeBlock, MergePlan, UnitInput, UnitMerge
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.lazy import torch
-from moemerge.runtime.progress import counted
+from moemerge.runtime.progress import counted, first_few
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHOWN = 3  # tensors named in one notice
+TENSORS_NAMED = 3  # in one notice
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether there is no NaN or infinity; False also where huge values overflow their sum."""
+    """Return whether there is no NaN or infinity. Also False if the sum overflows."""
     # One pass at memory speed: a finite sum has only finite terms.
     return math.isfinite(tensor.sum().item())
 
 
 class FiniteCheck:
-    """Looks at all that a merge reads and writes. Used by many threads at once."""
+    """Checks that everything a merge reads and writes is finite. Thread-safe."""
 
     def __init__(self, plan: MergePlan, *, allow: bool) -> None:
         self._plan = plan
         self._allow = allow
-        self._noted: dict[str, dict[str, None]] = {}  # whose -> tensors that are not finite
+        self._noted: dict[str, dict[str, None]] = {}  # model -> tensors that are not finite
         self._lock = threading.Lock()
 
     def read(self, tensor: Tensor, source: UnitInput) -> None:
-        """Refuse or note an input tensor (or a part of it) that is not finite."""
+        """Refuse or record an input tensor (or a part of it) that is not finite."""
         if not tensor.is_floating_point() or is_finite(tensor):
             return
         bad = int((~tensor.isfinite()).sum())
@@ -62,9 +62,8 @@ class FiniteCheck:
     def is_noted(self, source: UnitInput) -> bool:
         return source.tensor in self._noted.get(self._plan.models[source.model].label, ())
 
-    def merged(self, result: Tensor, block: Block) -> None:
-        """Refuse or note a result that is not finite: of finite inputs, it has outgrown its
-        dtype."""
+    def merged(self, result: Tensor, block: MergeBlock) -> None:
+        """Refuse or record a result that overflowed its dtype."""
         if not result.is_floating_point() or is_finite(result) or bool(result.isfinite().all()):
             return
         if not self._allow:
@@ -80,28 +79,26 @@ class FiniteCheck:
 
     @property
     def noted(self) -> dict[str, list[str]]:
-        """Tensors that are not finite, by whose they are."""
+        """Return the tensors that are not finite, by model."""
         return {whose: list(tensors) for whose, tensors in self._noted.items()}
 
     def note(self, noted: Mapping[str, Sequence[str]]) -> None:
-        """What another process has let through."""
+        """Add the findings of another process."""
         for whose, tensors in noted.items():
             for tensor in tensors:
                 self._note(whose, tensor)
 
     def notices(self) -> Iterator[str]:
-        """Tensors with NaN or infinity that `allow_nonfinite` let through."""
+        """Yield one notice per model for the tensors that `allow_nonfinite` accepted."""
         for whose, tensors in sorted(self._noted.items()):
-            shown = ", ".join(sorted(tensors)[:SHOWN])
-            more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
             count = counted(len(tensors), "tensor holds", "tensors hold")
-            yield f"{whose}: {count} NaN or infinity ({shown}{more})"
+            yield f"{whose}: {count} NaN or infinity ({first_few(sorted(tensors), TENSORS_NAMED)})"
 
 
-# Elements of a chunk: an accelerator wants one long launch instead.
-CPU_CHUNK = 2**17
-DEVICE_CHUNK = 2**26
-# Dtypes that are widened to float32, as the sum is taken in.
+# Elements read at once. An accelerator needs one long launch instead of a fit to the cache.
+CPU_READ_ELEMENTS = 2**17
+DEVICE_READ_ELEMENTS = 2**26
+# Dtypes that sums widen to float32.
 _NARROW = frozenset({Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16})
 
 Apply = Callable[[UnitMerge, UnitInfo, Sequence["Tensor"]], "Tensor"]
@@ -109,7 +106,7 @@ Apply = Callable[[UnitMerge, UnitInfo, Sequence["Tensor"]], "Tensor"]
 
 @dataclass(frozen=True)
 class _InputRun:
-    """The elements of a block as one model stores them, without a gap."""
+    """The contiguous elements of a block in one model's file."""
 
     source: UnitInput
     checkpoint: Checkpoint
@@ -135,7 +132,7 @@ class _Buffer:
 
 
 class _Scratch(threading.local):
-    """A thread's own memory, used again for every chunk of the same length."""
+    """A thread's buffers, reused for every chunk of the same length."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, torch.dtype], _Buffer] = {}
@@ -153,7 +150,7 @@ class _Scratch(threading.local):
 
 
 class ChunkMerger:
-    """Merges the blocks that can be taken apart."""
+    """Merges blocks that can be split into chunks."""
 
     def __init__(
         self, plan: MergePlan, device: torch.device, apply: Apply, finite: FiniteCheck
@@ -163,11 +160,11 @@ class ChunkMerger:
         self._apply = apply
         self._finite = finite
         self._cpu = device.type == "cpu"
-        self._length = CPU_CHUNK if self._cpu else DEVICE_CHUNK
+        self._length = CPU_READ_ELEMENTS if self._cpu else DEVICE_READ_ELEMENTS
         self._scratch = _Scratch()
 
-    def takes(self, block: Block) -> bool:
-        """Whether a block is one elementwise unit that lies in every model as in the output."""
+    def takes(self, block: MergeBlock) -> bool:
+        """Return whether a block is one elementwise unit, stored alike in all models and OUT."""
         if len(block.merges) != 1:
             return False
         (merge,) = block.merges
@@ -178,8 +175,8 @@ class ChunkMerger:
             self._plan.models[s.model].checkpoint.has_elements(s.tensor) for s in merge.reads
         )
 
-    def merge(self, block: Block, unit: UnitInfo, dtype: torch.dtype) -> Tensor:
-        """The merged block in the output's dtype."""
+    def merge(self, block: MergeBlock, unit: UnitInfo, dtype: torch.dtype) -> Tensor:
+        """Return the merged block in the output's dtype."""
         (merge,) = block.merges
         result = torch.empty(block.shape, dtype=dtype)
         runs = [_InputRun.of(source, self._plan) for source in merge.reads]
@@ -210,7 +207,7 @@ class ChunkMerger:
     def _sum(
         self, runs: Sequence[_InputRun], weights: Sequence[float], start: int, out: Tensor
     ) -> None:
-        """Σ w_i x_i as `weighted_sum` takes it, with one model's chunk in memory at a time."""
+        """Compute Σ w_i x_i like `weighted_sum`, with one model's chunk in memory at a time."""
         length = len(out)
         total = self._scratch.buffer("total", length, torch.float32).tensor
         wide = self._scratch.buffer("wide", length, torch.float32).tensor
@@ -225,7 +222,7 @@ class ChunkMerger:
                 torch.mul(wide, weight, out=total)
             else:
                 total.add_(wide, alpha=weight)
-        # A term that is not finite makes the sum so, whatever its weight.
+        # A non-finite term makes the sum non-finite, whatever its weight.
         if not is_finite(total):
             self._check_whole(runs)
         out.copy_(total)

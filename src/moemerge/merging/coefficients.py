@@ -1,4 +1,4 @@
-"""How much of each model a unit gets: its weight in the config, times the coefficient of a file."""
+"""Each model's weight in a unit: the config's weight times the coefficient of a file."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from moemerge.runtime.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-Values = dict[str, Scalar | None]
+UnitParameters = dict[str, Scalar | None]
 
 
 class Weighing:
-    """Looks up each model's parameters, unit by unit, and notes which coefficients were used."""
+    """Looks up each model's parameters, unit by unit, and tracks which coefficients are used."""
 
     def __init__(self, coefficients: Coefficients | None) -> None:
         self._coefficients = coefficients
@@ -36,10 +36,12 @@ class Weighing:
 
     def values(
         self, reader: ParameterReader, tensor: TensorContext, model: str, unit: Unit
-    ) -> tuple[Values, float | NeuronScale]:
-        """The parameters of a model for one of its units, and the scale of its change: a
-        coefficient goes into the weight, or, where a method has none, into the scale. Those of
-        single neurons are always a scale."""
+    ) -> tuple[UnitParameters, float | NeuronScale]:
+        """Return a model's parameters for one unit, and the scale of its change.
+
+        A coefficient multiplies the weight or, if the method has none, the scale. Coefficients of
+        single neurons are always a scale.
+        """
         if self._coefficients is None:
             return reader.values(tensor, model), 1.0
         neurons = self._neurons(model, unit)
@@ -50,7 +52,7 @@ class Weighing:
 
     def _whole(
         self, reader: ParameterReader, tensor: TensorContext, model: str, key: str
-    ) -> tuple[Values, float]:
+    ) -> tuple[UnitParameters, float]:
         assert self._coefficients is not None
         place = self._coefficients.place(model, key)
         if place is None:
@@ -69,7 +71,7 @@ class Weighing:
         return values, 1.0
 
     def _neurons(self, model: str, unit: Unit) -> NeuronScale | None:
-        """The scale of a unit whose MLP has labels; None where it has none, or no neurons."""
+        """Return the scale of a unit with labelled neurons, or None."""
         assert self._coefficients is not None
         groups, projection = self._coefficients.neurons, projection_of(unit)
         place = unit.key.rpartition(".")[0].rpartition(".")[0]  # without down_proj.weight
@@ -82,7 +84,7 @@ class Weighing:
             return None
         axis = len(unit.shape) - 1 if projection == "down" else 0
         if projection == "down" and len(unit.shape) < 2:
-            return None  # a bias of the outputs
+            return None  # the output bias has no neuron axis
         self._used.add((model, place))
         labels = groups.labels[place]
         if len(labels) != unit.shape[axis]:
@@ -100,13 +102,13 @@ class Weighing:
         return weight
 
     def check_all_used(self) -> None:
-        """Refuse places that fit no unit; to be called once all units were asked for."""
+        """Refuse places that match no unit. Call it after all units were looked up."""
         if self._coefficients is not None:
             self._coefficients.judge(list(self._coefficients.idle(self._used)))
 
 
 def neuron_shares(scale: NeuronScale, tensor: Tensor) -> Tensor:
-    """Each neuron's share, in a shape that goes with the unit's."""
+    """Return each neuron's factor, in a shape that broadcasts with the unit."""
     letters = torch.frombuffer(bytearray(scale.labels, "ascii"), dtype=torch.uint8).long()
     table = tensor.new_zeros(128)
     for letter, share in zip(LETTERS, scale.shares, strict=False):

@@ -1,9 +1,8 @@
 """Run a merge plan: read, compute and write many blocks at once, within a fixed memory budget.
 
-Each worker carries a block all the way (read -> method -> write) and asks the system to fetch the
-blocks that come next, so reading ahead, computing and writing behind overlap. Blocks land at their
-own place in the output, so their order does not matter and the result is the same for any number
-of workers.
+Each worker processes whole blocks (read -> method -> write) and prefetches later ones, so reading,
+computing and writing overlap. Every block has a fixed position in the output. The result therefore
+does not depend on the order or on the number of workers.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, ResourceError
 from moemerge.merging.chunked import ChunkMerger, FiniteCheck
 from moemerge.merging.coefficients import neuron_shares
-from moemerge.merging.kept.keeping import ModelKeeper
+from moemerge.merging.kept import ModelKeeper
 from moemerge.merging.method import ModelTensor, StoppedError, UnitInfo, UnitStatistics
-from moemerge.merging.plan import Block, MergePlan, NeuronScale, UnitInput, UnitMerge
+from moemerge.merging.plan import MergeBlock, MergePlan, NeuronScale, UnitInput, UnitMerge
 from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
 from moemerge.merging.wrapper import around
@@ -37,22 +36,22 @@ if TYPE_CHECKING:
 
 # Enough for several expert matrices in flight; one larger block may always run alone.
 DEFAULT_MEMORY_BUDGET = 768 * 2**20
-# Beyond this, threads would wait for the interpreter more than work; they then share out the cores.
+# With more threads, contention for the interpreter lock dominates; workers then use several cores.
 MOST_WORKERS = 8
 FEWEST_WORKERS = 2  # one may wait for the disk
-READ_AHEAD = 2  # blocks per worker that are fetched in advance
+READ_AHEAD = 2  # prefetched blocks per worker
 POLL_SECONDS = 0.5
 
 
 class TensorWriter(Protocol):
-    """Takes blocks of rows of declared tensors, from any thread."""
+    """Writes blocks of rows of declared tensors. Thread-safe."""
 
     def write(self, name: str, tensor: Tensor, row: int = 0) -> None: ...
 
 
 @dataclass(frozen=True)
 class ExecutionSettings:
-    """How a plan is run; nothing here changes the result."""
+    """How a plan is run. No setting changes the result."""
 
     device: torch.device
     memory_budget: int = DEFAULT_MEMORY_BUDGET
@@ -62,7 +61,7 @@ class ExecutionSettings:
 
 @dataclass(frozen=True)
 class MergeOutcome:
-    """What is to be said of a merge after it was run."""
+    """Findings of a finished run for the report."""
 
     remarks: Remarks
     finite: FiniteCheck
@@ -72,7 +71,7 @@ class MergeOutcome:
 
 
 class MemoryBudget:
-    """Lets work in while its bytes fit; what is larger than the whole budget runs alone."""
+    """Limits the bytes in use at once. Work larger than the whole budget runs alone."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -105,11 +104,11 @@ def execute(
     runner = _Runner(plan, writer, settings, progress, keeper)
     workers = settings.workers or min(max(cpu_count(), FEWEST_WORKERS), MOST_WORKERS)
     progress.start("merging", sum(t.nbytes for t in plan.tensors), unit="B")
-    # Largest first: a big embedding must not be what everybody waits for at the end.
+    # Largest first, so that the last worker is not left with a large embedding.
     order = sorted(plan.blocks, key=lambda b: -b.working_bytes)
     later = [*order[READ_AHEAD * workers :], *[None] * (READ_AHEAD * workers)]
     with _share_cores(workers), thread_pool(workers, "moemerge-merge") as pool:
-        try:  # from the first block on: Ctrl-C may come while they are still being handed out
+        try:  # Ctrl-C may also arrive while blocks are being submitted
             _wait([pool.submit(runner.run, *pair) for pair in zip(order, later, strict=False)])
         except BaseException:
             runner.stopped.set()
@@ -122,7 +121,7 @@ def execute(
 def _wait(futures: Sequence[Future[None]]) -> None:
     pending = set(futures)
     while pending:
-        # A timeout, so that Ctrl-C is seen at once.
+        # With a timeout, Ctrl-C is handled promptly.
         done, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
@@ -130,7 +129,7 @@ def _wait(futures: Sequence[Future[None]]) -> None:
 
 @contextmanager
 def _share_cores(workers: int) -> Iterator[None]:
-    """Blocks run side by side, so torch must not split each of them over all cores as well."""
+    """Divide the cores among the workers while blocks run in parallel."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, cpu_count() // workers))
     try:
@@ -157,7 +156,7 @@ class _Runner:
         self.stream = OwnStream(settings.device)
         self.stopped = threading.Event()
         self.remarks = Remarks()
-        # What will be quantised is rounded once, from float32.
+        # Quantised tensors are rounded once, from float32.
         self.dtypes = {
             t.name: torch.float32 if t.name in plan.quantised else t.dtype.torch
             for t in plan.tensors
@@ -166,8 +165,8 @@ class _Runner:
         self.finite = FiniteCheck(plan, allow=settings.allow_nonfinite)
         self.chunks = ChunkMerger(plan, settings.device, self._apply, self.finite)
 
-    def run(self, block: Block, soon: Block | None = None) -> None:
-        """Merge or copy one block; `soon` is one that will be asked for in a while."""
+    def run(self, block: MergeBlock, soon: MergeBlock | None = None) -> None:
+        """Merge or copy one block, and prefetch `soon`, a later one."""
         if self.stopped.is_set():
             raise StoppedError
         if soon is not None:
@@ -189,11 +188,11 @@ class _Runner:
             self.writer.write(block.tensor, result, row=row)
         self.progress.advance(result.numel() * self.sizes[block.tensor])
 
-    def _prefetch(self, block: Block) -> None:
+    def _prefetch(self, block: MergeBlock) -> None:
         for source in (s for merge in block.merges for s in merge.reads):
             self.plan.models[source.model].checkpoint.prefetch(source.tensor, source.slot.rows)
 
-    def _merge(self, block: Block) -> Tensor:
+    def _merge(self, block: MergeBlock) -> Tensor:
         out_dtype = self.dtypes[block.tensor]
         if self.chunks.takes(block):
             return self.chunks.merge(block, self._unit(block.merges[0]), out_dtype)
@@ -215,7 +214,7 @@ class _Runner:
         return UnitInfo(key, merge.unit.role, self.plan.seed, self.stopped.is_set, remark)
 
     def _apply(self, merge: UnitMerge, unit: UnitInfo, stored: Sequence[Tensor]) -> Tensor:
-        """The method's result for tensors as they are stored."""
+        """Return the method's result for tensors in their stored dtype."""
         tensors = [self._widen(tensor) for tensor in stored]
         if merge.prepare is not None:
             tensors = merge.prepare(tensors)
@@ -259,7 +258,7 @@ class _Runner:
         base: Tensor,
         unit: UnitInfo,
     ) -> Tensor:
-        """The method's result with the wrappers around it."""
+        """Return the method's result inside the wrappers."""
 
         def method(inputs: Sequence[ModelTensor], base: Tensor) -> Tensor:
             return merge.method.apply(inputs, base, merge.options, unit)
@@ -271,13 +270,13 @@ class _Runner:
         return around(method, merge.wraps, base_as, unit)(inputs, base)
 
     def _widen(self, tensor: Tensor) -> Tensor:
-        """On the device, in the precision that methods work in."""
+        """Return the tensor on the device, in the precision that methods use."""
         if self.plan.input_dtype is not None:
             tensor = tensor.to(self.plan.input_dtype.torch)
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        return tensor.to(self.settings.device).to(wide)  # widened there: fewer bytes to carry
+        return tensor.to(self.settings.device).to(wide)  # transfer the narrow dtype
 
-    def _copy(self, block: Block) -> Tensor:
+    def _copy(self, block: MergeBlock) -> Tensor:
         assert block.copy is not None
         first = self._raw(block.copy, block)
         for other in block.must_equal:
@@ -289,21 +288,21 @@ class _Runner:
                 )
         return first.to(self.dtypes[block.tensor])
 
-    def _raw(self, source: UnitInput, block: Block) -> Tensor:
+    def _raw(self, source: UnitInput, block: MergeBlock) -> Tensor:
         tensor = self.plan.models[source.model].checkpoint.read(source.tensor, block.rows)
         self.finite.read(tensor, source)
         return tensor
 
 
 def _scaled(tensor: Tensor, base: Tensor, scale: float | NeuronScale) -> Tensor:
-    """A model with so much of its change; as it is where all of it counts."""
+    """Return the model's tensor with its change from the base times `scale`."""
     if isinstance(scale, NeuronScale):
         return torch.lerp(base, tensor, neuron_shares(scale, tensor))
     return tensor if scale == 1.0 else torch.lerp(base, tensor, scale)
 
 
 class _BlockReader:
-    """Reads each stored block once, though several units (gate and up) may lie in it."""
+    """Reads each stored block once, even if it holds several units (gate and up)."""
 
     def __init__(self, plan: MergePlan, finite: FiniteCheck) -> None:
         self._plan = plan

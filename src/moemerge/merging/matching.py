@@ -1,8 +1,8 @@
-"""Which tensor of one model answers to which of another, and where each goes in the output.
+"""Pair the tensors of different models, and place each in the output.
 
-Models of one family may store the same thing under other names and in other stacks. Units have a
-key that is the same in all of them; here every model's units are indexed by that key, and what one
-model has and another lacks is settled before anything is read.
+Models of one family may store the same weights under other names and in other stacks. A unit's key
+is the same in all of them, so every model's units are indexed by key. Missing tensors are found
+before anything is read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from moemerge.checkpoint import TensorInfo
 from moemerge.config.resolve import MergeSlice, NormalisedMerge, SliceModel
 from moemerge.errors import ArchitectureError, CheckpointError, ConfigError
 from moemerge.runtime.dtypes import Dtype
-from moemerge.runtime.progress import counted
-
-SHOWN = 5  # names listed in one message
+from moemerge.runtime.progress import counted, first_few
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class UnitIndex:
 
     @cached_property
     def head(self) -> Unit | None:
-        """The embedding in the place of a head, where the two are one tensor."""
+        """Return the embedding if it serves as the head (tied weights), else None."""
         if not self.model.architecture.tied:
             return None
         units = self.by_key.values()
@@ -50,7 +48,7 @@ class UnitIndex:
         return next((u for u in units if u.role is Role.EMBEDDING and len(u.shape) == 2), None)
 
     def find(self, unit: Unit, key: str | None = None) -> Unit | None:
-        """This model's unit for another model's `unit` (under `key`, where layers are moved)."""
+        """Return this model's counterpart of another model's `unit`; `key` if layers are moved."""
         match = self.by_key.get(unit.key if key is None else key)
         return self.head if match is None and unit.role is Role.HEAD else match
 
@@ -59,13 +57,13 @@ class UnitIndex:
 
 
 def is_auxiliary(unit: Unit, architecture: Architecture) -> bool:
-    """Whether the model runs without it: extra prediction layers, which tools often strip."""
+    """Return whether the model runs without the unit: extra prediction layers, often stripped."""
     beyond = unit.layer is not None and unit.layer >= architecture.num_layers
     return beyond or ".mtp." in f".{unit.key}"
 
 
 def require_one_family(models: Sequence[OpenModel]) -> None:
-    """All models must be of one family: weights of another mean nothing here."""
+    """Refuse models of different families."""
     first = models[0]
     for other in models[1:]:
         if other.architecture.model_type != first.architecture.model_type:
@@ -79,7 +77,7 @@ def require_one_family(models: Sequence[OpenModel]) -> None:
 
 
 def require_layers(models: Sequence[OpenModel]) -> None:
-    """A merge of whole models needs the same number of layers in each."""
+    """Refuse whole models with different numbers of layers."""
     first = models[0]
     for other in models[1:]:
         if other.architecture.num_layers != first.architecture.num_layers:
@@ -91,7 +89,7 @@ def require_layers(models: Sequence[OpenModel]) -> None:
 
 
 def require_one_tying(donor: OpenModel, last: OpenModel) -> None:
-    """The config says whether the head is the embedding; the last slice brings the head."""
+    """Refuse slices that tie the head differently in the config's model and the head's model."""
     if donor.architecture.tied == last.architecture.tied:
         return
     tied, untied = (donor, last) if donor.architecture.tied else (last, donor)
@@ -115,7 +113,7 @@ def require_shape(unit: Unit, mine: UnitIndex, match: Unit, theirs: UnitIndex) -
 
 
 def dtype_error(stored: TensorInfo, model: str, dtype: Dtype) -> CheckpointError:
-    """A tensor that holds integers in one model and something else in another."""
+    """Return the error for a tensor that holds integers in one model and not in another."""
     return CheckpointError(
         f"tensor {stored.name} is {dtype} in {model}, but "
         f"{stored.dtype} in the model it is merged with",
@@ -124,31 +122,29 @@ def dtype_error(stored: TensorInfo, model: str, dtype: Dtype) -> CheckpointError
 
 
 def missing_error(model: OpenModel, reference: OpenModel, names: Sequence[str]) -> CheckpointError:
-    """`model` lacks tensors that `reference` has."""
-    shown = ", ".join(names[:SHOWN])
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    """Return the error for tensors that `reference` has and `model` does not."""
     return CheckpointError(
         f"{model.label} lacks {counted(len(names), 'tensor')} that {reference.label} has: "
-        f"{shown}{more}",
+        f"{first_few(names)}",
         hint="the download may be incomplete, or the models are not fine-tunes of one base",
     )
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where in the output a tensor of the reference model goes."""
+    """The position of a reference model's tensor in the output."""
 
     slice_index: int
     t: float  # position inside the slice, for gradients
-    layers: Mapping[str, int]  # model name -> its layer for this output layer (empty: no layer)
+    layers: Mapping[str, int]  # model name -> its layer for this output layer; may be empty
     layer: int | None
 
 
 class Destinations:
-    """Iterate for the reference model, the stored tensor and where it goes, in output order.
+    """Iterates over (reference model, stored tensor, destination) in output order.
 
-    The final norm and the head belong to the last slice, all else outside the layers to the first;
-    layers beyond the model's own count (extra prediction layers) follow the last layer.
+    The final norm and the head belong to the last slice, all other tensors outside the layers to
+    the first. Extra prediction layers, beyond the model's layer count, follow the last layer.
     """
 
     def __init__(self, merge: NormalisedMerge, index: Mapping[str, UnitIndex]) -> None:
@@ -156,12 +152,12 @@ class Destinations:
         self.index = index
 
     def reference(self, merge_slice: MergeSlice) -> SliceModel:
-        """The source whose tensors, names and layout the output takes in this slice."""
+        """Return the source whose tensors, names and layout the output has in this slice."""
         donor = self.merge.donor
         return next((m for m in merge_slice.models if m.model == donor), merge_slice.models[0])
 
     def origins(self) -> Iterator[tuple[str, int]]:
-        """For every output layer, the reference model and the layer that it comes from."""
+        """Yield, for every output layer, the reference model and its layer."""
         for merge_slice in self.merge.slices:
             reference = self.reference(merge_slice)
             yield from ((reference.name, layer) for layer in self._layers(reference))
@@ -208,8 +204,7 @@ class Destinations:
     def _outside(
         self, model: str, slice_index: int, *, last: bool
     ) -> Iterator[tuple[str, str, Destination]]:
-        """Tensors outside the layers; gradients give all of them their first value, as in
-        mergekit."""
+        """Yield tensors outside the layers. As in mergekit, gradients use their first value."""
         architecture = self.index[model].model.architecture
         for name, units in self.index[model].by_tensor.items():
             outside = architecture.layer_of(name) is None
@@ -219,7 +214,7 @@ class Destinations:
     def _beyond(
         self, model: str, slice_index: int, offset: int
     ) -> Iterator[tuple[str, str, Destination]]:
-        """Layers after the model's own count (extra prediction layers) follow the last layer."""
+        """Yield the extra prediction layers, which follow the last layer."""
         count = self.index[model].model.architecture.num_layers
         for layer, names in sorted(self._by_layer(model).items()):
             if layer < count:

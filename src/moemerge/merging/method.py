@@ -1,4 +1,4 @@
-"""The contract of a merge method, and the list of those that exist.
+"""The interface of a merge method, and the registry of methods.
 
 A method is a function of tensors and numbers::
 
@@ -7,8 +7,8 @@ A method is a function of tensors and numbers::
         '''One line that `moemerge ls methods` shows.'''
         return base + sum(i.params.weight * (i.tensor - base) for i in inputs)
 
-`inputs` come in the config's order, in float32 (or wider), as (out, in) where they are matrices;
-the result has their shape. Parameters are frozen dataclasses whose fields are made by `param`.
+`inputs` are in the config's order and in float32 (or wider). Matrices have the layout (out, in).
+The result has their shape. Parameters are frozen dataclasses with fields made by `param`.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoParams:
-    """A method without parameters of this kind."""
+    """Parameters of a method that has none."""
 
 
 @dataclass(frozen=True)
 class UnitStatistics:
-    """What a model's own text says about one unit, for methods that ask for `statistics`."""
+    """One unit's statistics over its model's own text, for methods that declare `statistics`."""
 
-    # gram: (in, in), mean of x xᵀ; fisher: as the unit, mean squared gradients; activation: (in,),
-    # mean |x|.
+    # gram: (in, in), mean of x xᵀ. fisher: the unit's shape, mean squared gradients.
+    # activation: (in,), mean |x|.
     values: Tensor
-    tokens: int  # that passed through the unit
-    domain_tokens: int  # of the model's text in all
-    sequences: int  # of the model's text that a mean over sequences is over
+    tokens: int  # tokens that passed through the unit
+    domain_tokens: int  # all tokens of the model's text
+    sequences: int  # number of sequences in a mean over sequences
 
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """One model's tensor with the parameters that the config gives it for this unit."""
+    """One model's tensor with its parameters for this unit."""
 
     tensor: Tensor
     params: Any  # an instance of the method's `per_model` dataclass
     name: str = ""
-    statistics: UnitStatistics | None = None  # None: the method wants none, or the unit has none
+    statistics: UnitStatistics | None = None  # None: the method or the unit has none
 
 
 class StoppedError(Exception):
-    """The merge was stopped elsewhere; ends a method's loop early. Never reaches a user."""
+    """Ends a method's loop after another thread stopped the merge. Never reaches a user."""
 
 
 class Remark(StrEnum):
-    """What a method may say of a single unit, as the report sorts it."""
+    """Kinds of remark that a method can make about one unit; the report groups by kind."""
 
     AVERAGED = "averaged"
     FEW_TOKENS = "few_tokens"
@@ -95,22 +95,24 @@ def _ignore(remark: Remark, facts: Facts) -> None:
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """What a method may know of the thing it merges."""
+    """Metadata of the unit that a method merges."""
 
     key: str
     role: Role
     seed: int = 0
     stopped: Callable[[], bool] = _never
-    remark: Callable[[Remark, Facts], None] = _ignore  # tell the report something of this unit
+    remark: Callable[[Remark, Facts], None] = _ignore  # add a remark to the report
 
     def check_stopped(self) -> None:
-        """To be called now and then by a method that takes long, so that Ctrl-C is not in vain."""
+        """Raise if the merge was stopped. Slow methods call it regularly, so that Ctrl-C works."""
         if self.stopped():
             raise StoppedError
 
     def stream(self, *salt: object) -> int:
-        """A 63-bit seed that depends on this unit and `salt` alone: not on order, sharding,
-        thread or device."""
+        """Return a 63-bit seed that depends on the run's seed, this unit and `salt` alone.
+
+        Order, sharding, threads and device do not change it.
+        """
         text = "\x1f".join([str(self.seed), self.key, *map(str, salt)])
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
@@ -119,28 +121,31 @@ class UnitInfo:
 AnyBase = TypeVar("AnyBase")
 
 MergeFunction = Callable[[Sequence[ModelTensor], "Tensor | None", Any, UnitInfo], "Tensor"]
-# Of each model's parameters, the options and the unit: how much of each model.
+# (each model's parameters, options, unit) -> each model's weight
 WeightsFunction = Callable[[Sequence[Any], Any, UnitInfo], Sequence[float]]
 
 
 @dataclass(frozen=True)
 class MergeMethod:
-    """A registered method: its function, and what the planner and the config reader must know."""
+    """A registered method: its function and its declaration."""
 
     schema: MethodSchema
     function: MergeFunction
     per_model: type
     options: type
-    elementwise: bool  # acts on every element alone: may run on stacks and on pieces of a tensor
-    weights: WeightsFunction | None = None  # the w_i; of an elementwise method, which is Σ w_i θ_i
+    elementwise: bool  # may run on stacks and on slices of a tensor
+    weights: WeightsFunction | None = None  # w_i; if elementwise, the method is Σ w_i θ_i
 
     @property
     def name(self) -> str:
         return self.schema.name
 
     def base_of(self, options: Any, base: AnyBase | None) -> AnyBase | None:
-        """The base where its weights count. One that lends its config alone is used where the
-        options say, in `needs_base`, which of them needs it."""
+        """Return the base if the method uses its weights, else None.
+
+        A method whose base only provides the config may have an option that needs the weights.
+        `needs_base` of the options then names that option.
+        """
         if self.schema.base is not BasePolicy.DONOR:
             return base
         why = getattr(options, "needs_base", None)
@@ -151,7 +156,7 @@ class MergeMethod:
     def apply(
         self, inputs: Sequence[ModelTensor], base: Tensor | None, options: Any, unit: UnitInfo
     ) -> Tensor:
-        """The function's result. What somebody else's function does wrong is told as its fault."""
+        """Return the function's result. Errors of a plugin's function name the plugin."""
         if self.function.__module__.startswith("moemerge."):
             return self.function(inputs, base, options, unit)
         try:
@@ -162,17 +167,17 @@ class MergeMethod:
         except (MoeMergeError, StoppedError, MemoryError):
             raise
         except Exception as error:
-            if type(error).__name__ == "OutOfMemoryError":  # torch's: told by who chose the device
+            if type(error).__name__ == "OutOfMemoryError":  # torch's; `execute` reports it
                 raise
             raise UsageError(
                 f"merge method {self.name!r}, {unit.key}: {in_one_line(error)}",
-                hint=f"repair the plugin {self.function.__module__!r}, which brings it",
+                hint=f"repair the plugin {self.function.__module__!r}, which provides it",
             ) from error
         return result
 
 
 METHODS: Registry[MergeMethod] = Registry("merge method")
-PLUGINS = "moemerge.methods"  # the entry point of packages that bring methods along
+PLUGINS = "moemerge.methods"  # entry point group of packages that provide methods
 
 
 def param(
@@ -186,7 +191,7 @@ def param(
     exclusive_maximum: bool = False,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that is a parameter; `key` is its YAML name where Python's differs."""
+    """Return a dataclass field for a parameter. `key` is its YAML name if it is not the field's."""
     metadata = {
         "help": help,
         "key": key,
@@ -212,12 +217,12 @@ def merge_method(
     statistics: StatisticsKind | None = None,
     weights: WeightsFunction | None = None,
 ) -> Callable[[MergeFunction], MergeFunction]:
-    """Register a merge method under `name`, as it is written in a config.
+    """Register a merge method under the `name` that configs use.
 
-    It takes at least and at most so many `models`, the base not counted where it stands apart.
-    With `statistics`, each input carries its model's statistics of the unit, where it has any.
-    `weights` says how much each model counts, and refuses weights that cannot be; where the method
-    is also `elementwise`, it is this weighted sum, which can then be taken without calling it.
+    `models` is the minimum and maximum number of inputs, without a separate base.
+    With `statistics`, each input carries its model's statistics of the unit if there are any.
+    `weights` returns each model's weight and refuses invalid ones. An `elementwise` method with
+    `weights` must be that weighted sum, because the sum is then computed without calling it.
     """
 
     if elementwise and statistics is not None:
@@ -254,8 +259,10 @@ _TIME = "moemerge_time"
 
 
 def takes(time: MethodTime) -> Callable[[MergeFunction], MergeFunction]:
-    """Say, below `merge_method`, what a method takes longest for, where it is not passes over the
-    weights: `moemerge ls methods` tells."""
+    """Declare what dominates a method's run time, if not passes over the weights.
+
+    The decorator goes below `merge_method`. `moemerge ls methods` lists it.
+    """
 
     def mark(function: MergeFunction) -> MergeFunction:
         setattr(function, _TIME, time)
@@ -265,12 +272,12 @@ def takes(time: MethodTime) -> Callable[[MergeFunction], MergeFunction]:
 
 
 def yaml_key(f: Any) -> str:
-    """The YAML name of a parameter field."""
+    """Return the YAML name of a parameter field."""
     return str(f.metadata["key"] or f.name)
 
 
 def parameter_specs(cls: type, *, per_model: bool) -> list[ParameterSpec]:
-    """What the fields of a parameter dataclass declare."""
+    """Return the specification of each field of a parameter dataclass."""
     hints = get_type_hints(cls)
     specs = []
     for f in fields(cls):
@@ -294,15 +301,15 @@ def parameter_specs(cls: type, *, per_model: bool) -> list[ParameterSpec]:
 
 @functools.cache
 def load_plugins() -> tuple[str, ...]:
-    """Import every module that a package registers under the entry point, once; their names."""
+    """Import every plugin registered under the entry point, once. Return their names."""
     plugins = entry_points(group=PLUGINS)
     for entry in plugins:
         try:
             entry.load()
-        except (Exception, SystemExit) as error:  # whatever somebody's package does
+        except (Exception, SystemExit) as error:  # a plugin may raise anything
             raise UsageError(
                 f"the plugin {entry.name!r} ({entry.value}) cannot be imported: "
                 f"{in_one_line(error)}",
-                hint="repair or uninstall the package that brings it",
+                hint="repair or uninstall the package that provides it",
             ) from error
     return tuple(entry.name for entry in plugins)

@@ -1,4 +1,4 @@
-"""The files beside the weights: config.json, tokenizer, generation config, companions."""
+"""The output's files other than weights: config.json, tokenizer, generation config, companions."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from moemerge.merging.tokenizer.write import (
 )
 
 GENERATION_CONFIG = "generation_config.json"
-# What a donor's config says about itself and is not true of the result.
+# Keys of the donor's config that describe the donor, not the result.
 NOT_CARRIED = ("_name_or_path", "quantization_config", "transformers_version")
 
 
 @dataclass(frozen=True)
 class OutputFiles:
-    """Files made by us, and files copied from the donor; a name is in one of the two."""
+    """Generated files, and files copied from the donor. No name is in both."""
 
     made: dict[str, bytes]
     copied: dict[str, Path]
     notices: tuple[str, ...] = field(default=())
 
 
-def output_files(
+def merge_output_files(
     merge: NormalisedMerge,
     models: Mapping[str, OpenModel],
     vocabularies: Vocabularies,
@@ -48,7 +48,7 @@ def output_files(
     *,
     requantise: bool = False,
 ) -> OutputFiles:
-    """Everything but the weights. The donor is the base, or the first model without one."""
+    """Return all files except weights. The donor is the base or, without one, the first model."""
     donor = models[merge.name_of(merge.donor)]
     copied = donor.checkpoint.companions()
     config = result_config(donor, models, output)
@@ -81,7 +81,7 @@ def _tokenizer(
     plan: TokenizerPlan | None,
     chat_template: str | None,
 ) -> dict[str, bytes] | None:
-    """The tokenizer's files where they are not simply the donor's."""
+    """Return the tokenizer's files, or None if they are copies of the donor's."""
     files = None if plan is None else tokenizer_files(plan)
     if chat_template is None:
         return files
@@ -105,7 +105,7 @@ def _for_vocabulary(
 def result_config(
     donor: OpenModel, models: Mapping[str, OpenModel], output: OutputTensors
 ) -> dict[str, Any]:
-    """The donor's config.json with the result's layers and dtype."""
+    """Return the donor's config.json with the result's layers and dtype."""
     config = {k: v for k, v in donor.checkpoint.config.items() if k not in NOT_CARRIED}
     key = donor.architecture.layer_key
     if output.layer_origins != tuple((donor.name, n) for n in range(donor.architecture.num_layers)):
@@ -118,18 +118,18 @@ def result_config(
             _require_period(name, origins)
         config = _updated(config, key.section, values)
     if not key.section and not isinstance(config.get("model_type"), str):
-        config["model_type"] = donor.architecture.model_type  # told by the class that it names
+        config["model_type"] = donor.architecture.model_type  # inferred from `architectures`
     return _with_dtype(config, str(main_dtype(output.tensors)))
 
 
 def _by_layer(name: str, origins: Sequence[tuple[OpenModel, int]]) -> Any:
-    """A value with one entry for each layer, for a stack of slices."""
+    """Return a config value that has one entry per layer, for the stacked slices."""
     entries = []
     for model, layer in origins:
         value = model.architecture.text_config.get(name)
         if not isinstance(value, list | str) or layer >= len(value):
             raise ArchitectureError(
-                f"the config of {model.label} says no {name!r} of its layer {layer}",
+                f"the config of {model.label} has no {name!r} for layer {layer}",
                 hint="only models whose configs describe their layers alike can be stacked",
             )
         entries.append(value[layer])
@@ -140,7 +140,7 @@ Origins = Sequence[tuple[OpenModel, int]]
 
 
 def _renumbered(name: str, origins: Origins) -> list[int]:
-    """A list of layer numbers, for a stack of slices."""
+    """Return a config value that lists layer numbers, for the stacked slices."""
     return [
         number
         for number, (model, layer) in enumerate(origins)
@@ -149,7 +149,7 @@ def _renumbered(name: str, origins: Origins) -> list[int]:
 
 
 def _leading(name: str, origins: Origins) -> int:
-    """How many layers lead the stack that were among the first so many of their model."""
+    """Return a config value that counts leading layers of a kind, for the stacked slices."""
     flags = [layer < (model.architecture.text_config.get(name) or 0) for model, layer in origins]
     count = flags.index(False) if False in flags else len(flags)
     if any(flags[count:]):
@@ -161,7 +161,7 @@ def _leading(name: str, origins: Origins) -> int:
 
 
 def _require_period(name: str, origins: Origins) -> None:
-    """Layers whose kind follows from their number must keep their place in the period."""
+    """Refuse moves that change a layer's position in a period that decides its kind."""
     for number, (model, layer) in enumerate(origins):
         period = model.architecture.text_config.get(name) or 1
         if layer % period != number % period:
@@ -175,15 +175,18 @@ def _require_period(name: str, origins: Origins) -> None:
 def _updated(
     config: Mapping[str, Any], section: Sequence[str], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The config with other values in a section (of a section ...)."""
+    """Return the config with `values` replaced in a nested section."""
     if not section:
         return {**config, **values}
     return {**config, section[0]: _updated(config[section[0]], section[1:], values)}
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Said under the key that the donor uses (`dtype` since transformers 5, `torch_dtype` before)
-    wherever it says one; a config that says none gets `torch_dtype`, which all versions read."""
+    """Return the config with `dtype` in every section that has one.
+
+    The key is the donor's: `dtype` since transformers 5, `torch_dtype` before. A config without
+    either gets `torch_dtype`, which all versions read.
+    """
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     out: dict[str, Any] = {**config, **{key: dtype for key in keys}}
     for key, value in config.items():

@@ -1,9 +1,9 @@
-"""What a merge will do, tensor by tensor, decided and checked before the first tensor is read.
+"""The plan of a merge, tensor by tensor, decided and checked before the first tensor is read.
 
-    output tensor -> blocks (contiguous rows, written in one piece) -> units (what a method sees)
+    output tensor -> blocks (contiguous rows, written together) -> units (inputs of a method)
 
-A block is the smallest thing that is read, computed and written at once: a whole tensor, one
-expert of a stack, or, for methods that act on each element alone, a run of rows.
+A block is read, computed and written at once. It is a whole tensor, one expert of a stack or, for
+elementwise methods, a range of rows.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from moemerge.statistics.file import Statistics
 
-# Result, task-vector sum, mask and magnitudes: what the methods hold besides their inputs.
+# Tensors that methods hold besides their inputs: result, task-vector sum, mask, magnitudes.
 TEMPORARIES = 4
-# Elementwise methods take large tensors in runs of this many elements (64 MB in float32).
+# Elementwise methods process large tensors in runs of this many elements (64 MB in float32).
 RUN_ELEMENTS = 2**24
 
 Prepare = Callable[[Sequence["Tensor"]], list["Tensor"]]
@@ -41,66 +41,66 @@ Prepare = Callable[[Sequence["Tensor"]], list["Tensor"]]
 
 @dataclass(frozen=True)
 class NeuronScale:
-    """How much of a change counts in each neuron of an MLP."""
+    """A factor on the change of each neuron of an MLP."""
 
     labels: str  # each neuron's group, one of LETTERS
-    shares: tuple[float, ...]  # of the groups
-    axis: int  # of the unit, along which its neurons lie: rows of gate and up, columns of down
+    shares: tuple[float, ...]  # one factor per group
+    axis: int  # the unit's neuron axis: rows of gate and up, columns of down
 
 
 @dataclass(frozen=True)
 class UnitInput:
-    """Where one model keeps a unit, and the method's parameters for it there."""
+    """One model's stored unit, and the method's parameters for it."""
 
     model: int  # position in MergePlan.models
     tensor: str
     slot: Slot
     params: Any = None
-    statistics: str | None = None  # the unit's key in this model's statistics, where they count
-    # Of its change against the base: where the method has no weights, or neurons have their own.
+    statistics: str | None = None  # the unit's key in this model's statistics, if they are used
+    # Factor on the change from the base, if the method has no weights or neurons have their own.
     scale: float | NeuronScale = 1.0
 
 
 @dataclass(frozen=True)
 class UnitMerge:
-    """One call of a method. `base` is apart from `inputs`, or absent."""
+    """One call of a method. `base` is not among `inputs`; it may be absent."""
 
     unit: Unit
     method: MergeMethod
     options: Any
     inputs: tuple[UnitInput, ...]
     base: UnitInput | None
-    # Brings tensors of unlike vocabularies to one shape; gets the inputs, then the base.
+    # Maps tensors of different vocabularies to one shape; called with the inputs, then the base.
     prepare: Prepare | None = None
-    wraps: tuple[Wrap, ...] = ()  # around the method, the first nearest to it
-    whole: bool = False  # never cut into runs
+    wraps: tuple[Wrap, ...] = ()  # innermost first
+    whole: bool = False  # never split into runs
 
     @property
     def elementwise(self) -> bool:
-        """Whether every element is computed alone: wrappers look at whole units."""
+        """Return whether elements are independent. Wrappers need whole units."""
         scaled = any(isinstance(source.scale, NeuronScale) for source in self.inputs)
         return self.method.elementwise and not (self.wraps or self.whole or scaled)
 
     @property
     def reads(self) -> tuple[UnitInput, ...]:
-        """All that is read for it: the inputs, then the base."""
+        """Return everything that is read: the inputs, then the base."""
         return self.inputs if self.base is None else (*self.inputs, self.base)
 
     @property
     def statistics_bytes(self) -> int:
-        """Memory for the models' statistics of this unit, where its method uses any."""
+        """Return the memory for the models' statistics of this unit; 0 if the method uses none."""
         kind, count = self.method.schema.statistics, len(self.inputs)
         if kind is None:
             return 0
         if kind == "fisher":
             return 4 * count * math.prod(self.unit.shape)
-        # The Gram matrices in float32, and the float64 ones of the solve.
+        # The Gram matrices in float32, and the solver's in float64.
         width = self.unit.shape[-1] if len(self.unit.shape) == 2 else 0
         return width**2 * (4 * count + 8 * (count + 2))
 
 
 @dataclass(frozen=True)
-class Block:
+class MergeBlock:
     """Rows of one output tensor that are written together."""
 
     tensor: str
@@ -108,7 +108,7 @@ class Block:
     shape: tuple[int, ...]
     merges: tuple[UnitMerge, ...]  # empty: a copy
     copy: UnitInput | None = None
-    must_equal: tuple[UnitInput, ...] = ()  # integer tensors: the other models' must agree
+    must_equal: tuple[UnitInput, ...] = ()  # integer tensors of other models, checked for equality
 
     @property
     def numel(self) -> int:
@@ -116,7 +116,7 @@ class Block:
 
     @property
     def working_bytes(self) -> int:
-        """Memory that computing this block takes: float32 inputs, and a few temporaries."""
+        """Return the memory to compute this block: float32 inputs and a few temporaries."""
         if not self.merges:
             return 8 * self.numel * (1 + len(self.must_equal))
         widest = max(len(m.reads) for m in self.merges)
@@ -124,8 +124,8 @@ class Block:
         return 4 * self.numel * (2 * widest + TEMPORARIES) + statistics
 
 
-def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Block]:
-    """The units of a tensor, grouped by the rows they share; large elementwise ones in runs."""
+def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[MergeBlock]:
+    """Group a tensor's units by the rows they share. Split large elementwise units into runs."""
     if len(merges) == 1 and _splits(merges[0]):
         yield from _runs(info, merges[0])
         return
@@ -139,7 +139,7 @@ def split_into_blocks(info: TensorInfo, merges: list[UnitMerge]) -> Iterator[Blo
                 f"{info.stored_as} together with others",
                 hint="leave `requantize` out",
             )
-        yield Block(info.name, rows, info.block_shape(rows), tuple(group))
+        yield MergeBlock(info.name, rows, info.block_shape(rows), tuple(group))
 
 
 def _splits(merge: UnitMerge) -> bool:
@@ -147,7 +147,7 @@ def _splits(merge: UnitMerge) -> bool:
     return whole and merge.elementwise and merge.prepare is None and bool(merge.unit.shape)
 
 
-def _runs(info: TensorInfo, merge: UnitMerge) -> Iterator[Block]:
+def _runs(info: TensorInfo, merge: UnitMerge) -> Iterator[MergeBlock]:
     step = max(1, RUN_ELEMENTS * info.rows // max(1, info.nbytes // info.dtype.itemsize))
     if isinstance(info, QuantisedInfo):
         step = -(-step // info.step) * info.step
@@ -160,11 +160,11 @@ def _runs(info: TensorInfo, merge: UnitMerge) -> Iterator[Block]:
             inputs=tuple(replace(u, slot=slot) for u in merge.inputs),
             base=None if merge.base is None else replace(merge.base, slot=slot),
         )
-        yield Block(info.name, rows, info.block_shape(rows), (part,))
+        yield MergeBlock(info.name, rows, info.block_shape(rows), (part,))
 
 
 class Fate(StrEnum):
-    """What becomes of an input tensor."""
+    """How an input tensor is used."""
 
     MERGED = "merged"
     COPIED = "copied"
@@ -173,7 +173,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Account:
-    """What becomes of one input tensor, and why (empty for the ordinary case)."""
+    """How one input tensor is used, and why; the reason is empty for an ordinary merge."""
 
     model: str
     tensor: str
@@ -182,13 +182,13 @@ class Account:
 
 
 class Ledger:
-    """What becomes of every input tensor; filled while the plan is made."""
+    """Records how every input tensor is used, while the plan is made."""
 
     def __init__(self) -> None:
         self._accounts: dict[tuple[str, str], Account] = {}
 
     def record(self, model: str, tensor: str, fate: Fate, reason: str = "") -> None:
-        """A use outweighs an earlier dropping: a stack may be used in part."""
+        """Record a fate. A use replaces an earlier drop, because a stack may be used in part."""
         known = self._accounts.get((model, tensor))
         if known is None or known.fate is Fate.DROPPED:
             self._accounts[model, tensor] = Account(model, tensor, fate, reason)
@@ -197,7 +197,7 @@ class Ledger:
         return key in self._accounts
 
     def complete(self, models: Mapping[str, OpenModel]) -> Iterator[Account]:
-        """One account for every input tensor: what nothing has used is dropped."""
+        """Yield one account for every input tensor. Unused tensors are dropped."""
         for name, model in models.items():
             for tensor in model.checkpoint.tensors:
                 known = self._accounts.get((name, tensor))
@@ -211,22 +211,22 @@ def _unused(model: OpenModel, tensor: str) -> str:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Every output tensor of a merge in blocks, and what becomes of every input tensor."""
+    """The blocks of every output tensor, and how every input tensor is used."""
 
     models: tuple[OpenModel, ...]
-    tensors: tuple[TensorInfo, ...]  # of the output, in writing order
-    blocks: tuple[Block, ...]
+    tensors: tuple[TensorInfo, ...]  # output tensors, in writing order
+    blocks: tuple[MergeBlock, ...]
     accounts: tuple[Account, ...]
     input_dtype: Dtype | None  # the config's `dtype`: inputs are cast to it first
     seed: int
     notices: tuple[str, ...] = ()
     quantised: Mapping[str, int] = field(default_factory=dict)  # output tensor -> model
-    # By the model's position; empty while they are still to be computed.
+    # Keyed by the model's position; empty until they are computed.
     statistics: Mapping[tuple[int, StatisticsKind], Statistics] = field(default_factory=dict)
 
     @cached_property
     def dtypes(self) -> Mapping[str, Dtype]:
-        """Of the output's tensors, by name."""
+        """Return the dtype of each output tensor."""
         return {t.name: t.dtype for t in self.tensors}
 
     @property
@@ -234,7 +234,7 @@ class MergePlan:
         return sum(t.stored_bytes for t in self.tensors)
 
     def quantised_tensors(self) -> dict[str, tuple[QuantisedInfo, Checkpoint]]:
-        """The output tensors that are written quantised, each with the model that stores it so."""
+        """Return the output tensors written quantised, each with the checkpoint it is like."""
         return {
             info.name: (info, self.models[self.quantised[info.name]].checkpoint)
             for info in self.tensors

@@ -1,4 +1,4 @@
-"""From a checked config to a plan: per output tensor its inputs, method, parameters and bytes."""
+"""Turn a checked config into a plan: inputs, method and parameters of every output tensor."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from moemerge.merging.matching import Destination, Destinations, UnitIndex
 from moemerge.merging.method import METHODS, MergeMethod, UnitInfo, yaml_key
 from moemerge.merging.plan import (
     Account,
-    Block,
     Fate,
     Ledger,
+    MergeBlock,
     NeuronScale,
     UnitInput,
     UnitMerge,
@@ -41,14 +41,14 @@ class OutputTensors:
     """The planner's result for the weights."""
 
     tensors: tuple[TensorInfo, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[MergeBlock, ...]
     accounts: tuple[Account, ...]
     notices: tuple[str, ...]
-    layer_origins: tuple[tuple[str, int], ...]  # per output layer, the reference and its layer
+    layer_origins: tuple[tuple[str, int], ...]  # (reference model, its layer) per output layer
 
 
-def open_models(merge: NormalisedMerge) -> dict[str, OpenModel]:
-    """Open every model of the merge by name; headers alone are read."""
+def open_inputs(merge: NormalisedMerge) -> dict[str, OpenModel]:
+    """Open every model of the merge by name. Reads headers only."""
     models = {name: open_model(name, ref) for name, ref in merge.models.items()}
     matching.require_one_family(list(models.values()))
     if merge.whole:
@@ -84,20 +84,20 @@ class Planner:
         self.out_dtype = None if chosen is None else parse_dtype(chosen)
         self.input_dtype = None if dtype is None else parse_dtype(dtype)
         self.requantise = requantise
-        self.whole = whole  # units are seen whole, and with the base
+        self.whole = whole  # every unit is merged unsplit and with the base
         self.weighing = Weighing(coefficients)
-        self.quantised: dict[str, int] = {}  # output tensor -> the model that stores it so
+        self.quantised: dict[str, int] = {}  # output tensor -> model with its quantised format
         self.ledger = Ledger()
         self.missing: dict[tuple[str, str], list[str]] = defaultdict(list)
-        self.names: dict[str, set[str]] = defaultdict(set)  # of all that is merged, by role
+        self.names: dict[str, set[str]] = defaultdict(set)  # role -> names of merged tensors
         self._params: dict[tuple[Any, ...], Any] = {}
         self._weighed: set[tuple[Any, ...]] = set()
 
-    # -- the whole ---------------------------------------------------------------------------
+    # -- all tensors -------------------------------------------------------------------------
 
     def plan(self) -> OutputTensors:
         tensors: list[TensorInfo] = []
-        blocks: list[Block] = []
+        blocks: list[MergeBlock] = []
         matching.require_one_tying(
             self.models[self.merge.name_of(self.merge.donor)],
             self.models[self.destinations.reference(self.merge.slices[-1]).name],
@@ -125,7 +125,7 @@ class Planner:
 
     def _tensor(
         self, reference: str, name: str, to: Destination
-    ) -> tuple[TensorInfo, list[Block]] | None:
+    ) -> tuple[TensorInfo, list[MergeBlock]] | None:
         index = self.index[reference]
         stored = index.model.checkpoint.tensors[name]
         units = index.by_tensor[name]
@@ -164,7 +164,7 @@ class Planner:
         used = {source.model for merge in merges for source in merge.reads}
         for model, units in matches.items():
             fate, why = Fate.MERGED, ""
-            if self.position[model] not in used:  # a base that only lends its config
+            if self.position[model] not in used:  # a base that only provides its config
                 fate, why = Fate.DROPPED, f"{merges[0].method.name!r} merges the other models alone"
             for unit in units:
                 self.ledger.record(model, unit.tensor, fate, why)
@@ -277,7 +277,7 @@ class Planner:
         return self.method, self.merge.reader
 
     def _build(self, cls: type, values: Mapping[str, Any]) -> Any:
-        """The parameter object; the same values share one object over all tensors."""
+        """Return the parameter object. Tensors with equal values share one object."""
         key = (cls, *values.values())
         if key not in self._params:
             self._params[key] = cls(**{f.name: values[yaml_key(f)] for f in fields(cls)})
@@ -286,14 +286,14 @@ class Planner:
     def _check_weights(
         self, method: MergeMethod, params: Sequence[Any], options: Any, unit: Unit
     ) -> None:
-        """Refuse weights that cannot be, before a tensor is read; the same ones are asked once."""
+        """Refuse invalid weights before a tensor is read. Equal weights are checked once."""
         key = (method.name, options, *params)
         if method.weights is not None and key not in self._weighed:
             method.weights(params, options, UnitInfo(unit.key, unit.role))
             self._weighed.add(key)
 
     def _placed(self, unit: Unit, info: TensorInfo, to: Destination) -> Unit:
-        """The reference model's unit under its name in the output."""
+        """Return the reference model's unit under its output name."""
         if to.layer is None or unit.layer == to.layer:
             return replace(unit, tensor=info.name)
         key = with_layer(unit.key, to.layer)
@@ -306,7 +306,7 @@ class Planner:
 
     def _kept_router(
         self, reference: str, unit: Unit, output: str, to: Destination
-    ) -> tuple[TensorInfo, list[Block]]:
+    ) -> tuple[TensorInfo, list[MergeBlock]]:
         keep = self.merge.router_keep
         assert keep is not None
         index = self.index[keep]
@@ -323,24 +323,24 @@ class Planner:
 
     @staticmethod
     def _key_in(model: str, unit: Unit, to: Destination) -> str:
-        """The key of the reference's unit in a model whose layer here may be another one."""
+        """Return the key of the reference's unit in `model`, whose layer may differ."""
         layer = to.layers.get(model)
         return unit.key if layer is None else with_layer(unit.key, layer)
 
     def _copied(
         self, model: str, name: str, output: str, stored: TensorInfo, why: str
-    ) -> tuple[TensorInfo, list[Block]]:
+    ) -> tuple[TensorInfo, list[MergeBlock]]:
         self.ledger.record(model, name, Fate.COPIED, why)
         dtype = self.out_dtype if stored.dtype.is_floating_point else None
         info = TensorInfo.of(output, dtype or stored.dtype, stored.shape)
         if self.requantise and isinstance(stored, QuantisedInfo):
             info = self._quantised(stored, model)
         source = UnitInput(self.position[model], name, WHOLE)
-        return info, [Block(output, None, info.shape, (), copy=source)]
+        return info, [MergeBlock(output, None, info.shape, (), copy=source)]
 
     def _integers(
         self, reference: str, output: str, stored: TensorInfo, matches: Mapping[str, list[Unit]]
-    ) -> tuple[TensorInfo, list[Block]]:
+    ) -> tuple[TensorInfo, list[MergeBlock]]:
         info = TensorInfo.of(output, stored.dtype, stored.shape)
         sources = {}
         for model, units in matches.items():
@@ -350,12 +350,14 @@ class Planner:
             self.ledger.record(model, units[0].tensor, Fate.COPIED, "integers, equal in all models")
             sources[model] = UnitInput(self.position[model], units[0].tensor, WHOLE)
         first = sources.pop(reference)
-        block = Block(output, None, info.shape, (), first, tuple(sources.values()))
+        block = MergeBlock(output, None, info.shape, (), first, tuple(sources.values()))
         return info, [block]
 
-    def _extras(self, written: set[str]) -> Iterator[tuple[TensorInfo, Block]]:
-        """Tensors that only other models than the reference have: copied when the model runs
-        without them, an error otherwise. None may get lost."""
+    def _extras(self, written: set[str]) -> Iterator[tuple[TensorInfo, MergeBlock]]:
+        """Yield tensors that the reference does not have.
+
+        Auxiliary tensors are copied; any other is an error. No tensor is lost silently.
+        """
         reference = self.destinations.reference(self.merge.slices[0]).name
         known = set(self.index[reference].by_key)
         for name, index in self.index.items():
@@ -375,9 +377,11 @@ class Planner:
 
     def _extra(
         self, model: str, tensor: str, reference: str, written: set[str]
-    ) -> Iterator[tuple[TensorInfo, Block]]:
-        """A tensor that the model runs without, and that the reference lacks. Slices leave no
-        place for layers that are not the reference's."""
+    ) -> Iterator[tuple[TensorInfo, MergeBlock]]:
+        """Yield an auxiliary tensor that the reference does not have.
+
+        With slices, layers that are not the reference's have no position and are skipped.
+        """
         index = self.index[model]
         if not self.merge.whole and index.by_tensor[tensor][0].layer is not None:
             return
@@ -413,11 +417,11 @@ class Planner:
 
 
 def coarseness(model: OpenModel) -> str:
-    """How much a quantised model's own rounding has cost already."""
+    """Describe the rounding error that a quantised model already has."""
     quantisation = model.checkpoint.quantisation
     assert quantisation is not None
     schemes = {unit.stored_as: unit.scheme for unit in quantisation.units.values()}
-    errors = [f"{words} ({relative_error(scheme):.1%})" for words, scheme in schemes.items()]
+    errors = [f"{name} ({relative_error(scheme):.1%})" for name, scheme in schemes.items()]
     return (
         f"its weights are quantised: {', '.join(errors)}; in brackets the relative error that such "
         "rounding makes in normally distributed weights. Task vectors smaller than that are noise"

@@ -1,4 +1,4 @@
-"""What a merge did, as data: every input tensor accounted for."""
+"""The report of a merge; it accounts for every input tensor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from moemerge.merging.method import Facts, Remark
 from moemerge.merging.plan import Fate, MergePlan
-from moemerge.runtime.progress import counted
+from moemerge.runtime.progress import counted, first_few
 
 
 @dataclass(frozen=True)
 class ModelAccount:
-    """One input model's tensors: how many were merged, and the rest by reason, by name."""
+    """One input model's tensors: the number merged, and the names of all others by reason."""
 
     name: str
     reference: str
@@ -30,7 +30,7 @@ class MergeReport:
     """The `merge` part of `moemerge_report.json`."""
 
     method: str
-    router: str | None  # what the config's `router:` section did, in words
+    router: str | None  # description of the config's `router:` section
     models: tuple[ModelAccount, ...]
     output_tensors: int
     output_bytes: int
@@ -40,16 +40,16 @@ class MergeReport:
     peak_block_bytes: int
     seed: int
     notices: tuple[str, ...]
-    # What a config does not hold, and without which the merge would end otherwise.
+    # Settings that change the result and are not in the config.
     settings: dict[str, Any] = field(default_factory=dict)
-    wraps: tuple[str, ...] = ()  # around the method, the first nearest to it
-    coefficients: dict[str, Any] = field(default_factory=dict)  # the file, and who made it
-    statistics: dict[str, Any] = field(default_factory=dict)  # of each model, where they came from
-    tasks: dict[str, Any] = field(default_factory=dict)  # what is kept of each model
-    remarks: dict[str, Any] = field(default_factory=dict)  # what methods said of single units
-    requantised: dict[str, Any] = field(default_factory=dict)  # the error of rounding, by format
+    wraps: tuple[str, ...] = ()  # innermost first
+    coefficients: dict[str, Any] = field(default_factory=dict)  # the file and how it was made
+    statistics: dict[str, Any] = field(default_factory=dict)  # provenance by model
+    tasks: dict[str, Any] = field(default_factory=dict)  # manifest of the kept models
+    remarks: dict[str, Any] = field(default_factory=dict)  # remarks of methods on single units
+    requantised: dict[str, Any] = field(default_factory=dict)  # rounding error by format
     device: str | None = None  # None: planned, not run
-    seconds: float | None = None  # all of it, with the statistics that were computed first
+    seconds: float | None = None  # total, including the computation of statistics
     statistics_seconds: float | None = None
     output: str | None = None
 
@@ -94,7 +94,7 @@ class MergeReport:
 
 
 def describe_plan(plan: MergePlan, method: str, router: str | None) -> MergeReport:
-    """The report of a plan before it is run."""
+    """Return the report of a plan that has not run."""
     return MergeReport(
         method=method,
         router=router,
@@ -133,7 +133,7 @@ def _accounts(plan: MergePlan) -> tuple[ModelAccount, ...]:
 
 # --- remarks of methods on single units -----------------------------------------------------------
 
-SHOWN = 3  # units named in one notice; the report names all
+UNITS_NAMED = 3  # in one notice; the report names all
 _SENTENCES = {
     Remark.FEW_TOKENS: "drawn towards the average, as a model sent few tokens or none",
     Remark.NEAR_BASE: "drawn towards the base, as a model sent few tokens or none",
@@ -144,7 +144,7 @@ _SENTENCES = {
 
 
 class Remarks:
-    """What methods said of single units. Filled by many threads, read in the units' order."""
+    """Remarks of methods on single units. Threads add them in any order; output is sorted."""
 
     def __init__(self) -> None:
         self._units: dict[Remark, dict[str, Facts]] = defaultdict(dict)
@@ -154,26 +154,25 @@ class Remarks:
         with self._lock:
             self._units[remark][unit] = facts
 
-    def said(self) -> list[tuple[str, Remark, Facts]]:
-        """All of it, as `add` takes it."""
+    def entries(self) -> list[tuple[str, Remark, Facts]]:
+        """Return all remarks, each as the arguments of `add`."""
         return [(n, remark, f) for remark, units in self._units.items() for n, f in units.items()]
 
     def to_json(self) -> dict[str, Any]:
-        """By kind: how many units, and what was said of each."""
+        """Return, by kind, the number of units and the facts of each."""
         return {
             str(remark): {"count": len(units), "units": {n: dict(units[n]) for n in sorted(units)}}
             for remark, units in sorted(self._units.items())
         }
 
     def notices(self) -> Iterator[str]:
-        """One sentence for each kind."""
+        """Yield one notice for each kind."""
         for remark, units in sorted(self._units.items()):
-            shown = ", ".join(f"{name} ({_words(units[name])})" for name in sorted(units)[:SHOWN])
-            more = f", and {len(units) - SHOWN} more" if len(units) > SHOWN else ""
-            yield f"{counted(len(units), 'unit')} {_SENTENCES[remark]}: {shown}{more}"
+            named = first_few([f"{n} ({_text(units[n])})" for n in sorted(units)], UNITS_NAMED)
+            yield f"{counted(len(units), 'unit')} {_SENTENCES[remark]}: {named}"
 
 
-def _words(facts: Facts) -> str:
+def _text(facts: Facts) -> str:
     return ", ".join(
         f"{value}" if key == "why" else f"{key}: {value}" for key, value in facts.items()
     )

@@ -1,4 +1,4 @@
-"""A merge from config to folder: `plan_merge` checks everything, `run_merge` does it."""
+"""Run a merge from config to output folder: `plan_merge` checks everything, `run_merge` merges."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.settings import MergeSettings, as_flags
 from moemerge.errors import UsageError
 from moemerge.merging.execute import ExecutionSettings, execute
-from moemerge.merging.kept.keeping import ModelKeeper, kept_tensors
-from moemerge.merging.output import OutputFiles, output_files
+from moemerge.merging.kept import ModelKeeper, kept_tensors
+from moemerge.merging.output import OutputFiles, merge_output_files
 from moemerge.merging.plan import MergePlan
-from moemerge.merging.planner import Planner, open_models
+from moemerge.merging.planner import Planner, open_inputs
 from moemerge.merging.report import MergeReport, describe_plan
-from moemerge.merging.sharing import open_writer, own_part, put_together
+from moemerge.merging.sharing import gather_results, open_writer, own_part
 from moemerge.merging.statistics import (
     StatisticsFiles,
     describe_statistics,
@@ -62,30 +62,30 @@ if TYPE_CHECKING:
     from moemerge.statistics.file import Statistics
 
 logger = logging.getLogger(__name__)
-# Config, tokenizer, report and card beside the weights.
-COMPANION_BYTES = 64 * 2**20
-# From here on a merge takes so long that what may refuse it is waited for at the start.
+# Space for config, tokenizer, report and card next to the weights.
+OTHER_FILES_BYTES = 64 * 2**20
+# A merge of this size takes long, so `check` runs before it instead of at the end.
 LONG_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
 class MergeJob:
-    """A merge that was planned and checked, and can be run."""
+    """A planned and checked merge, ready to run."""
 
     loaded: LoadedConfig
     settings: MergeSettings
     models: Mapping[str, OpenModel]
     plan: MergePlan
     files: OutputFiles
-    started: float  # when it was begun, on the clock of `time.perf_counter`
+    started: float  # start time by `time.perf_counter`
     statistics: Mapping[tuple[str, StatisticsKind], Statistics] = field(default_factory=dict)
-    pending_bytes: int = 0  # of statistics that are still to be computed
-    statistics_seconds: float | None = None  # that computing them took
+    pending_bytes: int = 0  # size of statistics that must still be computed
+    statistics_seconds: float | None = None  # time to compute them
 
     def with_statistics(self, files: StatisticsFiles) -> MergeJob:
-        """The job with `files` of the statistics that were still to be computed."""
+        """Return the job with the computed statistics `files`."""
         request = self.loaded.statistics
-        assert request is not None  # otherwise none were to be computed
+        assert request is not None  # otherwise there is nothing to compute
         needs = {name: kinds for name, kinds in request.needs.items() if name in files}
         opened = {**self.statistics, **open_statistics(needs, files, self.models)}
         order = [(name, kind) for name, kinds in request.needs.items() for kind in kinds]
@@ -102,7 +102,7 @@ class MergeJob:
 
     @property
     def report(self) -> MergeReport:
-        """What the merge will do."""
+        """Return the report of the planned merge."""
         request = self.loaded.statistics
         notices = [
             f"statistics of {name}: {notice}"
@@ -112,24 +112,24 @@ class MergeJob:
         if self.pending_bytes and request is not None:
             notices.append(
                 f"statistics of {', '.join(request.data)} are computed first, from their text: "
-                f"about {format_size(self.pending_bytes)} of disk beside the output until the "
+                f"about {format_size(self.pending_bytes)} of disk next to the output until the "
                 "merge is done"
             )
         merge = self.loaded.merge
-        report = describe_plan(self.plan, merge.schema.name, _router_words(merge))
+        report = describe_plan(self.plan, merge.schema.name, _describe_router(merge))
         return replace(
             report,
             wraps=tuple(reader.schema.name for reader in merge.wraps),
-            coefficients=_coefficients_words(self.loaded.coefficients),
+            coefficients=_describe_coefficients(self.loaded.coefficients),
             statistics={} if request is None else describe_statistics(request, self.statistics),
             statistics_seconds=self.statistics_seconds,
-            settings=_needed_settings(self.settings),
+            settings=_changed_settings(self.settings),
             notices=(*report.notices, *notices),
         )
 
     @property
     def kept_bytes(self) -> int:
-        """Of all models, where they are kept."""
+        """Return the size of what `tasks:` keeps of all models."""
         kept = self.loaded.config.tasks
         if kept is None:
             return 0
@@ -138,7 +138,7 @@ class MergeJob:
 
     @property
     def donor(self) -> OpenModel:
-        """Whose config the result takes."""
+        """Return the model whose config the result takes."""
         return self.models[self.loaded.merge.name_of(self.loaded.merge.donor)]
 
     @property
@@ -147,16 +147,16 @@ class MergeJob:
 
 
 def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None = None) -> MergeJob:
-    """Open the models, make the plan and check all of it; reads headers, never a tensor."""
+    """Open the models, make the plan and check it. Reads headers only, never a tensor."""
     started = time.perf_counter()
-    # What the settings alone can get wrong comes first: opening a model may mean a long download.
+    # Check the settings first: opening a model may mean a long download.
     parse_size(settings.out_shard_size)
     check_device(settings.device)
     if out is not None:
         check_output(out, overwrite=settings.overwrite)
     config, merge = loaded.config, loaded.merge
     seed = settings.seed if settings.seed is not None else config.seed or 0
-    models = open_models(merge)
+    models = open_inputs(merge)
     check_configs(list(models.values()))
     vocabularies = plan_vocabularies(merge, models, config.tokenizer)
     requantise = settings.requantize == "same"
@@ -177,7 +177,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     output = planner.plan()
     readers = [reader for reader in (merge.reader, merge.router_reader) if reader is not None]
     ineffective = list(filter_faults(loaded.filters, readers, planner.names))
-    files = output_files(
+    files = merge_output_files(
         merge, models, vocabularies, output, config.chat_template, requantise=requantise
     )
     plan = MergePlan(
@@ -204,7 +204,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     if out is not None:
         check_output(out, overwrite=settings.overwrite, inputs=job.input_folders)
         require_space(
-            out, plan.bytes_written + COMPANION_BYTES + job.pending_bytes + job.kept_bytes
+            out, plan.bytes_written + OTHER_FILES_BYTES + job.pending_bytes + job.kept_bytes
         )
     seconds = time.perf_counter() - started
     methods = sorted({merge.method.schema.name for block in plan.blocks for merge in block.merges})
@@ -221,18 +221,18 @@ def run_merge(
     temporary: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> MergeReport:
-    """Merge into `out`, which appears whole or not at all.
+    """Merge into `out`, which appears complete or not at all.
 
-    A `temporary` merge is read again at once, and so best left in the page cache. `check` may work
-    meanwhile, and raises where `out` must not appear. Under torchrun every process merges a part of
-    the tensors.
+    A `temporary` merge is read again immediately, so it stays in the page cache. `check` raises if
+    `out` must not appear; it may work in the background meanwhile. Under torchrun each process
+    merges a part of the tensors.
     """
     if job.plan.bytes_written >= LONG_BYTES:
         check()
     device = ranks.own_device(resolve_device(job.settings.device))
     with open_writer(job.plan, out, job.settings, temporary=temporary) as writer:
         report = replace(job.report, device=str(device), output=str(out))
-        if ranks.leads():  # now, while the disk has nothing else to do
+        if ranks.leads():  # before the weights, while the disk is idle
             _write_companions(writer, job, report)
         plan = own_part(job.plan)
         execution = ExecutionSettings(device, allow_nonfinite=job.settings.allow_nonfinite)
@@ -240,7 +240,7 @@ def run_merge(
         with keeping(job, writer.folder) as keeper:
             outcome = execute(plan, target, execution, ranks.progress_of_lead(progress), keeper)
             tasks = {} if keeper is None else keeper.commit()
-        put_together(writer, outcome, target)
+        gather_results(writer, outcome, target)
         report = replace(
             report,
             remarks=outcome.remarks.to_json(),
@@ -265,7 +265,7 @@ def _commit(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> Non
 
 
 def _require_keepable(requantise: bool) -> None:
-    """Refuse to keep models where what they refer to is rounded, or made by several processes."""
+    """Refuse `tasks:` if the merged weights are requantised or computed by several processes."""
     ranks.alone("merge (a config with `tasks:`)")
     if requantise:
         raise UsageError(
@@ -275,7 +275,7 @@ def _require_keepable(requantise: bool) -> None:
 
 
 def keeping(job: MergeJob, folder: Path) -> AbstractContextManager[ModelKeeper | None]:
-    """Who keeps the models' parts while a merge runs, where the config asks for it."""
+    """Return a `ModelKeeper` if the config has `tasks:`, else a context manager of None."""
     kept, base = job.loaded.config.tasks, job.loaded.merge.base_model
     if kept is None or base is None:
         return nullcontext()
@@ -283,7 +283,7 @@ def keeping(job: MergeJob, folder: Path) -> AbstractContextManager[ModelKeeper |
 
 
 def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> None:
-    """All files beside the weights but the report, which says how long they took."""
+    """Write all files except the weights and the report, which contains the run time."""
     for name, path in job.files.copied.items():
         writer.add_file(path, name)
     config = job.loaded.config.model_copy(update={"seed": job.plan.seed})
@@ -297,15 +297,15 @@ def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeRepo
         writer.add_bytes(name, data)
 
 
-def _needed_settings(settings: MergeSettings) -> dict[str, Any]:
-    """Settings that a config does not hold, and without which the merge would end otherwise."""
+def _changed_settings(settings: MergeSettings) -> dict[str, Any]:
+    """Return non-default settings that change the result and are not part of the config."""
     fields = MergeSettings.model_fields
     names = ("requantize", "allow_nonfinite")
     return {n: v for n in names if (v := getattr(settings, n)) != fields[n].default}
 
 
 def merge_card(report: MergeReport, config: str) -> str:
-    """The README of a merged model."""
+    """Return the README of a merged model."""
     inputs = "\n".join(f"- `{in_code(m.reference)}` ({in_markdown(m.name)})" for m in report.models)
     router = f" Routers: {report.router}." if report.router else ""
     models = counted(len(report.models), "model")
@@ -322,7 +322,7 @@ def merge_card(report: MergeReport, config: str) -> str:
 
 
 def require_requantisable(merge: NormalisedMerge, models: Mapping[str, OpenModel]) -> None:
-    """Refuse to write back what the model that gives the config does not store so."""
+    """Refuse requantisation if the config's model is not quantised or layers are moved."""
     donor = models[merge.name_of(merge.donor)]
     if donor.checkpoint.quantisation is None:
         raise UsageError(
@@ -336,13 +336,13 @@ def require_requantisable(merge: NormalisedMerge, models: Mapping[str, OpenModel
         )
 
 
-def _coefficients_words(coefficients: Coefficients | None) -> dict[str, Any]:
+def _describe_coefficients(coefficients: Coefficients | None) -> dict[str, Any]:
     if coefficients is None:
         return {}
     return {"file": coefficients.file, "made_by": dict(coefficients.made_by)}
 
 
-def _router_words(merge: NormalisedMerge) -> str | None:
+def _describe_router(merge: NormalisedMerge) -> str | None:
     if merge.router_keep is not None:
         return f"kept from {merge.router_keep}"
     if merge.router_schema is not None:

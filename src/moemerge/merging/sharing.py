@@ -1,7 +1,7 @@
-"""A merge by several processes of one machine: each merges some tensors, rank 0 puts OUT in place.
+"""Merge with several processes on one machine: each rank merges some tensors.
 
-All write into the hidden folder that rank 0 has made. Every tensor has its place there, so the
-bytes are those of one process.
+All ranks write into the hidden folder that rank 0 created. Every tensor has a fixed position there,
+so the bytes equal those of a single process. Rank 0 then publishes OUT.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moemerge.runtime import ranks
 
 
 def own_part(plan: MergePlan) -> MergePlan:
-    """The tensors that this rank merges: about as much work as every other rank has."""
+    """Return the plan of this rank's tensors. All ranks get about the same amount of work."""
     if ranks.count() == 1:
         return plan
     work: dict[str, int] = {}
@@ -39,7 +39,7 @@ def own_part(plan: MergePlan) -> MergePlan:
 def open_writer(
     plan: MergePlan, out: Path, settings: MergeSettings, *, temporary: bool
 ) -> CheckpointWriter:
-    """OUT in the making: rank 0 makes it, the others write into it."""
+    """Return the writer of OUT. Rank 0 creates the hidden folder, the others write into it."""
 
     def writer(folder: Path | None) -> CheckpointWriter:
         return CheckpointWriter(
@@ -64,8 +64,8 @@ def open_writer(
 
 
 @dataclass(frozen=True)
-class _Done:
-    """What one rank has to tell when its tensors are written."""
+class _RankResult:
+    """What a rank sends to rank 0 after writing its tensors."""
 
     written: Sequence[str]
     remarks: Sequence[tuple[str, Remark, Facts]]
@@ -73,12 +73,14 @@ class _Done:
     rounding: Mapping[str, tuple[float, float, int]]
 
 
-def put_together(writer: CheckpointWriter, outcome: MergeOutcome, target: QuantisingWriter) -> None:
-    """All ranks meet: rank 0 knows then what the others have written and have to say."""
+def gather_results(
+    writer: CheckpointWriter, outcome: MergeOutcome, target: QuantisingWriter
+) -> None:
+    """Collect on rank 0 what the other ranks wrote and found."""
     if ranks.count() == 1:
         return
     written = () if ranks.leads() else writer.hand_over()
-    own = _Done(written, outcome.remarks.said(), outcome.finite.noted, target.errors.sums)
+    own = _RankResult(written, outcome.remarks.entries(), outcome.finite.noted, target.errors.sums)
     for done in ranks.gathered(own)[1:]:
         if ranks.leads():
             writer.take_over(done.written)

@@ -1,4 +1,4 @@
-"""The models' saved statistics: opened and checked for a plan, read unit by unit for a method."""
+"""Open and check the models' saved statistics for a plan, and read them unit by unit."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from moemerge.errors import CheckpointError, MoeMergeError, NumericalError
 from moemerge.merging.method import Remark, UnitInfo, UnitStatistics
 from moemerge.merging.plan import MergePlan, UnitInput, UnitMerge
 
-# Only data-driven methods pay for it.
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moemerge.statistics.file import Statistics
 
 StatisticsFiles = Mapping[str, Sequence[str | Path]]
-Needs = Mapping[str, Sequence[StatisticsKind]]
 
 
 def open_statistics(
-    needs: Needs, files: StatisticsFiles, models: Mapping[str, OpenModel]
+    needs: Mapping[str, Sequence[StatisticsKind]],
+    files: StatisticsFiles,
+    models: Mapping[str, OpenModel],
 ) -> dict[tuple[str, StatisticsKind], Statistics]:
-    """The statistics of every model and kind; all that do not fit are refused in one error."""
+    """Open the statistics of every model and kind. One error reports all that do not fit."""
     statistics: dict[tuple[str, StatisticsKind], Statistics] = {}
     wrong: list[MoeMergeError] = []
     for name, kinds in needs.items():
@@ -57,7 +57,7 @@ def _open_all(
         if statistics.kind in opened:
             raise CheckpointError(
                 f"{name!r} has two files of {statistics.kind} statistics, the second is {file}",
-                hint="give one of each kind",
+                hint="name one of each kind",
             )
         statistics.check_fits(name, model.checkpoint, model.architecture)
         opened[statistics.kind] = statistics
@@ -79,9 +79,9 @@ def _wrong_kind(
 
 
 def pending_bytes(wanted: StatisticsRequest, models: Mapping[str, OpenModel]) -> int:
-    """About how much disk the statistics take that are computed before the merge.
+    """Estimate the disk space of the statistics that are computed before the merge.
 
-    Two units on average read the same input and share a Gram matrix.
+    On average two units have the same input and share a Gram matrix.
     """
     from moemerge.statistics.file import stored_shape
 
@@ -99,7 +99,7 @@ def pending_bytes(wanted: StatisticsRequest, models: Mapping[str, OpenModel]) ->
 def describe_statistics(
     wanted: StatisticsRequest, opened: Mapping[tuple[str, StatisticsKind], Statistics]
 ) -> dict[str, Any]:
-    """By model and kind: the file or the text, and the statistics' provenance where they exist."""
+    """Return, by model and kind, the file or text and the provenance, if already computed."""
     described: dict[str, Any] = {}
     for name, kinds in wanted.needs.items():
         described[name] = {}
@@ -122,10 +122,10 @@ def read_statistics(
     unit: UnitInfo,
     kind: StatisticsKind | None,
 ) -> UnitStatistics | None:
-    """One model's statistics of a unit, on the tensor's device; None where it has none."""
+    """Return one model's statistics of a unit, on the tensor's device; None if it has none."""
     if kind is None or source.statistics is None:
         return None
-    assert kind != "sensitivity"  # no method asks for it
+    assert kind != "sensitivity"  # no method uses it
     statistics = plan.statistics[source.model, kind]
     expected: tuple[int, ...]
     if kind == "gram":
@@ -145,14 +145,14 @@ def read_statistics(
         fisher = statistics.fisher(source.statistics)
         if fisher is None:
             return None
-        # Rows that were brought to another vocabulary have no counterpart in the statistics.
+        # Rows mapped to another vocabulary have no counterpart in the statistics.
         if merge.prepare is not None:
             unit.remark(Remark.AVERAGED, {"why": "its rows were brought to another vocabulary"})
             return None
         values, tokens = fisher.values, fisher.tokens
         expected = tuple(tensor.shape)
     _check(values, expected, source.statistics, plan.models[source.model].name)
-    # A row of one token predicts nothing: the mean over sequences is without it.
+    # Means over sequences exclude rows of one token, which predict nothing.
     sequences, domain_tokens = statistics.sequences, statistics.provenance.tokens
     return UnitStatistics(values.to(tensor.device), tokens, domain_tokens, sequences)
 

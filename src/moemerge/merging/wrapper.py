@@ -1,12 +1,12 @@
-"""The contract of a wrapper: what acts around any merge method, unit by unit.
+"""The interface of a wrapper, which acts around any merge method, unit by unit.
 
     @merge_wrapper("halved", options=MyOptions)
     def halved(inner, inputs, base, options, unit):
         '''One line that `moemerge ls wrappers` shows.'''
         return base.tensor + 0.5 * (inner(inputs, base.tensor) - base.tensor)
 
-`inner` is the method, or the method with the wrappers that a config lists before this one. A
-wrapper may change what it is given, or what it gives; the base is always there.
+`inner` is the method, or the method inside the wrappers that the config lists before this one. A
+wrapper may change the inputs or the result. There is always a base.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WrapperFunction = Callable[[Inner, Sequence[ModelTensor], ModelTensor, Any, Unit
 
 @dataclass(frozen=True)
 class MergeWrapper:
-    """A registered wrapper: its function, and what the planner and the config reader must know."""
+    """A registered wrapper: its function and its declaration."""
 
     schema: WrapperSchema
     function: WrapperFunction
@@ -38,7 +38,7 @@ class MergeWrapper:
 
 @dataclass(frozen=True)
 class Wrap:
-    """One wrapper around the merge of one unit."""
+    """A wrapper and its options for one unit."""
 
     wrapper: MergeWrapper
     options: Any
@@ -54,9 +54,9 @@ def merge_wrapper(
     statistics: StatisticsKind | None = None,
     turns: bool = False,
 ) -> Callable[[WrapperFunction], WrapperFunction]:
-    """Register a wrapper under `name`, as it is written in a config's `wrap:`.
+    """Register a wrapper under the `name` that a config's `wrap:` uses.
 
-    With `statistics`, the base carries its statistics of the unit, where it has any. `turns` says
+    With `statistics`, the base carries its statistics of the unit if there are any. `turns` means
     that the method sees the models' changes in other coordinates than the weights'.
     """
 
@@ -76,9 +76,9 @@ BaseAs = Callable[["StatisticsKind | None"], ModelTensor]
 
 
 def around(inner: Inner, wraps: Sequence[Wrap], base_as: BaseAs, unit: UnitInfo) -> Inner:
-    """`inner` with wrappers around it, the first nearest to it.
+    """Return `inner` inside the wrappers. The first wrapper is the innermost.
 
-    `base_as` gives the base with its statistics of a kind.
+    `base_as` returns the base with its statistics of a kind.
     """
     call = inner
     for wrap in wraps:
@@ -89,7 +89,7 @@ def around(inner: Inner, wraps: Sequence[Wrap], base_as: BaseAs, unit: UnitInfo)
 def _wrapped(wrap: Wrap, inner: Inner, base_as: BaseAs, unit: UnitInfo) -> Inner:
     def call(inputs: Sequence[ModelTensor], base: Tensor) -> Tensor:
         known = base_as(wrap.wrapper.schema.statistics)
-        # A wrapper further out may have changed the base's coordinates.
+        # An outer wrapper may have changed the base's coordinates.
         mine = ModelTensor(base, known.params, known.name, known.statistics)
         return wrap.wrapper.function(inner, inputs, mine, wrap.options, unit)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import NumericalError
-from moemerge.features.taps import ExpertsTap, ExpertView
+from moemerge.features.input_hooks import ExpertsHook, ExpertView
 from moemerge.features.tokens import sort_by_expert
 from moemerge.refitting.least_squares import (
     Affine,
@@ -29,7 +29,7 @@ from moemerge.refitting.least_squares import (
 )
 from moemerge.refitting.linear import blocks
 from moemerge.runtime import ranks
-from moemerge.runtime.gpu import Beside
+from moemerge.runtime.gpu import Overlap
 from moemerge.text.batches import Batch
 
 # Number of experts whose held-out tokens choose λ for all experts of the layer. It is lower, but
@@ -105,9 +105,9 @@ def by_domain(routed: Sequence[RoutedBatch], experts: int) -> list[RoutedDomain]
 class ExpertStack:
     """The experts of one layer of one model, each matrix as (out, in)."""
 
-    def __init__(self, module: Any, tap: ExpertsTap) -> None:
+    def __init__(self, module: Any, hook: ExpertsHook) -> None:
         self.module = module
-        self.names = {"up": tap.up.rpartition(".")[2], "down": tap.down.rpartition(".")[2]}
+        self.names = {"up": hook.up.rpartition(".")[2], "down": hook.down.rpartition(".")[2]}
 
     def affine(self, which: str, expert: int) -> Affine:
         bias = None
@@ -170,19 +170,19 @@ class ProjectionFit:
         own = [sums for expert, sums in ready.items() if _is_own(expert)]
         ridge = rule.choose(self.kind, own, partial(ranks.sum_of, device=device))
         # A factorisation leaves most of a GPU idle, so a fit overlaps with the next experts' sums.
-        beside = Beside(device)
+        overlap = Overlap(device)
         fits: dict[int, Fit] = {}
         waiting: list[tuple[int, tuple[FitSums, FitSums], Any]] = []
         for expert in range(self.count):
             sums = ready.pop(expert, None) or self._sums(routings, problem, expert)
             if _is_own(expert):
-                waiting.append((expert, sums, beside.mark()))
+                waiting.append((expert, sums, overlap.mark()))
             # Every rank has the sums of its next expert now, so all ranks fit at once.
-            if _ends_turn(expert) and len(waiting) > beside.ahead:
-                fits |= self._fit(*waiting.pop(0), ridge, beside)
+            if _ends_turn(expert) and len(waiting) > overlap.ahead:
+                fits |= self._fit(*waiting.pop(0), ridge, overlap)
         for last in waiting:
-            fits |= self._fit(*last, ridge, beside)
-        beside.join()
+            fits |= self._fit(*last, ridge, overlap)
+        overlap.join()
         return self._of_all(fits)
 
     def _of_all(self, fits: dict[int, Fit]) -> tuple[Fit, ...]:
@@ -196,10 +196,10 @@ class ProjectionFit:
         return tuple(fits[expert] for expert in range(self.count))
 
     def _fit(
-        self, expert: int, sums: tuple[FitSums, FitSums], mark: Any, ridge: float, beside: Beside
+        self, expert: int, sums: tuple[FitSums, FitSums], mark: Any, ridge: float, overlap: Overlap
     ) -> dict[int, Fit]:
         try:
-            with beside.after(mark):
+            with overlap.after(mark):
                 merged = self.stack.weight(self.which, expert)
                 factor = Factor(sums[0].gram, ridge)
                 weight, fit = fit_map(merged, *sums, factor, self.stored)

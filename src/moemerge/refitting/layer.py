@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import ArchitectureError
+from moemerge.features.input_hooks import ExpertsHook, LinearHook
 from moemerge.features.stops import Stop
-from moemerge.features.taps import ExpertsTap, LinearTap
 from moemerge.refitting.experts import (
     DomainKey,
     ExpertStack,
@@ -93,24 +93,24 @@ class LayerFitter:
 
     # --- linear maps ---
 
-    def _linear(self, stop: Stop, tap: LinearTap) -> MapRow:
-        place = self.structure.place(tap.path)
+    def _linear(self, stop: Stop, hook: LinearHook) -> MapRow:
+        place = self.structure.place(hook.path)
         inputs = self._inputs(stop, alone=place is not None)
-        missing = self._own(tap) if place is None else self._residual(stop, tap, place)
-        sums = sum_up(inputs, tap.shape[0], missing, self.scales)
-        old = parameter(self.merged.model, tap.weight)
-        stored = self.stored(tap.weight)
+        missing = self._own(hook) if place is None else self._residual(stop, hook, place)
+        sums = sum_up(inputs, hook.shape[0], missing, self.scales)
+        old = parameter(self.merged.model, hook.weight)
+        stored = self.stored(hook.weight)
         weight, fit = fitted_by_lead(
             lambda: fit_linear(
-                old, sums, self.ridge.choose(kind_of_map(tap.weight), [sums]), stored
+                old, sums, self.ridge.choose(kind_of_map(hook.weight), [sums]), stored
             )
         )
         with torch.no_grad():
             old.copy_(weight)
-        self.forget(tap.path)
+        self.forget(hook.path)
         self._forget_states(place)
         target = "output" if place is None else "hidden state"
-        return MapRow(tap.weight, target, fit)
+        return MapRow(hook.weight, target, fit)
 
     def _inputs(self, stop: Stop, *, alone: bool) -> Inputs:
         if not stop.shared or self._shared is None or alone:
@@ -119,22 +119,23 @@ class LayerFitter:
             return inputs
         return self._shared
 
-    def _own(self, tap: LinearTap) -> Missing:
+    def _own(self, hook: LinearHook) -> Missing:
         """Return residuals to the output of the source's map on the source's own input."""
-        now = Affine.of(self.merged.model, tap.weight).widened()
+        now = Affine.of(self.merged.model, hook.weight).widened()
         wanted = {
-            name: Affine.of(view.model, tap.weight).widened() for name, view in self.sources.items()
+            name: Affine.of(view.model, hook.weight).widened()
+            for name, view in self.sources.items()
         }
 
         def missing(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
-            theirs = self.sources[batch.domain].record(batch).inputs[tap.path][rows]
+            theirs = self.sources[batch.domain].record(batch).inputs[hook.path][rows]
             return wanted[batch.domain](theirs) - now(x), 1.0
 
         return missing
 
-    def _residual(self, stop: Stop, tap: LinearTap, place: int) -> Missing:
+    def _residual(self, stop: Stop, hook: LinearHook, place: int) -> Missing:
         """Return residuals to the source's hidden state after this write."""
-        now = Affine.of(self.merged.model, tap.weight).widened()
+        now = Affine.of(self.merged.model, hook.weight).widened()
         state, write = self.structure.state, self.structure.writes[place]
 
         def written(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -147,7 +148,7 @@ class LayerFitter:
 
         def compared(batch: Batch, inputs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             output, _ = written(batch, rows, inputs[rows])
-            bound = of_output(output, inputs.dtype, tap.shape[1], roundings_of(write))
+            bound = of_output(output, inputs.dtype, hook.shape[1], roundings_of(write))
             bound += state.rounding(self.merged, batch, place, rows, output)
             return residual(batch, rows, output), bound
 
@@ -166,33 +167,33 @@ class LayerFitter:
 
     # --- experts ---
 
-    def _experts(self, stop: Stop, tap: ExpertsTap) -> list[Row]:
-        module: Any = self.merged.model.get_submodule(tap.path)
-        stack = ExpertStack(module, tap)
+    def _experts(self, stop: Stop, hook: ExpertsHook) -> list[Row]:
+        module: Any = self.merged.model.get_submodule(hook.path)
+        stack = ExpertStack(module, hook)
         theirs = {
-            name: ExpertStack(view.model.get_submodule(tap.path), tap)
+            name: ExpertStack(view.model.get_submodule(hook.path), hook)
             for name, view in self.sources.items()
         }
 
         if any(len(arrival.given) < 3 for arrival in stop.arrivals):
-            raise ArchitectureError(f"{tap.path} does not receive the routing of its tokens")
+            raise ArchitectureError(f"{hook.path} does not receive the routing of its tokens")
         batches = [RoutedBatch.of(a.batch, a.given) for a in stop.arrivals]
-        routings = by_domain(batches, tap.count)
+        routings = by_domain(batches, hook.count)
         states = {
-            r.key: joined([self.sources[b.domain].record(b).inputs[tap.path] for b in r.batches])
+            r.key: joined([self.sources[b.domain].record(b).inputs[hook.path] for b in r.batches])
             for r in routings
         }
-        self.forget(tap.path)
+        self.forget(hook.path)
 
         def source(key: DomainKey) -> tuple[ExpertStack, Tensor]:
             return theirs[key[0]], states[key]
 
         fits: list[Row] = []
-        place = self.structure.place(tap.path)
+        place = self.structure.place(hook.path)
         for which in ("up", "down"):
-            name = getattr(tap, which)
+            name = getattr(hook, which)
             fitting = ProjectionFit(
-                stack, which, kind_of_map(name), tap.count, self.stored(name), self.scales
+                stack, which, kind_of_map(name), hook.count, self.stored(name), self.scales
             )
             if which == "up":
                 problem, target = first_projection(stack, source), "output"

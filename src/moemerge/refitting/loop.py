@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moemerge.errors import ArchitectureError
+from moemerge.features.input_hooks import UnitMap
 from moemerge.features.stops import Stop
-from moemerge.features.taps import UnitMap
 from moemerge.features.tokens import real_rows
 from moemerge.lockstep.request import errors_of
 from moemerge.refitting.layer import LayerFitter
@@ -201,9 +201,9 @@ class RefitLoop:
     def _stored_tensors(self, plan: LayerPlan) -> dict[str, Tensor]:
         stream = self.streams.merged.stream
         tensors, self._tensors = self._tensors, {}
-        for tap in plan.linear.values():
-            weight = parameter(stream.model, tap.weight)
-            tensors.update(stored_linear(stream.checkpoint, self.units.linear(tap), weight))
+        for hook in plan.linear.values():
+            weight = parameter(stream.model, hook.weight)
+            tensors.update(stored_linear(stream.checkpoint, self.units.linear(hook), weight))
         for path, experts in plan.experts.items():
             units, module = self.units.experts(experts), stream.model.get_submodule(path)
             stored_experts(stream.checkpoint, units, module, experts, tensors)

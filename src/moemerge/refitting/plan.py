@@ -14,16 +14,16 @@ from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
-from moemerge.features.routers import Anatomy, RouterModule
-from moemerge.features.taps import (
-    ExpertsTap,
-    LinearTap,
+from moemerge.features.input_hooks import (
+    ExpertsHook,
+    InputHook,
+    InputHooks,
+    LinearHook,
     PlacedUnit,
-    Tap,
-    Taps,
     UnitMap,
     projections,
 )
+from moemerge.features.routers import Anatomy, RouterModule
 from moemerge.lockstep.models import PairedRouter
 from moemerge.refitting.settings import Part
 from moemerge.runtime.gpu import to_host
@@ -55,8 +55,8 @@ class LayerPlan:
 
     number: int
     path: str
-    linear: Mapping[str, LinearTap] = field(default_factory=dict)
-    experts: Mapping[str, ExpertsTap] = field(default_factory=dict)
+    linear: Mapping[str, LinearHook] = field(default_factory=dict)
+    experts: Mapping[str, ExpertsHook] = field(default_factory=dict)
     routers: Mapping[str, RouterMap] = field(default_factory=dict)
     gates: tuple[str, ...] = ()  # maps with one output: they may scale a shared expert
     writers: tuple[str, ...] = ()  # modules that may write to the hidden state
@@ -75,13 +75,13 @@ class RefitPlan:
     """Every map to refit."""
 
     layers: tuple[LayerPlan, ...]
-    head: LinearTap | None
+    head: LinearHook | None
     notices: tuple[str, ...]
 
 
 def make_plan(
     anatomy: Anatomy,
-    taps: Taps,
+    hooks: InputHooks,
     units: UnitMap,
     routers: Mapping[str, PairedRouter],
     *,
@@ -93,17 +93,17 @@ def make_plan(
     `routers` are the routers to refit, by their weight on disk.
     """
     if "experts" in parts:
-        _require_experts(units, taps)
+        _require_experts(units, hooks)
     notices: list[str] = []
     planned = tuple(
-        _layer(anatomy, number, taps.layers[number], units, routers, notices)
+        _layer(anatomy, number, hooks.layers[number], units, routers, notices)
         if number in layers
         else LayerPlan(number, anatomy.layers[number])
         for number in range(len(anatomy.layers))
     )
     planned = tuple(replace(layer, **_of_parts(layer, units, parts)) for layer in planned)
-    head = taps.head if "head" in parts and len(layers) == len(anatomy.layers) else None
-    if "head" in parts and taps.head is None:
+    head = hooks.head if "head" in parts and len(layers) == len(anatomy.layers) else None
+    if "head" in parts and hooks.head is None:
         notices.append(
             "the head shares its matrix with the embedding, so it keeps its merged weights"
         )
@@ -112,9 +112,9 @@ def make_plan(
     return RefitPlan(planned, head, tuple(dict.fromkeys(notices)))
 
 
-def _require_experts(units: UnitMap, taps: Taps) -> None:
+def _require_experts(units: UnitMap, hooks: InputHooks) -> None:
     try:
-        units.require_experts(taps)
+        units.require_experts(hooks)
     except ArchitectureError as error:
         raise ArchitectureError(
             error.message.replace(
@@ -127,30 +127,30 @@ def _require_experts(units: UnitMap, taps: Taps) -> None:
 def _layer(
     anatomy: Anatomy,
     number: int,
-    taps: Sequence[Tap],
+    hooks: Sequence[InputHook],
     units: UnitMap,
     routers: Mapping[str, PairedRouter],
     notices: list[str],
 ) -> LayerPlan:
     """Return the plan of a layer with everything that can be refitted."""
-    linear: dict[str, LinearTap] = {}
+    linear: dict[str, LinearHook] = {}
     gates: list[str] = []
     stops = {}
     for router in anatomy.routers:
         stored = units.stored_as(router.weight)
         if router.layer == number and stored is not None and stored in routers:
             stops[router.path] = RouterMap(router, routers[stored].info)
-    for tap in taps:
-        if isinstance(tap, ExpertsTap) or tap.router or tap.path in stops:
+    for hook in hooks:
+        if isinstance(hook, ExpertsHook) or hook.router or hook.path in stops:
             continue
-        if tap.shape[0] == GATE_OUTPUTS:
-            gates.append(tap.path)
+        if hook.shape[0] == GATE_OUTPUTS:
+            gates.append(hook.path)
             continue
-        linear[tap.path] = tap
-        if not units.linear(tap):
-            kind = _NUMBER.sub(".N.", tap.weight)
+        linear[hook.path] = hook
+        if not units.linear(hook):
+            kind = _NUMBER.sub(".N.", hook.weight)
             notices.append(f"{kind} is stored in parts: it keeps its merged weights")
-    experts = {tap.path: tap for tap in taps if isinstance(tap, ExpertsTap)}
+    experts = {hook.path: hook for hook in hooks if isinstance(hook, ExpertsHook)}
     writers = (*linear, *experts)
     return LayerPlan(number, anatomy.layers[number], linear, experts, stops, tuple(gates), writers)
 
@@ -158,22 +158,22 @@ def _layer(
 def _of_parts(layer: LayerPlan, units: UnitMap, parts: Collection[Part]) -> dict[str, Any]:
     """Return the maps of a layer that belong to the requested parts."""
     linear = {}
-    for path, tap in layer.linear.items():
-        placed = units.linear(tap)
+    for path, hook in layer.linear.items():
+        placed = units.linear(hook)
         part = PARTS.get(placed[0].unit.role) if placed else None
         if part is not None and part in parts and part != "router":
-            linear[path] = tap
+            linear[path] = hook
     return {"linear": linear, "experts": layer.experts if "experts" in parts else {}}
 
 
 def planned_names(plan: RefitPlan, units: UnitMap) -> set[str]:
     """Return the names of the stored tensors that will change."""
-    linear = [tap for layer in plan.layers for tap in layer.linear.values()]
+    linear = [hook for layer in plan.layers for hook in layer.linear.values()]
     linear += [] if plan.head is None else [plan.head]
-    names = {placed.unit.tensor for tap in linear for placed in units.linear(tap)}
+    names = {placed.unit.tensor for hook in linear for placed in units.linear(hook)}
     for layer in plan.layers:
-        for tap in layer.experts.values():
-            names |= {unit.tensor for unit in units.experts(tap).values()}
+        for hook in layer.experts.values():
+            names |= {unit.tensor for unit in units.experts(hook).values()}
         for router in layer.routers.values():
             names |= {n for n in (router.info.weight, router.info.bias) if n is not None}
     return names
@@ -200,7 +200,7 @@ def stored_experts(
     checkpoint: Checkpoint,
     units: Mapping[tuple[int, str | None], Unit],
     module: nn.Module,
-    tap: ExpertsTap,
+    hook: ExpertsHook,
     begun: dict[str, Tensor],
 ) -> None:
     """Write the experts' projections from memory into the tensors they are stored in.
@@ -208,10 +208,10 @@ def stored_experts(
     `begun` are the tensors that other maps were written into, by name.
     """
     holder: Any = module
-    ups, downs = (getattr(holder, n.rpartition(".")[2]).detach() for n in (tap.up, tap.down))
+    ups, downs = (getattr(holder, n.rpartition(".")[2]).detach() for n in (hook.up, hook.down))
     if getattr(holder, "is_transposed", False):
         ups, downs = ups.mT, downs.mT
-    for expert in range(tap.count):
+    for expert in range(hook.count):
         up, down = to_host(ups[expert]), to_host(downs[expert])
         values: dict[str | None, Tensor] = {None: up, "down": down}
         values.update(projections(holder, up))

@@ -14,8 +14,8 @@ from torch import Tensor
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint.overlay import OverlaidCheckpoint
 from moemerge.checkpoint.patch import Quantised
+from moemerge.features.input_hooks import ExpertsHook, UnitMap
 from moemerge.features.settings import StreamSettings
-from moemerge.features.taps import ExpertsTap, UnitMap
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.job import OpenedRepair, RepairRun, RepairSteps, run_repair
 from moemerge.lockstep.journal import Entry
@@ -39,8 +39,8 @@ from moemerge.refitting.report import (
 from moemerge.refitting.routers import RouterJob, RouterProblem, fit_router
 from moemerge.refitting.settings import RefitSettings
 from moemerge.refitting.streams import RefitStreams, build_streams, require_same_shapes
+from moemerge.routing.compilation import compile_kernels
 from moemerge.routing.products import logits_of, working_dtype
-from moemerge.routing.rehearsal import rehearse
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Timings, peak_memory
@@ -135,7 +135,7 @@ class RefitRun:
         units = UnitMap(job.merged.checkpoint, job.merged.architecture, stream.names)
         plan = make_plan(
             stream.anatomy,
-            stream.taps,
+            stream.input_hooks,
             units,
             job.routers,
             layers=job.layers,
@@ -276,18 +276,18 @@ def refit_bytes(job: RefitJob, streams: RefitStreams) -> int:
     states = kept * tokens * width * job.stream.dtype.itemsize
     states += MISSING_STATES * tokens * width * max(4, job.stream.dtype.itemsize)
     largest = 0
-    for taps in stream.taps.layers:
-        for tap in taps:
-            if isinstance(tap, ExpertsTap):
+    for hooks in stream.input_hooks.layers:
+        for hook in hooks:
+            if isinstance(hook, ExpertsHook):
                 # Experts are fitted one by one. The sums of those that choose λ are held together,
                 # and on a GPU the next sums overlap with a fit.
-                for name in (tap.up, tap.down):
+                for name in (hook.up, hook.down):
                     shape = stream.model.get_parameter(name).shape[1:]
                     held = 2 * sample_size(shape) if job.ridge is None else 2
                     largest = max(largest, (SUM_COPIES + held) * _values(shape))
             else:
-                largest = max(largest, SUM_COPIES * _values(tap.shape))
-    head = stream.taps.head
+                largest = max(largest, SUM_COPIES * _values(hook.shape))
+    head = stream.input_hooks.head
     resident = 0
     if head is not None and "head" in job.request.settings.parts:
         rows, inputs = head.shape
@@ -310,7 +310,7 @@ def fit_once(model: OpenModel, stream: StreamSettings, *, exact: bool) -> None:
     """Fit a random router of the model's shape, and a map with the same inputs."""
     router = router_like(model, stream.device, stream.dtype)
     if router is not None:
-        rehearse(router.gate, router.domains[0])
+        compile_kernels(router.gate, router.domains[0])
         fit_router_of(router, stream.dtype, exact=exact)
         fit_map_of(router, stream.dtype)
 

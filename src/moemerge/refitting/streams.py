@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
+from moemerge.features.input_hooks import LinearHook, head_input
 from moemerge.features.settings import MemoryEstimate, StreamSettings
 from moemerge.features.spill import Offload
 from moemerge.features.stops import Stop
 from moemerge.features.stream import ModelStream
-from moemerge.features.taps import LinearTap, head_input
 from moemerge.features.tokens import real_tokens
 from moemerge.refitting.job import RefitJob
 from moemerge.refitting.layer import LayerStructure
@@ -104,7 +104,7 @@ def _leader(record: Record, write: ResidualWrite) -> str | None:
 class FinalStates:
     """The inputs of the head, of every batch."""
 
-    head: LinearTap | None
+    head: LinearHook | None
     values: dict[int, Tensor] = field(default_factory=dict)  # by id of the batch
 
     def add(self, stream: ModelStream, batch: Batch, hidden: Tensor) -> None:
@@ -255,10 +255,10 @@ def _runner(
         on_batch=None if is_merged else needs.learn,
     )
     stream.stop_at_layers(inputs=is_merged)
-    taps = [tap.path for taps in stream.taps.layers for tap in taps]
+    hooks = [hook.path for hooks in stream.input_hooks.layers for hook in hooks]
     # A router may be a module around its linear map, which then has no input hook.
     routers = [router.path for router in stream.anatomy.routers]
-    heard = dict.fromkeys([*stream.anatomy.layers, *taps, *routers])
+    heard = dict.fromkeys([*stream.anatomy.layers, *hooks, *routers])
     stream.listen(list(heard), recorder.on_calls, outputs=True)
     return Runner(stream, recorder, final)
 

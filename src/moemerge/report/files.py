@@ -1,5 +1,4 @@
-"""What an output folder carries besides its model: the report and the model card; and texts
-packed into pages."""
+"""Reports, model cards and pages in an output folder."""
 
 from __future__ import annotations
 
@@ -9,7 +8,11 @@ import json
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
+
+from moemerge.errors import UsageError
+from moemerge.runtime.files import write_whole
 
 REPORT_NAME = "moemerge_report.json"
 CONFIG_NAME = "moemerge_config.yml"
@@ -17,7 +20,7 @@ CARD_NAME = "README.md"
 
 
 def report_document(version: str, **parts: dict[str, Any] | None) -> dict[str, Any]:
-    """A part for each job that was done, under a header that says which program and when."""
+    """Return a document with one part per job, and a header with version and time."""
     return {
         "moemerge": version,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -26,7 +29,7 @@ def report_document(version: str, **parts: dict[str, Any] | None) -> dict[str, A
 
 
 def report_bytes(document: dict[str, Any]) -> bytes:
-    # allow_nan=False: a report with NaN is not JSON, and no reader should meet one.
+    # allow_nan=False: NaN is not valid JSON.
     return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
@@ -44,7 +47,7 @@ The resolved configuration, which {again}:
 ```yaml
 {config}```
 
-Made with [moemerge](https://pypi.org/project/moemerge/) {version}. What became of every input
+Made with [moemerge](https://pypi.org/project/moemerge/) {version}. The report on every input
 tensor is in `moemerge_report.json`.
 """
 
@@ -53,12 +56,12 @@ _MARKDOWN = re.compile(r"[\\`*\[\]<>#|&\x00-\x1f\x7f]")
 
 
 def in_markdown(name: str) -> str:
-    """A name that comes from a user or a file, as text of a card: no markup, no HTML, one line."""
+    """Escape a name from a user or a file for a card: no markup, no HTML, one line."""
     return _MARKDOWN.sub(lambda match: f"&#{ord(match[0])};" if match[0] >= " " else " ", name)
 
 
 def in_code(name: str) -> str:
-    """The same between backticks."""
+    """Escape a name between backticks."""
     return re.sub(r"[`\x00-\x1f\x7f]", " ", name)
 
 
@@ -73,8 +76,11 @@ def model_card(
     tags: Sequence[str] = ("merge", "moemerge"),
     flags: Sequence[str] | None = (),
 ) -> str:
-    """Markdown with the hub's front matter; `hub_models` are the inputs that live on the hub,
-    `flags` what the config does not hold: None where that is more, rows that were in memory."""
+    """Return Markdown with the hub's front matter.
+
+    `hub_models` are the inputs on the hub. `flags` are settings that the config does not contain;
+    None if even those do not suffice, because rows were in memory.
+    """
     needed = f" (with `{' '.join(flags)}`)" if flags else ""
     front = ["library_name: transformers", "tags:", *(f"- {tag}" for tag in tags)]
     if hub_models:
@@ -93,7 +99,24 @@ def model_card(
     )
 
 
-def packed(text: str) -> str:
-    """Compressed and in base64: a third of the size, and nothing in it can end a script element."""
-    # mtime=0: the same document gives the same page.
+def compressed(text: str) -> str:
+    """Compress to base64: a third of the size, and no text in it can end a script element."""
+    # mtime=0: the same document produces the same page.
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()
+
+
+def check_page_path(path: Path) -> None:
+    """Refuse a path at which a page cannot be written, before any work is done."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(
+            f"the report {path} cannot be written: "
+            + ("it is a folder" if path.is_dir() else f"there is no folder {path.parent}"),
+            hint="name an HTML file in a folder that exists",
+        )
+
+
+def save_page(text: str, path: Path) -> Path:
+    """Write the page to `path`, whole or not at all."""
+    # A label may contain bytes of a file name that are not UTF-8.
+    write_whole(path, text.encode("utf-8", "replace"))
+    return path

@@ -1,4 +1,4 @@
-"""Names and numbers as people read them, on a terminal and on a page."""
+"""Format names and numbers for people, on a terminal and on a page."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
 
-# Longer names are cut in the middle where space is short: the ends of a path say most.
+# Longer names are cut in the middle if space is short: the ends of a path are the most telling.
 SHORT = 28
 NONE = "–"
-# More runs of layers than this are counted, not listed.
+# More ranges of layers than this are counted, not listed.
 RUNS = 4
 
 
 class Quantity(StrEnum):
-    """What a figure's value is, and so how it is written."""
+    """The kind of a figure's value, which decides its format."""
 
     SHARE = "share"
     NATS = "nats"
-    LOSS = "loss"  # in nats as well, but read to the third decimal
+    LOSS = "loss"  # in nats too, but with three decimals
     RATIO = "ratio"
     COUNT = "count"
-    EXPERTS = "experts"  # a list of experts, of which people are told how many
+    EXPERTS = "experts"  # a list of experts, shown as their number
     DATA = "data"  # arrays, for programs and charts
 
     def text(self, value: Any) -> str:
-        """The value for people."""
+        """Return the value as text for people."""
         value = amount(value)
         if value is None:
             return NONE
@@ -40,23 +40,23 @@ class Quantity(StrEnum):
 
 @dataclass(frozen=True)
 class FigureWords:
-    """A figure's name and words, and where it is shown."""
+    """A figure's name, description and places of display."""
 
     name: str
-    heading: str  # of a column
+    heading: str  # heading of a column
     meaning: str  # a phrase for the docs and the page
     quantity: Quantity
     summary: bool = False  # in the tables of totals
-    minor: bool = False  # only where there is room
-    out_of: str = ""  # the figure that this one is a part of
+    minor: bool = False  # only if there is space
+    out_of: str = ""  # the figure that contains this one
 
     def text(self, figures: Mapping[str, Any]) -> str:
-        """Its value among `figures`, for people."""
+        """Return its value among `figures` as text for people."""
         shown = self.quantity.text(figures.get(self.name))
         return f"{shown}/{figures[self.out_of]}" if figures.get(self.out_of) else shown
 
     def raw(self, figures: Mapping[str, Any]) -> str:
-        """Its value for programs that read tables."""
+        """Return its value for programs."""
         value = amount(figures.get(self.name))
         return "" if value is None else f"{value:.6g}"
 
@@ -73,25 +73,25 @@ class FigureWords:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None: what a table and a chart leave a gap for."""
+    """Return a finite number, or None, which tables and charts show as a gap."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def amount(value: Any) -> float | None:
-    """A number, or of a list how many."""
+    """Return a number, or the length of a list."""
     return number(len(value) if isinstance(value, list | tuple) else value)
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are numbers."""
+def known_mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are numbers."""
     numbers = [value for value in values if value is not None]
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def percent(share: float | None) -> str:
-    """0.1234 as 12.3%, two digits where it is small."""
+    """Format 0.1234 as 12.3%, with two decimals if it is small."""
     if share is None:
         return NONE
     value = 100 * share
@@ -99,12 +99,12 @@ def percent(share: float | None) -> str:
 
 
 def p_value(p: float) -> str:
-    """Of a test; below a thousandth only that it is."""
+    """Format a p value; below a thousandth as <0.001."""
     return f"{p:.3f}" if p >= 0.001 else "<0.001"
 
 
 def plain(value: float | None, digits: int = 3) -> str:
-    """Significant digits, no exponent unless it is tiny."""
+    """Format with significant digits, and with an exponent only if it is tiny."""
     if value is None:
         return NONE
     if value == 0:
@@ -120,10 +120,10 @@ def plain(value: float | None, digits: int = 3) -> str:
 
 
 def display_names(labels: Sequence[str]) -> list[str]:
-    """Of each label its last path component, or so many more that different labels stay different.
+    """Return the last path component of each label, or more if needed to keep labels different.
 
-    `out/ties` and `out/wudi` become `ties` and `wudi`; `a/merged` and `b/merged` stay as they are.
-    The components of both sides of a `model+lora` are counted.
+    `out/ties` and `out/wudi` become `ties` and `wudi`; `a/merged` and `b/merged` are unchanged.
+    Both sides of `model+lora` are shortened.
     """
     deepest = max((label.count("/") for label in labels), default=0) + 1
     for depth in range(1, deepest + 1):
@@ -139,7 +139,7 @@ def _end(label: str, depth: int) -> str:
 
 
 def short(label: str, limit: int = SHORT) -> str:
-    """A label within `limit` characters, its middle left out where it is longer."""
+    """Return a label of at most `limit` characters, with its middle left out if needed."""
     label = " ".join(label.split())
     if len(label) <= limit:
         return label
@@ -148,7 +148,7 @@ def short(label: str, limit: int = SHORT) -> str:
 
 
 def layers_in_words(layers: Sequence[int]) -> str:
-    """Layer numbers: layer 3; layers 0–4, 7; 23 layers."""
+    """Format layer numbers: layer 3; layers 0–4, 7; 23 layers."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:

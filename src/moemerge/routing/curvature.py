@@ -1,18 +1,18 @@
 """The curvature of the routing divergence as a matrix-free operator (the paper's Proposition 1).
 
-For domain i with features x and target logits z_i (its own router on x, or whatever it was given),
-the divergence is ½ (Wx − z_i)ᵀ H_i (Wx − z_i) to second order, averaged over the domain's tokens
-(times the domain's weight, where it has one; every mean below is such a mean):
+For domain i with features x and target logits z_i (its own router on x, or given logits), the
+divergence is ½ (Wx − z_i)ᵀ H_i (Wx − z_i) to second order, averaged over the domain's tokens. If
+the domain has a weight, this mean and every mean below are multiplied by it:
 
     Σ_i = mean H_i ⊗ x xᵀ,      H = D_g (diag p − p pᵀ) D_g      (softmax: g = 1)
     A   = Σ_i [a Σ_i + c diag Σ_i],   (a, c) = (α, 1 − α) or (1, γ)
     b   = Σ_i [a mean H_i z_i xᵀ + c diag Σ_i ⊙ w_i]
 
-Where z_i = W_i x, b is the paper's Σ_i Σ_reg,i w_i. Where the target is the source model's own
-routing there is no w with w x = z_i, so the diagonal part pulls towards the source's router w_i.
+If z_i = W_i x, b is the paper's Σ_i Σ_reg,i w_i. If the target is the source model's own routing,
+no w satisfies w x = z_i; the diagonal part then pulls towards the source's router w_i.
 
-Probabilities, diag Σ and b do not depend on w. One pass over the features computes them, after
-which every application costs two products with the features.
+Probabilities, diag Σ and b do not depend on w, and one pass over the features computes them. Every
+application then costs two products with the features.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ __all__ = [
 ]
 
 
-# Steps of a solver between two looks of the host at a GPU.
+# Steps of a solver between two synchronisations with a GPU.
 GPU_CHECK_EVERY = 4
 
 
 class DomainCurvature:
-    """Everything about one domain that does not change while its router is solved for.
+    """The quantities of one domain that stay constant during a solve.
 
-    The one pass over the features computes H and the right-hand side in float64 from logits of at
-    least float32's accuracy (float64 in plain torch), and diag Σ, whose terms are all positive, in
-    the working dtype.
+    One pass over the features computes H and the right-hand side in float64, from logits of at
+    least float32's accuracy (float64 in plain torch). diag Σ, whose terms are all positive, is
+    computed in the working dtype.
 
-    `pull` is mean H z_i xᵀ with H at the target. With a router `at`, both are those of
-    a Newton step from there: H at `at`, and `pull` the negative gradient of the mean divergence.
-    `kl` is the mean divergence at `at` (0 without).
+    `pull` is mean H z_i xᵀ with H at the target. With a router `at`, both belong to a Newton step
+    from it: H at `at`, and `pull` the negative gradient of the mean divergence. `kl` is the mean
+    divergence at `at`, or 0 without it.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class DomainCurvature:
         return features_of(x, self.router.shape[1])
 
     def chunks(self) -> Iterator[tuple[Features, TokenWeights]]:
-        """Features with their H, in chunks that leave room for temporaries."""
+        """Yield features with their H, in chunks small enough for temporaries."""
         for x, weights in self.parts:
             rows = rows_at_once(x.device)
             for begin in range(0, x.shape[0], rows):
@@ -141,11 +141,11 @@ class DomainCurvature:
         return self._features(self.parts[0][0]).coarse_is_cheaper
 
     def representable(self, vector: Tensor, precision: Precision) -> Tensor:
-        """The nearest to `vector` that a product takes without rounding it."""
+        """Return the nearest vector that products use without rounding."""
         return self._features(self.parts[0][0]).representable(vector, precision)
 
     def mean_hessian(self) -> Tensor:
-        """mean H_i over the tokens, (K, K) float64."""
+        """Return mean H_i over the tokens, (K, K) float64."""
         experts = self.router.shape[0]
         total = self.router.new_zeros(experts, experts)
         for features, weights in self.chunks():
@@ -159,7 +159,7 @@ class DomainCurvature:
         return total / self.divisor
 
     def gram(self, weight: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """mean t x xᵀ, (d, d) in the working dtype; t = weight(diag H) of a token, default 1."""
+        """Return mean t x xᵀ, (d, d) in the working dtype; t = weight(diag H), default 1."""
         experts, columns = self.router.shape
         total = torch.zeros(columns, columns, dtype=self.working, device=self.router.device)
         for features, weights in self.chunks():
@@ -170,11 +170,11 @@ class DomainCurvature:
 
 
 class RouterCurvature(LinearOperator):
-    """A = Σ_i (a Σ_i + c diag Σ_i), applied with some precision.
+    """A = Σ_i (a Σ_i + c diag Σ_i), applied with a given precision.
 
-    If that is not ACCURATE, it is meant for `representable` vectors: on a GPU it rounds others to
-    such. Damping takes diag Σ to be at least `floor` of its mean over the experts: an expert that
-    no token's curvature shows is damped all the same.
+    Unless that is ACCURATE, vectors must be `representable`: on a GPU others are rounded. For
+    damping, diag Σ is at least `floor` times its mean over the experts, so that experts without
+    curvature are damped, too.
     """
 
     def __init__(
@@ -200,20 +200,20 @@ class RouterCurvature(LinearOperator):
 
     @property
     def check_every(self) -> int:
-        """How often a solver may look at its scalars without holding the device up."""
+        """Steps between two synchronisations, so that a GPU is not idle."""
         return 1 if self.device.type == "cpu" else GPU_CHECK_EVERY
 
     @property
     def couples_experts(self) -> bool:
-        """Whether H has more than a diagonal."""
+        """Whether H has off-diagonal elements."""
         return any(w.rank_one is not None for s in self.curvatures for _, w in s.parts)
 
     def accurate(self) -> RouterCurvature:
-        """The same operator at the highest accuracy its features are served with."""
+        """Return the same operator at the highest accuracy."""
         return self._with(Precision.ACCURATE)
 
     def coarse(self) -> RouterCurvature | None:
-        """The same operator at a coarser precision, where that is cheaper."""
+        """Return the same operator at a coarser precision, if that is cheaper."""
         cheaper = self.curvatures[0].coarse_is_cheaper
         return self._with(Precision.COARSE) if cheaper else None
 
@@ -236,7 +236,7 @@ class RouterCurvature(LinearOperator):
         return out
 
     def damping_of(self, vector: Tensor) -> Tensor:
-        """c diag Σ v, to which every rank adds its tokens' part: it counts once."""
+        """Return c diag Σ v on the leading rank and 0 on others, since ranks are summed."""
         return self.damped * vector if ranks.leads() else torch.zeros_like(self.damped)
 
     def representable(self, vector: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class RouterCurvature(LinearOperator):
         return (self.dense + self.damping) * self.sum_diagonal
 
     def rhs(self) -> Tensor:
-        """b, (K, d) float64."""
+        """Return b, (K, d) float64."""
         parts = [
             self.dense * s.pull + self.damping * s.diagonal * s.router for s in self.curvatures
         ]

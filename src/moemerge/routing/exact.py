@@ -1,18 +1,18 @@
 """Minimise the routing divergence itself, Σ_i mean KL(r_i ‖ p(Wx)), by Newton-CG.
 
-The objective is the pure divergence: no regulariser. What α or γ add to the quadratic problem
-appears here only as a Levenberg term λ diag(H) inside each Newton system, which shortens steps in
-directions the tokens hardly see and moves no minimum. From the quadratic solution whole steps
-succeed with next to none of it, and 2 or 3 do; where they do not, λ grows. Such systems are as
-ill-conditioned as the features, so that the preconditioner decides their cost. It is built once,
-as curvature hardly changes on the way, and kept until its age costs more than a new one.
+The objective is the divergence without a regulariser. Each Newton system has a Levenberg term
+λ diag(H), which shortens steps in directions with little curvature and does not move the minimum.
+From the quadratic solution, two or three full steps with a tiny λ usually suffice; if they fail, λ
+grows. Such systems are as ill-conditioned as the features, so the preconditioner decides their
+cost. It is built once, since curvature hardly changes between steps, and replaced when that is
+cheaper.
 
 For a softmax the objective is convex (multinomial logistic regression with soft targets) and H is
-its Hessian. It does not change when one row is added to all experts' rows; steps are projected so
-that this null direction stays where the start had it. For the other normalised gates H leaves out
-a term that vanishes at the target (Gauss-Newton); it is positive semidefinite, and the line search
-makes every step a descent all the same. The divergence therefore never rises; but such a gate may
-have its infimum at infinity, where the step limit ends the descent.
+its Hessian. Adding one row to all experts' rows does not change it; steps are projected so that
+this null direction keeps its start value. For other normalised gates, H omits a term that vanishes
+at the target (Gauss-Newton). It is positive semidefinite, and the line search makes every step a
+descent, so the divergence never rises. The infimum of such a gate may be at infinity; then the step
+limit ends the descent.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ from moemerge.runtime import ranks
 
 ARMIJO = 1e-4
 HALVINGS = 12
-# λ after a whole step, after one cut below a half, and after one cut to (next to) nothing.
+# Factors of λ: after a full step, after one cut below a half, and after one cut to almost nothing.
 DAMPING_SHRINK, DAMPING_GROWTH, DAMPING_LEAP = 0.1, 10.0, 1000.0
 SHORT, NOTHING = 0.5, 0.05
-# More than this much damping shortens steps so far that a small promise tells nothing.
+# Above this damping, steps are so short that a small predicted decrease means nothing.
 TELLING_DAMPING = 1e-4
-# A step under this much that does not descend is the last to be tried.
+# A step with this much damping that does not descend is the last.
 MOST_DAMPING = 1e5
-# Saturated gates have gradients without curvature: an expert's diagonal counts at least this share
-# of the mean over experts, or damping would let its rows go anywhere.
+# Saturated gates have gradients without curvature. An expert's diagonal is at least this share of
+# the mean over experts; otherwise damping would not limit its rows.
 DIAGONAL_FLOOR = 1e-2
-# Newton systems need no more accuracy than their model of the objective has: a residual that has
-# fallen so far, and last steps that add no more than this share of what the step promises, or of
-# what would end the descent. The residual alone would not do: where a preconditioner is weak it may
-# be small and the step far from its end.
+# Newton systems need no more accuracy than their model of the objective. CG ends when the residual
+# has fallen by FORCING, and its last steps add less than a share of the predicted decrease, or of
+# the decrease that ends the descent. The residual alone does not suffice: with a weak
+# preconditioner it may be small while the step is far from complete.
 FORCING = 0.1
 ENERGY_RTOL = 0.02
 NEGLIGIBLE = 0.02
-# With fewer tokens than features every target can be met, and each step divides the divergence
-# again without end. Below this share of the start's, it is the start's that progress counts by.
+# With fewer tokens than features, every target can be met, and each step divides the divergence
+# again without end. Below this share of the initial divergence, progress is relative to that share.
 VANISHING = 0.01
 
 
 @dataclass(frozen=True)
 class ExactSettings:
-    """`decrease_rtol`: stop after a step that promised less than this share of the divergence.
+    """`decrease_rtol`: stop after a step whose predicted decrease is below this share of the KL.
 
-    What is left then is what that step missed: some per cent of its promise.
+    The remaining divergence is then a few per cent of that prediction.
     """
 
-    damping: float = 1e-5  # λ at first, and the least that it becomes
+    damping: float = 1e-5  # the initial and the smallest λ
     preconditioner: Preconditioner = Preconditioner.AUTO
     decrease_rtol: float = 1e-3
     max_steps: int = 30
@@ -85,7 +85,7 @@ class ExactSettings:
 
 @dataclass(frozen=True)
 class ExactResult:
-    """The minimiser and its history; `kl` sums the domains' mean divergences, the start's first."""
+    """The minimiser and its history; `kl` is the sum of the domains' mean divergences."""
 
     weight: Tensor  # (K, d), float64
     status: Status
@@ -107,7 +107,7 @@ def minimise_divergence(
     *,
     fallback: Tensor | None = None,
 ) -> ExactResult:
-    """Newton-CG with an Armijo line search from `start`, or from `fallback` if that is better."""
+    """Run Newton-CG with an Armijo line search from the better of `start` and `fallback`."""
     settings = settings or ExactSettings()
     domains = [_with_targets(domain) for domain in domains]
     w = start.to(domains[0].features[0].device, torch.float64)
@@ -168,7 +168,7 @@ class _Point:
 
 
 class _Newton:
-    """Newton systems one after the other: their damping, and the preconditioner they share."""
+    """Solves consecutive Newton systems, with their damping and a shared preconditioner."""
 
     def __init__(self, gate: Gate, settings: ExactSettings) -> None:
         self.settings = settings
@@ -179,9 +179,9 @@ class _Newton:
         self.patience = 0.0  # CG steps after which a new preconditioner would have been cheaper
 
     def step(self, here: _Point, enough: float) -> tuple[Tensor, bool]:
-        """(Σ + λ diag Σ) s = −gradient, roughly; and whether s tells how far the minimum is.
+        """Solve (Σ + λ diag Σ) s ≈ −gradient; also return whether s predicts the minimum.
 
-        `enough`: a decrease of the divergence that is not worth a step.
+        `enough` is a decrease of the divergence that is not worth a step.
         """
         operator = RouterCurvature(
             here.curvatures, dense=1.0, diagonal=self.damping, floor=DIAGONAL_FLOOR
@@ -199,16 +199,18 @@ class _Newton:
             self.patience = latest.steps + steps_to_build(operator, built.kind)
         self.kept = built if latest.converged and latest.steps <= self.patience else None
         step = result.solution
-        if not float(torch.sum(here.descent * step)) > 0.0:  # CG got nowhere: scaled descent
+        if (
+            not float(torch.sum(here.descent * step)) > 0.0
+        ):  # CG failed: use the preconditioned gradient
             step = built.operator.mv(here.descent)
         if self.has_null_direction:
             step = step - step.mean(dim=0, keepdim=True)
         return step, result.converged and self.damping <= TELLING_DAMPING
 
     def _attempts(self, operator: RouterCurvature) -> Iterator[Attempt]:
-        """The preconditioner of the system before, and new ones where that does not serve."""
+        """Yield the previous system's preconditioner, and then new ones."""
         if self.kept is not None:
-            if self.kept.deflation is not None:  # which must be exact to be of use
+            if self.kept.deflation is not None:  # which must match the operator
                 self.kept.deflation.refresh(operator)
             yield Attempt(self.kept, None)
         yield from attempts(operator, self.settings.preconditioner, NEWTON_STEPS)
@@ -239,11 +241,11 @@ class _Newton:
         )
 
     def went(self, length: float) -> None:
-        """Learn from the share of the step that the line search allowed."""
+        """Adapt the damping to the step length of the line search."""
         if length == 1.0:
             self.damping = max(self.damping * DAMPING_SHRINK, self.settings.damping)
             return
-        self.kept = None  # curvature that misled here is none to go on with
+        self.kept = None  # its curvature was misleading
         if length < SHORT:
             self.damping *= DAMPING_GROWTH if length > NOTHING else DAMPING_LEAP
 
@@ -256,9 +258,9 @@ def _line_search(
     kl: float,
     promise: float,
 ) -> float:
-    """The longest of 1, ½, ¼, … with sufficient decrease, or 0.
+    """Return the largest of 1, ½, ¼, … with sufficient decrease, or 0.
 
-    Logits are linear in the step's length, so one product for each of w and the step serves all.
+    Logits are linear in the step length, so one product each with w and the step suffices.
     """
     pairs = [list(_logit_pairs(domain, w, step)) for domain in domains]
     divisors = [domain.divisor for domain in domains]
@@ -284,18 +286,18 @@ def _line_search(
 def _logit_pairs(
     domain: DomainFeatures, w: Tensor, step: Tensor
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(target, w x, step x) of each chunk, all (tokens, K)."""
+    """Return (target, w x, step x) of each chunk, all (tokens, K)."""
     both = torch.cat([w, step])
     pairs = []
     for x, target in chunks_of(domain):
         z, dz = features_of(x, both.shape[1]).working_logits(both).chunk(2, dim=1)
-        assert target is not None  # `_with_targets` gave every domain its logits
+        assert target is not None  # set by `_with_targets`
         pairs.append((target, z, dz))
     return pairs
 
 
 def _with_targets(domain: DomainFeatures) -> DomainFeatures:
-    """The domain with its target logits written out: they do not change between steps."""
+    """Return the domain with its target logits, which do not change between steps."""
     domain.check()
     if domain.targets is not None:
         return domain

@@ -1,4 +1,4 @@
-"""The figures of routing: how a model's choices of experts compare with those of a source.
+"""Routing figures: how a model's choices of experts compare with those of a source.
 
 A figure is declared once, by a decorated function here. What is measured, the JSON document, the
 tables, the page and the table in docs/diagnosis.md all follow from the declaration:
@@ -39,27 +39,27 @@ from moemerge.routing.gates import (
 # The paper's bounds for the relative logit shift of Lemma 1's neighbourhood.
 SMALL_SHIFT: Final = 0.1
 MODERATE_SHIFT: Final = 0.2
-# Pairs of experts that the flow lists: enough for a chart, few enough for a document.
+# Number of pairs of experts in the flow: enough for a chart, few enough for a document.
 FLOWS: Final = 40
-# An expert is dead with less than this share of an even load, if its source gave it a fair one.
+# An expert is idle below this share of an even load, if its source gave it a fair one.
 DEAD: Final = 0.05
 FAIR: Final = 0.25
-# An expert is overloaded with so many times its source's load, and so many times an even one.
+# An expert is overloaded above these multiples of its source's load and of an even load.
 OVERLOADED: Final = 2.0
-# Keeps 0 / 0 at 0; representable in float32, in which logits and features are.
+# Avoids 0 / 0; representable in float32, the dtype of logits and features.
 TINY: Final = torch.finfo(torch.float32).tiny
 
 
-# --- what figures are computed from -------------------------------------------------------------
+# --- inputs of figures --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RouterOutput:
-    """What a router makes of some tokens; what several figures need is computed once."""
+    """A router's output for some tokens; quantities that several figures share are cached."""
 
     gate: Gate
-    compute: Callable[[], Tensor]  # the logits: (tokens, K), float32 at least
-    selection_bias: Tensor | None = None  # (K,), moves the choice alone
+    compute: Callable[[], Tensor]  # the logits: (tokens, K), at least float32
+    selection_bias: Tensor | None = None  # (K,), changes the selection only
 
     @classmethod
     def of(cls, gate: Gate, logits: Tensor, selection_bias: Tensor | None = None) -> RouterOutput:
@@ -84,7 +84,7 @@ class RouterOutput:
 
     @cached_property
     def chosen(self) -> Tensor:
-        """Which experts each token is sent to: (tokens, K), bool."""
+        """The experts that each token is sent to: (tokens, K), bool."""
         experts = select(self.gate, self.logits, self.selection_bias)
         return torch.zeros_like(self.logits, dtype=torch.bool).scatter_(1, experts, value=True)
 
@@ -93,8 +93,8 @@ class RouterOutput:
 class Tokens:
     """Some tokens at one router of a source and of a model."""
 
-    source: RouterOutput  # the source's router on the source's features: what is wanted
-    model: RouterOutput  # the model's router on the model's features: what happens
+    source: RouterOutput  # the source's router on the source's features: the target
+    model: RouterOutput  # the model's router on the model's features: the actual routing
     moved: RouterOutput  # the source's router on the model's features: only the routers differ
     features: tuple[Tensor, Tensor] | None = None  # the source's and the model's, (tokens, d)
 
@@ -109,7 +109,7 @@ class Tokens:
 
     @cached_property
     def shift(self) -> Tensor:
-        """How far apart the two routers' logits on the model's features are, (tokens,)."""
+        """The relative distance of the two routers' logits on the model's features, (tokens,)."""
         return relative_gap(self.model.logits, self.moved.logits)
 
 
@@ -135,7 +135,7 @@ class Measured:
         return self.choices // self.tokens
 
     def __getattr__(self, name: str) -> Any:
-        # `figures` itself is not there while an object is copied.
+        # `figures` itself does not exist yet while an object is copied.
         if name != "figures" and name in self.figures:
             return self.figures[name]
         raise AttributeError(f"{type(self).__name__} has no figure {name!r}")
@@ -149,12 +149,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Figure(FigureWords):
-    """A figure with the function that computes it, unless it is measured elsewhere."""
+    """A figure and the function that computes it; without one it is measured elsewhere."""
 
     of_tokens: Callable[[Tokens], Tensor] | None = None  # (tokens,), float64
     of_choices: Callable[[Choices], Any] | None = None
     of_routers: Callable[[Sequence[Measured]], float] | None = None
-    averaged: bool = True  # of tokens: a domain has the mean over its routers
+    averaged: bool = True  # for figures of tokens: a domain's value is the mean over its routers
 
 
 FIGURES: Final[dict[str, Figure]] = {}
@@ -168,7 +168,7 @@ def given(
 
 
 def _declared(kind: str) -> Callable[..., Callable[[Declared], Declared]]:
-    """A decorator that takes the words of `given` and declares a function of that kind."""
+    """Return a decorator that declares a function as a figure, described by `given`."""
 
     def with_words(*words: Any, **more: Any) -> Callable[[Declared], Declared]:
         def declare(function: Declared) -> Declared:
@@ -184,7 +184,7 @@ of_tokens, of_choices, of_routers = map(_declared, ("of_tokens", "of_choices", "
 
 
 def total_figures(routers: Sequence[Measured], **measured: float | None) -> dict[str, Any]:
-    """A domain's figures from those of its routers, and those `measured` in another way."""
+    """Return a domain's figures, from those of its routers and those in `measured`."""
     totals: dict[str, Any] = {}
     for name, figure in FIGURES.items():
         if name in measured:
@@ -196,7 +196,7 @@ def total_figures(routers: Sequence[Measured], **measured: float | None) -> dict
     return totals
 
 
-# --- the figures, in the order in which they are shown ------------------------------------------
+# --- the figures, in display order --------------------------------------------------------------
 
 
 @of_tokens(
@@ -394,35 +394,35 @@ given(
 )
 
 
-# --- their mathematics --------------------------------------------------------------------------
+# --- mathematics --------------------------------------------------------------------------------
 
 
 def missed_share(lost: Tensor, source: RouterOutput) -> Tensor:
-    """The share of each token's choices that were lost, (tokens,) float64."""
+    """Return the share of each token's choices that were lost, (tokens,) float64."""
     return lost.sum(dim=-1).double() / source.gate.top_k
 
 
 def divergence_of(target: RouterOutput, model: RouterOutput) -> Tensor:
-    """KL(target ‖ model) of each token, (tokens,)."""
+    """Return KL(target ‖ model) of each token, (tokens,)."""
     if is_bernoulli(target.gate):
         return divergence(target.gate, target.wide, model.wide)
     return vecdot(target.p, target.log_p - model.log_p)
 
 
 def vecdot(a: Tensor, b: Tensor) -> Tensor:
-    """Σ a b of each row, (tokens,)."""
+    """Return Σ a b of each row, (tokens,)."""
     return (a * b).sum(dim=-1)
 
 
 def relative_gap(a: Tensor, b: Tensor) -> Tensor:
-    """‖a − b‖ / ‖b‖ of each row, (tokens,) float64; 0 where both are 0."""
+    """Return ‖a − b‖ / ‖b‖ of each row, (tokens,) float64; 0 if both are 0."""
     gap: Tensor = torch.linalg.vector_norm(a - b, dim=-1).double()
     size: Tensor = torch.linalg.vector_norm(b, dim=-1).double()
     return gap / size.clamp_min(TINY)
 
 
 def load_entropy(load: tuple[float, ...]) -> float:
-    """1 for an even load, 0 for one expert that takes all."""
+    """Return the normalised entropy: 1 for an even load, 0 if one expert takes all."""
     if len(load) < 2:
         return 1.0
     return -math.fsum(p * math.log(p) for p in load if p > 0) / math.log(len(load))

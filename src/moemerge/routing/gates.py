@@ -24,12 +24,12 @@ _SOFTPLUS_TAIL = -18.0
 
 
 def is_bernoulli(gate: Gate) -> bool:
-    """Whether the gate is K independent sigmoids rather than one distribution over experts."""
+    """Return whether the gate is K independent sigmoids instead of one distribution."""
     return gate.score is Score.SIGMOID and not gate.normalised
 
 
 def capped(gate: Gate, logits: Tensor) -> Tensor:
-    """The logits times the gate's scale and after its soft cap, c tanh(z / c)."""
+    """Return the scaled logits after the gate's soft cap, c tanh(z / c)."""
     if gate.scale != 1.0:
         logits = logits * gate.scale
     if gate.soft_cap is None:
@@ -38,7 +38,7 @@ def capped(gate: Gate, logits: Tensor) -> Tensor:
 
 
 def _bend(gate: Gate, logits: Tensor) -> Tensor | None:
-    """d `capped` / dz; None where it is 1 everywhere."""
+    """Return d `capped` / dz; None if it is 1 everywhere."""
     if gate.soft_cap is None:
         return None if gate.scale == 1.0 else torch.full_like(logits, gate.scale)
     if gate.scale == 1.0:
@@ -53,7 +53,7 @@ def _log_softplus(z: Tensor) -> Tensor:
 
 
 def log_scores(gate: Gate, logits: Tensor) -> Tensor:
-    """log f(z), with f's normaliser left out."""
+    """Return log f(z) without normalisation."""
     z = capped(gate, logits)
     if gate.score is Score.SOFTMAX:
         return z
@@ -63,19 +63,18 @@ def log_scores(gate: Gate, logits: Tensor) -> Tensor:
 
 
 def log_probabilities(gate: Gate, logits: Tensor) -> Tensor:
-    """log p: over all experts for a distribution, each expert's own for Bernoulli gates."""
+    """Return log p: over all experts for a distribution, per expert for Bernoulli gates."""
     scores = log_scores(gate, logits)
     return scores if is_bernoulli(gate) else functional.log_softmax(scores, dim=-1)
 
 
 def probabilities(gate: Gate, logits: Tensor) -> Tensor:
-    """p, as `log_probabilities`."""
+    """Return p; see `log_probabilities`."""
     return log_probabilities(gate, logits).exp()
 
 
 def slope(gate: Gate, logits: Tensor) -> Tensor | None:
-    """g = d log f / dz, scale and soft cap included; None where it is 1 everywhere (a plain
-    softmax)."""
+    """Return g = d log f / dz, with scale and soft cap; None if it is 1 (plain softmax)."""
     z = capped(gate, logits)
     g: Tensor | None = None
     if gate.score is Score.SIGMOID:
@@ -89,7 +88,7 @@ def slope(gate: Gate, logits: Tensor) -> Tensor | None:
 
 
 def divergence(gate: Gate, target_logits: Tensor, logits: Tensor) -> Tensor:
-    """KL(target ‖ model) of each token, (tokens,); the sum of K Bernoulli ones where apt."""
+    """Return KL(target ‖ model) of each token, (tokens,); for Bernoulli gates, summed over K."""
     log_r = log_probabilities(gate, target_logits)
     log_p = log_probabilities(gate, logits)
     kl = (log_r.exp() * (log_r - log_p)).sum(dim=-1)
@@ -101,7 +100,7 @@ def divergence(gate: Gate, target_logits: Tensor, logits: Tensor) -> Tensor:
 
 
 def divergence_gradient(gate: Gate, target_logits: Tensor, logits: Tensor) -> Tensor:
-    """d KL(target ‖ model) / dz, (tokens, experts): g (p − r), or s − r for Bernoulli gates."""
+    """Return d KL / dz, (tokens, experts): g (p − r), or s − r for Bernoulli gates."""
     gap = probabilities(gate, logits) - probabilities(gate, target_logits)
     if is_bernoulli(gate):
         # d/dz [-r log s - (1-r) log(1-s)] = s - r; only scale and soft cap remain of g.
@@ -112,7 +111,7 @@ def divergence_gradient(gate: Gate, target_logits: Tensor, logits: Tensor) -> Te
 
 
 def select(gate: Gate, logits: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The experts each token is sent to, (tokens, top_k), in no particular order.
+    """Return the experts of each token, (tokens, top_k), in no particular order.
 
     `bias` is the selection bias, which moves the choice and not p; it is needed exactly where
     the gate says it has one.
@@ -130,7 +129,7 @@ def select(gate: Gate, logits: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _choice_scores(gate: Gate, z: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None and gate.groups == 1:
-        return z  # every score function rises with z, and logits do not saturate into ties
+        return z  # every score function increases with z, and logits have no ties by saturation
     if gate.selection_bias is BiasPlace.LOGITS and bias is not None:
         return capped(gate, z) + bias.to(z).reshape(-1)
     if gate.score is Score.SOFTMAX:
@@ -141,7 +140,7 @@ def _choice_scores(gate: Gate, z: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _mask_groups(gate: Gate, scores: Tensor) -> Tensor:
-    """Experts outside the best `top_groups` groups get the gate's masked score."""
+    """Set the scores of experts outside the best `top_groups` groups to the masked score."""
     tokens, experts = scores.shape
     if experts % gate.groups:
         raise ArchitectureError(f"{experts} experts do not split into {gate.groups} equal groups")
@@ -160,7 +159,7 @@ def _mask_groups(gate: Gate, scores: Tensor) -> Tensor:
 
 
 class Curvature(StrEnum):
-    """How much of H is kept."""
+    """Which part of H is used."""
 
     FULL = "full"
     DIAGONAL = "diagonal"
@@ -169,9 +168,9 @@ class Curvature(StrEnum):
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """H of each token as H v = diagonal ⊙ v − rank_one (rank_one · v). None: identity, nothing.
+    """H of each token: H v = diagonal ⊙ v − rank_one (rank_one · v). None: identity and zero.
 
-    A softmax' two parts are one and the same tensor.
+    For a softmax both parts are the same tensor.
     """
 
     diagonal: Tensor | None  # (tokens, experts)
@@ -179,7 +178,7 @@ class TokenWeights:
 
     @staticmethod
     def joined(parts: Sequence[TokenWeights]) -> TokenWeights:
-        """The weights of consecutive groups of tokens as one."""
+        """Join the weights of consecutive groups of tokens."""
         if len(parts) == 1 or parts[0].diagonal is None:
             return parts[0]
         diagonal = torch.cat([part.diagonal for part in parts if part.diagonal is not None])
@@ -191,21 +190,21 @@ class TokenWeights:
         return TokenWeights(diagonal, rank_one)
 
     def rows(self, begin: int, end: int) -> TokenWeights:
-        """The weights of some of the tokens."""
+        """Return the weights of a range of tokens."""
         diagonal = None if self.diagonal is None else self.diagonal[begin:end]
         if self.rank_one is self.diagonal:
             return TokenWeights(diagonal, diagonal)
         return TokenWeights(diagonal, None if self.rank_one is None else self.rank_one[begin:end])
 
     def every(self, stride: int) -> TokenWeights:
-        """The weights of every `stride`th token."""
+        """Return the weights of every `stride`th token."""
         diagonal = None if self.diagonal is None else self.diagonal[::stride]
         if self.rank_one is self.diagonal:
             return TokenWeights(diagonal, diagonal)
         return TokenWeights(diagonal, None if self.rank_one is None else self.rank_one[::stride])
 
     def apply(self, v: Tensor) -> Tensor:
-        """H v, (tokens, experts)."""
+        """Return H v, (tokens, experts)."""
         if self.diagonal is None:
             return v
         u = self.diagonal.to(v.dtype) * v
@@ -215,7 +214,7 @@ class TokenWeights:
         return u
 
     def own(self, like: Tensor) -> Tensor:
-        """diag H, (tokens, experts); never negative."""
+        """Return diag H, (tokens, experts); never negative."""
         if self.diagonal is None:
             return torch.ones_like(like)
         h = self.diagonal.to(like.dtype)
@@ -227,7 +226,7 @@ class TokenWeights:
 def token_weights(
     gate: Gate, logits: Tensor, curvature: Curvature, dtype: torch.dtype
 ) -> TokenWeights:
-    """H at `logits` (float64 for full accuracy), stored in `dtype`."""
+    """Return H at `logits` (float64 for full accuracy), stored in `dtype`."""
     if curvature is Curvature.IDENTITY:
         return TokenWeights(None, None)
     p = probabilities(gate, logits)
@@ -250,7 +249,7 @@ def token_weights(
 
 
 def _keep_positive(a: Tensor, b: Tensor | None) -> Tensor:
-    """Shrink a by an ulp where rounding would make diag(b) − a aᵀ indefinite (b None: b = a).
+    """Shrink a by an ulp if rounding would make diag(b) − a aᵀ indefinite (b None: b = a).
 
     That matrix is positive semidefinite exactly when Σ a²/b <= 1 (for a softmax, Σ p <= 1).
     Rounding the shrunk value adds at most half the ulp taken away.

@@ -10,7 +10,7 @@ from torch import Tensor
 from moemerge.linalg.operator import Diagonal, LinearOperator
 from moemerge.routing.curvature import RouterCurvature
 
-# Jitter tried first where a Cholesky factorisation fails, relative to the mean diagonal.
+# The first jitter to try if a Cholesky factorisation fails, relative to the mean diagonal.
 FIRST_JITTER = 1e-7
 JITTER_GROWTH = 10.0
 
@@ -62,7 +62,7 @@ class KroneckerFactors:
     @classmethod
     def of(cls, operator: RouterCurvature) -> KroneckerFactors:
         mean_h = torch.stack([s.mean_hessian() for s in operator.curvatures]).sum(dim=0)
-        # Tokens weighted by tr H: those that are routed with certainty do not bend the divergence.
+        # Tokens are weighted by tr H: confidently routed tokens have no curvature.
         gram = operator.curvatures[0].gram(_trace)
         for domain in operator.curvatures[1:]:
             gram += domain.gram(_trace)
@@ -80,7 +80,7 @@ class KroneckerFactors:
 
 
 def block_inverse(operator: RouterCurvature) -> tuple[BlockInverse, float]:
-    """(a mean h_k x xᵀ + c diag)⁻¹ for each expert k, h = diag H; and the jitter it took."""
+    """Return (a mean h_k x xᵀ + c diag)⁻¹ for each expert k, h = diag H, and the jitter used."""
     experts, width = operator.shape
     blocks = torch.zeros(experts, width, width, dtype=operator.dtype, device=operator.device)
     for expert in range(experts):
@@ -92,7 +92,7 @@ def block_inverse(operator: RouterCurvature) -> tuple[BlockInverse, float]:
 
 
 def cholesky(matrices: Tensor) -> tuple[Tensor, float]:
-    """Batched Cholesky factors, with the relative jitter that was needed (0 where none was).
+    """Return batched Cholesky factors, and the relative jitter that was needed (0 if none).
 
     A matrix that is zero altogether (an expert no token ever leans to) becomes the identity: it
     then changes nothing, as its residual is zero too.
@@ -114,7 +114,7 @@ def _trace(h: Tensor) -> Tensor:
 
 
 def _unit_diagonal(matrix: Tensor) -> Tensor:
-    """The matrix scaled to a diagonal of ones; empty rows become those of the identity."""
+    """Return the matrix scaled to unit diagonal; empty rows become those of the identity."""
     diagonal = matrix.diagonal()
     empty = diagonal <= 0
     scale = torch.where(empty, torch.ones_like(diagonal), diagonal).rsqrt()

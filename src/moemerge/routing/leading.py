@@ -1,18 +1,18 @@
-"""The leading directions of the features, along which all experts are solved for together.
+"""Deflation: solve exactly along the leading directions of the features, for all experts.
 
-Scaled to unit diagonal, A = a Σ + c diag Σ has no eigenvalue below c / (a + c): only large ones
-keep CG busy. They belong to few directions of the features: a mean, huge channels, what sets
-domains and documents apart, the head of a steep spectrum. With Q (d, J) the J leading ones, routers
-Z c = c Qᵀ, c (K, J), make a subspace in which A is a matrix of K·J rows,
+Scaled to unit diagonal, A = a Σ + c diag Σ has no eigenvalue below c / (a + c), so only large
+eigenvalues slow CG down. They belong to few directions of the features: a mean, outlier channels,
+differences between domains and documents, the head of a steep spectrum. With Q (d, J) the J leading
+directions, routers Z c = c Qᵀ, c (K, J), form a subspace in which A is a matrix of K·J rows,
 
     A_Z = Σ_i [a mean H ⊗ x̂ x̂ᵀ] + c Qᵀ diag(Σ) Q,      x̂ = Qᵀ x  (tokens, J),
 
-made of the projected tokens in one pass and factored once; Jacobi or Kronecker is left with the
-rest, where they do well. Where H is diagonal, so is A_Z but for blocks of J rows.
+computed from the projected tokens in one pass and factored once. Jacobi or Kronecker preconditions
+the rest, for which they suffice. If H is diagonal, A_Z is block diagonal with blocks of J rows.
 
-The correction s = y + Z A_Z⁻¹ Zᵀ (r − A y) costs no product of its own. Both halves of one are
-needed once: the logits of y, from which Zᵀ A y follows by x̂, and then, moved by those of the
-correction (again by x̂), the sum over tokens that makes A s.
+The correction s = y + Z A_Z⁻¹ Zᵀ (r − A y) needs no additional product. The logits of y are the
+first half of a product, and give Zᵀ A y through x̂. The correction shifts these logits, again
+through x̂, and the second half of the product, a sum over tokens, gives A s.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from moemerge.routing.inverses import KroneckerFactors, cholesky
 from moemerge.routing.products import Precision, features_of
 from moemerge.runtime import ranks
 
-# Added to A_Z's unit diagonal, in case A is singular (a softmax without damping is).
+# Added to A_Z's unit diagonal, since A may be singular (for a softmax without damping it is).
 LEAST_DAMPING = 1e-6
-# Subspace iteration: vectors beyond those asked for, rounds, and the tokens that are enough for it.
+# Subspace iteration: additional vectors, rounds, and the size of the sample of tokens.
 OVERSAMPLING, ROUNDS = 8, 4
 SKETCH_TOKENS = 1 << 17
-# Values of a (rows, K·J) chunk, while A_Z is summed up.
+# Values of a (rows, K·J) chunk while A_Z is summed.
 CHUNK = 1 << 26
-# A symmetric product is computed as this many bands, each from its diagonal on.
+# Bands in which a symmetric product is computed, each from its diagonal on.
 BANDS = 4
 # Experts whose Qᵀ diag(Σ) Q is computed at once.
 EXPERTS_AT_ONCE = 64
 
 
 class LeadingDirections(Deflation):
-    """Z c = c Qᵀ for all experts together, and A_Z⁻¹ of one operator."""
+    """The subspace Z c = c Qᵀ for all experts, and A_Z⁻¹ of one operator."""
 
     def __init__(self, operator: RouterCurvature, directions: Tensor) -> None:
         """`directions`: Qᵀ, (J, d)."""
         first = operator.curvatures[0]
         seen = first.representable(directions, Precision.COARSE)
-        self.directions = seen.to(operator.dtype).double()  # what the projections are made with
+        self.directions = seen.to(operator.dtype).double()  # as used in the projections
         self.projected = [_project(domain, self.directions) for domain in operator.curvatures]
         self.system = _factored(operator, self.directions, self.projected)
 
@@ -61,7 +61,7 @@ class LeadingDirections(Deflation):
         return self.system.jitter
 
     def refresh(self, operator: RouterCurvature) -> None:
-        """Turn to another operator on the same features."""
+        """Use another operator on the same features."""
         self.system = _factored(operator, self.directions, self.projected)
 
     def restrict(self, vector: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class LeadingDirections(Deflation):
     def corrected(
         self, operator: LinearOperator, y: Tensor | None, r: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As defined, for one product; float64 but for the products' own precision."""
+        """Return s and A s for one product; float64 except for the product itself."""
         if not isinstance(operator, RouterCurvature):
             return super().corrected(operator, y, r)
         rest, logits = self.restrict(r), None
@@ -90,7 +90,7 @@ class LeadingDirections(Deflation):
     def _half_product(
         self, operator: RouterCurvature, y: Tensor
     ) -> tuple[list[list[Tensor]], Tensor]:
-        """The logits of y by domain and block, and Zᵀ A y, (K, J)."""
+        """Return the logits of y by domain and block, and Zᵀ A y, (K, J)."""
         product = self.restrict(operator.damping_of(y))
         logits = []
         for domain, projected in zip(operator.curvatures, self.projected, strict=True):
@@ -111,7 +111,7 @@ class LeadingDirections(Deflation):
         logits: list[list[Tensor]] | None,
         coefficients: Tensor,
     ) -> Tensor:
-        """A s of s = y + Z c, from the logits of y (None: y = 0)."""
+        """Return A s for s = y + Z c, from the logits of y (None: y = 0)."""
         out = operator.damping_of(s)
         experts = operator.shape[0]
         for number, (domain, projected) in enumerate(
@@ -126,26 +126,26 @@ class LeadingDirections(Deflation):
         return out
 
 
-# --- which directions ---------------------------------------------------------------------------
+# --- finding directions -------------------------------------------------------------------------
 
 
 def directions_of(factors: KroneckerFactors, operator: RouterCurvature, count: int) -> Tensor:
-    """The leading eigenvectors of C_X, for features that are not scaled: Qᵀ, (J, d) float64."""
+    """Return the leading eigenvectors of C_X for unscaled features: Qᵀ, (J, d) float64."""
     leading = factors.vectors_x[:, -count:].double()
     return (leading * _feature_scale(operator).unsqueeze(1)).T.contiguous()
 
 
 def sketched_directions(operator: RouterCurvature, count: int) -> Tensor:
-    """The same to a few digits, by subspace iteration on a sample of the tokens."""
+    """Approximate `directions_of` by subspace iteration on a sample of the tokens."""
     width = operator.shape[1]
     scale = _feature_scale(operator)
     wanted = sketch_size(operator.shape, count)
-    rng = torch.Generator().manual_seed(0)  # of the CPU: the same on every device
+    rng = torch.Generator().manual_seed(0)  # on the CPU: the same for every device
     basis = torch.randn(wanted, width, generator=rng, dtype=torch.float64).to(operator.device)
     stride = -(-sum(domain.tokens for domain in operator.curvatures) // SKETCH_TOKENS)
     for _ in range(ROUNDS):
         basis = _orthonormal(_gram_product(operator, basis * scale, stride) * scale)
-    # Rayleigh and Ritz: within the subspace, the leading directions.
+    # Rayleigh-Ritz: the leading directions within the subspace.
     image = _gram_product(operator, basis * scale, stride) * scale
     _, rotation = torch.linalg.eigh(image @ basis.T)
     leading: Tensor = rotation[:, -count:].T @ basis
@@ -153,12 +153,12 @@ def sketched_directions(operator: RouterCurvature, count: int) -> Tensor:
 
 
 def sketch_size(shape: tuple[int, ...], count: int) -> int:
-    """Vectors of the subspace iteration that finds `count` directions."""
+    """Return the number of vectors in the subspace iteration for `count` directions."""
     return min(shape[1], count + OVERSAMPLING)
 
 
 def _feature_scale(operator: RouterCurvature) -> Tensor:
-    """1 / sqrt of the diagonal of Σ mean tr H x xᵀ, (d,); 0 for a feature that never fires."""
+    """Return 1 / sqrt of the diagonal of Σ mean tr H x xᵀ, (d,); 0 for a constant-zero feature."""
     diagonal = operator.sum_diagonal.sum(dim=0)
     return torch.where(diagonal > 0, diagonal.rsqrt(), torch.zeros_like(diagonal))
 
@@ -169,7 +169,7 @@ def _orthonormal(rows: Tensor) -> Tensor:
 
 
 def _gram_product(operator: RouterCurvature, rows: Tensor, stride: int) -> Tensor:
-    """rows · Σ_i mean tr H x xᵀ over every `stride`th token, (J, d)."""
+    """Return rows · Σ_i mean tr H x xᵀ over every `stride`th token, (J, d)."""
     out = torch.zeros_like(rows)
     for domain in operator.curvatures:
         taken = ranks.total(sum(-(-len(x) // stride) for x, _ in domain.parts), out.device)
@@ -187,7 +187,7 @@ def _gram_product(operator: RouterCurvature, rows: Tensor, stride: int) -> Tenso
 
 
 def _project(domain: DomainCurvature, directions: Tensor) -> list[Tensor]:
-    """x̂ of every block, (tokens, J) in the working dtype."""
+    """Return x̂ of every block, (tokens, J) in the working dtype."""
     columns = directions.shape[1]
     return [features_of(x, columns).working_logits(directions) for x, _ in domain.parts]
 
@@ -197,7 +197,7 @@ class _System:
     """A_Z, scaled to unit diagonal and factored."""
 
     scale: Tensor  # (K, J)
-    factor: Tensor  # (K·J, K·J), or where experts do not meet (K, J, J); or the inverse of that
+    factor: Tensor  # (K·J, K·J), or (K, J, J) if experts are not coupled; or its inverse
     inverted: bool
     jitter: float
 
@@ -231,13 +231,13 @@ def _factored(
         LEAST_DAMPING + empty.reshape(matrix.shape[:-1]).to(matrix.dtype)
     )
     factor, jitter = cholesky(matrix)
-    # On a GPU solving with a triangle takes longer than a whole product with the features.
+    # On a GPU a triangular solve takes longer than a product with the features.
     inverted = factor.is_cuda
     return _System(scale, torch.cholesky_inverse(factor) if inverted else factor, inverted, jitter)
 
 
 def _damping(operator: RouterCurvature, directions: Tensor) -> Tensor:
-    """Qᵀ diag(c Σ_kk) Q of every expert k, (K, J, J)."""
+    """Return Qᵀ diag(c Σ_kk) Q of every expert k, (K, J, J)."""
     parts = [
         (directions * rows.unsqueeze(1)) @ directions.T
         for rows in torch.split(operator.damped, EXPERTS_AT_ONCE)
@@ -248,10 +248,10 @@ def _damping(operator: RouterCurvature, directions: Tensor) -> Tensor:
 def _sums(
     operator: RouterCurvature, projected: Sequence[Sequence[Tensor]]
 ) -> tuple[Tensor, Tensor | None]:
-    """Σ_i mean h_k x̂ x̂ᵀ of every expert k, and Σ_i mean (v ⊗ x̂)(v ⊗ x̂)ᵀ of H = diag(·) − v vᵀ.
+    """Return Σ_i mean h_k x̂ x̂ᵀ per expert k, and Σ_i mean (v ⊗ x̂)(v ⊗ x̂)ᵀ of H = diag(·) − v vᵀ.
 
-    Of the second the parts between two experts are of use. Those of an expert with itself would
-    cancel against the diagonal of H where a router is sure of it; the first has them whole.
+    Only the blocks between two different experts of the second are used. Its diagonal blocks would
+    cancel against the diagonal of H for a confident router; the first contains them accurately.
     """
     experts, count = operator.shape[0], projected[0][0].shape[1]
     own = torch.zeros(experts, count, count, dtype=torch.float64, device=operator.device)
@@ -275,7 +275,7 @@ def _sums(
 def _chunks(
     domain: DomainCurvature, projected: Sequence[Tensor], experts: int
 ) -> Iterator[tuple[TokenWeights, Tensor]]:
-    """H and x̂ of some tokens at a time."""
+    """Yield H and x̂ in chunks of tokens."""
     rows = max(1, CHUNK // (experts * projected[0].shape[1]))
     for (_, weights), along in zip(domain.parts, projected, strict=True):
         for begin in range(0, len(along), rows):
@@ -284,12 +284,12 @@ def _chunks(
 
 
 def _spread(values: Tensor, along: Tensor) -> Tensor:
-    """v ⊗ x̂ of each token, (tokens, K·J)."""
+    """Return v ⊗ x̂ of each token, (tokens, K·J)."""
     return (values.unsqueeze(2) * along.unsqueeze(1)).reshape(len(along), -1)
 
 
 def _add_symmetric(out: Tensor, rows: Tensor, factor: float, *, fused: bool) -> None:
-    """Add `factor` rowsᵀ rows to the upper triangle of `out` (and some of it to the lower)."""
+    """Add `factor` rowsᵀ rows to the upper triangle of `out`, and partly to the lower."""
     terms = list(split(rows, 2)) if fused else [rows]
     size = out.shape[0]
     for band in range(BANDS):

@@ -1,4 +1,4 @@
-"""Measures figures of routing, summed block by block on the device."""
+"""Measure routing figures, summed block by block on the device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moemerge.architectures.rules import Gate, Score
+from moemerge.architectures.rules import Gate
 from moemerge.errors import DataError
-from moemerge.kernels import agreement
 from moemerge.routing.figures import (
     FIGURES,
     FLOWS,
-    MODERATE_SHIFT,
-    SMALL_SHIFT,
     Choices,
     Measured,
     RouterOutput,
@@ -27,22 +24,22 @@ from moemerge.routing.figures import (
 from moemerge.routing.products import DomainFeatures, chunks_of, features_of
 from moemerge.runtime import ranks
 
-# All that a router can be measured by, and what a calibration says of each router.
+# All figures of a router, and those in a calibration's report.
 ROUTER_FIGURES = tuple(n for n, f in FIGURES.items() if f.of_tokens or f.of_choices)
 CALIBRATION_FIGURES = ("mismatch", "kl", "quadratic", "top1_agreement")
 
 
 @dataclass(frozen=True)
 class RouterView:
-    """A router as its model computes with it, on the model's device."""
+    """A router of a loaded model, on the model's device."""
 
     gate: Gate
     weight: Tensor  # (K, d)
     bias: Tensor | None  # (K,), added to the logits
-    selection_bias: Tensor | None  # (K,), moves the choice alone
+    selection_bias: Tensor | None  # (K,), changes the selection only
 
     def logits(self, features: Tensor) -> Tensor:
-        """W x + b for features (tokens, d): (tokens, K), float32 at least."""
+        """Return W x + b for features (tokens, d): (tokens, K), at least float32."""
         dtype = torch.promote_types(features.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         return functional.linear(features.to(dtype), self.weight.to(dtype), bias)
@@ -54,7 +51,7 @@ class RouterView:
 def compare(
     source: RouterView, model: RouterView, own_features: Tensor, features: Tensor
 ) -> Tokens:
-    """The same tokens' router inputs in the source and in the model, (tokens, d) each."""
+    """Pair the same tokens' router inputs in the source and in the model, (tokens, d) each."""
     if own_features.shape != features.shape:
         raise DataError(
             f"router inputs of shape {tuple(own_features.shape)} in the source and "
@@ -69,32 +66,28 @@ def compare(
 
 
 class FigureSums:
-    """Sums of figures over blocks of tokens; the host looks at them once, at the end."""
+    """Sums figures over blocks of tokens; synchronises with the device once, at the end."""
 
     def __init__(self, names: Iterable[str] = ROUTER_FIGURES) -> None:
         figures = [FIGURES[name] for name in names]
         self._of_tokens = {f.name: f.of_tokens for f in figures if f.of_tokens}
         self._of_choices = {f.name: f.of_choices for f in figures if f.of_choices}
         self._tokens = self._choices = 0
-        # The figures of tokens, (figures,); where choices are counted, loads (2, K), flow (K, K).
+        # Figures of tokens, (figures,); if choices are counted, also loads (2, K), flow (K, K).
         self._sums: list[Tensor] = []
 
     def add(self, tokens: Tokens) -> None:
         parts = [torch.stack([figure(tokens).sum() for figure in self._of_tokens.values()])]
         if self._of_choices:
             parts += _choice_sums(tokens)
-        self.add_sums(parts, tokens.count, tokens.source.gate.top_k)
-
-    def add_sums(self, parts: list[Tensor], tokens: int, top_k: int) -> None:
-        """Add what was summed elsewhere, over so many tokens with so many choices each."""
         self._sums = (
             [a + b for a, b in zip(self._sums, parts, strict=True)] if self._sums else parts
         )
-        self._tokens += tokens
-        self._choices += tokens * top_k
+        self._tokens += tokens.count
+        self._choices += tokens.count * tokens.source.gate.top_k
 
     def result(self) -> Measured:
-        """The figures so far: the one moment at which the host waits for the device."""
+        """Return the figures so far; this synchronises with the device."""
         if not self._tokens:
             raise DataError("routing figures over no token", hint="give the domain some text")
         ranks.add_up(*self._sums)
@@ -116,9 +109,9 @@ class FigureSums:
 
 
 def _choice_sums(tokens: Tokens) -> list[Tensor]:
-    """How often each expert was chosen, (2, K), and which one's loss was which one's gain, (K, K).
+    """Return how often each expert is chosen, (2, K), and the flow between experts, (K, K).
 
-    A choice that is lost goes in equal parts to the experts that the token is sent to instead.
+    A lost choice counts in equal parts for the experts that the token is sent to instead.
     """
     wanted, made = tokens.source.chosen, tokens.model.chosen
     taken = made.logical_and(wanted.logical_not()).float()
@@ -128,7 +121,7 @@ def _choice_sums(tokens: Tokens) -> list[Tensor]:
 
 
 def _largest_flows(loads: Tensor | None = None, flow: Tensor | None = None) -> list[Tensor]:
-    """Loads, the largest flows and where they are in `flow`, all as float64 vectors."""
+    """Return the loads, the largest flows and their positions in `flow`, as float64 vectors."""
     if loads is None or flow is None:
         return []
     shares, pairs = flow.flatten().topk(min(FLOWS, flow.numel()))
@@ -165,10 +158,10 @@ def measure_routers(
     bias: Tensor | None = None,
     target_bias: Tensor | None = None,
 ) -> list[Measured]:
-    """How each of several routers agrees with the domain's target, in one pass over the domain.
+    """Measure how several routers agree with the domain's target, in one pass over the domain.
 
-    Both are taken on the domain's features, unless the target is a source's own routing. The two
-    selection biases may differ: a merged model's is not its source's.
+    Both use the domain's features, unless the target is a source's own routing. The selection
+    biases may differ: a merged model has its own.
     """
     sums = [FigureSums(CALIBRATION_FIGURES) for _ in weights]
     device = domain.features[0].device
@@ -176,29 +169,8 @@ def measure_routers(
     for x, given in chunks_of(domain):
         features = features_of(x, target_router.shape[1])
         wanted = features.working_logits(target_router) if given is None else given
-        fused = _is_plain(gate) and agreement.usable(wanted, wanted)
         target = RouterOutput.of(gate, wanted, target_bias)
         for one, router in zip(sums, routers, strict=True):
             logits = features.working_logits(router)
-            if fused:
-                one.add_sums([_fused_sums(wanted, logits, gate.top_k)], len(logits), gate.top_k)
-            else:
-                one.add(Tokens(target, RouterOutput.of(gate, logits, bias), moved=target))
+            one.add(Tokens(target, RouterOutput.of(gate, logits, bias), moved=target))
     return [one.result() for one in sums]
-
-
-def _fused_sums(target: Tensor, logits: Tensor, top_k: int) -> Tensor:
-    """The sums of the calibration's figures by one kernel."""
-    sums, _ = agreement.agreement(target, logits, top_k, (SMALL_SHIFT, MODERATE_SHIFT))
-    return sums[[agreement.FIGURES.index(name) for name in CALIBRATION_FIGURES]]
-
-
-def _is_plain(gate: Gate) -> bool:
-    """A softmax whose choice is that of the largest logits."""
-    return (
-        gate.score is Score.SOFTMAX
-        and gate.soft_cap is None
-        and gate.scale == 1.0
-        and gate.selection_bias is None
-        and gate.groups == 1
-    )

@@ -1,25 +1,25 @@
-"""The ways to precondition a router's system, and which of them to take.
+"""Preconditioners of a router's linear system, and the choice between them.
 
 * Jacobi: the diagonal.
-* Blocks: for each expert its exact (d, d) block of A. Costs K weighted Gram matrices and K·d²
+* Blocks: the exact (d, d) block of A of each expert. Costs K weighted Gram matrices and K·d²
   memory, so it is for small d.
 * Kronecker: Σ ≈ mean H ⊗ mean x xᵀ. With S = diag Σ known exactly and C_H, C_X the two factors
   scaled to unit diagonal, A ≈ S^½ (a C_H ⊗ C_X + c I) S^½. The eigenvectors of the two small
-  matrices diagonalise the bracket whole, damping included; blending each factor with its own
-  diagonal instead would put the damping in the wrong place, and takes twice the steps.
+  matrices diagonalise the bracket including its damping. Blending each factor with its own diagonal
+  instead would misplace the damping, and takes twice the steps.
 * Two-level: A itself on the leading directions of the features (`leading`), and Jacobi or Kronecker
   for the rest.
 
-Kronecker takes a dozen steps where the features have no mean and the routers are soft, and hundreds
-or no end of them where tokens of one expert look unlike those of another: features with means and
-huge channels, sure routers. There the two-level method takes 10 to 50. Blocks see how each expert's
-own tokens are correlated, which one Gram matrix for all cannot: with little damping, in small
-models, that is what counts.
+For features without a mean and soft routers, Kronecker takes a dozen steps. If the tokens of one
+expert differ from those of another (features with means and outlier channels, confident routers),
+it takes hundreds or does not converge; the two-level method then takes 10 to 50. Blocks capture the
+correlations within each expert's own tokens, which a common Gram matrix does not. They matter in
+small models with little damping.
 
-AUTO begins with what should be cheapest, and goes on to a sturdier one when the pace of a solve is
-not what it was taken for: Kronecker with a few directions or blocks, then many directions, and
-Jacobi where even that breaks down. Where Kronecker's own factors show sure routers, it begins with
-many.
+AUTO starts with the kind that should be cheapest, and switches to a more robust one if a solve is
+slower than expected. The order is: Kronecker with a few directions, or blocks; then many
+directions; then Jacobi, if even that breaks down. If Kronecker's factors indicate confident
+routers, it starts with many directions.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from moemerge.routing.leading import (
     sketched_directions,
 )
 
-# Least damping of the Kronecker form, as a share of a. Its small eigenvalues are far from A's: with
-# A's own damping of 1e-4 in place of this, CG takes four times the steps.
+# Minimum damping of the Kronecker form, as a share of a. Its small eigenvalues are far from A's:
+# with A's own damping of 1e-4 instead, CG takes four times the steps.
 KRONECKER_DAMPING = 0.02
-# The same below the leading directions, where it need not reach far: with 0.1 the hardest features
-# take a third more steps, with 0.8 the kindest do.
+# The same for the rest below the leading directions: with 0.1 the most ill-conditioned features
+# take a third more steps, with 0.8 the best-conditioned do.
 REST_DAMPING = 0.4
-# Directions that help Kronecker out at first: those of soft routers' features cost next to nothing,
-# and one that stands out would treble its steps.
+# Directions that are combined with Kronecker at first. They cost almost nothing, and a single
+# outlier direction would triple its steps.
 FEW_DIRECTIONS = 4
-# Least eigenvalue but one of C_H (softmax always has one of 0) up to which routers count as sure:
-# 0.8 to 0.95 where Kronecker does well, 0.4 to 0.6 where it does not.
-SURE = 0.75
-# Blocks may not take more memory than this.
+# Routers count as confident up to this second-smallest eigenvalue of C_H (the smallest of a softmax
+# is always 0): 0.8 to 0.95 when Kronecker converges well, 0.4 to 0.6 when it does not.
+CONFIDENT = 0.75
+# Maximum memory of the blocks.
 BLOCK_BYTES = 2 << 30
 
 
 class Preconditioner(StrEnum):
-    """The ways to precondition; AUTO takes the one a cost model expects to be fastest."""
+    """Kinds of preconditioners; AUTO chooses the fastest by a cost model."""
 
     AUTO = "auto"
     NONE = "none"
@@ -84,29 +84,30 @@ class BuiltPreconditioner:
 
 Steps = Mapping[Preconditioner, int]
 # Steps to a residual of 1e-6 at α = 0.9, measured on features of trained models and on synthetic
-# ones with means, huge channels and sure routers. Only their ratios matter. Kronecker's are those
-# of a trial that ends well, or of one that does not and of what is left for the two-level method.
+# ones with means, outlier channels and confident routers. Only their ratios matter. Kronecker's
+# include trials that were abandoned, and the steps of the two-level method after them.
 SOLVE_STEPS: Steps = {
     Preconditioner.JACOBI: 400,
     Preconditioner.KRONECKER: 24,
     Preconditioner.BLOCK: 55,
     Preconditioner.TWO_LEVEL: 40,
 }
-# Steps of all Newton systems of a router together (`exact`), hardly damped: of trained and hardly
-# trained models' features (K 24 and 32, d 96 and 128) and synthetic ones up to d 2048.
+# Steps of all Newton systems of a router together (`exact`), with little damping. Measured on
+# features of models after long and short training (K 24 and 32, d 96 and 128), and on synthetic
+# ones up to d 2048.
 NEWTON_STEPS: Steps = {
     Preconditioner.JACOBI: 1500,
     Preconditioner.KRONECKER: 140,
     Preconditioner.BLOCK: 12,
     Preconditioner.TWO_LEVEL: 200,
 }
-# Kronecker is tried before the two-level method where it costs at most so many times as much: kind
-# features need no more, and for others its factors go on to serve below the directions.
+# Kronecker is tried before the two-level method if it costs at most this multiple. It suffices for
+# well-conditioned features, and its factors also precondition the rest of the two-level method.
 TRIAL = 2.0
-# When a solve with each is given up for the next.
+# When to abandon a solve with one kind for the next.
 PATIENCE = {
-    # With a few directions. Making many costs as much as 8 (by arithmetic) to 25 steps (on a GPU);
-    # of the features measured, those for which they paid off asked for more than 24.
+    # With a few directions. Many directions cost as much as 8 (by arithmetic) to 25 steps (on a
+    # GPU). In our measurements they were worth it if more than 24 further steps were expected.
     Preconditioner.KRONECKER: Patience(window=8, steps=24),
     Preconditioner.BLOCK: Patience(window=12, steps=60),
     Preconditioner.TWO_LEVEL: Patience(window=24, steps=150),
@@ -115,7 +116,7 @@ PATIENCE = {
 
 @dataclass(frozen=True)
 class Attempt:
-    """A preconditioner to try, and when to give it up (None: never)."""
+    """A preconditioner to try, and when to abandon it (None: never)."""
 
     built: BuiltPreconditioner
     patience: Patience | None
@@ -124,9 +125,9 @@ class Attempt:
 def attempts(
     operator: RouterCurvature, kind: Preconditioner, steps: Steps = SOLVE_STEPS
 ) -> Iterator[Attempt]:
-    """What to solve with, one after the other; each is built when it is asked for.
+    """Yield preconditioners to try in turn; each is built when it is reached.
 
-    A kind that is named is the only one. AUTO's end with those that need no patience.
+    Any kind but AUTO is the only one. AUTO ends with those that are never abandoned.
     """
     if kind is not Preconditioner.AUTO:
         yield Attempt(build(operator, kind), None)
@@ -139,14 +140,14 @@ def attempts(
         yield Attempt(_block(operator), PATIENCE[first])
     elif first is Preconditioner.KRONECKER:
         factors = KroneckerFactors.of(operator)
-        if float(factors.values_h[:2].max()) > SURE:
+        if float(factors.values_h[:2].max()) > CONFIDENT:
             yield Attempt(_few_directions(operator, factors), PATIENCE[first])
     if first is not Preconditioner.JACOBI:
         two_level = _two_level(operator, factors)
         if factors is not None:
             yield Attempt(two_level, PATIENCE[Preconditioner.TWO_LEVEL])
-        # The same directions, and a sturdier rest: in exact arithmetic never slower than Jacobi
-        # alone, so only what breaks down goes on to that.
+        # The same directions with Jacobi for the rest: in exact arithmetic never slower than Jacobi
+        # alone, which therefore only follows a breakdown.
         yield Attempt(_with_jacobi(operator, two_level), None)
     yield Attempt(_jacobi(operator), None)
 
@@ -154,7 +155,7 @@ def attempts(
 def build(
     operator: RouterCurvature, kind: Preconditioner, steps: Steps = SOLVE_STEPS
 ) -> BuiltPreconditioner:
-    """The preconditioner asked for; of AUTO's the first."""
+    """Build a preconditioner; for AUTO the first one to try."""
     if kind is Preconditioner.AUTO:
         return next(attempts(operator, kind, steps)).built
     if kind is Preconditioner.JACOBI:
@@ -196,7 +197,7 @@ def _two_level(operator: RouterCurvature, factors: KroneckerFactors | None) -> B
 
 
 def _few_directions(operator: RouterCurvature, factors: KroneckerFactors) -> BuiltPreconditioner:
-    """Kronecker, with the first of the leading directions."""
+    """Build Kronecker with a few of the leading directions."""
     count = few_direction_count(operator.shape)
     deflation = LeadingDirections(operator, directions_of(factors, operator, count))
     rest = _kronecker(operator, factors).operator
@@ -208,27 +209,28 @@ def _with_jacobi(operator: RouterCurvature, built: BuiltPreconditioner) -> Built
     return BuiltPreconditioner(built.kind, rest, built.deflation, built.jitter)
 
 
-# --- what they cost -----------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------------
 
-# Tokens for each feature below which one Gram matrix misleads: with two, Kronecker took up to 1000
-# steps and more where Jacobi took 411 at the most.
+# With fewer tokens per feature, a common Gram matrix is misleading: with two, Kronecker took up to
+# 1000 steps and more, and Jacobi at most 411.
 LEAST_TOKENS = 4
 # An eigendecomposition's time in n³ multiply-adds of a product: 6 (n = 2048) to 13 (n = 256).
 EIGEN_COST = 10.0
 # Cholesky and inverse: 1.3 to 4.
 INVERSE_COST = 4.0
-# Work (multiply-adds) below which calls, not arithmetic, cost the time.
+# Work (multiply-adds) below which call overhead dominates the time.
 NEGLIGIBLE_WORK = 2e8
-# Rows of A_Z, and directions, at the most and at the least; a multiple of 8 suits the matrix units.
+# Limits on the rows of A_Z and on the directions; a multiple of 8 suits the tensor cores.
 MOST_ROWS, MOST_DIRECTIONS, LEAST_DIRECTIONS, DIRECTION_STEP = 4096, 64, 4, 8
-# Making A_Z may cost as much as this many products with A.
+# Computing A_Z may cost as much as this number of products with A.
 BUILD_PRODUCTS = 10.0
 
 
 def direction_count(shape: tuple[int, ...], *, couples: bool = True) -> int:
-    """J, the number of leading directions for a router of this shape.
+    """Return J, the number of leading directions for a router of this shape.
 
-    A_Z takes N (K·J)² / 2 multiply-adds and a product 2 N K d; where H is diagonal, a K-th of that.
+    A_Z takes N (K·J)² / 2 multiply-adds, or a K-th of that if H is diagonal. A product takes 2 N K
+    d.
     """
     experts, width = shape
     count = MOST_DIRECTIONS
@@ -241,20 +243,20 @@ def direction_count(shape: tuple[int, ...], *, couples: bool = True) -> int:
 
 
 def few_direction_count(shape: tuple[int, ...]) -> int:
-    """Of those that help Kronecker out at first."""
+    """Return the number of directions that are combined with Kronecker at first."""
     return max(1, min(FEW_DIRECTIONS, shape[1] // 2))
 
 
 @dataclass(frozen=True)
 class Work:
-    """Multiply-adds of a preconditioner: to build it, and of one CG step with it."""
+    """Multiply-adds to build a preconditioner, and of one CG step with it."""
 
     build: float
     step: float
 
 
 def works(shape: tuple[int, int], tokens: int) -> dict[Preconditioner, Work]:
-    """The work of every kind that AUTO knows."""
+    """Return the work of every kind that AUTO may choose."""
     experts, width = shape
     product = 2.0 * tokens * experts * width
     eigen = EIGEN_COST * (width**3 + experts**3)
@@ -278,7 +280,7 @@ def works(shape: tuple[int, int], tokens: int) -> dict[Preconditioner, Work]:
 def costs(
     shape: tuple[int, int], tokens: int, dtype: torch.dtype, steps: Steps = SOLVE_STEPS
 ) -> dict[Preconditioner, float]:
-    """Expected work of a whole solve in multiply-adds, build included; what memory allows."""
+    """Return the expected multiply-adds of a whole solve, for the kinds that fit in memory."""
     experts, width = shape
     known = works(shape, tokens)
     if experts * width**2 * dtype.itemsize > BLOCK_BYTES:
@@ -291,7 +293,7 @@ def costs(
 def choose(
     shape: tuple[int, int], tokens: int, dtype: torch.dtype, steps: Steps = SOLVE_STEPS
 ) -> Preconditioner:
-    """The kind with the least expected work; the sturdiest where all are negligible."""
+    """Return the kind with the least expected work; blocks if the work is negligible."""
     expected = costs(shape, tokens, dtype, steps)
     if expected.get(Preconditioner.BLOCK, float("inf")) < NEGLIGIBLE_WORK:
         return Preconditioner.BLOCK
@@ -308,29 +310,29 @@ def tokens_of(operator: RouterCurvature) -> int:
 
 
 def steps_to_build(operator: RouterCurvature, kind: Preconditioner) -> float:
-    """How many CG steps cost as much as building a preconditioner (not AUTO) for the operator."""
+    """Return the number of CG steps that cost as much as building a preconditioner."""
     work = works(operator.shape, tokens_of(operator)).get(kind)
     return 0.0 if work is None else work.build / work.step
 
 
-# Gram matrix, eigenvectors and an eigendecomposition's workspace; a block, its factor, its inverse
-# and what torch needs to make the last; A_Z, its factor, its inverse, and halves of it on the way.
+# Matrices in memory. Kronecker: Gram matrix, eigenvectors and workspace. Blocks: a block, its
+# factor, its inverse and workspace. Two-level: A_Z, its factor, its inverse and temporaries.
 KRONECKER_MATRICES, BLOCK_MATRICES, LEADING_MATRICES = 8, 4, 5
 
 
 def matrix_bytes(
     kind: Preconditioner, shape: tuple[int, int], tokens: int, dtype: torch.dtype
 ) -> int:
-    """The most memory that building a preconditioner and solving with it take, vectors left out.
+    """Return the peak memory of building a preconditioner and solving with it, without vectors.
 
-    For AUTO the most that any of its attempts may hold, for one system or for Newton's.
+    For AUTO, the maximum over its attempts, for one system or for Newton's.
     """
     experts, width = shape
     if kind is Preconditioner.AUTO:
         firsts = {choose(shape, tokens, dtype, steps) for steps in (SOLVE_STEPS, NEWTON_STEPS)}
         needed = [matrix_bytes(first, shape, tokens, dtype) for first in firsts]
         leading = matrix_bytes(Preconditioner.TWO_LEVEL, shape, tokens, dtype)
-        if Preconditioner.KRONECKER in firsts:  # whose factors go on to serve below the directions
+        if Preconditioner.KRONECKER in firsts:  # whose factors also precondition the rest
             leading += matrix_bytes(Preconditioner.KRONECKER, shape, tokens, dtype)
         return max(*needed, leading)
     if kind is Preconditioner.KRONECKER:

@@ -1,9 +1,8 @@
-"""One source's tokens at one layer, products with their features, and who computes them.
+"""Products with the features of one source's tokens at one layer.
 
-Every quantity that the solver takes from the features is one of four products. Plain torch serves
-any features on any device: in float64, or in float32 inside the solver. bf16 features on a GPU are
-served by the fused kernels, which never copy them: exact products of bf16 terms, summed in float32
-within a few thousand tokens and in float64 beyond.
+Plain torch computes with any features on any device: in float64, or in float32 inside the solver.
+For bf16 features on a Hopper GPU, fused kernels compute exact products of bf16 terms without
+copying the features. They sum in float32 within a few thousand tokens, and in float64 beyond.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from moemerge.kernels.splitting import representable
 from moemerge.routing.gates import TokenWeights
 from moemerge.runtime import ranks
 
-# Rows handled at once. On a CPU the (rows, experts) temporaries stay in a core's cache; a GPU
-# wants long products and has the memory for them.
+# Rows per chunk. On a CPU the (rows, experts) temporaries stay in a core's cache. A GPU needs long
+# products and has the memory for them.
 CPU_ROWS = 2048
 GPU_ROWS = 65536
 
 
 @dataclass(frozen=True)
 class DomainFeatures:
-    """One source's tokens at one layer: the merged model's features and what to aim for."""
+    """One source's tokens at one layer: the merged model's features and the target routing."""
 
     name: str
     features: Sequence[Tensor]  # blocks of (tokens, d), any floating dtype, one device
@@ -40,7 +39,7 @@ class DomainFeatures:
     targets: Sequence[Tensor] | None = (
         None  # blocks of (tokens, K) logits; None: router on features
     )
-    weight: float = 1.0  # how much this domain counts beside the others
+    weight: float = 1.0  # relative to other domains
 
     @property
     def tokens(self) -> int:
@@ -48,7 +47,7 @@ class DomainFeatures:
 
     @property
     def divisor(self) -> float:
-        """What a sum over the tokens is divided by to become the domain's share of the whole."""
+        """The divisor that turns a sum over tokens into the domain's weighted mean."""
         return ranks.total(self.tokens, self.features[0].device) / self.weight
 
     @property
@@ -56,7 +55,7 @@ class DomainFeatures:
         return self.router.shape[1] == self.features[0].shape[1] + 1
 
     def check(self) -> None:
-        """Refuse what cannot be meant."""
+        """Raise DataError for inconsistent shapes or missing tokens."""
         if self.tokens == 0:
             raise DataError(
                 f"domain {self.name!r} has no token",
@@ -82,12 +81,12 @@ class DomainFeatures:
 
 
 def rows_at_once(device: torch.device) -> int:
-    """How many tokens a chunk holds."""
+    """Return the tokens per chunk."""
     return CPU_ROWS if device.type == "cpu" else GPU_ROWS
 
 
 def chunks_of(domain: DomainFeatures) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The domain's features (and target logits) in chunks."""
+    """Yield the domain's features and target logits in chunks."""
     for index, block in enumerate(domain.features):
         rows = rows_at_once(block.device)
         for begin in range(0, block.shape[0], rows):
@@ -96,34 +95,34 @@ def chunks_of(domain: DomainFeatures) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def working_dtype(features: Tensor) -> torch.dtype:
-    """float32, or float64 where the features are."""
+    """Return float64 for float64 features, else float32."""
     return torch.float64 if features.dtype == torch.float64 else torch.float32
 
 
 def augmented(x: Tensor, columns: int) -> Tensor:
-    """x with a column of ones where the router carries a bias."""
+    """Return x, with a column of ones if the router has a bias."""
     if x.shape[1] == columns:
         return x
     return torch.cat([x, x.new_ones(x.shape[0], 1)], dim=1)
 
 
 def logits_of(x: Tensor, router: Tensor) -> Tensor:
-    """W x (+ b where the router has one more column than x), (tokens, experts), in x's dtype."""
+    """Return W x (+ b if the router has one more column than x), (tokens, experts)."""
     width = x.shape[1]
     z = x @ router[:, :width].T.to(x.dtype)
     return z if router.shape[1] == width else z + router[:, width].to(x.dtype)
 
 
-# Blocks of fewer tokens than this are not worth a launch of their own.
+# Smaller blocks of tokens are not worth a separate launch.
 WORTH_A_LAUNCH = 1 << 17
 
 
 class Precision(Enum):
-    """Of a product with the curvature; plain torch has float32 for the first two, then float64."""
+    """Precision of a product with the curvature; in plain torch float32, float32 and float64."""
 
     COARSE = splitting.COARSE  # a solver's first steps
     FAST = splitting.FAST  # its later ones
-    ACCURATE = splitting.ACCURATE  # what its result is judged by
+    ACCURATE = splitting.ACCURATE  # the residual of its result
 
     @property
     def terms(self) -> splitting.Terms:
@@ -141,19 +140,19 @@ class Features(ABC):
 
     @abstractmethod
     def logits(self, router: Tensor) -> Tensor:
-        """X Wᵀ to at least float32's accuracy, (tokens, K) float64."""
+        """Return X Wᵀ to at least float32's accuracy, (tokens, K) float64."""
 
     @abstractmethod
     def working_logits(self, router: Tensor) -> Tensor:
-        """X Wᵀ in the working dtype, (tokens, K)."""
+        """Return X Wᵀ in the working dtype, (tokens, K)."""
 
     @abstractmethod
     def outer(self, u: Tensor) -> Tensor:
-        """Σ u_t x_tᵀ to at least float32's accuracy, (K, columns) float64."""
+        """Return Σ u_t x_tᵀ to at least float32's accuracy, (K, columns) float64."""
 
     @abstractmethod
     def squares(self, h: Tensor) -> Tensor:
-        """Σ h_t (x_t²)ᵀ, about float32, (K, columns) float64; h is not negative."""
+        """Return Σ h_t (x_t²)ᵀ to about float32's accuracy, (K, columns) float64; h >= 0."""
 
     @abstractmethod
     def add_curvature(
@@ -161,34 +160,34 @@ class Features(ABC):
     ) -> None:
         """Add `factor` Σ H_t (V x_t) x_tᵀ to `out`, (K, columns) float64.
 
-        If not ACCURATE, V is `representable`.
+        Unless the precision is ACCURATE, V must be `representable`.
         """
 
     @abstractmethod
     def solver_logits(self, v: Tensor, precision: Precision) -> Tensor:
-        """X Vᵀ of a `representable` V, (tokens, K): the first half of `add_curvature`."""
+        """Return X Vᵀ of a `representable` V, (tokens, K): the first half of `add_curvature`."""
 
     @abstractmethod
     def moment(self, weights: TokenWeights, z: Tensor, projected: Tensor) -> Tensor:
-        """Σ (H_t z_t) projected_tᵀ of logits z, (K, J) float64."""
+        """Return Σ (H_t z_t) projected_tᵀ of logits z, (K, J) float64."""
 
     @abstractmethod
     def add_weighted(
         self, out: Tensor, weights: TokenWeights, z: Tensor, shift: Shift | None, factor: float
     ) -> None:
-        """Add `factor` Σ H_t (z_t + shift_t) x_tᵀ to `out`: the second half. z may be spoilt."""
+        """Add `factor` Σ H_t (z_t + shift_t) x_tᵀ to `out`; z may be overwritten."""
 
     @abstractmethod
     def gram(self, weight: Tensor | None) -> Tensor:
         """Σ t_t x_t x_tᵀ, (columns, columns) in the working dtype: for preconditioners."""
 
     def representable(self, v: Tensor, precision: Precision) -> Tensor:
-        """The nearest to v that `add_curvature` takes without rounding it."""
+        """Return the nearest vector that `add_curvature` uses without rounding."""
         return v
 
 
 class PlainFeatures(Features):
-    """Any features, by plain torch."""
+    """Any features, in plain torch."""
 
     def __init__(self, x: Tensor, columns: int) -> None:
         super().__init__(x, columns)
@@ -241,7 +240,7 @@ class PlainFeatures(Features):
         return x.T @ x
 
     def _outer(self, u: Tensor, x: Tensor) -> Tensor:
-        """uᵀ [x 1], without building [x 1]."""
+        """Return uᵀ [x 1] without building [x 1]."""
         width = x.shape[1]
         product = (u.T @ x).double()
         if self.columns == width:
@@ -250,7 +249,7 @@ class PlainFeatures(Features):
 
 
 class FusedFeatures(Features):
-    """bf16 features on a GPU, by the kernels."""
+    """bf16 features on a Hopper GPU, with the fused kernels."""
 
     coarse_is_cheaper = True
 
@@ -292,7 +291,7 @@ class FusedFeatures(Features):
         gram = torch.mm(x.T, x, out_dtype=torch.float32)
         if self.columns == x.shape[1]:
             return gram
-        # The bias' column apart: a matrix one column wider would not be aligned.
+        # The bias column separately: a matrix with one more column would not be aligned.
         last = torch.mm(x.T, root, out_dtype=torch.float32)
         corner = root.float().square().sum().reshape(1, 1)
         return torch.cat([torch.cat([gram, last], dim=1), torch.cat([last.T, corner], dim=1)])
@@ -302,16 +301,16 @@ class FusedFeatures(Features):
 
 
 def features_of(x: Tensor, columns: int) -> Features:
-    """The features with the products that suit them."""
+    """Return the features with the fastest products that support them."""
     return FusedFeatures(x, columns) if fused.usable(x) else PlainFeatures(x, columns)
 
 
 def coalesced(
     parts: Sequence[tuple[Tensor, TokenWeights]],
 ) -> Iterator[tuple[Tensor, TokenWeights]]:
-    """Fewer, larger blocks for the kernels: neighbours in memory as one view, small ones copied.
+    """Yield fewer, larger blocks for the kernels: adjacent ones as a view, small ones copied.
 
-    Features that plain torch serves stay as they are: its chunks fit the cache.
+    Features for plain torch stay unchanged: their chunks fit the cache.
     """
     group: list[tuple[Tensor, TokenWeights]] = []
     for x, weights in parts:
@@ -344,7 +343,7 @@ def _join(group: Sequence[tuple[Tensor, TokenWeights]]) -> tuple[Tensor, TokenWe
 
 
 def _is_run(blocks: Sequence[Tensor]) -> bool:
-    """Whether each block begins in memory where the one before it ends."""
+    """Return whether each block begins in memory at the end of the previous one."""
     return all(
         one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
         and one.stride() == other.stride()

@@ -1,4 +1,4 @@
-"""One router's calibration: the linear system of Algorithm 1, solved and accounted for."""
+"""Calibrate one router: solve the linear system of the paper's Algorithm 1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_ALPHA = 0.9
 
 @dataclass(frozen=True)
 class SolveSettings:
-    """How to solve. `alpha` blends Σ with its diagonal; `gamma` adds to it; not both."""
+    """Solver settings. `alpha` blends Σ with its diagonal; `gamma` adds the diagonal; not both."""
 
     alpha: float | None = None
     gamma: float | None = None
@@ -45,7 +45,7 @@ class SolveSettings:
 
     @property
     def regulariser(self) -> tuple[float, float]:
-        """(a, c) of a Σ + c diag Σ."""
+        """The coefficients (a, c) of a Σ + c diag Σ."""
         if self.gamma is not None:
             return 1.0, self.gamma
         alpha = DEFAULT_ALPHA if self.alpha is None else self.alpha
@@ -54,7 +54,7 @@ class SolveSettings:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a solve with one preconditioner."""
+    """The result of a solve with one preconditioner."""
 
     preconditioner: Preconditioner
     steps: int
@@ -68,7 +68,7 @@ class RouterSolution:
 
     weight: Tensor  # (K, d) or (K, d + 1), float64, on the features' device
     cg: CGResult  # of all trials together
-    trials: tuple[Trial, ...]  # in order; all but the last were given up
+    trials: tuple[Trial, ...]  # in order; all but the last were abandoned
 
     @property
     def preconditioner(self) -> Preconditioner:
@@ -90,7 +90,7 @@ class RouterSolution:
 def build_operator(
     gate: Gate, domains: Sequence[DomainFeatures], settings: SolveSettings
 ) -> RouterCurvature:
-    """The curvature of all domains (one pass over their features) as an operator."""
+    """Return the curvature of all domains as an operator, after one pass over the features."""
     if not domains:
         raise DataError("no domain to calibrate on", hint="name at least one source with its data")
     shapes = {domain.name: tuple(domain.router.shape) for domain in domains}
@@ -110,8 +110,8 @@ def solve_router(
 ) -> RouterSolution:
     """Solve (Σ_i Σ_reg,i) w = b from `start`.
 
-    The products run in float32 (float64 for float64 features); the residual that decides is
-    float64, or within 3e-7 of it where the kernels serve (`products`).
+    Products are computed in float32, or in float64 for float64 features. The final residual is
+    computed in float64, or by the kernels to within 3e-7 of it (`products`).
     """
     settings = settings or SolveSettings()
     return solve_system(build_operator(gate, domains, settings), start, settings)
@@ -120,7 +120,7 @@ def solve_router(
 def solve_system(
     operator: RouterCurvature, start: Tensor, settings: SolveSettings
 ) -> RouterSolution:
-    """`solve_router` for an operator that is there already."""
+    """Solve the system of an existing operator from `start`."""
     if start.shape != operator.shape:
         raise DataError(
             f"the merged router is {tuple(start.shape)}, the sources' are {operator.shape}"

@@ -1,4 +1,4 @@
-"""Devices and free space: the only room (with the kernels) that asks torch.cuda."""
+"""Devices, memory and disk space. Only `runtime` and `kernels` use torch.cuda."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moemerge.runtime.lazy import torch
 
 
 def check_device(name: str) -> None:
-    """Refuse a device that is not here; torch is asked only where a GPU is meant."""
+    """Refuse a device that does not exist; imports torch only for a GPU."""
     if name not in ("auto", "cpu"):
         resolve_device(name)
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` takes a GPU when there is one; anything else must exist."""
+    """Return a device; `auto` is a GPU if there is one. Any other must exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -42,24 +42,26 @@ def resolve_device(name: str) -> torch.device:
 
 
 def prepare_for_threads(device: torch.device) -> None:
-    """Load what torch loads at first use and cannot load from two threads at once.
+    """Load libraries that torch loads at first use and cannot load from two threads at once.
 
-    The CUDA side of torch.linalg is such a library: its first call must not come from workers.
+    The CUDA library of torch.linalg is one: its first call must not come from workers.
     """
     if device.type == "cuda":
         torch.linalg.eigh(torch.eye(2, device=device))
 
 
 class OwnStream(threading.local):
-    """Each thread's own queue of work on a GPU: there, the threads' small kernels run side by side
-    instead of one after the other. On a CPU it does nothing."""
+    """A CUDA stream per thread, so that small kernels of several threads run in parallel.
+
+    No effect on a CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         make: Any = torch.cuda.Stream
         self._stream = make(device) if device.type == "cuda" else None
 
     def entered(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, this thread's operations go there; tensors must not pass between threads."""
+        """Use this thread's stream inside the block; tensors must not pass between threads."""
         if self._stream is None:
             return contextlib.nullcontext()
         return torch.cuda.stream(self._stream)
@@ -67,7 +69,7 @@ class OwnStream(threading.local):
 
 @contextlib.contextmanager
 def attention_without_plans() -> Iterator[None]:
-    """Inside, attention on a GPU leaves cuDNN out, which plans anew in every thread (60 ms)."""
+    """Disable cuDNN attention inside the block: it makes a plan in every thread (60 ms)."""
     was: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -77,17 +79,17 @@ def attention_without_plans() -> Iterator[None]:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether it is a GPU whose own products are bf16's: Ampere (8.0) and later."""
+    """Return whether the device is a GPU with bf16 products: Ampere (8.0) and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def gpu_names() -> list[str]:
-    """The GPUs of this machine, by name."""
+    """Return the names of this machine's GPUs."""
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def gpu_ids() -> tuple[str, ...]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the visible GPUs, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
     names = visible.split(",") if visible else [str(number) for number in range(count)]
@@ -95,24 +97,27 @@ def gpu_ids() -> tuple[str, ...]:
 
 
 def gpu_memory(device: torch.device) -> int:
-    """All bytes of a GPU, whoever uses them."""
+    """Return the total memory of a GPU."""
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that this process may allocate now: its share of the free GPU memory, or of what Linux
-    calls available. Ranks begin together; workers find some of it taken by the others already, and
-    may count on their share of all memory as long as so much is free."""
+    """Return the bytes that this process may allocate now.
+
+    That is its share of the free GPU memory, or of Linux's available memory. Ranks start together
+    and share the free memory. Workers start at any time: each may use its share of all memory, if
+    that is free.
+    """
     free = _free_memory(device) // ranks.sharing(device)
     workers = _workers.get(device.type, 1)
     return free if workers == 1 else min(free, _all_memory(device) // workers)
 
 
-_workers: dict[str, int] = {}  # that share the memory of each kind of device, this one among them
+_workers: dict[str, int] = {}  # processes that share the memory of each type of device
 
 
 def share_memory(**workers: int) -> None:
-    """From now on, count on a share: so many processes do work of their own on the same device."""
+    """Set the number of worker processes that share each type of device."""
     _workers.update(workers)
 
 
@@ -125,7 +130,7 @@ def _all_memory(device: torch.device) -> int:
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
-        # What torch keeps of freed memory counts as used for the driver, but not for torch.
+        # Memory in torch's cache is used for the driver, but free for torch.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + kept)
     for line in _meminfo():
@@ -140,7 +145,7 @@ def _meminfo() -> list[str]:
 
 
 def free_disk(folder: Path) -> int:
-    """Free bytes on the disk that will hold `folder`, which need not exist yet."""
+    """Return the free bytes on the disk of `folder`, which may not exist yet."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -148,7 +153,7 @@ def free_disk(folder: Path) -> int:
 
 
 def cpu_count() -> int:
-    """Cores this process may use: its share where several do one job."""
+    """Return the cores for this process: its share if several run one job."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:

@@ -1,4 +1,4 @@
-"""What the elements of a stored tensor are, known without torch."""
+"""Dtypes of stored tensors, without importing torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(Enum):
-    """A dtype by torch's name for it, with what safetensors calls it and its bytes."""
+    """A dtype by torch's name, with safetensors' label and the size in bytes."""
 
     label: str  # empty: safetensors cannot store it
     itemsize: int
@@ -58,7 +58,7 @@ class Dtype(Enum):
 
     @property
     def torch(self) -> torch.dtype:
-        """The same for torch, which is imported only now."""
+        """The torch dtype; imports torch."""
         import torch
 
         dtype: torch.dtype = getattr(torch, str(self))
@@ -70,12 +70,12 @@ class Dtype(Enum):
 
     @property
     def pack(self) -> int:
-        """How many stored elements, along the last axis, one element of torch's holds."""
+        """Stored elements along the last axis per torch element."""
         return 2 if self is Dtype.FLOAT4_E2M1FN_X2 else 1
 
 
 _BY_NAME: Final = {str(dtype): dtype for dtype in Dtype}
-# What weights can be merged in, computed in and written in.
+# Dtypes for merging, computing and writing weights.
 FLOATS: Final = (Dtype.FLOAT32, Dtype.FLOAT16, Dtype.BFLOAT16, Dtype.FLOAT64)
 FLOAT_NAMES: Final = tuple(map(str, FLOATS))
 
@@ -86,7 +86,7 @@ def dtype_name(dtype: Dtype | torch.dtype) -> str:
 
 
 def parse_dtype(name: str) -> Dtype:
-    """`bfloat16` or `torch.bfloat16`, one of those that weights can have."""
+    """Parse `bfloat16` or `torch.bfloat16`; raise UsageError for any but FLOATS."""
     short = name.removeprefix("torch.")
     if short not in FLOAT_NAMES:
         raise UsageError(

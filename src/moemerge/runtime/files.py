@@ -1,11 +1,12 @@
-"""The door for files that others wrote: plain files of bounded size, JSON that is what it claims.
+"""Read files of others safely: regular files of bounded size, valid JSON. Write files atomically.
 
-What is read here may be damaged or hostile. It is refused by an error of ours that names the file,
-never by whatever a parser happens to raise.
+Files may be damaged or hostile. They are refused with a `MoeMergeError` that names the file, not
+with an error of a parser.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -15,33 +16,38 @@ import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
-from moemerge.errors import CheckpointError, MoeMergeError
+from moemerge.errors import CheckpointError, DataError, MoeMergeError
 from moemerge.runtime.process import is_alive
 
-# The largest tokenizer.json known have some 40 MB.
+# The largest known tokenizer.json has some 40 MB.
 MOST_BYTES: Final = 2**30
-# What files of text end with: JSON lines, packed or not, and tables.
+# Suffixes of text files: JSON lines, packed or not, and tables.
 TEXT_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
-MOST_LEVELS: Final = 100  # of lists and objects inside each other
+MOST_LEVELS: Final = 100  # nesting of lists and objects
 
-Raises = Callable[..., MoeMergeError]  # the error's class: `raises(message, hint=...)`
+Raises = Callable[..., MoeMergeError]  # an error class: `raises(message, hint=...)`
 
 
 def open_plain(path: Path) -> int:
-    """A descriptor of a plain file, for reading. Raises OSError, for pipes, devices and folders
-    too, which would block, never end, or fail later."""
+    """Open a regular file for reading and return its descriptor.
+
+    Raises OSError, also for pipes, devices and folders, which would block, never end, or fail
+    later.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(0, "it is no plain file")
+        raise OSError(0, "it is not a regular file")
     return fd
 
 
 def lock_folder(folder: Path) -> int | None:
-    """Lock a folder for this process, until the descriptor is closed; None where the file system
-    knows no locks. Raises BlockingIOError where another process has it."""
+    """Lock a folder until the returned descriptor is closed; None if the file system has no locks.
+
+    Raises BlockingIOError if another process has locked it.
+    """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,11 +63,11 @@ def lock_folder(folder: Path) -> int | None:
 def read_file(
     path: Path, hint: str | None = None, raises: Raises = CheckpointError, most: int = MOST_BYTES
 ) -> bytes:
-    """The bytes of a plain file of at most `most` bytes."""
+    """Return the bytes of a regular file of at most `most` bytes."""
     try:
         with open(open_plain(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            # Of what is asked for, room is made at once.
+            # `read` allocates what is requested, so the size is bounded first.
             data = file.read(min(size, most) + 1)
     except FileNotFoundError as error:
         raise raises(f"{path} is missing", hint=hint) from error
@@ -77,19 +83,13 @@ def read_file(
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A file that appears whole or not at all: written beside, made durable, and renamed."""
-    target = Path(os.path.realpath(path))
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    """Write a file that is complete on disk, or leave the one that was there.
+
+    A symbolic link at `path` is replaced; the file it points to stays.
+    """
     try:
-        remove_stale(target)
-        try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        remove_stale(path)
+        replace_file(path, data)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be written: {error.strerror or error}",
@@ -97,8 +97,60 @@ def write_whole(path: Path, data: bytes) -> None:
         ) from error
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a temporary file next to `path`, sync it and rename it. Raises OSError."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        write_file(partial, data)
+        partial.replace(path)
+        sync_folder(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Open a file for writing, truncated if it exists, without following a symbolic link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    return open(os.open(path, flags, 0o666), "wb")
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file and sync it. A killed process can leave it incomplete."""
+    with open_new(path) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder, so that new names in it survive a power loss."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(out: Path, *parts: str) -> Path:
+    """Create the folder `out/parts[0]/...` and return it. Below `out`, links are not followed."""
+    folder = out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for part in parts:
+            folder = folder / part
+            if folder.is_symlink():
+                raise OSError(errno.ELOOP, "it is a symbolic link")
+            folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the folder {folder} cannot be written: {error.strerror}",
+            hint="remove it, or choose another output folder",
+        ) from error
+    return folder
+
+
 def remove_stale(target: Path) -> None:
-    """Remove what killed runs left beside a file that they were writing, if they are gone."""
+    """Remove temporary files of killed processes next to a file."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.partial-(\d+)-[0-9a-f]{{8}}")
     for path in target.parent.iterdir():
         match = pattern.fullmatch(path.name)
@@ -107,7 +159,7 @@ def remove_stale(target: Path) -> None:
 
 
 def file_digest(path: Path) -> str | None:
-    """Of a file's content; None where there is no such file."""
+    """Return the digest of a file's content; None if it cannot be read."""
     try:
         with open(open_plain(path), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -116,7 +168,7 @@ def file_digest(path: Path) -> str | None:
 
 
 def read_utf8(path: Path, hint: str | None = None, raises: Raises = CheckpointError) -> str:
-    """A file of UTF-8 text."""
+    """Return the content of a UTF-8 file."""
     try:
         return read_file(path, hint, raises).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -126,7 +178,7 @@ def read_utf8(path: Path, hint: str | None = None, raises: Raises = CheckpointEr
 def read_object(
     path: Path, hint: str | None = None, raises: Raises = CheckpointError
 ) -> dict[str, Any]:
-    """A JSON file that must be there and hold an object."""
+    """Read a JSON file that must contain an object."""
     return parse_object(read_utf8(path, hint, raises), str(path), hint, raises)
 
 
@@ -138,8 +190,10 @@ def parse_object(
     *,
     halves: bool = False,
 ) -> dict[str, Any]:
-    """JSON text that must hold an object, not nested without end, all of it proper text; `halves`
-    lets lone surrogates pass."""
+    """Parse JSON text that must contain an object, with bounded nesting and valid Unicode.
+
+    With `halves`, lone surrogates are accepted.
+    """
     try:
         value = json.loads(text)
         _check(value)
@@ -157,7 +211,7 @@ def parse_object(
 
 
 def _check(value: Any) -> None:
-    """Raises RecursionError for what is nested deeper than code that walks it could bear."""
+    """Raise RecursionError if a value is nested too deeply for recursive code."""
     level = [value]
     for _ in range(MOST_LEVELS):
         level = [child for node in level for child in _inside(node)]

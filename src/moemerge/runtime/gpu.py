@@ -1,4 +1,4 @@
-"""What only a GPU needs: copies while it computes, steps replayed, deterministic operations."""
+"""CUDA streams, graphs and settings: overlapped copies, recorded steps, determinism."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-# Long enough that a copy runs at the bus's speed, short enough that a handful pins little memory.
+# Large enough for copies at the bus's full speed, small enough that a few pin little memory.
 BUFFER_BYTES = 16 * 2**20
 
 
 class Uploads:
-    """Copies that run while the device computes. Safe from several threads.
+    """Copies to the device that overlap with its computation. Thread-safe.
 
-    Targets are allocated by the thread that computes, which then calls `begin`; any thread may
-    fill a `buffer` and `send` it; the computing thread calls `finish` before it uses the targets.
+    The computing thread allocates the targets and calls `begin`. Any thread may fill a `buffer` and
+    `send` it. The computing thread calls `finish` before it uses the targets.
     """
 
     def __init__(self, device: torch.device, buffers: int) -> None:
         self.device = device
         make: Any = torch.cuda.Stream
         self._stream = make(device)
-        # Buffers that are free, or will be once their event has happened; None: not yet allocated.
+        # Buffers that are free, or will be after their event; None: not yet allocated.
         self._free: queue.SimpleQueue[tuple[Tensor | None, Any]] = queue.SimpleQueue()
         for _ in range(buffers):
             self._free.put((None, None))
 
     def begin(self) -> None:
-        """Copies wait for what is queued now: a target's memory may still be in use by it."""
+        """Make copies wait for the work queued so far, which may still use a target's memory."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def finish(self) -> None:
-        """What is queued from here on waits for every copy that was sent."""
+        """Make work queued from now on wait for all copies that were sent."""
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     @contextlib.contextmanager
     def buffer(self) -> Iterator[Pinned]:
-        """A pinned buffer to fill and send; it comes back when its copy is done."""
+        """Lend a pinned buffer to fill and send; it is free again when its copy is done."""
         memory, event = self._free.get()
         lent = Pinned(self, memory, event)
         try:
@@ -51,7 +51,7 @@ class Uploads:
             self._free.put((lent.memory, lent.event))
 
     def copy(self, host: Tensor, target: Tensor) -> Any:
-        """Queue a copy from pinned memory; the event tells when it has been done."""
+        """Queue a copy from pinned memory and return the event of its end."""
         with torch.cuda.stream(self._stream):
             target.copy_(host, non_blocking=True)
             make: Any = torch.cuda.Event
@@ -69,7 +69,7 @@ class Pinned:
         self._uploads = uploads
 
     def like(self, target: Tensor) -> Tensor:
-        """Pinned memory of the target's shape and dtype, free to be written."""
+        """Return pinned memory of the target's shape and dtype, free to be written."""
         if self.event is not None:
             self.event.synchronize()
             self.event = None
@@ -85,8 +85,10 @@ class Pinned:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The tensor in a CPU's memory: pinned, so that the copy runs at the bus's speed. Pinned memory
-    that was freed is used again, so the next of the size costs nothing but the copy."""
+    """Return the tensor in pinned host memory, for a copy at the bus's full speed.
+
+    torch reuses freed pinned memory, so a second copy of the same size allocates nothing.
+    """
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -94,31 +96,31 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def uploads_to(device: torch.device, buffers: int) -> Uploads | None:
-    """None for a CPU, where a tensor is read to where it stays."""
+    """Return `Uploads` for a GPU. A CPU needs none: tensors are read into place."""
     return Uploads(device, buffers) if device.type == "cuda" else None
 
 
-class Beside:
-    """Work that runs beside what is queued after it: small kernels that would leave the device
-    idle. On a CPU it runs where it is called.
+class Overlap:
+    """Runs small kernels on a second stream, overlapping with work that is queued later.
 
-    `mark` what the work reads, queue more, then do the work inside `after(mark)`; there it may wait
-    for its own values. `join` before others read its results.
+    `mark` the end of what the small kernels read, queue more work, then launch them inside
+    `after(mark)`, where the host may read their results. Call `join` before other work reads their
+    results. On a CPU everything runs at once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         make: Any = torch.cuda.Stream
-        # Before what is queued meanwhile: the host waits for it.
+        # High priority, because the host waits for it.
         self._stream = make(device, priority=-1) if device.type == "cuda" else None
 
     @property
     def ahead(self) -> int:
-        """How much other work should be queued before a piece of this is waited for."""
+        """Return how many pieces of other work to queue before waiting for this stream."""
         return 0 if self._stream is None else 2
 
     def mark(self) -> Any:
-        """All that is queued so far."""
+        """Return an event after all work queued so far."""
         if self._stream is None:
             return None
         make: Any = torch.cuda.Event
@@ -128,8 +130,10 @@ class Beside:
 
     @contextlib.contextmanager
     def after(self, mark: Any) -> Iterator[None]:
-        """Inside, operations wait for `mark` and for nothing queued later. Tensors that they read
-        must live until one of their results has been read back."""
+        """Run operations on the second stream, after `mark` only.
+
+        Tensors that they read must stay alive until one of their results has been read.
+        """
         if self._stream is None:
             yield
             return
@@ -138,20 +142,21 @@ class Beside:
             yield
 
     def join(self) -> None:
-        """What is queued from here on waits for all of the work."""
+        """Make work queued from now on wait for the second stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
 
-# Steps done in the ordinary way before the recording, so that libraries have allocated what they
-# allocate at first use.
+# Ordinary steps before the recording, so that libraries have made their first allocations.
 WARM_UP = 3
 
 
-class Repeated:
-    """Calls `step`, which must do the same work on the same tensors each time, and reads no value
-    back from the device. On a GPU it is recorded once and then replayed: a small model's step is
-    hundreds of small kernels, and starting them one by one takes longer than they run."""
+class RecordedStep:
+    """Calls `step`; on a GPU, records it as a CUDA graph and replays it.
+
+    The step must do the same work on the same tensors each time, and read no value back. A small
+    model's step is hundreds of small kernels, which run in less time than their launches take.
+    """
 
     def __init__(self, step: Callable[[], None], device: torch.device) -> None:
         self._step = step
@@ -167,7 +172,7 @@ class Repeated:
             self._graph.replay()
             return
         if self._done < WARM_UP:
-            self._aside()
+            self._warm_up()
         else:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.device(self._device), torch.cuda.graph(graph):
@@ -176,8 +181,8 @@ class Repeated:
             self._graph = graph
         self._done += 1
 
-    def _aside(self) -> None:
-        """On a stream of its own, as recording demands of what came before it."""
+    def _warm_up(self) -> None:
+        """Run the step on its own stream, as a recording requires of earlier steps."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
@@ -186,14 +191,14 @@ class Repeated:
             torch.cuda.current_stream().wait_stream(stream)
 
     def wait(self) -> None:
-        """Until all steps so far are done."""
+        """Wait until all steps so far are done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 @contextlib.contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Inside, operations take their deterministic form where they have one."""
+    """Use deterministic algorithms inside the block, for operations that have one."""
     if device.type != "cuda":
         yield
         return
@@ -204,10 +209,10 @@ def deterministic(device: torch.device) -> Iterator[None]:
     )
     filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = False  # it finds faults, and takes a write of everything
+    settings.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor
     try:
         with warnings.catch_warnings():
-            # cuBLAS may differ between streams; one is used here. The message says otherwise.
+            # The warning about cuBLAS concerns several streams; only one is used here.
             warnings.filterwarnings("ignore", message=".*determinis")
             yield
     finally:

@@ -1,10 +1,8 @@
-"""Files that unfinished work waits in, hidden next to the folder or file that it is for.
+"""The store of JSON lines, and the paths of the files that unfinished work is stored in.
 
-They are named here, apart from the work itself, so that somebody who interrupts it can be told
-without importing it. Most hold JSON objects, one a line, written as they come. Each line carries a
-digest of itself and of the file's first line, which says what the file is of: a line that was
-changed, or comes from another run's file, is noticed. Half a line at the end, which a killed run
-leaves, is cut off.
+`LineStore` holds completions, judgements and the measured cells of a study. Its counterpart for
+tensors is `moemerge.lockstep.journal`. Paths are defined here, apart from the jobs, so that the
+message about an interrupted run can name them without importing the job.
 """
 
 from __future__ import annotations
@@ -19,26 +17,26 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from moemerge.errors import DataError
-from moemerge.runtime.files import parse_object
+from moemerge.runtime.files import open_plain, parse_object, sync_folder
 
 
 def journal_path(out: Path) -> Path:
-    """Of a calibration's finished routers."""
+    """Return the path of the finished layers of a calibration or refit."""
     return _sibling(out, "journal")
 
 
 def saved_path(out: Path) -> Path:
-    """Of a training's finished steps."""
+    """Return the path of the saved states of a training run."""
     return _sibling(out, "training")
 
 
 def completions_path(out: Path) -> Path:
-    """Of completions that calibration text is made of."""
+    """Return the path of the completions that calibration text is made of."""
     return _sibling(out, "completions")
 
 
 def judgements_path(out: Path) -> Path:
-    """Of what was decided about these completions."""
+    """Return the path of the judgements of these completions."""
     return _sibling(out, "judgements")
 
 
@@ -50,10 +48,11 @@ def _sibling(out: Path, what: str) -> Path:
 # --- lines ----------------------------------------------------------------------------------------
 
 DIGEST = "digest"
+RESTART_HINT = "remove it, or start anew with `overwrite=True`"
 
 
 class OtherRunError(DataError):
-    """A file whose first line says that it is of another run."""
+    """The file belongs to another run, according to its first line."""
 
     def __init__(self, path: Path, stored: Mapping[str, Any]) -> None:
         super().__init__(
@@ -63,23 +62,42 @@ class OtherRunError(DataError):
         self.stored = stored
 
 
-class LineFile:
-    """Open for one process at a time. `lines` are those that were there, without the first."""
+class LineStore:
+    """An append-only file of JSON objects, one per line, that one process writes at a time.
 
-    def __init__(self, path: Path, head: Mapping[str, Any], *, restart: bool = False) -> None:
+    The first line, `head`, states what the file belongs to; a file without a head has entries only.
+    Every other line contains a digest of itself and of the head. A changed line, or one from
+    another file, raises an error. A killed process leaves at most an incomplete last line, which is
+    removed when the file is opened again.
+
+    When `add` returns, the line survives the end of the process. With `durable` it is also synced
+    to disk and survives a power loss.
+
+    A symbolic link is never followed. `lines` are the lines that were found, without the head.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        head: Mapping[str, Any] | None,
+        *,
+        restart: bool = False,
+        durable: bool = False,
+        hint: str = RESTART_HINT,
+    ) -> None:
         self.path = path
-        self.lines: list[dict[str, Any]] = []
-        self._head = _text(head)
+        self._head = head
+        self._durable = durable
         self._file = _open(path)
         try:
             self._lock()
-            self._read(head, restart=restart)
+            self.lines = self._recover(hint, restart=restart)
         except BaseException:
             self._file.close()
             raise
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write a line; it is the operating system's when this returns."""
+        """Append a line."""
         self._write({**line, DIGEST: line_digest(line, self._head)})
 
     def close(self) -> None:
@@ -91,8 +109,6 @@ class LineFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- inside ---
-
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,66 +117,94 @@ class LineFile:
                 f"{self.path} is being written by another run",
                 hint="wait for it, or give this one another output",
             ) from None
-        except OSError:  # a file system without locks: others cannot be seen
+        except OSError:  # a file system without locks: other processes go unnoticed
             return
 
-    def _read(self, head: Mapping[str, Any], *, restart: bool) -> None:
+    def _recover(self, hint: str, *, restart: bool) -> list[dict[str, Any]]:
+        """Remove an incomplete last line, write the head of a new file, and return the lines."""
         self._file.seek(0)
         content = b"" if restart else self._file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._file.truncate(len(whole))
-        if not whole:
-            self._write(head)
-            return
-        first, *others = whole.split(b"\n")[:-1]
-        stored = self._parse(first, 1)
-        if _text(stored) != self._head:
-            raise OtherRunError(self.path, stored)
-        for number, text in enumerate(others, start=2):
-            line = self._parse(text, number)
-            if line.pop(DIGEST, None) != line_digest(line, self._head):
-                raise self._damaged(f"line {number} is not as it was written")
-            self.lines.append(line)
-
-    def _parse(self, text: bytes, number: int) -> dict[str, Any]:
-        try:
-            decoded = text.decode()
-        except UnicodeDecodeError as error:
-            raise self._damaged(f"line {number} is not UTF-8") from error
-        where = f"{self.path}: line {number}"
-        return parse_object(decoded, where, self._hint, DataError, halves=True)
-
-    def _damaged(self, why: str) -> DataError:
-        return DataError(f"{self.path} is damaged: {why}", hint=self._hint)
-
-    @property
-    def _hint(self) -> str:
-        return "remove it, or start anew with `overwrite=True`"
+        complete = content[: content.rfind(b"\n") + 1]
+        self._file.truncate(len(complete))
+        if complete:
+            return _parse_lines(complete, self.path, self._head, hint)
+        if self._head is not None:
+            self._write(self._head)
+        if self._durable:
+            sync_folder(self.path.parent)
+        return []
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        # A text cut within a character may hold halves of it, which JSON can and UTF-8 cannot say.
+        # ASCII: a text cut within a character may contain lone surrogates, which UTF-8 cannot hold.
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
+        if self._durable:
+            os.fsync(self._file.fileno())
 
 
-def line_digest(line: Mapping[str, Any], head: str = "") -> str:
-    """Tells a line, of a file that begins with `head`, from every other."""
-    return hashlib.sha256((head + _text(line)).encode()).hexdigest()[:32]
+def read_lines(
+    path: Path, head: Mapping[str, Any] | None, hint: str = RESTART_HINT
+) -> list[dict[str, Any]]:
+    """Return the complete lines of a store without its head. Another process may be writing it."""
+    try:
+        with open(open_plain(path), "rb") as file:
+            content = file.read()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
+    return _parse_lines(content[: content.rfind(b"\n") + 1], path, head, hint)
 
 
-def _text(value: Mapping[str, Any]) -> str:
-    """The same for what was written and for what was read again."""
+def _parse_lines(
+    content: bytes, path: Path, head: Mapping[str, Any] | None, hint: str
+) -> list[dict[str, Any]]:
+    lines = []
+    for number, text in enumerate(content.split(b"\n")[:-1], start=1):
+        line = _parse_line(text, path, number, hint)
+        if number == 1 and head is not None:
+            if _canonical(line) != _canonical(head):
+                raise OtherRunError(path, line)
+            continue
+        # Files without a head were once written without digests.
+        stored = line.pop(DIGEST, None)
+        if stored != line_digest(line, head) and (head is not None or stored is not None):
+            raise _damaged(path, f"line {number} is not as it was written", hint)
+        lines.append(line)
+    return lines
+
+
+def _parse_line(text: bytes, path: Path, number: int, hint: str) -> dict[str, Any]:
+    try:
+        decoded = text.decode()
+    except UnicodeDecodeError as error:
+        raise _damaged(path, f"line {number} is not UTF-8", hint) from error
+    return parse_object(decoded, f"{path}: line {number}", hint, DataError, halves=True)
+
+
+def _damaged(path: Path, why: str, hint: str) -> DataError:
+    return DataError(f"{path} is damaged: {why}", hint=hint)
+
+
+def line_digest(line: Mapping[str, Any], head: Mapping[str, Any] | None = None) -> str:
+    """Return the digest of a line in a file with this head."""
+    text = ("" if head is None else _canonical(head)) + _canonical(line)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _canonical(value: Mapping[str, Any]) -> str:
+    """Return the same JSON text before the value is written and after it is read."""
     return json.dumps(json.loads(json.dumps(value)), sort_keys=True)
 
 
 def _open(path: Path) -> IO[bytes]:
-    """For reading and appending. A link is not followed: what it leads to is nobody's to write."""
+    """Open a regular file for reading and appending, without following a symbolic link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise OSError(0, "it is no plain file")
+            raise OSError(0, "it is not a regular file")
     except OSError as error:
         raise DataError(
             f"{path} cannot be written: {error.strerror}",

@@ -1,7 +1,7 @@
-"""torch and numpy, imported when something of them is first used.
+"""torch and numpy, imported at the first use of one of their attributes.
 
-Rooms that plan from headers take them from here: `ls`, `inspect`, `validate` and a config that is
-refused must not wait for them.
+Modules that plan from headers import them from here, so that `ls`, `inspect`, `validate` and config
+errors do not wait for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ else:
 
         def __getattr__(self, name: str) -> Any:
             value = getattr(importlib.import_module(self._module), name)
-            setattr(self, name, value)  # found without this detour from now on
+            setattr(self, name, value)  # cached
             return value
 
     np = _Lazy("numpy")

@@ -1,10 +1,9 @@
-"""This process: whose it is, what it keeps of freed memory, its threads, quicker imports."""
+"""Settings of this process: memory allocation, threads, and an early CUDA context."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import mmap
 import os
 import sys
@@ -18,42 +17,44 @@ from moemerge.errors import ResourceError
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
-# Buffers up to this size are reused. Each that is given back instead comes again as zeroed pages,
-# one fault at a time, which costs more than merging what they hold.
+# glibc keeps freed buffers up to this size. A buffer that was returned to the system comes back as
+# zeroed pages, one fault at a time, which costs more than merging its contents.
 REUSED_BYTES = 256 * 2**20
-# And where memory matters more than that, up to this size only: larger ones are the system's again
-# as soon as they are freed, and leave no gaps that others do not fit into.
+# If memory matters more, only up to this size. Larger buffers return to the system when they are
+# freed, and leave no gaps in the heap.
 SMALL_BYTES = 2**20
-# oneDNN keeps a kernel, about half a megabyte, for every shape of the last 1024 that it met. Every
-# expert gets another number of tokens, so hardly any of them comes again.
-KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-KEPT_KERNELS = 64
-# Address space that a new thread may take: its stack (8 MiB as a rule), and what it computes with.
+# oneDNN caches a kernel of about half a megabyte for each of the last 1024 shapes. Every expert has
+# another number of tokens, so a cached kernel is hardly ever used again.
+KERNEL_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+CACHED_KERNELS = 64
+# Address space that a new thread may take: its stack (usually 8 MiB) and its buffers.
 THREAD_BYTES = 32 * 2**20
 
-_process_is_ours = False
+_is_configured = False
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter: before 2.9
 
 
-def own_process() -> None:
-    """Said by a program that does nothing but this package's work, before it loads torch: how it
-    takes memory, of the host and of a GPU, may be changed for good. In a caller's process it is not
-    ours to change."""
-    global _process_is_ours
-    _process_is_ours = True
+def configure_process() -> None:
+    """Allow this package to change how the process allocates memory, on the host and on a GPU.
+
+    The command line calls it before it imports torch. A library must not: such settings last as
+    long as the process, and the process is the caller's.
+    """
+    global _is_configured
+    _is_configured = True
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
-        # A GPU's memory in pieces that grow: what was freed between others is not lost to larger
-        # tensors. torch reads this with its first use of a GPU.
+        # Segments that grow: memory freed between others can still serve larger tensors. torch
+        # reads this when it first uses a GPU.
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
-def is_ours() -> bool:
-    """Whether `own_process` was said."""
-    return _process_is_ours
+def is_configured() -> bool:
+    """Return whether `configure_process` was called."""
+    return _is_configured
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this number runs."""
+    """Return whether a process with this id is running."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -64,7 +65,7 @@ def is_alive(pid: int) -> bool:
 
 
 def reuse_freed_memory() -> None:
-    """Tell glibc to keep freed buffers; does nothing elsewhere. Lasts as long as the process."""
+    """Make glibc keep freed buffers, for the rest of the process; no effect elsewhere."""
     if not sys.platform.startswith("linux"):
         return
     with suppress(OSError, AttributeError):  # another C library
@@ -74,13 +75,12 @@ def reuse_freed_memory() -> None:
 
 
 def share_one_heap() -> bool:
-    """New threads take memory from the heaps there are, and freed buffers are reused by all.
+    """Make all threads of a configured process share one heap; return whether they do.
 
-    For many threads of which one runs at a time: with a heap each, every one would have to fault
-    its own pages in, and keep them. Lasts as long as the process, so it is done where that is ours
-    alone (see `own_process`); tells whether it was.
+    For many threads of which one runs at a time. If each had its own heap, each would fault in its
+    own pages and keep them.
     """
-    if not is_ours() or not sys.platform.startswith("linux"):
+    if not is_configured() or not sys.platform.startswith("linux"):
         return False
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
@@ -90,69 +90,73 @@ def share_one_heap() -> bool:
 
 
 def give_back_large_buffers() -> None:
-    """From now on every large buffer goes back to the system when it is freed, in a process that is
-    ours alone. For work with a few large matrices at a time, each of which takes long."""
-    if not is_ours() or not sys.platform.startswith("linux"):
+    """Make glibc return large buffers when they are freed, for the rest of a configured process.
+
+    For work with a few large matrices at a time.
+    """
+    if not is_configured() or not sys.platform.startswith("linux"):
         return
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, SMALL_BYTES)
 
 
 def give_back_freed_memory() -> None:
-    """Tell glibc to return what it keeps of freed buffers; does nothing elsewhere."""
+    """Make glibc return the freed buffers that it keeps; no effect elsewhere."""
     if not sys.platform.startswith("linux"):
         return
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_few_kernels() -> None:
-    """Bound oneDNN's cache, unless the user did; it must not have computed anything yet."""
-    os.environ.setdefault(KERNELS, str(KEPT_KERNELS))
+def limit_kernel_cache() -> None:
+    """Limit oneDNN's kernel cache, unless the user has; call it before oneDNN computes anything."""
+    os.environ.setdefault(KERNEL_CACHE, str(CACHED_KERNELS))
 
 
 def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool with all its threads running.
+    """Return a pool whose threads all run already.
 
-    A pool of the standard library starts a thread when work comes. Where the system refuses one,
-    that work stays queued for ever; here it is refused before any work begins.
+    A pool of the standard library starts a thread when work arrives. If the system refuses the
+    thread, that work stays queued for ever; this function raises an error instead.
     """
-    _require_room(threads, name)
+    _require_memory(threads, name)
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-    go_on = threading.Event()
+    started = threading.Event()
     try:
         for _ in range(threads):
-            pool.submit(go_on.wait)
+            pool.submit(started.wait)
     except RuntimeError as error:
         pool.shutdown(wait=False, cancel_futures=True)
         raise _no_thread(name, error) from error
     finally:
-        go_on.set()
+        started.set()
     return pool
 
 
-def side_by_side(works: Sequence[Callable[[], object]], name: str) -> None:
-    """Do all of these at once, each in a thread of its own. All end; the first error is raised."""
-    if not works:
+def run_in_threads(tasks: Sequence[Callable[[], object]], name: str) -> None:
+    """Run all tasks at once, each in its own thread; then raise the first error, if any."""
+    if not tasks:
         return
-    with thread_pool(len(works), name) as pool:
-        begun = [pool.submit(work) for work in works]
-    for one in begun:
-        one.result()
+    with thread_pool(len(tasks), name) as pool:
+        futures = [pool.submit(task) for task in tasks]
+    for future in futures:
+        future.result()
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start it; an error of ours where the system refuses."""
-    _require_room(1, thread.name)
+    """Start a thread; raise ResourceError if the system refuses."""
+    _require_memory(1, thread.name)
     try:
         thread.start()
     except RuntimeError as error:
         raise _no_thread(thread.name, error) from error
 
 
-def _require_room(threads: int, name: str) -> None:
-    """A thread that finds no memory in its first moments dies without a word, and Python waits for
-    ever for it to begin."""
+def _require_memory(threads: int, name: str) -> None:
+    """Raise an error if new threads would find no memory.
+
+    A thread without memory for its first steps ends silently, and Python waits for it for ever.
+    """
     try:
         mmap.mmap(-1, threads * THREAD_BYTES).close()
     except (OSError, MemoryError) as error:
@@ -166,54 +170,36 @@ def _no_thread(name: str, error: BaseException) -> ResourceError:
     )
 
 
-_waking: list[threading.Thread] = []
+def init_cuda_context(device: str) -> None:
+    """Start to create the CUDA context of a device in a thread, while the caller imports modules.
 
-
-def wake_gpu(device: str) -> None:
-    """Begin to make a GPU's context: that takes as long as many an import, which can go on
-    meanwhile, as the driver needs no lock of Python's. Whether the device is there is for others
-    to tell, and processes of one job find theirs later."""
+    The driver does not need Python's lock meanwhile. A missing device is not an error here. Under
+    torchrun nothing happens, since each process finds its device later.
+    """
     number = device.partition(":")[2] or "0"
     if device == "cpu" or not number.isdecimal() or "WORLD_SIZE" in os.environ:
         return
-    waking = threading.Thread(target=_wake, args=(int(number),), daemon=True)
+    thread = threading.Thread(target=_create_context, args=(int(number),), daemon=True)
     with suppress(ResourceError):
-        start_thread(waking)
-        _waking.append(waking)
+        start_thread(thread)
 
 
-def wait_for_gpu() -> None:
-    """Until it is awake, if it was woken: what is done there must not be done twice."""
-    while _waking:
-        _waking.pop().join()
-
-
-def _wake(number: int) -> None:
-    if _made_context(number) and is_ours():
-        _read_compiler()
-
-
-def _made_context(number: int) -> bool:
-    """The device's primary context, which torch will use, too."""
-    with suppress(OSError, AttributeError):  # no driver here, or one that is very old
+def _create_context(number: int) -> None:
+    """Create the device's primary context, which torch uses as well."""
+    with suppress(OSError, AttributeError):  # no driver, or a very old one
         driver = ctypes.CDLL("libcuda.so.1")
         ordinal, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(ordinal), number) == 0:
-            return bool(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal) == 0)
-    return False
-
-
-def _read_compiler() -> None:
-    """Kernels that were compiled before are found by a digest of Triton, which makes it of all its
-    files, 400 MB, and then keeps it."""
-    with suppress(ImportError, AttributeError, OSError):  # none here, or another release
-        importlib.import_module("triton.runtime.cache").triton_key()
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal)
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """For imports: what they make stays, so looking through it for garbage, over and over as it
-    grows, is in vain. It is left out of later searches as well."""
+    """Pause garbage collection, for imports; their objects are left out of later collections, too.
+
+    Modules stay, so each collection would search a growing heap in vain: a tenth of the time to
+    import torch and this package.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

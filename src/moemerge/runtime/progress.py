@@ -1,7 +1,8 @@
-"""What a long job tells about itself. Rooms below the command line report; only the cli draws."""
+"""Progress of a job: packages report it, and only the command line shows it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -13,18 +14,18 @@ class Progress(Protocol):
     def advance(self, amount: int) -> None: ...
 
     def status(self, message: str) -> None:
-        """A few words that stand with the progress, until others take their place."""
+        """Set a short message that is shown with the progress until the next one."""
         ...
 
     def note(self, message: str) -> None:
-        """A line worth showing now (a warning, a finished layer)."""
+        """Show a line now (a warning, a finished layer)."""
         ...
 
     def finish(self) -> None: ...
 
 
 class Silent:
-    """Progress for nobody."""
+    """Progress that is not shown."""
 
     def start(self, what: str, total: int, *, unit: str) -> None: ...
 
@@ -38,5 +39,11 @@ class Silent:
 
 
 def counted(number: int, one: str, several: str = "") -> str:
-    """`1 row`, `2 rows`, `12,000 rows`; `several` where more than an s is to be added."""
+    """Return `1 row`, `2 rows`, `12,000 rows`; `several` is an irregular plural."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, and how many more there are: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,4 +1,4 @@
-"""Where the time of a run goes. A device keeps its own times and is waited for once, at the end."""
+"""Timings of a run. Device times are recorded as events and read once, at the end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-# A point in time: of the host (seconds), or an event in a device's queue.
+# A point in time: seconds on the host, or an event in a device's queue.
 Mark = Any
 
 
 @dataclass
 class Stopwatch:
-    """Seconds by name, one after the other on the time line of `device`.
+    """Seconds by name, in consecutive spans on the timeline of `device`.
 
-    A span of a GPU runs from the end of what was queued before it to the end of what was queued in
-    it, so its sum over all spans is the run's time. What goes on beside it (reading, copying) is
-    counted apart, in `beside`, with the bytes it moved.
+    On a GPU a span lasts from the end of the work queued before it to the end of the work queued in
+    it, so all spans together are the run's time. Overlapping work (reading, copying) is counted in
+    `beside`, with its bytes.
     """
 
     device: torch.device
@@ -33,7 +33,7 @@ class Stopwatch:
     _beside_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def mark(self) -> Mark:
-        """Now, on the device's time line."""
+        """Return the current time on the device's timeline."""
         if self.device.type != "cuda":
             return time.perf_counter()
         make: Any = torch.cuda.Event
@@ -42,7 +42,7 @@ class Stopwatch:
         return event
 
     def add(self, name: str, begin: Mark, end: Mark | None = None) -> None:
-        """Count the time between two marks (the second: now) under a name."""
+        """Add the time between two marks to a name; the second is now by default."""
         end = self.mark() if end is None else end
         if isinstance(begin, float):
             self._count(name, end - begin)
@@ -50,7 +50,7 @@ class Stopwatch:
             self._pending.append((name, begin, end))
 
     def count(self, name: str, seconds: float) -> None:
-        """Count seconds that were taken on the host while the device had nothing to do."""
+        """Add seconds of the host, during which the device was idle."""
         self._count(name, seconds)
 
     @contextlib.contextmanager
@@ -60,14 +60,13 @@ class Stopwatch:
         self.add(name, begin)
 
     def aside(self, name: str, seconds: float, nbytes: int = 0) -> None:
-        """Count what was done beside the time line. Safe from any thread: several models may read
-        at once."""
+        """Add the time and bytes of overlapping work. Thread-safe: several models may read."""
         with self._beside_lock:
             self.beside[name] = self.beside.get(name, 0.0) + seconds
             self.nbytes[name] = self.nbytes.get(name, 0) + nbytes
 
     def totals(self) -> dict[str, float]:
-        """Seconds by name; waits for the device."""
+        """Return seconds by name; synchronises with the device."""
         if self._pending:
             torch.cuda.synchronize(self.device)
             for name, begin, end in self._pending:
@@ -80,12 +79,12 @@ class Stopwatch:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that torch has taken from a GPU so far, spare ones included; None: a CPU."""
+    """Return the peak of torch's reserved GPU memory; None for a CPU."""
     return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
 
 
 def memory_in_use(device: torch.device) -> tuple[int, int] | None:
-    """Bytes of a GPU's that tensors hold now, and the most that they held; None: a CPU."""
+    """Return the GPU memory of tensors, now and at its peak; None for a CPU."""
     if device.type != "cuda":
         return None
     return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -93,11 +92,11 @@ def memory_in_use(device: torch.device) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Timings:
-    """Where a run's seconds went: one after the other, and in the background."""
+    """Seconds of a run's consecutive parts, and of work in the background."""
 
     seconds: Mapping[str, float]  # by part, up to the last router or map, and "write"
-    solved: float  # from the start until the last of them was solved for
-    beside: Mapping[str, tuple[float, int]]  # seconds and bytes of what ran in the background
+    solved: float  # from the start until the last of them was solved
+    beside: Mapping[str, tuple[float, int]]  # seconds and bytes of work in the background
     peak_memory: int | None  # bytes on a GPU
 
     @classmethod
@@ -108,7 +107,7 @@ class Timings:
         return cls(parts, solved, beside, peak)
 
     def written(self, seconds: float, copied: tuple[float, int]) -> Timings:
-        """The same once the output is there."""
+        """Return the timings with those of writing the output."""
         return replace(
             self,
             seconds={**self.seconds, "write": seconds},

@@ -1,8 +1,8 @@
-"""Saved statistics of one model: a safetensors file whose metadata tells where they come from.
+"""Read saved statistics of one model: a safetensors file with its provenance in the metadata.
 
-A Gram is kept once for all units that read the same input, as packed block rows (see `pack`);
-Fisher values are one tensor a unit. Units are named by their key, which is the same in every
-on-disk layout of a model.
+A Gram matrix is stored once for all units with the same input, as packed block rows (see
+`pack_symmetric`). Fisher values are one tensor per unit. Units are named by their key, which is the
+same in every on-disk layout of a model.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from moemerge.statistics.provenance import Provenance, check_fits
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Symmetric matrices are stored at little more than half their size, as block rows of the upper
+# Symmetric matrices are stored at slightly more than half their size, as block rows of the upper
 # triangle: rows in blocks, so that packing and unpacking are copies of whole blocks.
-BLOCK = 128  # rows; part of the file format
+PACKED_ROWS = 128  # rows; part of the file format
 
 
 def packed_size(width: int) -> int:
-    """Elements that `pack` makes of a (width, width) matrix."""
+    """Return the number of elements of a packed (width, width) matrix."""
     return sum(rows * (width - start) for start, rows in _blocks(width))
 
 
-def pack(matrix: Tensor) -> Tensor:
-    """(n, n), symmetric -> (packed_size(n),)."""
+def pack_symmetric(matrix: Tensor) -> Tensor:
+    """Pack a symmetric (n, n) matrix to (packed_size(n),)."""
     width = matrix.shape[0]
     out = torch.empty(packed_size(width), dtype=matrix.dtype, device=matrix.device)
     at = 0
@@ -49,8 +49,8 @@ def pack(matrix: Tensor) -> Tensor:
     return out
 
 
-def unpack(packed: Tensor, width: int) -> Tensor:
-    """(packed_size(n),) -> (n, n)."""
+def unpack_symmetric(packed: Tensor, width: int) -> Tensor:
+    """Unpack (packed_size(n),) to (n, n)."""
     out = torch.empty((width, width), dtype=packed.dtype, device=packed.device)
     at = 0
     for start, rows in _blocks(width):
@@ -63,19 +63,20 @@ def unpack(packed: Tensor, width: int) -> Tensor:
 
 
 def _blocks(width: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, width, BLOCK):
-        yield start, min(BLOCK, width - start)
+    for start in range(0, width, PACKED_ROWS):
+        yield start, min(PACKED_ROWS, width - start)
 
 
-Kind = StatisticsKind
-FORMAT: Final = "moemerge_statistics"  # the metadata's key; its value is the format's number
+STATISTICS_FORMAT: Final = (
+    "moemerge_statistics"  # the metadata's key; its value is the format's number
+)
 FORMAT_NUMBER: Final = "1"
 _MAKE_AGAIN: Final = "make it again with `moemerge stats`"
 
 
 @dataclass(frozen=True)
 class Gram:
-    """The mean of x xᵀ over the tokens that a unit has read."""
+    """The mean of x xᵀ over the tokens that a unit read."""
 
     matrix: Tensor  # (in, in), float32, CPU; zeros where tokens is 0
     tokens: int
@@ -85,9 +86,9 @@ class Gram:
 class Fisher:
     """The diagonal of the empirical Fisher information, as a mean over sequences.
 
-    Of every sequence the gradient of its summed next-token loss, -log p(sequence), is squared:
-    values = mean over sequences of (d loss / d w)². They grow with the length of the sequences;
-    `values * sequences / tokens` is per token, and does not.
+    values = mean over sequences of (d loss / d w)², with the summed next-token loss of a sequence,
+    -log p(sequence). They grow with the length of the sequences; `values * sequences / tokens` is
+    per token.
     """
 
     values: Tensor  # the unit's shape (out, in), float32, CPU
@@ -97,14 +98,14 @@ class Fisher:
 
 @dataclass(frozen=True)
 class Activation:
-    """The mean of |x|, or of x², over the tokens that a unit has read."""
+    """The mean of |x|, or of x², over the tokens that a unit read."""
 
     values: Tensor  # (in,), float32, CPU; zeros where tokens is 0
     tokens: int
 
 
-def stored_shape(kind: Kind, unit: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a unit's statistics have in the file."""
+def stored_shape(kind: StatisticsKind, unit: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a unit's statistics in the file."""
     if kind == "fisher" or not unit:
         return unit
     sizes = {"gram": packed_size(unit[-1]), "sensitivity": 1}
@@ -113,19 +114,19 @@ def stored_shape(kind: Kind, unit: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StoredUnit:
-    """Where a unit's statistics lie in the file."""
+    """The tensor of a unit's statistics in the file."""
 
     tensor: str
     shape: tuple[int, ...]  # of the unit, (out, in)
 
 
 class Statistics:
-    """An open file of statistics. Reading is safe from any thread."""
+    """An open file of statistics. Reading is thread-safe."""
 
     def __init__(self, file: SafetensorsFile, content: StatisticsDocument) -> None:
         self._file = file
         self.path: Path = file.path
-        self.kind: Kind = content.kind
+        self.kind: StatisticsKind = content.kind
         self.provenance = Provenance(**content.provenance.model_dump())
         self.units: Mapping[str, StoredUnit] = {
             key: StoredUnit(str(tensor), tuple(map(int, shape)))
@@ -138,7 +139,7 @@ class Statistics:
 
     @classmethod
     def open(cls, path: str | Path) -> Statistics:
-        """Read the header; refuses a truncated file, or one that is no file of statistics."""
+        """Read the header. Refuse a truncated file, and one without statistics."""
         path = Path(path)
         if path.is_dir():
             raise CheckpointError(
@@ -164,24 +165,24 @@ class Statistics:
         return f"Statistics({str(self.path)!r}, {self.kind}, {len(self.units)} units)"
 
     def check_fits(self, name: str, checkpoint: Checkpoint, architecture: Architecture) -> None:
-        """Refuse statistics of another model; `name` is what the user calls the model."""
+        """Refuse statistics of another model; `name` is the user's name of the model."""
         shapes = {key: unit.shape for key, unit in self.units.items()}
         check_fits(str(self.path), self.provenance, shapes, name, checkpoint, architecture)
 
     def gram(self, unit_key: str, device: torch.device | None = None) -> Gram | None:
-        """The Gram of a unit's input, on a device; None for a unit that is no linear map of one."""
+        """Return the Gram matrix of a unit's input on a device; None if it has none."""
         self._require("gram")
         unit = self.units.get(unit_key)
         if unit is None:
             return None
         packed = self._file.read(unit.tensor)
-        matrix = unpack(packed if device is None else packed.to(device), unit.shape[-1])
+        matrix = unpack_symmetric(packed if device is None else packed.to(device), unit.shape[-1])
         if bool((matrix.diagonal() < 0).any()):
             raise self._damaged(unit, "its diagonal, a mean of squares, is negative")
         return Gram(matrix, self.counts[unit.tensor])
 
     def fisher(self, unit_key: str) -> Fisher | None:
-        """The Fisher values of a unit; None for one that they were not gathered for."""
+        """Return the Fisher values of a unit; None if it has none."""
         self._require("fisher")
         unit = self.units.get(unit_key)
         if unit is None:
@@ -192,14 +193,14 @@ class Statistics:
         return Fisher(values, self.counts[unit.tensor], self.sequences)
 
     def activation(self, unit_key: str) -> Activation | None:
-        """Mean sizes of a unit's inputs; None for a unit that is no linear map of one."""
+        """Return the mean |x| of a unit's inputs; None if it has none."""
         return self._mean("activation", unit_key)
 
     def power(self, unit_key: str) -> Activation | None:
-        """Mean squares of a unit's inputs; None for a unit that is no linear map of one."""
+        """Return the mean x² of a unit's inputs; None if it has none."""
         return self._mean("power", unit_key)
 
-    def _mean(self, kind: Kind, unit_key: str) -> Activation | None:
+    def _mean(self, kind: StatisticsKind, unit_key: str) -> Activation | None:
         self._require(kind)
         unit = self.units.get(unit_key)
         if unit is None:
@@ -210,7 +211,7 @@ class Statistics:
         return Activation(values, self.counts[unit.tensor])
 
     def sensitivity(self, unit_key: str) -> float | None:
-        """Σ |W · d loss / d W| of a unit over the text; None for one that it was not taken of."""
+        """Return Σ |W · d loss / d W| of a unit over the text; None if it has none."""
         self._require("sensitivity")
         unit = self.units.get(unit_key)
         if unit is None:
@@ -224,11 +225,11 @@ class Statistics:
         return NumericalError(f"{self.path}: {unit.tensor}: {reason}", hint=_MAKE_AGAIN)
 
     def tokens(self, unit_key: str) -> int | None:
-        """Tokens that passed this unit (0: an expert that none was routed to)."""
+        """Return the number of tokens through this unit; 0 for an expert without tokens."""
         unit = self.units.get(unit_key)
         return None if unit is None else self.counts[unit.tensor]
 
-    def _require(self, kind: Kind) -> None:
+    def _require(self, kind: StatisticsKind) -> None:
         if self.kind != kind:
             raise CheckpointError(
                 f"{self.path} holds {self.kind} statistics, but {kind} ones are needed",
@@ -236,7 +237,7 @@ class Statistics:
             )
 
     def _check_tensors(self) -> None:
-        """Every unit's tensor is there, in float32, of the size its shape asks for."""
+        """Refuse a file in which a unit's tensor is missing or has another dtype or size."""
         for key, unit in self.units.items():
             info = self._file.tensors.get(unit.tensor)
             wanted = stored_shape(self.kind, unit.shape)
@@ -248,7 +249,7 @@ class Statistics:
 
 
 def _content(metadata: Mapping[str, str], path: Path) -> StatisticsDocument:
-    number = metadata.get(FORMAT)
+    number = metadata.get(STATISTICS_FORMAT)
     if number is None:
         raise CheckpointError(
             f"{path} is a safetensors file, but holds no statistics", hint=_MAKE_AGAIN

@@ -1,4 +1,4 @@
-"""Where statistics come from, and whether they belong to a model, by digests of what it is."""
+"""The provenance of statistics, and digests that decide whether they belong to a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # element is read by itself.
 SAMPLE = 512
 EXPERT_SAMPLE = 16
-# What a tokenizer's vocabulary lies in where it has no tokenizer.json, in order of preference.
+# Vocabulary files of a tokenizer without tokenizer.json, in order of preference.
 _VOCABULARIES = (
     "tokenizer.model",
     "vocab.json",
@@ -40,7 +40,7 @@ _VOCABULARIES = (
 
 @dataclass(frozen=True)
 class Provenance:
-    """What was gathered from which model over which text."""
+    """The model, the text and the settings of collected statistics."""
 
     model: str  # as the user named it
     family: str
@@ -59,23 +59,23 @@ class Provenance:
 
 
 def family_name(architecture: Architecture) -> str:
-    """The name of a model's family, the same for all its model types."""
+    """Return the name of a model's family, the same for all its model types."""
     if architecture.family is not None:
         return architecture.family.model_type
     return architecture.model_type or "unknown"
 
 
 def all_units(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, Unit]:
-    """Every unit of a checkpoint by its key."""
+    """Return every unit of a checkpoint by its key."""
     units = (unit for name in checkpoint.tensors for unit in architecture.units(name))
     return {unit.key: unit for unit in units}
 
 
 def model_fingerprint(checkpoint: Checkpoint, architecture: Architecture) -> str:
-    """A digest of a model's weights that is the same in every on-disk layout.
+    """Return a digest of a model's weights, the same in every on-disk layout.
 
-    It covers every unit's key, shape and dtype, and a sample of each, experts too: there are
-    fine-tunes that change few of them and nothing else.
+    It covers every unit's key, shape and dtype, and a sample of its elements. Experts are included,
+    because some fine-tunes change few of them and nothing else.
     """
     units = all_units(checkpoint, architecture)
     digest = hashlib.sha256()
@@ -88,7 +88,7 @@ def model_fingerprint(checkpoint: Checkpoint, architecture: Architecture) -> str
 
 
 def _sample(checkpoint: Checkpoint, unit: Unit) -> Tensor:
-    """The first elements of a matrix's middle row, or of a vector: (n,)."""
+    """Return the first elements of a matrix's middle row, or of a vector: (n,)."""
     if unit.expert is not None and checkpoint.has_elements(unit.tensor):
         return _sample_expert(checkpoint, unit)
     slot = unit.slot
@@ -102,10 +102,10 @@ def _sample(checkpoint: Checkpoint, unit: Unit) -> Tensor:
 
 
 def _sample_expert(checkpoint: Checkpoint, unit: Unit) -> Tensor:
-    """The same of an expert, whose stack is not read for it."""
+    """Return the sample of an expert without reading its whole stack."""
     info = checkpoint.tensors[unit.tensor]
     first, stop = unit.slot.rows or (0, info.rows)
-    # A view of nothing tells where the elements lie.
+    # A view of a meta tensor shows the position of the elements.
     view = _middle(unit.slot.take(torch.empty((stop - first, *info.shape[1:]), device="meta")))
     start = first * (info.row_bytes // info.dtype.itemsize) + int(view.storage_offset())
     step = view.stride(-1)
@@ -123,9 +123,9 @@ def _middle(value: Tensor) -> Tensor:
 
 
 def tokenizer_fingerprint(folder: Path) -> str | None:
-    """A digest of a tokenizer's vocabulary: which text is which number. None without one.
+    """Return a digest of a tokenizer's vocabulary; None without a tokenizer.
 
-    Of a tokenizer.json the vocabulary and the added tokens enter, not the way it is written.
+    For a tokenizer.json it covers the vocabulary and the added tokens, not the formatting.
     """
     whole = folder / "tokenizer.json"
     if whole.is_file():
@@ -136,7 +136,7 @@ def tokenizer_fingerprint(folder: Path) -> str | None:
             parts = [model.get("vocab"), model.get("merges"), parsed.get("added_tokens")]
             content = json.dumps(parts, sort_keys=True).encode()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            pass  # a form that we do not know: its bytes stand for it
+            pass  # unknown format: hash the bytes
         return hashlib.sha256(content).hexdigest()
     for pattern in _VOCABULARIES:
         files = sorted(path for path in folder.glob(pattern) if path.is_file())
@@ -146,7 +146,7 @@ def tokenizer_fingerprint(folder: Path) -> str | None:
 
 
 def data_fingerprint(rows: Iterable[Tensor]) -> str:
-    """A digest of token rows, each (tokens,), in their order."""
+    """Return a digest of token rows, each (tokens,), in their order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(len(row).to_bytes(8, "little"))
@@ -162,7 +162,7 @@ def check_fits(
     checkpoint: Checkpoint,
     architecture: Architecture,
 ) -> None:
-    """Raise for statistics of another family, shape, model or tokenizer, the plainest first."""
+    """Refuse statistics of another family, shape, model or tokenizer, in this order."""
     whose = f"{path} holds statistics of {provenance.model}"
     again = f"run `moemerge stats {checkpoint.label} OUT.stats --data FILE` on what is merged"
     family = family_name(architecture)

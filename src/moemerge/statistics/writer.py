@@ -1,6 +1,6 @@
-"""Writing statistics: tensors are appended as they are ready, the header comes last.
+"""Write statistics: tensors are appended as they are ready, and the header comes last.
 
-The header's place is reserved at the front, large enough for every unit, and filled up with blanks.
+Space for the header, large enough for every unit, is reserved at the front and padded with blanks.
 The file is a hidden sibling until `commit` renames it.
 """
 
@@ -17,59 +17,45 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from moemerge.checkpoint.output import output_error, sync_folder, writing
+from moemerge.checkpoint.output import check_output_file, output_error, writing
 from moemerge.checkpoint.safetensors_file import HEADER_ALIGNMENT, LENGTH_BYTES, METADATA
 from moemerge.checkpoint.tensors import as_bytes
+from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, MoeMergeError
-from moemerge.runtime.files import remove_stale
+from moemerge.runtime.files import remove_stale, sync_folder
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import thread_pool
-from moemerge.statistics.file import FORMAT, FORMAT_NUMBER, Kind
+from moemerge.statistics.file import FORMAT_NUMBER, STATISTICS_FORMAT
 from moemerge.statistics.provenance import Provenance
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-THREADS: Final = 2
-# The file is pushed to the disk while it grows, so that little is left to wait for at the end.
+COPY_THREADS: Final = 2
+# Flush the file while it grows, so that the final sync is short.
 SYNC_BYTES: Final = 256 * 2**20
-_sync = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
-# Bytes that may wait to be written; beyond it whoever adds more has to wait.
+_sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
+# Bytes that may be queued; `add` blocks beyond that.
 WAITING_BYTES: Final = {"cpu": 128 * 2**20, "cuda": 2 * 2**30}
-# What one unit takes of the header: its key up to four times, and the numbers beside it.
+# Header bytes per unit: its key up to four times, and numbers.
 _KEYS_PER_UNIT: Final = 4
 _BYTES_PER_UNIT: Final = 320
 _BYTES_OF_THE_REST: Final = 64 * 1024
 _NOTICE_BYTES: Final = 16 * 1024
 
 
-def check_output_file(out: Path, *, overwrite: bool) -> None:
-    """Refuse an output that must not or cannot be written, before any work is done."""
-    if out.is_dir():
-        raise CheckpointError(f"the output {out} is a folder", hint="name a file")
-    if os.path.lexists(out) and not overwrite:
-        raise CheckpointError(
-            f"the output {out} exists", hint="choose another name, or allow it: `overwrite=True`"
-        )
-    parent = out.absolute().parent
-    if not parent.is_dir():
-        raise CheckpointError(f"the output {out} cannot be made: there is no folder {parent}")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise CheckpointError(f"the output {out} cannot be made: {parent} is not writable")
-
-
 class StatisticsWriter:
-    """A file of statistics that appears whole or not at all. Use it as a context manager.
+    """Writes a file of statistics that appears complete or not at all. A context manager.
 
-    `keys` are all units that may come. The bytes depend on the order of `add` alone.
+    `keys` are all units that may be added. The bytes depend only on the order of `add`.
     """
 
     def __init__(
         self,
         out: Path,
         *,
-        kind: Kind,
+        kind: StatisticsKind,
         provenance: Provenance,
         keys: Collection[str],
         overwrite: bool = False,
@@ -78,13 +64,13 @@ class StatisticsWriter:
         check_output_file(out, overwrite=overwrite)
         self.out = out
         self._overwrite = overwrite
-        self._kind: Kind = kind
+        self._kind: StatisticsKind = kind
         self._provenance = provenance
         self._reserved = _reserved_bytes(keys)
         self._entries: dict[str, dict[str, Any]] = {}
         self._units: dict[str, tuple[str, list[int]]] = {}
         self._tokens: dict[str, int] = {}
-        self._end = 0  # of the data that was handed out so far
+        self._end = 0  # end of the data allocated so far
         self._waiting = 0
         self._most = WAITING_BYTES["cpu" if device is None else device.type]
         self._room = threading.Condition()
@@ -94,7 +80,7 @@ class StatisticsWriter:
         self._path = self._target.with_name(
             f".{self._target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
         )
-        self._pool = thread_pool(THREADS, "moemerge-stats")
+        self._pool = thread_pool(COPY_THREADS, "moemerge-stats")
         self._syncer = thread_pool(1, "moemerge-sync")
         with writing(out):
             remove_stale(self._target)
@@ -112,9 +98,10 @@ class StatisticsWriter:
         units: Mapping[str, Sequence[int]],
         tokens: int,
     ) -> None:
-        """Append a float32 tensor that serves `units` (key -> shape). None stands for zeros.
+        """Append a float32 tensor for `units` (key -> shape). None means zeros.
 
-        The value may be on any device and must not be changed any more; it is written later.
+        The value may be on any device and must not be changed afterwards, because it is written
+        later.
         """
         if name in self._entries or any(key in self._units for key in units):
             raise CheckpointError(f"statistics of {name!r} come a second time for {self.out}")
@@ -154,7 +141,7 @@ class StatisticsWriter:
                 self._put(as_bytes(_on_host(value)), LENGTH_BYTES + self._reserved + begin)
         except OSError as error:
             problem = output_error(error, self.out)
-        except RuntimeError as error:  # a device that failed shows when its result is copied
+        except RuntimeError as error:  # device errors appear when the result is copied
             problem = CheckpointError(f"statistics cannot be copied from the device: {error}")
         finally:
             with self._room:
@@ -165,21 +152,21 @@ class StatisticsWriter:
                 self._room.notify_all()
 
     def _put(self, data: memoryview, at: int) -> None:
-        """All of it: a disk that fills up takes a part and says so at the next attempt."""
+        """Write everything. A full disk writes a part and fails at the next attempt."""
         assert self._fd is not None
         done = 0
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], at + done)
 
     def _push(self) -> None:
-        """Let what was written go to the disk in the background, one push at a time."""
+        """Flush written data in the background, one flush at a time."""
         idle = self._syncing is None or self._syncing.done()
         if idle and self._unsynced >= SYNC_BYTES and self._error is None and self._fd is not None:
             self._unsynced = 0
             self._syncing = self._syncer.submit(_sync, self._fd)
 
     def commit(self, *, sequences: int, notices: Sequence[str] = ()) -> None:
-        """Write the header, make all durable, and rename into place."""
+        """Write the header, flush everything, and rename into place."""
         for job in self._jobs:
             job.result()
         if self._syncing is not None:
@@ -195,7 +182,7 @@ class StatisticsWriter:
             os.fsync(self._fd)
             check_output_file(self.out, overwrite=self._overwrite)
             os.rename(self._path, self._target)
-        with contextlib.suppress(OSError):  # it is in place: whoever looks finds it whole
+        with contextlib.suppress(OSError):  # the file is already in place and complete
             sync_folder(self._target.parent)
         self._close()
 
@@ -210,7 +197,7 @@ class StatisticsWriter:
         }
         metadata = {
             "format": "pt",
-            FORMAT: FORMAT_NUMBER,
+            STATISTICS_FORMAT: FORMAT_NUMBER,
             "content": json.dumps(content, separators=(",", ":")),
         }
         text = json.dumps({METADATA: metadata, **self._entries}, separators=(",", ":")).encode()
@@ -221,7 +208,7 @@ class StatisticsWriter:
         return text + b" " * (self._reserved - len(text))
 
     def abort(self) -> None:
-        """Leave nothing behind. Does nothing after a commit."""
+        """Remove everything. Does nothing after a commit."""
         if self._fd is None:
             return
         with self._room:

@@ -1,4 +1,4 @@
-"""The demo: merge specialists, see routing break, calibrate, see it heal; refit the rest."""
+"""The demo: merge specialists, calibrate the routers, refit all linear maps, and compare."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from moemerge import api
 from moemerge.calibration.settings import Targets
+from moemerge.testbed import TrainedSet
 from moemerge.testbed.accuracy import RoutingAgreement, accuracy, compare_routing
-from moemerge.testbed.experiments.merges import (
-    AVERAGE,
-    METHODS,
-    MergeFiles,
-    graft_config,
-    merge_config,
-)
-from moemerge.testbed.experiments.texts import asked_problems, held_out_text
-from moemerge.testbed.training import TrainedSet
+from moemerge.testbed.tasks import Problem, problems
 from moemerge.text.rows import write_rows
 
 DOMAINS = ("math", "code")
-SHOWN = ("wudi", "ties")
-REFITTED = "wudi"  # one is enough to see it, and takes as long as three calibrations
-PROBLEMS = 500  # of each domain
-HELD_OUT = 100  # of them, whose tokens show the routing
-ROWS = 256  # of calibration text of each domain
+TITLES = {"wudi": "WUDI", "ties": "TIES"}  # the merges that are shown
+# Parameters of each model, math and code, from the appendix of the HARC paper.
+PARAMETERS: dict[str, tuple[dict[str, float], ...]] = {
+    "linear": ({"weight": 0.5}, {"weight": 0.5}),
+    "ties": ({"density": 0.6, "weight": 0.4}, {"density": 0.6, "weight": 0.6}),
+    "wudi": ({}, {}),
+}
+REFITTED = "wudi"  # one refit is enough to show it, and takes as long as three calibrations
+PROBLEMS = 500  # per domain
+TEST_SEED = 20_002  # of the test problems; no training seed uses it
+HELD_OUT = 100  # problems per domain on whose text the routing is compared
+ROWS = 256  # rows of calibration text per domain
 
 SPECIALIST = "specialist"
 AS_MERGED = "as merged"
@@ -45,11 +46,11 @@ class DemoRow:
     """One model of the table."""
 
     model: str  # base, a specialist's domain, or a merge's title
-    routers: str  # how its routers came about; empty for trained models
+    routers: str  # how its routers were made; empty for the base
     folder: str
     accuracy: Mapping[str, float]  # by domain
-    agreement: Mapping[str, RoutingAgreement]  # with each domain's specialist, on held-out text
-    seconds: float  # to make and to measure it
+    agreement: Mapping[str, RoutingAgreement]  # with each specialist on held-out text
+    seconds: float  # to make and measure it
 
     @property
     def mean(self) -> float:
@@ -61,45 +62,47 @@ class DemoRow:
 
 
 class Demo:
-    """Everything the demo makes lies in `folder`; the trained models stay where they are."""
+    """Makes and measures the demo's models; all output goes to `folder`."""
 
     def __init__(
-        self, trained: TrainedSet, folder: Path, *, device: str = "auto", problems: int = PROBLEMS
+        self, trained: TrainedSet, folder: Path, *, device: str = "auto", count: int = PROBLEMS
     ) -> None:
         self.folder = folder
         self._base = trained.base
         self._models = {domain: trained.models[domain] for domain in DOMAINS}
         self._data = {domain: trained.data[domain] for domain in DOMAINS}
         self._device = device
-        self._problems = {domain: asked_problems(domain, problems) for domain in DOMAINS}
-        held_out = min(HELD_OUT, problems)
-        self._held_out = {domain: held_out_text(domain, held_out) for domain in DOMAINS}
+        self._problems = {domain: draw_test_problems(domain, count) for domain in DOMAINS}
+        self._held_out = {
+            domain: [p.prompt + p.answer for p in own[:HELD_OUT]]
+            for domain, own in self._problems.items()
+        }
 
     def rows(self) -> Iterator[DemoRow]:
         """Make and measure every model, one by one."""
         for name, path in {"base": self._base, **self._models}.items():
             yield self._measured(name, "" if name == "base" else SPECIALIST, path, _Clock())
-        averages = self._merge(AVERAGE, "average")
-        for method in SHOWN:
+        averages = self._merge("linear", "average")
+        for method, title in TITLES.items():
             clock = _Clock()
             merged = self._merge(method, f"{method}-merged")
-            yield self._measured(METHODS[method].title, AS_MERGED, merged, clock)
+            yield self._measured(title, AS_MERGED, merged, clock)
             clock = _Clock()
             control = self.folder / f"{method}-averaged-routers"
-            api.merge(graft_config(merged, averages), control, device="cpu")
-            yield self._measured(METHODS[method].title, AVERAGED, control, clock)
+            api.swap_routers(merged, averages, control)
+            yield self._measured(title, AVERAGED, control, clock)
             for label, targets in TARGETS.items():
                 clock = _Clock()
                 out = self.folder / f"{method}-calibrated-{targets}"
                 self._calibrate(merged, out, targets)
-                yield self._measured(METHODS[method].title, label, out, clock)
+                yield self._measured(title, label, out, clock)
             if method == REFITTED:
                 clock = _Clock()
                 refitted = self._refit(merged, self.folder / f"{method}-refitted")
-                yield self._measured(METHODS[method].title, REFIT, refitted, clock)
+                yield self._measured(title, REFIT, refitted, clock)
 
-    def write_page(self, method: str = SHOWN[0]) -> Path:
-        """Diagnose one merge beside its repaired versions, and write what was found as a page."""
+    def write_page(self, method: str = REFITTED) -> Path:
+        """Diagnose a merge and its repaired versions, and write the report page."""
         texts = {domain: self._write_held_out(domain) for domain in DOMAINS}
         page = self.folder / "report.html"
         api.diagnose(
@@ -118,8 +121,14 @@ class Demo:
 
     def _merge(self, method: str, name: str) -> Path:
         out = self.folder / name
-        given = MergeFiles(self._base, self._models, self._data)
-        api.merge(merge_config(method, given), out, device="cpu")
+        models = [
+            {"model": str(path), "name": name, "parameters": own}
+            for (name, path), own in zip(self._models.items(), PARAMETERS[method], strict=True)
+        ]
+        config: dict[str, Any] = {"merge_method": method, "models": models}
+        if method != "linear":
+            config["base_model"] = str(self._base)
+        api.merge(config, out, device="cpu")
         return out
 
     def _calibrate(self, merged: Path, out: Path, targets: Targets) -> None:
@@ -130,7 +139,7 @@ class Demo:
             data=self._data,
             targets=targets,
             limit=ROWS,
-            holdout=0.0,  # the demo measures on problems of its own
+            holdout=0.0,  # the demo measures on its own test problems
             device=self._device,
         )
 
@@ -142,14 +151,14 @@ class Demo:
             data=self._data,
             limit=ROWS,
             device=self._device,
-            dtype="float32",  # many CPUs are slow at the bfloat16 that is stored
+            dtype="float32",  # the stored bfloat16 is slow on many CPUs
         )
         return out
 
     def _measured(self, model: str, routers: str, path: Path, clock: _Clock) -> DemoRow:
         solved = {
-            domain: accuracy(path, asked, device=self._device)
-            for domain, asked in self._problems.items()
+            domain: accuracy(path, own, device=self._device)
+            for domain, own in self._problems.items()
         }
         return DemoRow(
             model=model,
@@ -168,8 +177,7 @@ class Demo:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Models as small as these only lose time when a second thread has to be woken and waited for,
-    and much of it where the cores are busy with something else."""
+    """Use one thread: for models this small, waking a second one costs more than it saves."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -178,8 +186,13 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def draw_test_problems(domain: str, count: int) -> list[Problem]:
+    """Return the test problems that every model is measured on."""
+    return problems(domain, split="test", count=count, seed=TEST_SEED)
+
+
 class _Clock:
-    """Seconds since it was made."""
+    """Measures the seconds since its creation."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -189,16 +202,15 @@ class _Clock:
         return round(time.perf_counter() - self._start, 2)
 
 
-# --- in words -----------------------------------------------------------------------------------
+# --- summary ------------------------------------------------------------------------------------
 
 
 def findings(rows: list[DemoRow]) -> list[str]:
-    """What the numbers say, whichever way they went."""
+    """Return sentences that state the gains and losses."""
     sentences = []
     own = [row.accuracy[row.model] for row in rows if row.routers == SPECIALIST]
     specialists = sum(own) / len(own)
-    for method in SHOWN:
-        title = METHODS[method].title
+    for title in TITLES.values():
         by = {row.routers: row for row in rows if row.model == title}
         merged, averaged, harc, source = (by[n] for n in (AS_MERGED, AVERAGED, HARC, SOURCE))
         sentences.append(

@@ -1,1 +1,1 @@
-"""Text by domains: files of rows, the forms a row may have, tokens, padded batches."""
+"""Text by domains: files of rows, row formats, tokens, padded batches."""

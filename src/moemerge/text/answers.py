@@ -1,7 +1,7 @@
-"""Rows to be learnt: their tokens, as every job reads them, and which of them are answers.
+"""Rows for training: their tokens, read as in every job, and which of them are answers.
 
-An answer is what an assistant says, with what the chat template writes after it, so that a model
-also learns to stop. Plain text has no question: all of it is learnt.
+An answer is an assistant's turn and what the chat template writes after it, so that a model also
+learns to stop. In plain text all tokens are trained on.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from moemerge.runtime.progress import counted
 from moemerge.text.domains import TextSettings
 from moemerge.text.reading import Rows
 from moemerge.text.rows import TextSource, UnreadKeys, source_names
-from moemerge.text.templates import render
+from moemerge.text.templates import render_turns
 from moemerge.text.tokens import (
     CHARACTERS_PER_TOKEN,
     MARGIN,
     RowText,
-    joined,
+    contents_of,
     row_text,
 )
 
 ASSISTANT: Final = "assistant"
-LAST_TOKENS: Final = 3  # of an answer, among which its end is looked for
-Span = tuple[int, int]  # characters of a text, the end not included
+LAST_TOKENS: Final = 3  # tokens at the end of an answer in which its end token is searched
+Span = tuple[int, int]  # characters of a text, end excluded
 
 
 @dataclass(frozen=True)
 class AnsweredRow:
-    """Tokens, and whether each is learnt: packed, since there may be hundreds of millions."""
+    """Tokens, and a mask of those trained on: packed, because there may be hundreds of millions."""
 
     tokens: array[int]
-    learnt: bytes  # a 1 for each token that is learnt
+    learnt: bytes  # a 1 for each token that is trained on
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The rows that hold something to learn, in the order of their files."""
+    """The rows with something to train on, in the order of their files."""
 
     rows: tuple[AnsweredRow, ...]
     read: int  # rows of all files
@@ -62,7 +62,7 @@ class Answers:
 def load_answers(
     sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase, settings: TextSettings
 ) -> Answers:
-    """Rows with answers; where `limit` applies, the seed chooses the rows."""
+    """Return rows with answers; if `limit` applies, the seed selects the rows."""
     rows = Rows(sources)
     order: Sequence[int] = range(len(rows))
     ordered = iter(rows)
@@ -89,7 +89,7 @@ def load_answers(
 
 
 class _Reader:
-    """Rows as tokens and masks, and what is to be said about them."""
+    """Converts rows to tokens and masks, and collects notices."""
 
     def __init__(self, tokenizer: Any, max_length: int | None) -> None:
         self.unread = UnreadKeys()
@@ -98,7 +98,7 @@ class _Reader:
         self._unanswered = self._cut = self._lost = self._rewritten = 0
 
     def read(self, text: RowText) -> AnsweredRow | None:
-        """None for a row without an answer, or whose answer begins after the cut."""
+        """Return None for a row without an answer, or whose answer begins after the cut."""
         spans = self._spans(text)
         if not spans:
             self._unanswered += 1
@@ -108,20 +108,20 @@ class _Reader:
             self._end(tokens, learnt)
         row = AnsweredRow(array("i", tokens[: self._most]), bytes(learnt[: self._most]))
         self._cut += len(row.tokens) < len(tokens)
-        # The first token is nobody's prediction.
+        # The first token is never predicted.
         if not any(row.learnt[1:]):
             self._lost += 1
             return None
         return row
 
     def _spans(self, text: RowText) -> list[Span]:
-        """Where answers lie in the text."""
+        """Return the character ranges of answers."""
         if not text.turns:
             return [(0, len(text.text))] if text.text else []
         at = [n for n, turn in enumerate(text.turns) if turn.get("role") == ASSISTANT]
         spans = [span for n in at if (span := self._span(text, n)) is not None]
         if at and len(spans) < len(at):
-            # Some templates write an earlier turn otherwise once a later one is there.
+            # Some templates render an earlier turn differently once a later one follows.
             self._rewritten += 1
             if self._span(text, at[-1]) is None:
                 raise DataError(
@@ -132,23 +132,29 @@ class _Reader:
         return spans
 
     def _span(self, text: RowText, turn: int) -> Span | None:
-        """Where one answer lies; None where the template has rewritten what stands before it."""
+        """Return the range of one answer; None if the template has changed the text before it."""
         before, after = text.turns[:turn], text.turns[: turn + 1]
         if not text.templated:
-            return len(joined(before)) + 1 if before else 0, len(joined(after))
+            return len(contents_of(before)) + 1 if before else 0, len(contents_of(after))
         ends = turn + 1 == len(text.turns)
-        end = text.text if ends else self._rendered(text, after, go_on=False)
-        for go_on in (True, False):
-            start = self._rendered(text, before, go_on=go_on) if before else ""
+        end = text.text if ends else self._rendered(text, after, add_generation_prompt=False)
+        for add_generation_prompt in (True, False):
+            start = (
+                self._rendered(text, before, add_generation_prompt=add_generation_prompt)
+                if before
+                else ""
+            )
             if end.startswith(start) and text.text.startswith(end):
                 return len(start), len(end)
         return None
 
-    def _rendered(self, text: RowText, turns: Any, *, go_on: bool) -> str:
-        return render(turns, self._tokenizer, text.where, go_on=go_on)
+    def _rendered(self, text: RowText, turns: Any, *, add_generation_prompt: bool) -> str:
+        return render_turns(
+            turns, self._tokenizer, text.where, add_generation_prompt=add_generation_prompt
+        )
 
     def _tokens(self, text: RowText, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-        """The tokens of a text, or of a beginning that has enough of them."""
+        """Return the tokens of a text, or of a beginning with enough tokens."""
         most = self._most
         taken = len(text.text) if most is None else CHARACTERS_PER_TOKEN * (most + MARGIN)
         while True:
@@ -166,14 +172,14 @@ class _Reader:
             if not self._tokenizer.is_fast:
                 return self._by_prefixes(part, spans, special)
             made = self._tokenizer(part, add_special_tokens=special, return_offsets_mapping=True)
-            inner = made.sequence_ids(0)  # None for what the tokenizer adds around the text
+            inner = made.sequence_ids(0)  # None for special tokens that the tokenizer adds
             ids = [int(token) for token in made["input_ids"]]
             places = made["offset_mapping"]
         learnt = [
             own is not None and any(start < b and a < end for start, end in spans)
             for own, (a, b) in zip(inner, places, strict=True)
         ]
-        # An end that the tokenizer adds belongs to what it ends.
+        # An end token that the tokenizer adds belongs to the answer before it.
         last = next((n for n in reversed(range(len(ids))) if inner[n] is not None), -1)
         for n in range(last + 1, len(ids)):
             learnt[n] = last >= 0 and learnt[last]
@@ -182,7 +188,7 @@ class _Reader:
     def _by_prefixes(
         self, part: str, spans: Sequence[Span], special: bool
     ) -> tuple[list[int], list[bool]]:
-        """Without places of tokens: a text's beginning has the tokens that both begin with."""
+        """Without token offsets: a prefix has the tokens that it shares with the full text."""
         ids = list(self._tokenizer(part, add_special_tokens=special)["input_ids"])
         learnt = [False] * len(ids)
         for start, end in spans:
@@ -197,7 +203,7 @@ class _Reader:
         return next((n for n, (a, b) in pairs if a != b), min(len(own), len(ids)))
 
     def _end(self, tokens: list[int], learnt: list[bool]) -> None:
-        """Without a template nothing ends an answer but the end token."""
+        """Return the end token, which ends an answer if there is no template."""
         end = self._tokenizer.eos_token_id
         if end is not None and tokens and tokens[-1] != end and learnt[-1]:
             tokens.append(int(end))
@@ -227,8 +233,8 @@ class _Reader:
             )
         if self._rewritten:
             yield (
-                f"in {counted(self._rewritten, 'row')} the chat template writes earlier turns "
-                "otherwise once later ones are there: those answers are not learnt"
+                f"in {counted(self._rewritten, 'row')} the chat template renders earlier turns "
+                "differently once later ones follow: those answers are not learnt"
             )
         ends = set(self._tokenizer.all_special_ids)
         if not any(ends.intersection(row.tokens[-LAST_TOKENS:]) for row in rows):

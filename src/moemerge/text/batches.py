@@ -1,4 +1,4 @@
-"""Token rows -> padded batches. A batch holds rows of one domain and of one split only."""
+"""Group token rows into padded batches. A batch has rows of one domain and one split only."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from moemerge.text.domains import Domain
 
 # Enough tokens to fill an accelerator's matrix units, few enough for one batch's temporaries.
 DEFAULT_BATCH_TOKENS = 16384
-# The same of a model's width: values in one hidden state of a batch. Kernels are long enough then
-# that starting them costs nothing (65536 tokens of width 2048).
+# The same for any width: values in one hidden state of a batch. Kernels then run long enough that
+# launching them costs nothing (65536 tokens of width 2048).
 BATCH_VALUES = 2**27
-# Of a GPU's memory for each value. A batch's temporaries take 50 to 100 bytes of them, so smaller
-# cards keep the room that weights, router inputs and the solver need.
+# Bytes of GPU memory per value. A batch's temporaries take 50 to 100 of them, which leaves smaller
+# cards memory for weights, router inputs and the solver.
 MEMORY_PER_VALUE = 512
 PaddingSide = Literal["right", "left"]
-# Batches of a domain for each process, from which on whole ones are dealt out evenly enough.
+# Batches of a domain per process above which whole batches divide evenly enough.
 BATCHES_FOR_EACH = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of one domain, padded to the longest. Padded places hold token `pad` and mask False."""
+    """Rows of one domain, padded to the longest. Padding has token `pad` and mask False."""
 
     domain: str
     holdout: bool
     input_ids: Tensor  # (rows, length), int64
-    mask: Tensor  # (rows, length), bool: True where a real token is
-    places: tuple[int, ...]  # each row's place in the domain's rows (or holdout rows)
+    mask: Tensor  # (rows, length), bool: True for real tokens
+    places: tuple[int, ...]  # each row's index in the domain's rows (or holdout rows)
 
     @cached_property
     def tokens(self) -> int:
@@ -48,14 +48,15 @@ class Batch:
 
 
 def gpu_batch_tokens(width: int, memory: int) -> int:
-    """Tokens of a batch on a GPU with so many bytes, for a model of this width. Cards of about the
-    same size get the same: batches decide the last bits of a result."""
+    """Return the tokens per batch for a GPU of this size and a model of this width. GPUs of similar
+    size get the same value, because the batch size decides the last bits of a result.
+    """
     fitting = max(1, memory // MEMORY_PER_VALUE)
     return max(1, min(BATCH_VALUES, 1 << (fitting.bit_length() - 1)) // width)
 
 
 def own_share(batches: Sequence[Batch]) -> tuple[Batch, ...]:
-    """Those of this rank: some of every domain and split, with about as many tokens as others."""
+    """Return this rank's batches: some of every domain and split, with similar token counts."""
     if ranks.count() == 1:
         return tuple(batches)
     groups = divided(batches, ranks.count())
@@ -66,9 +67,9 @@ def own_share(batches: Sequence[Batch]) -> tuple[Batch, ...]:
 
 
 def divided(batches: Sequence[Batch], among: int) -> list[list[Batch]]:
-    """The batches of every domain and split, at least one for each of `among` processes.
+    """Return the batches of every domain and split, at least one for each of `among` processes.
 
-    Where there are few, each gives every process its share of rows, long and short ones.
+    If there are few, each batch is divided into parts with long and short rows.
     """
     groups: dict[tuple[str, bool], list[Batch]] = {}
     for batch in batches:
@@ -90,13 +91,13 @@ def divided(batches: Sequence[Batch], among: int) -> list[list[Batch]]:
 
 
 def _parts(batch: Batch, count: int) -> list[slice]:
-    """Every so many-th row: rows are sorted by length, so the parts are alike."""
+    """Return every n-th row: rows are sorted by length, so the parts are similar."""
     count = min(count, len(batch.places))
     return [slice(first, None, count) for first in range(count)]
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
-    """Some of a batch's rows, padded as they were."""
+    """Return some rows of a batch, with their padding."""
     return replace(
         batch,
         input_ids=batch.input_ids[rows],
@@ -112,10 +113,10 @@ def make_batches(
     pad: int = 0,
     side: PaddingSide = "right",
 ) -> tuple[Batch, ...]:
-    """Batches whose padded size stays within `batch_tokens` (a longer row is a batch of its own).
+    """Return batches of at most `batch_tokens` with padding; a longer row is a batch by itself.
 
-    Rows are sorted by length, longest first, so that little is padded and a batch that is too
-    large for the memory is met at once, not at the end.
+    Rows are sorted by length, longest first. This needs little padding, and a batch that is too
+    large for the memory fails at once.
     """
     if batch_tokens < 1:
         raise UsageError(f"batch_tokens is {batch_tokens}, expected at least 1")
@@ -132,7 +133,7 @@ def make_batches(
 
 def _split(rows: Sequence[Tensor], batch_tokens: int) -> list[list[int]]:
     groups: list[list[int]] = []
-    # Stable sort: equal lengths stay in the order of the file.
+    # Stable sort: rows of equal length stay in the order of the file.
     for place in sorted(range(len(rows)), key=lambda at: -len(rows[at])):
         longest = len(rows[groups[-1][0]]) if groups else 0
         if groups and longest * (len(groups[-1]) + 1) <= batch_tokens:

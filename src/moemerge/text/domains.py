@@ -1,4 +1,4 @@
-"""The text of one source: which rows of its files are used, as tokens."""
+"""The text of one source as tokens, and which rows of its files are used."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from transformers import PreTrainedTokenizerBase
 from moemerge.errors import DataError, UsageError
 from moemerge.runtime.progress import counted
 from moemerge.text.reading import Rows
-from moemerge.text.rows import MOST_BYTES, TextSource, UnreadKeys, source_names, too_large
+from moemerge.text.rows import MOST_TEXT_BYTES, TextSource, UnreadKeys, source_names, too_large
 from moemerge.text.tokens import tokenize
 
 Holdout = float | Literal["auto"]
-# What `auto` holds out, of domains with at least so many rows.
+# The share that `auto` holds out, if a domain has at least this many rows.
 AUTO_HOLDOUT = 0.1
 AUTO_HOLDOUT_ROWS = 100
 
 
 class JobSettings(Protocol):
-    """What the settings of every job that reads text have in common."""
+    """The settings that all jobs which read text share."""
 
     @property
     def max_length(self) -> int: ...
@@ -45,7 +45,7 @@ class TextSettings:
     max_length: int | None = None  # tokens of one row
     max_tokens: int | None = None  # tokens of one domain
     limit: int | None = None  # rows of one domain
-    holdout: Holdout = 0.0  # share of the rows kept out of every solve
+    holdout: Holdout = 0.0  # share of the rows held out of every solve
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class TextSettings:
 
     @classmethod
     def of(cls, settings: JobSettings) -> Self:
-        """Those of a job; one without a holdout keeps no rows out."""
+        """Return those of a job; without a holdout setting, no rows are held out."""
         return cls(
             max_length=settings.max_length,
             max_tokens=settings.max_tokens,
@@ -75,7 +75,7 @@ class Domain:
     name: str
     rows: tuple[Tensor, ...]  # each (tokens,), int64
     holdout: tuple[Tensor, ...] = ()
-    notices: tuple[str, ...] = ()  # keys that were not read, rows that were cut
+    notices: tuple[str, ...] = ()  # unread keys, cut rows
 
     @property
     def tokens(self) -> int:
@@ -87,7 +87,7 @@ def load_domains(
     tokenizer: PreTrainedTokenizerBase,
     settings: TextSettings | None = None,
 ) -> tuple[Domain, ...]:
-    """One domain per name, in the order given."""
+    """Return one domain per name, in the order given."""
     if not data:
         raise DataError("no calibration text given", hint="name a file for each domain")
     return tuple(load_domain(name, text, tokenizer, settings) for name, text in data.items())
@@ -99,11 +99,11 @@ def load_domain(
     tokenizer: PreTrainedTokenizerBase,
     settings: TextSettings | None = None,
 ) -> Domain:
-    """Rows as tokens; where a bound applies, the seed chooses the rows."""
+    """Return rows as tokens; if a bound applies, the seed selects the rows."""
     settings = settings or TextSettings()
     sources = [sources] if isinstance(sources, str | Path) else sources
     rows = Rows(sources)
-    # The name is part of the seed, so that two domains of one file do not take the same rows.
+    # The name is part of the seed: two domains of one file use different rows.
     rng = random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(name.encode()))
     unread = UnreadKeys()
     where = ", ".join(source_names(sources))
@@ -136,14 +136,15 @@ def _take(
     unread: UnreadKeys,
     where: str,
 ) -> tuple[list[Tensor], int]:
-    """Rows in a seeded order until a bound is met, then put back into the order of the file; and
-    how many of them were longer than a row may be."""
+    """Draw rows in a seeded order until a bound is met, and return them in file order, with the
+    number of rows that were too long.
+    """
     order: Sequence[int] = range(len(rows))
     ordered = iter(rows)
     if settings.limit is not None or settings.max_tokens is not None:
         order = rows.shuffled(rng)
         ordered = rows.take(order)
-    elif rows.size > MOST_BYTES:
+    elif rows.size > MOST_TEXT_BYTES:
         raise too_large(where)
     taken: dict[int, Tensor] = {}
     left, cut = settings.max_tokens, 0

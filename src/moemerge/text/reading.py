@@ -1,4 +1,4 @@
-"""Rows of files of any size: many are not held in memory, but read again when they are wanted."""
+"""Rows of files of any size: large files are read again instead of kept in memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from moemerge.text.rows import (
     stream_rows,
 )
 
-HELD_BYTES: Final = 2**26  # of text in memory at a time
+HELD_BYTES: Final = 2**26  # of text in memory
 
 
 class Rows:
     """All rows of some sources, in the order given.
 
-    Up to `HELD_BYTES` of them are in memory. Of more only the number is, and every use goes through
-    the files once. A pipe can be read only once, so what comes from one is always held.
+    Up to `HELD_BYTES` of them are in memory. Of more, only the number is, and every use reads the
+    files once. A pipe can be read only once, so its rows are always in memory.
     """
 
     def __init__(self, sources: Sequence[TextSource]) -> None:
@@ -63,7 +63,7 @@ class Rows:
             )
 
     def take(self, places: Sequence[int]) -> Iterator[TextRow]:
-        """The rows at these places (none twice), in the order of the places."""
+        """Return the rows at these distinct indices, in the order of the indices."""
         if self._held is not None:
             for place in places:
                 yield self._held[place]
@@ -77,7 +77,7 @@ class Rows:
                 yield rows.pop(place)
 
     def shuffled(self, rng: random.Random) -> array[int]:
-        """All places in a random order."""
+        """Return all indices in a random order."""
         order = array("q", range(self._count))
         rng.shuffle(order)
         return order

@@ -1,4 +1,4 @@
-"""Files of rows, and the forms a row may have. Needs neither torch nor transformers."""
+"""Read files of rows, and parse the row formats. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from moemerge.registry import did_you_mean
 from moemerge.runtime.files import TEXT_SUFFIXES, write_whole
 from moemerge.runtime.progress import counted
 
-FORMS = (
+ROW_FORMATS = (
     'a row is {"text": ...}, {"messages": [...]}, {"conversations": [...]}, '
     '{"prompt": ..., "response" or "completion": ...?} or '
     '{"instruction": ..., "input": ...?, "output": ...?}'
 )
-# The keys that each form reads; the first one tells the form, and the first form here wins.
+# The keys that each format reads. The first key identifies it, and the first matching format wins.
 FORM_KEYS = {
     "messages": ("messages",),
     "prompt": ("prompt", "response", "completion"),
@@ -33,16 +33,16 @@ FORM_KEYS = {
     "conversations": ("conversations",),
     "instruction": ("instruction", "input", "output"),
 }
-# What is held in memory whole may have this much, and what unpacks to more must do so honestly: a
-# small packed file may hold any amount.
-MOST_BYTES = 2**29
+# Largest text in memory, and largest ratio of unpacking: a small packed file may contain any
+# amount.
+MOST_TEXT_BYTES = 2**29
 MOST_ROW_BYTES = 2**26
-MOST_TIMES = 200  # what a packed file holds, in sizes of the file
+MOST_TIMES = 200  # unpacked size divided by the file's
 PARQUET_ROWS = 64  # decoded at once
 PIPE_SECONDS = 20
-# Rows of a file whose form is looked at before any work is done.
+# Rows of a file whose format is checked before any work is done.
 CHECKED_ROWS = 100
-# What ShareGPT's `from` means.
+# Roles of ShareGPT's `from`.
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -61,11 +61,11 @@ Turn = dict[str, Any]  # role, content
 
 @dataclass(frozen=True)
 class TextRow:
-    """A row as it was read: the bytes of a line, or a mapping."""
+    """A row as read: the bytes of a line, or a mapping."""
 
-    where: str  # as a person counts
+    where: str  # counted from 1
     content: bytes | Mapping[str, Any]
-    size: int = 0  # in bytes, where it comes from a file
+    size: int = 0  # in bytes, if it comes from a file
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Conversation:
     """Turns for the tokenizer's chat template."""
 
     turns: tuple[Turn, ...]
-    key: str  # that they were read from
-    # Without a template such a row is the contents, line by line. Others need the template.
+    key: str  # the key it was read from
+    # Whether it can be rendered without a template, as its contents line by line.
     joinable: bool = False
 
 
@@ -82,7 +82,7 @@ class Conversation:
 
 
 def check_file(path: Path, where: str = "") -> None:
-    """It exists and is of a kind that can be read; errors begin with `where`."""
+    """Check that a file exists and has a known format; errors begin with `where`."""
     hint = f"use {', '.join(TEXT_SUFFIXES)}, or /dev/stdin"
     if path.is_dir():
         raise DataError(f"{where}{path} is a folder, expected a file of text", hint=hint)
@@ -95,7 +95,7 @@ def check_file(path: Path, where: str = "") -> None:
 
 
 def check_files(data: Mapping[str, Sequence[TextSource]]) -> None:
-    """Every file of every domain exists and is of a kind that can be read."""
+    """Check that every file of every domain exists and has a known format."""
     for name, sources in data.items():
         for source in sources:
             if not isinstance(source, Mapping):
@@ -103,7 +103,7 @@ def check_files(data: Mapping[str, Sequence[TextSource]]) -> None:
 
 
 def check_text(data: Mapping[str, Sequence[TextSource]]) -> None:
-    """`check_files`; and the first rows of each file have a form that can be read."""
+    """Check all files, and the format of the first rows of each."""
     check_files(data)
     for sources in data.values():
         for source in sources:
@@ -114,34 +114,34 @@ def check_text(data: Mapping[str, Sequence[TextSource]]) -> None:
 
 
 def source_names(sources: Sequence[TextSource]) -> tuple[str, ...]:
-    """What a report calls the text: its files, and how many rows came from memory."""
+    """Return the names of text for a report: its files, and the number of rows from memory."""
     files = tuple(str(source) for source in sources if not isinstance(source, Mapping))
     count = len(sources) - len(files)
     return files if not count else (*files, f"<{counted(count, 'row')} in memory>")
 
 
 def read_rows(sources: Sequence[TextSource], most: int | None = None) -> list[TextRow]:
-    """The rows of all files (the first `most` of each), and those in memory, in the order given."""
+    """Return the rows of all files (the first `most` of each) and those in memory, in order."""
     rows: list[TextRow] = []
     size = 0
     for row in stream_rows(sources, most):
         rows.append(row)
         size += row.size
-        if size > MOST_BYTES:
+        if size > MOST_TEXT_BYTES:
             raise too_large(row.where)
     return rows
 
 
 def too_large(where: str) -> DataError:
-    """What is to be held in memory does not fit."""
+    """Return the error for text that does not fit into memory."""
     return DataError(
-        f"{where}: the text of one domain has more than {MOST_BYTES >> 20} MiB",
+        f"{where}: the text of one domain has more than {MOST_TEXT_BYTES >> 20} MiB",
         hint="a few thousand rows are enough: `limit=5000`, or a part of the file",
     )
 
 
 def stream_rows(sources: Sequence[TextSource], most: int | None = None) -> Iterator[TextRow]:
-    """The same rows one by one: no more than a few are in memory."""
+    """Yield the same rows one by one, with only a few in memory."""
     for number, source in enumerate(sources, 1):
         if isinstance(source, Mapping):
             yield TextRow(f"row {number} in memory", source)
@@ -159,11 +159,11 @@ def _rows_of(path: Path, most: int | None) -> Iterator[TextRow]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     if row is None:
-        raise DataError(f"{path}: the file is empty, expected rows of text", hint=FORMS)
+        raise DataError(f"{path}: the file is empty, expected rows of text", hint=ROW_FORMATS)
 
 
 def is_pipe(path: Path) -> bool:
-    """Standard input, or a pipe that a shell made: JSON lines under any name."""
+    """Return whether this is standard input or a pipe, which contain JSON lines under any name."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -187,7 +187,7 @@ def _json_lines(path: Path) -> Iterator[TextRow]:
                     )
                 if not line:
                     return
-                if packed and lines.tell() > max(MOST_BYTES, MOST_TIMES * packed):
+                if packed and lines.tell() > max(MOST_TEXT_BYTES, MOST_TIMES * packed):
                     raise DataError(
                         f"{path}, row {number}: the file unpacks to more than {MOST_TIMES} times "
                         "its size, which text does not",
@@ -200,14 +200,14 @@ def _json_lines(path: Path) -> Iterator[TextRow]:
 
 
 def _open_for_reading(path: Path) -> int:
-    """A descriptor. A pipe that nobody has opened for writing is waited for, but not for ever."""
+    """Open a file or pipe. Wait for a pipe's writer, with a time limit."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if stat.S_ISFIFO(os.fstat(fd).st_mode):
         waiting = select.poll()
         waiting.register(fd, select.POLLIN | select.POLLHUP)
         if not waiting.poll(1000 * PIPE_SECONDS):
             os.close(fd)
-            raise DataError(f"{path} is a pipe that nobody writes to")
+            raise DataError(f"{path} is a pipe without a writer")
     os.set_blocking(fd, True)
     return fd
 
@@ -242,10 +242,10 @@ def _parquet_rows(path: Path) -> Iterator[TextRow]:
 
 
 class UnreadKeys:
-    """Keys that rows have and their form does not read, to be named once for each file."""
+    """Collects keys that the rows' format does not read, to report them once per file."""
 
     def __init__(self) -> None:
-        # All keys of the rows of one form, by where they come from.
+        # All keys of the rows of one format, by file.
         self._keys: dict[tuple[str, str], dict[str, None]] = {}
 
     def add(self, where: str, form: str, keys: Iterable[str]) -> None:
@@ -259,7 +259,7 @@ class UnreadKeys:
             if unread:
                 read = ", ".join(key for key in FORM_KEYS[form] if key in keys)
                 named = ", ".join(_with_guess(key, lacking) for key in unread)
-                yield f"{origin}: of a row only {read} is read, not {named}"
+                yield f"{origin}: only {read} of each row is used, not {named}"
 
 
 def _with_guess(key: str, known: Iterable[str]) -> str:
@@ -268,19 +268,19 @@ def _with_guess(key: str, known: Iterable[str]) -> str:
 
 
 def parse_row(row: TextRow, unread: UnreadKeys | None = None) -> str | Conversation:
-    """Plain text, or turns; keys that this form does not read are noted in `unread`."""
+    """Return plain text or turns; `unread` collects keys that this format does not read."""
     fields = row_fields(row)
     form = next((form for form in FORM_KEYS if form in fields), None)
     if form is None:
         keys = ", ".join(f"{key!r:.80}" for key in itertools.islice(fields, 20)) or "none"
-        raise DataError(f"{row.where}: unknown form, keys found: {keys}", hint=FORMS)
+        raise DataError(f"{row.where}: unknown form, keys found: {keys}", hint=ROW_FORMATS)
     if unread is not None:
         unread.add(row.where, form, fields)
     return _PARSERS[form](fields, row.where)
 
 
 def row_fields(row: TextRow) -> dict[str, Any]:
-    """A row's values by key. None is no value: a parquet table gives every row all columns."""
+    """Return a row's values by key, without None: a parquet table has all columns in every row."""
     content = row.content
     if not isinstance(content, Mapping):
         hint = "one JSON object per line"
@@ -295,7 +295,7 @@ def row_fields(row: TextRow) -> dict[str, Any]:
             raise DataError(f"{row.where}: not JSON ({error})", hint=hint) from None
         if not isinstance(content, dict):
             kind = type(content).__name__
-            raise DataError(f"{row.where}: got a JSON {kind}, expected an object", hint=FORMS)
+            raise DataError(f"{row.where}: got a JSON {kind}, expected an object", hint=ROW_FORMATS)
     return {str(key): value for key, value in content.items() if value is not None}
 
 
@@ -312,7 +312,7 @@ def _sharegpt(fields: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _prompt(fields: Mapping[str, Any], where: str) -> Conversation:
-    """A prompt with or without its answer: strings, or (as trl has it) lists of messages."""
+    """Parse a prompt with or without its answer: strings, or lists of messages as in trl."""
     answers = [key for key in ("response", "completion") if key in fields]
     if len(answers) > 1:
         raise DataError(f"{where}: both 'response' and 'completion', expected one answer")
@@ -324,7 +324,7 @@ def _prompt(fields: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _alpaca(fields: Mapping[str, Any], where: str) -> Conversation:
-    """The input, where there is one, stands below the instruction."""
+    """Put the input, if there is one, below the instruction."""
     asked = _string(fields, "instruction", where)
     if "input" in fields and (given := _string(fields, "input", where)):
         asked = f"{asked}\n\n{given}"
@@ -351,7 +351,7 @@ def _string(fields: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def said(fields: Mapping[str, Any], key: str, role: str, where: str) -> tuple[Turn, ...]:
-    """A string that `role` said, or a list of messages."""
+    """Return a string as a turn of `role`, or a list of messages."""
     value = fields[key]
     if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
         return turns_of(fields, key, where)
@@ -369,7 +369,7 @@ def turns_of(fields: Mapping[str, Any], key: str, where: str) -> tuple[Turn, ...
 
 
 def _turn(turn: Any, where: str) -> Turn:
-    """{role, content}, or ShareGPT's {from, value}."""
+    """Parse {role, content}, or ShareGPT's {from, value}."""
     if isinstance(turn, Mapping) and "role" in turn and "content" in turn:
         return dict(turn)
     if isinstance(turn, Mapping) and "from" in turn and "value" in turn:
@@ -387,8 +387,8 @@ def _turn(turn: Any, where: str) -> Turn:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """JSON lines (gzipped where the name says so), written beside the file and renamed."""
-    # Halves of characters, which a cut text may end with, have no bytes in UTF-8.
+    """Write JSON lines, gzipped if the name ends with .gz, to a temporary file and rename it."""
+    # Lone surrogates, with which a cut text may end, cannot be encoded in UTF-8.
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     data = "".join(lines).encode("utf-8", "replace")
     if path.name.endswith(".gz"):

@@ -1,8 +1,8 @@
-"""Chat templates of checkpoints: programs that others wrote, run in a sandbox with limits.
+"""Render chat templates of checkpoints, which are untrusted programs, in a sandbox with limits.
 
-Jinja's sandbox keeps them from the interpreter, but not from looping or growing without end. Here
-every step of a loop, every call and every operation that can make something large is counted or
-weighed before it happens. What a template sees is what transformers shows it.
+Jinja's sandbox keeps them from the interpreter, but not from endless loops or huge results. Here
+every loop step and call is counted, and the size of every large result is checked before it is
+made. A template sees the same variables as in transformers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from transformers import PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, TokenizerError, library_errors
 
-MOST_SECONDS: Final = 5.0  # of the processor, for one row: on a busy machine an honest row waits
-MOST_CHARACTERS: Final = 2**25  # of one string, and of what a template writes in all
-MOST_ITEMS: Final = 10**6  # of a list that a template makes
-MOST_WIDTH: Final = 10**4  # of padding, indents and the like
+MOST_SECONDS: Final = 5.0  # processor time for one row: the machine may be busy
+MOST_CHARACTERS: Final = 2**25  # of one string, and of the whole output
+MOST_ITEMS: Final = 10**6  # length of a list that a template makes
+MOST_WIDTH: Final = 10**4  # width of padding and indents
 _WIDE: Final = ("center", "ljust", "rjust", "zfill", "expandtabs")
 
 
@@ -36,12 +36,16 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def render(
-    turns: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, *, go_on: bool
+def render_turns(
+    turns: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    add_generation_prompt: bool,
 ) -> str:
-    """Turns as the tokenizer's template writes them; `go_on`: ready for the assistant's answer."""
+    """Render turns with the tokenizer's chat template."""
     what = f"{where}: the tokenizer's chat template refuses this row"
-    hint = "if the row is as it should be, the template is not: chat_template.jinja of the model"
+    hint = "if the row is correct, fix the template: chat_template.jinja of the model"
     with library_errors(TokenizerError, "the tokenizer's chat template cannot be used"):
         source = str(tokenizer.get_chat_template())
         template = _compiled(source)
@@ -50,7 +54,9 @@ def render(
         environment = cast(_Limited, template.environment)
         environment.begin()
         values = {"messages": _plain(turns), "tools": None, "documents": None}
-        pieces = template.generate(**{**names, **values, "add_generation_prompt": go_on})
+        pieces = template.generate(
+            **{**names, **values, "add_generation_prompt": add_generation_prompt}
+        )
         return "".join(environment.weighed(pieces))
 
 
@@ -60,12 +66,12 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _plain(turns: Sequence[dict[str, Any]]) -> Any:
-    """A copy that is plain data: no method of a caller's object is within a template's reach."""
+    """Return a copy as plain data: a template must not reach methods of our objects."""
     return json.loads(json.dumps(list(turns)))
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks what an assistant wrote and is otherwise as if not there."""
+    """`{% generation %}` marks an assistant's text and otherwise has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja wants it so
 
@@ -97,7 +103,7 @@ class _Limited(ImmutableSandboxedEnvironment):
             raise SecurityError(f"it takes more than {MOST_SECONDS:g} seconds")
 
     def ticking(self, values: Iterable[Any]) -> Iterator[Any]:
-        """The items of a loop."""
+        """Yield the items of a loop, and count them."""
         for value in values:
             self.tick()
             yield value
@@ -140,7 +146,7 @@ class _Limited(ImmutableSandboxedEnvironment):
 
 
 class _Watched(NodeTransformer):
-    """Loops that tick, and `~` as `+` of texts, which is intercepted."""
+    """Counts loop steps, and compiles `~` as `+` of texts, which is intercepted."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -160,7 +166,7 @@ class _Watched(NodeTransformer):
 
 
 def _limited(environment: _Limited, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose numbers are small and whose result is bounded."""
+    """Return a filter that refuses large numbers and large results."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +189,7 @@ def _limited(environment: _Limited, function: Callable[..., Any]) -> Callable[..
 
 
 def _weigh_call(call: Any, args: Sequence[Any]) -> None:
-    """What a method of a string would make."""
+    """Check the size of a string method's result."""
     text, name = getattr(call, "__self__", None), getattr(call, "__name__", "")
     if not isinstance(text, str):
         return
@@ -201,7 +207,7 @@ def _weigh_replacement(text: str, old: str, new: str) -> None:
 
 
 def _check_format(text: str) -> None:
-    """No long numbers in what may be a width."""
+    """Refuse long numbers in a format string, which may be widths."""
     digits = 0
     for character in text:
         digits = digits + 1 if character.isdigit() else 0
@@ -220,7 +226,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja's own, without escapes for HTML."""
+    """Unlike jinja's own filter, without HTML escapes."""
     _bound(indent or 0, MOST_WIDTH)
     return json.dumps(
         value,

@@ -1,4 +1,4 @@
-"""A model's tokenizer, and rows as its tokens."""
+"""Load a model's tokenizer, and convert rows to tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from moemerge.errors import DataError, TokenizerError, library_errors
 from moemerge.runtime.files import read_utf8
 from moemerge.text.rows import TextRow, Turn, UnreadKeys, parse_row
-from moemerge.text.templates import has_template, render
+from moemerge.text.templates import has_template, render_turns
 
-# A folder without any of these has no vocabulary. transformers would make an empty one of the
-# model's usual kind and tokenize every text to nothing or to unknown tokens.
+# A folder without any of these has no vocabulary. transformers would create an empty tokenizer of
+# the model's type, and map every text to nothing or to unknown tokens.
 VOCABULARIES = (
     "tokenizer.json",
     "tokenizer.model*",
@@ -30,18 +30,17 @@ VOCABULARIES = (
     "spiece.model",
     "sentencepiece*.model",
 )
-Tokenizer = PreTrainedTokenizerBase  # its name in rooms that do not know transformers
-# Handed to the tokenizer together, which has threads of its own and keeps some 300 bytes of each
-# character while it works.
+Tokenizer = PreTrainedTokenizerBase  # its name in packages that do not import transformers
+# Rows per call of the tokenizer, which has its own threads and uses some 300 bytes per character.
 ROWS_AT_ONCE: Final = 128
 CHARACTERS_AT_ONCE: Final = 10**6
 CHARACTERS_PER_TOKEN: Final = 16
-# More tokens than are of use: where a text is cut, its last tokens are others than in the whole.
+# Extra tokens: the last tokens of a cut text differ from those of the whole text.
 MARGIN: Final = 16
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies in a model folder."""
+    """Load the tokenizer of a model folder."""
     hint = "copy the tokenizer files of one of the sources into the model folder"
     if not any(next(Path(folder).glob(pattern), None) for pattern in VOCABULARIES):
         raise TokenizerError(
@@ -53,27 +52,29 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _check_keys(folder: Path, hint: str) -> None:
-    """The tokenizers library prints keys of tokens that it does not know as they are, escape
-    sequences for the terminal and all."""
+    """Refuse unprintable keys: the tokenizers library prints unknown ones verbatim, including
+    escape sequences for the terminal.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"):
         path = folder / name
         if not path.exists():
             continue
         text = read_utf8(path, hint, TokenizerError)
-        # Of a large file, the tokens that are listed one by one: a vocabulary's keys may be odd.
+        # In a large file, only the tokens that are listed one by one: a vocabulary may contain odd
+        # keys.
         begin = re.search(r'"added_tokens"\s*:\s*' if name == "tokenizer.json" else "", text)
         if begin is None:
             continue
         try:
             values = [json.JSONDecoder().raw_decode(text, begin.end())[0]]
-        except (ValueError, RecursionError):  # which the library will tell of
+        except (ValueError, RecursionError):  # reported by the library
             continue
         while values:
             value = values.pop()
             if isinstance(value, dict):
                 odd = [key for key in value if not key.isprintable()]
                 if odd:
-                    raise TokenizerError(f"{path}: the key {odd[0]!r:.80} is no text", hint=hint)
+                    raise TokenizerError(f"{path}: the key {odd[0]!r:.80} is not text", hint=hint)
                 value = list(value.values())
             values += value if isinstance(value, list) else ()
 
@@ -84,10 +85,10 @@ def tokenize(
     unread: UnreadKeys,
     most: Callable[[], int | None],
 ) -> Iterator[list[int]]:
-    """Rows one by one, tokenized some at a time; a bad row is an error when its turn comes.
+    """Yield tokens row by row, tokenised in groups. A bad row raises an error when it is reached.
 
-    `most` says how many tokens of a row are of use at that time: of a longer row, at least one more
-    is given, so that it can be seen to be longer.
+    `most` returns the number of tokens still needed. A longer row has at least one more, so that it
+    is recognised as longer.
     """
     left = iter(rows)
     more = True
@@ -117,7 +118,7 @@ class RowText:
     text: str
     templated: bool
     where: str
-    turns: tuple[Turn, ...] = ()  # that it was made of, where it is a conversation
+    turns: tuple[Turn, ...] = ()  # its turns, if it is a conversation
 
 
 def row_text(row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys) -> RowText:
@@ -125,26 +126,26 @@ def row_text(row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKey
     if isinstance(parsed, str):
         return RowText(parsed, False, row.where)
     if has_template(tokenizer):
-        whole = render(parsed.turns, tokenizer, row.where, go_on=False)
+        whole = render_turns(parsed.turns, tokenizer, row.where, add_generation_prompt=False)
         return RowText(whole, True, row.where, parsed.turns)
     if not parsed.joinable:
         raise DataError(
             f"{row.where}: a {parsed.key!r} row needs a chat template, and the tokenizer has none",
             hint="use rows with 'text' or 'prompt', or add chat_template.jinja to the model folder",
         )
-    return RowText(joined(parsed.turns), False, row.where, parsed.turns)
+    return RowText(contents_of(parsed.turns), False, row.where, parsed.turns)
 
 
-def joined(turns: Sequence[Turn]) -> str:
-    """What was said, line by line: a conversation without a chat template."""
+def contents_of(turns: Sequence[Turn]) -> str:
+    """Return the contents of turns line by line: a conversation without a chat template."""
     return "\n".join(str(turn["content"]) for turn in turns)
 
 
 def _ids_of(
     texts: Sequence[RowText], tokenizer: PreTrainedTokenizerBase, most: int | None
 ) -> Iterator[list[int]]:
-    """Tokens of each text; of a long one, of a beginning that has enough of them."""
-    # Rarely has a token more characters; where many do, more of the text is taken.
+    """Return the tokens of each text; for a long one, of a beginning with enough tokens."""
+    # Few tokens have more characters. If many do, a longer beginning is used.
     characters = None if most is None else CHARACTERS_PER_TOKEN * (most + MARGIN)
     for templated, group in itertools.groupby(texts, key=lambda text: text.templated):
         wanted = list(group)
@@ -175,20 +176,20 @@ def _encoded(
 def prompt_text(
     turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, prefill: str, where: str
 ) -> str:
-    """Turns through the chat template, ready for the assistant, and the beginning of its answer.
+    """Render turns up to the assistant's answer, and append the beginning of the answer.
 
-    Without a template: what was said, line by line, and nothing after it.
+    Without a template: the contents line by line.
     """
     if not has_template(tokenizer):
         return "\n".join(str(turn["content"]) for turn in turns) + prefill
-    return render(turns, tokenizer, where, go_on=True) + prefill
+    return render_turns(turns, tokenizer, where, add_generation_prompt=True) + prefill
 
 
 def prompt_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of prompts; a template has written its special tokens itself."""
+    """Return the token ids of prompts; a template has written its special tokens itself."""
     if not texts:
         return []
     rows = tokenizer(list(texts), add_special_tokens=not has_template(tokenizer))["input_ids"]
     end = tokenizer.eos_token_id
-    # Some tokenizers end every text by themselves, and this one is to go on.
+    # Some tokenizers append an end token, but a prompt must not end.
     return [list(ids[:-1]) if len(ids) > 1 and ids[-1] == end else list(ids) for ids in rows]

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning: a model learns the answers of rows, by trl, and keeps its layout."""
+"""Supervised fine-tuning with trl: a model learns the answers of rows and keeps its layout."""

@@ -1,4 +1,4 @@
-"""A LoRA on every linear map of a model, and what came of it in the base's own layout."""
+"""Add a LoRA to every linear map of a model, and merge it into the base's layout."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
 from moemerge.errors import ArchitectureError, CheckpointError
 from moemerge.tuning.job import TuningJob
 
-# Maps that peft takes for experts of older models by these names, wherever they stand, and puts its
-# changes elsewhere. As parameters it leaves them where they are.
+# By these names peft recognises experts of older models anywhere and adapts other modules. Given as
+# parameters, they are adapted in place.
 _MISTAKEN = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 _LAYER = re.compile(r".*?\.\d+\.(.+)")
 _STACKS = frozenset({Role.ROUTER, Role.EXPERT})
 
 
 def lora_config(job: TuningJob, model: nn.Module) -> Any:
-    """Every linear map of the layers; routers and stacks of experts, which are parameters."""
+    """Return the config of a LoRA on every linear map of the layers; routers and expert stacks are
+    parameters.
+    """
     modules: set[str] = set()
     parameters: set[str] = set()
     for name, value in model.named_parameters():
@@ -49,7 +51,7 @@ def lora_config(job: TuningJob, model: nn.Module) -> Any:
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # a fraction is as good
         lora_dropout=0.0,
-        # An empty list would mean: whatever peft thinks fit for this kind of model.
+        # With an empty list, peft would choose modules itself.
         target_modules=sorted(modules) or r"(?!)",
         target_parameters=sorted(parameters) or None,
         task_type="CAUSAL_LM",
@@ -57,7 +59,7 @@ def lora_config(job: TuningJob, model: nn.Module) -> Any:
 
 
 def adapted_tensors(job: TuningJob, adapter: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stored tensors of the base that the adapter changes, with it in them."""
+    """Return the base's stored tensors that the adapter changes, with the adapter merged."""
     merged = AdaptedCheckpoint(job.model.checkpoint.path, adapter)
     with merged:
         for name in merged.changed:
@@ -65,7 +67,7 @@ def adapted_tensors(job: TuningJob, adapter: Path) -> Iterator[tuple[str, torch.
 
 
 def check_adapter(model: Any, job: TuningJob) -> None:
-    """Refuse, before it is trained, an adapter that cannot be put into the base's own layout."""
+    """Refuse, before training, an adapter that cannot be merged into the base's layout."""
     with temporary_sibling(job.request.out) as folder:
         save_adapter(model, None, folder, job)
         try:
@@ -79,8 +81,8 @@ def check_adapter(model: Any, job: TuningJob) -> None:
 
 
 def save_adapter(model: Any, state: Any, folder: Path, job: TuningJob) -> None:
-    """The adapter of a trained model, as peft writes it, under the name of its base."""
+    """Save the adapter of a trained model as peft does, with the name of its base."""
     model.peft_config["default"].base_model_name_or_path = str(as_ref(job.request.model).absolute())
-    # Looking for added tokens would ask the hub.
+    # The search for added tokens would contact the hub.
     model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
-    (folder / "README.md").unlink(missing_ok=True)  # ours comes in its place
+    (folder / "README.md").unlink(missing_ok=True)  # replaced by our own

@@ -1,4 +1,4 @@
-"""A tuning: what is asked for, and the same once all that can be refused was checked."""
+"""Requests for fine-tuning, and all checks before training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint.reader import AdaptedCheckpoint
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, UsageError
 from moemerge.features.settings import stored_dtype
 from moemerge.runtime import ranks
@@ -29,14 +29,14 @@ from moemerge.tuning.weights import TrainedLayout
 
 PACKAGES: Final = ("trl", "peft")
 NOT_IN_KEY: Final = ("preset", "save_every", "device", "adapter", "recompute")
-TOKENS_AT_ONCE: Final = 16_384  # that a device computes, unless it is told
+TOKENS_AT_ONCE: Final = 16_384  # rows per device, by default
 
 
 @dataclass(frozen=True)
 class TuningRequest:
-    """Which model learns which text, and where the result goes."""
+    """The model, its training text, and the output."""
 
-    model: str | Path | ModelRef
+    model: ModelLike
     out: Path
     data: Sequence[TextSource]
     settings: TuningSettings
@@ -46,10 +46,10 @@ class TuningRequest:
 
 @dataclass(frozen=True)
 class TuningJob:
-    """A request whose model and text were read, and found fit."""
+    """A checked request, with its model and text read."""
 
     request: TuningRequest
-    settings: TuningSettings  # the preset's values in them
+    settings: TuningSettings  # including the preset's values
     model: OpenModel
     layout: TrainedLayout
     tokenizer: Tokenizer
@@ -62,14 +62,16 @@ class TuningJob:
 
     @property
     def half(self) -> bool:
-        """Whether products are taken in bfloat16."""
+        """Whether matrix products are computed in bfloat16."""
         if self.settings.dtype != "auto":
             return self.settings.dtype == "bfloat16"
         return self.device.type == "cuda" and stored_dtype(self.model.checkpoint).itemsize < 4
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Of the model in memory: what is trained needs float32, what a LoRA leaves alone not."""
+        """The dtype of the model in memory: float32 if it is trained; under a LoRA it may stay
+        bfloat16.
+        """
         return torch.bfloat16 if self.lora and self.half else torch.float32
 
     @cached_property
@@ -88,7 +90,7 @@ class TuningJob:
         return self.settings.batch // ranks.asked_for() // self.micro_batch
 
     def key(self) -> dict[str, Any]:
-        """All that the result depends on, as plain data."""
+        """Return all that the result depends on, as plain data."""
         values = {name: getattr(self.settings, name) for name in TuningSettings.model_fields}
         return {
             "model": self.model.checkpoint.fingerprint(),
@@ -102,7 +104,7 @@ class TuningJob:
 
 
 def check_request(request: TuningRequest) -> TuningJob:
-    """Refuse what can be refused without training."""
+    """Refuse whatever can be refused without training."""
     settings = request.settings.resolved()
     _check_settings(settings)
     _check_packages()
@@ -124,13 +126,11 @@ def check_request(request: TuningRequest) -> TuningJob:
 
 def _check_settings(settings: TuningSettings) -> None:
     if settings.lora is None and (settings.adapter or settings.lora_alpha is not None):
-        raise UsageError(
-            "an adapter is asked for, but no rank of it", hint="give its rank: `lora=16`"
-        )
+        raise UsageError("an adapter is requested, but no rank", hint="give its rank: `lora=16`")
     processes = ranks.asked_for()
     if settings.batch % processes:
         raise UsageError(
-            f"a step has {settings.batch} rows, which {processes} processes cannot share alike",
+            f"a step has {settings.batch} rows, which {processes} processes cannot share evenly",
             hint=f"take a multiple: `batch={processes * max(1, settings.batch // processes)}`",
         )
 
@@ -149,7 +149,7 @@ def _check_model(model: OpenModel, settings: TuningSettings) -> None:
     if how:
         raise ArchitectureError(
             f"{model.label} is quantised, and training needs floats",
-            hint="write it in floats first: `moemerge merge` with passthrough does",
+            hint="convert it to floats first: `moemerge merge` with passthrough does",
         )
     if settings.lora is not None and isinstance(model.checkpoint, AdaptedCheckpoint):
         raise UsageError(

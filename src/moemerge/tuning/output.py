@@ -1,35 +1,179 @@
-"""OUT in the making: the base's folder with other weights, or an adapter."""
+"""The output of fine-tuning and its report: a model folder with trained weights, or an adapter."""
 
 from __future__ import annotations
 
+import platform
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Self
 
 from torch import Tensor
 
-from moemerge.checkpoint import CheckpointPatch, require_space
-from moemerge.checkpoint.output import OutputFolder, temporary_sibling, write_file, writing
+from moemerge.checkpoint import CheckpointPatch, hub_ids, require_space
+from moemerge.checkpoint.output import OutputFolder, temporary_sibling, writing
+from moemerge.config.dump import dump_document
+from moemerge.lockstep.output_files import TUNING, earlier_report
+from moemerge.report.files import (
+    CARD_NAME,
+    CONFIG_NAME,
+    REPORT_NAME,
+    in_code,
+    model_card,
+    report_bytes,
+    report_document,
+)
 from moemerge.runtime import ranks
+from moemerge.runtime.files import write_file
+from moemerge.runtime.progress import counted
 from moemerge.tuning.job import TuningJob
-from moemerge.tuning.report import TuningReport, output_files
+from moemerge.version import __version__
+
+MOST_POINTS: Final = 1000  # of the loss curve in a report
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One step of the loss curve."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient: float  # the gradient's norm before clipping
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What was trained, on what, and the loss curve."""
+
+    model: str
+    output: str
+    data: tuple[str, ...]
+    settings: Mapping[str, Any]
+    kind: str  # "model" or "adapter"
+    device: str
+    dtype: str
+    processes: int
+    micro_batch: int
+    parameters: int  # that were trained
+    rows: int
+    read: int  # rows of all files
+    tokens: int  # tokens of the rows
+    learnt: int  # of them, trained on
+    steps: int
+    epochs: float
+    resumed: int  # steps of the interrupted run
+    curve: tuple[CurvePoint, ...]
+    notices: tuple[str, ...]
+    seconds: float
+    training_seconds: float
+
+    @property
+    def first_loss(self) -> float:
+        return self.curve[0].loss
+
+    @property
+    def last_loss(self) -> float:
+        """The mean loss of the last tenth of the steps, since one batch is noisy."""
+        last = self.curve[-max(1, len(self.curve) // 10) :]
+        return sum(point.loss for point in last) / len(last)
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name: value for name, value in vars(self).items() if name != "curve"}
+        return {
+            **values,
+            "data": list(self.data),
+            "settings": dict(self.settings),
+            "notices": list(self.notices),
+            "seconds": round(self.seconds, 3),
+            "training_seconds": round(self.training_seconds, 3),
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "curve": [asdict(point) for point in _thinned(self.curve)],
+            "versions": versions(),
+        }
+
+
+def _thinned(curve: Sequence[CurvePoint]) -> Sequence[CurvePoint]:
+    step = -(-len(curve) // MOST_POINTS)
+    return curve[::step]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that training depends on."""
+    names = ("torch", "transformers", "trl", "peft", "accelerate")
+    return {
+        "moemerge": __version__,
+        **{name: metadata.version(name) for name in names},
+        "python": platform.python_version(),
+    }
+
+
+def tuning_files(report: TuningReport, folder: Path) -> dict[str, bytes]:
+    """Return config, report and card of OUT; `folder` is the model that was tuned."""
+    config = dump_document({"tune": _command(report)})
+    earlier = earlier_report(folder)
+    parts = {n: part for n, part in earlier.items() if isinstance(part, dict)}
+    document = report_document(__version__, **{**parts, TUNING: report.to_json()})
+    card = model_card(
+        title=Path(report.output).name,
+        summary=_summary(report),
+        hub_models=hub_ids(report.model),
+        sections=[("Training", _words(report))],
+        config=config,
+        version=__version__,
+        tags=("moe", "sft", "moemerge"),
+    )
+    return {
+        CONFIG_NAME: config.encode(),
+        REPORT_NAME: report_bytes(document),
+        CARD_NAME: card.encode(),
+    }
+
+
+def _command(report: TuningReport) -> dict[str, Any]:
+    settings = {n: v for n, v in report.settings.items() if v is not None and n != "preset"}
+    return {"model": report.model, "data": list(report.data), **settings}
+
+
+def _summary(report: TuningReport) -> str:
+    what = "An adapter for" if report.kind == "adapter" else "A fine-tune of"
+    return f"{what} `{in_code(report.model)}`."
+
+
+def _words(report: TuningReport) -> str:
+    settings = report.settings
+    how = "all weights" if settings["only"] is None else f"the {settings['only']} alone"
+    if settings["lora"] is not None:
+        how = f"a LoRA of rank {settings['lora']} on {how}"
+    return (
+        f"Supervised fine-tuning of {how} ({report.parameters:,} parameters) on the answers of "
+        f"{counted(report.rows, 'row')} ({report.learnt:,} of {counted(report.tokens, 'token')} "
+        f"learnt), {counted(report.steps, 'step')} of {counted(settings['batch'], 'row')} "
+        f"({report.epochs:.3g} epochs), "
+        f"learning rate {settings['learning_rate']:g} ({settings['schedule']}, warm-up "
+        f"{settings['warmup']:g}), load-balancing loss {settings['aux_loss']:g}. The loss went "
+        f"from {report.first_loss:.4g} to {report.last_loss:.4g} (mean of the last tenth)."
+    )
+
 
 COMPANION_BYTES: Final = 16 * 2**20  # report, card and config next to the weights
-# A saved state holds each trained parameter and Adam's two moments, in float32; and there are two
-# at once, since the older goes when the newer is whole.
+# A saved state holds each trained parameter and Adam's two moments in float32. There are two states
+# at once, because the older one is deleted once the newer is complete.
 STATE_BYTES: Final = 2 * 3 * 4
 
 
 class TunedOutput(ABC):
-    """What rank 0 writes; leaving it without `finish` leaves nothing behind."""
+    """The output that rank 0 writes. Without `finish`, nothing is left behind."""
 
     def __init__(self, job: TuningJob) -> None:
         self._job = job
 
     @abstractmethod
     def write(self, model: Any, state: Mapping[str, Tensor]) -> None:
-        """Put what was trained into OUT: `model` as it was trained, and its tensors."""
+        """Write the trained weights to OUT: `model` is the trained model, `state` its tensors."""
 
     @abstractmethod
     def add(self, name: str, data: bytes) -> None: ...
@@ -41,8 +185,8 @@ class TunedOutput(ABC):
     def abort(self) -> None: ...
 
     def finish(self, report: TuningReport) -> None:
-        """Say what was done, and let OUT appear."""
-        for name, data in output_files(report, self._job.model.checkpoint.path).items():
+        """Write the report and rename the folder to OUT."""
+        for name, data in tuning_files(report, self._job.model.checkpoint.path).items():
             self.add(name, data)
         self.commit()
 
@@ -54,7 +198,7 @@ class TunedOutput(ABC):
 
 
 class NoOutput(TunedOutput):
-    """In all processes but the first."""
+    """The output of all other ranks: nothing."""
 
     def write(self, model: Any, state: Mapping[str, Tensor]) -> None: ...
 
@@ -66,7 +210,7 @@ class NoOutput(TunedOutput):
 
 
 class ModelOutput(TunedOutput):
-    """The base's folder, file by file, with what was trained in the tensors' places."""
+    """The base's folder, file by file, with the trained tensors."""
 
     def __init__(self, job: TuningJob) -> None:
         super().__init__(job)
@@ -106,7 +250,7 @@ class ModelOutput(TunedOutput):
 
 
 class AdapterOutput(TunedOutput):
-    """A folder as peft writes it."""
+    """A folder in peft's format."""
 
     def __init__(self, job: TuningJob) -> None:
         super().__init__(job)
@@ -137,15 +281,15 @@ class AdapterOutput(TunedOutput):
         self._folder.abort()
 
 
-def open_output(job: TuningJob) -> TunedOutput:
-    """OUT in the making, refused here where it must not be."""
+def open_tuned_output(job: TuningJob) -> TunedOutput:
+    """Open the output; refuse one that must not be written."""
     if not ranks.leads():
         return NoOutput(job)
     return AdapterOutput(job) if job.settings.adapter else ModelOutput(job)
 
 
 def needed_bytes(job: TuningJob) -> int:
-    """Disk for what is beside the model's own tensors: saved states and small files."""
-    # Of a LoRA the share is small, and not known before it is there.
+    """Return the disk space for saved states and small files, besides the model's own tensors."""
+    # A LoRA is small, and its size is not known in advance.
     trained = 0 if job.lora else job.layout.numel
     return COMPANION_BYTES + STATE_BYTES * trained

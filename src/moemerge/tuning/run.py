@@ -1,4 +1,4 @@
-"""From a request to a tuned model or an adapter in OUT."""
+"""Run fine-tuning from a request to a model or an adapter in OUT."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.text.rows import source_names
 from moemerge.tuning.job import TuningJob, TuningRequest, check_request
-from moemerge.tuning.output import TunedOutput, open_output
-from moemerge.tuning.report import CurvePoint, TuningReport
+from moemerge.tuning.output import CurvePoint, TunedOutput, TuningReport, open_tuned_output
 from moemerge.tuning.states import SavedStates
 from moemerge.tuning.weights import load_trainable
 
 if TYPE_CHECKING:
     from moemerge.tuning.trainer import Tuner
 
-# What trl and transformers raise for a model or a way of training that they are not made for.
+# Errors of trl and transformers for unsupported models or settings.
 UNABLE: Final = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-# After these a second attempt would end the same: saved states are of no use.
+# After these errors a second attempt would fail too: saved states are deleted.
 HOPELESS: Final = (ArchitectureError, NumericalError, DataError, UsageError)
 
 
 def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
-    """Train, and write OUT, which appears whole or not at all; an interrupted run leaves its last
-    saved state. Under torchrun or accelerate every process must call it; rank 0 writes."""
+    """Train and write OUT, complete or not at all. An interrupted run leaves its last saved state.
+
+    Under torchrun or accelerate every process must call it; rank 0 writes.
+    """
     begun = time.monotonic()
     job = check_request(request)
     ranks.join(job.device)
-    with open_output(job) as output, _states(job) as states:
+    with open_tuned_output(job) as output, _states(job) as states:
         saved = ranks.from_lead(states.latest() if states is not None else None)
         folder = ranks.from_lead(states.folder if states is not None else None)
         assert folder is not None
@@ -62,7 +63,7 @@ def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
 
 @contextmanager
 def _states(job: TuningJob) -> Iterator[SavedStates | None]:
-    """The folder of saved states, in the process that writes it."""
+    """Open the folder of saved states, on rank 0."""
     if not ranks.leads():
         yield None
         return
@@ -98,13 +99,14 @@ def _train(job: TuningJob, folder: Path, saved: Path | None, progress: Progress)
     except torch.OutOfMemoryError as error:
         raise ResourceError(
             f"{job.device} has too little memory to train with {job.micro_batch} rows at once",
-            hint="fewer rows at once, shorter ones, or a LoRA: `micro_batch=1`, "
+            hint="use fewer rows at once, shorter rows, or a LoRA: `micro_batch=1`, "
             "`max_length=1024`, `lora=16`",
         ) from error
     except UNABLE as error:
         raise ArchitectureError(
-            f"{job.model.label}: trl cannot train this model so ({in_one_line(error)})",
-            hint="not every family can be trained in every way: try it without `packing`, "
+            f"{job.model.label}: trl cannot train this model with these settings "
+            f"({in_one_line(error)})",
+            hint="not every family supports all settings: try without `packing`, "
             "`aux_loss` and `lora`",
         ) from error
     finally:
@@ -114,7 +116,7 @@ def _train(job: TuningJob, folder: Path, saved: Path | None, progress: Progress)
 
 
 def _write(trained: _Trained, output: TunedOutput, report: TuningReport) -> None:
-    """What was trained into OUT; of a sharded model every process has a part to give."""
+    """Write the trained weights to OUT. With a sharded model every process contributes."""
     accelerator: Any = trained.trainer.accelerator
     state = accelerator.get_state_dict(trained.trainer.model_wrapped)
     if ranks.leads():

@@ -1,13 +1,11 @@
-"""Saved states of a training, in a hidden folder beside OUT, from which `resume` goes on.
+"""Saved states of a training run, in a hidden folder next to OUT, for `resume`.
 
-The trainer writes each into a folder of its own, `checkpoint-STEP`; one counts once the file
-`complete`, which comes last, is in it. `key.json` says what they are states of.
+The trainer writes each state into its own folder, `checkpoint-STEP`. A state counts once it
+contains `complete`, the list of its files with their sizes. The files are synced to disk before.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -15,58 +13,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from moemerge.checkpoint.output import write_file, writing
+from moemerge.checkpoint.output import writing
 from moemerge.errors import CheckpointError, UsageError
-from moemerge.runtime.files import read_object
+from moemerge.lockstep.journal import JournalFolder
+from moemerge.runtime.files import open_plain, read_object, replace_file, sync_folder
 from moemerge.runtime.journals import saved_path
 
 COMPLETE: Final = "complete"
-KEY_FILE: Final = "key.json"
+FORMAT: Final = 2  # raised when older states can no longer be used
 _PREFIX: Final = "checkpoint-"
 
 
 class SavedStates:
-    """The folder of one run; nobody else uses it meanwhile."""
+    """The states of one run; `folder` exists until `close`."""
 
     def __init__(self, out: Path, key: Mapping[str, Any], *, resume: bool) -> None:
-        self.folder = saved_path(out)
-        self.finished = False  # OUT is there: no state is needed any more
-        if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
-            raise CheckpointError(
-                f"{self.folder} is no folder of ours, and states would be saved there",
-                hint="remove it, or choose another output folder",
-            )
-        target = self.folder.parent
-        self._made = [p for p in (target, *target.parents) if not p.exists()]
+        self.finished = False  # OUT exists: no state is needed any more
+        self._place = JournalFolder(out, saved_path(out), {"format": FORMAT, **key})
+        self.folder = self._place.folder
         with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked(out)
             try:
-                if resume and self.latest() is not None:
-                    self._check(key)
+                if self._place.lock() and resume and self.latest() is not None:
+                    self._check()
                     self._prune()
                 else:
-                    self._clear()
-                    write_file(self.folder / KEY_FILE, json.dumps(dict(key)).encode())
+                    self._place.create()
             except BaseException:
-                os.close(self._lock)
+                self._place.close()
                 raise
 
-    def _locked(self, out: Path) -> int:
-        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise UsageError(
-                f"another run is training {out} now", hint="wait for it, or choose another output"
-            ) from None
-        return fd
-
-    def _check(self, key: Mapping[str, Any]) -> None:
-        known = read_object(self.folder / KEY_FILE)
-        wanted = json.loads(json.dumps(dict(key)))
-        differ = [name for name in wanted if known.get(name) != wanted[name]]
+    def _check(self) -> None:
+        stored, key = self._place.stored_key() or {}, self._place.key
+        differ = [name for name in key if stored.get(name) != key[name]]
         if differ:
             raise UsageError(
                 f"{self.folder} holds states of another training: its {', '.join(differ)} "
@@ -75,38 +53,54 @@ class SavedStates:
             )
 
     def latest(self) -> Path | None:
-        """The last state that was saved whole."""
-        whole = [path for path in self._all() if (path / COMPLETE).exists()]
-        return max(whole, key=_step, default=None)
+        """Return the last complete state."""
+        return max(filter(_is_complete, self._all()), key=_step, default=None)
 
     def _all(self) -> list[Path]:
         return [p for p in self.folder.glob(f"{_PREFIX}*") if p.name[len(_PREFIX) :].isdigit()]
 
     def _prune(self) -> None:
-        """Nothing stays but the last whole state."""
+        """Delete all but the last complete state."""
         last = self.latest()
         for path in self._all():
             if path != last:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _clear(self) -> None:
-        for path in self.folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
     def close(self, *, keep: bool) -> None:
-        """The run has ended; `keep` leaves the last whole state, if there is one."""
+        """Release the folder. With `keep` the last complete state stays, if there is one."""
         if keep and self.latest() is not None:
             self._prune()
+            self._place.close()
         else:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            for parent in self._made:
-                with contextlib.suppress(OSError):  # somebody else uses it by now
-                    parent.rmdir()
-        os.close(self._lock)
+            self._place.remove()
 
 
-def _step(path: Path) -> int:
-    return int(path.name[len(_PREFIX) :])
+def mark_complete(state: Path) -> None:
+    """Sync all files of a state, then mark it complete."""
+    sizes = _sizes(state)
+    for name in sizes:
+        with open(open_plain(state / name), "rb") as file:
+            os.fsync(file.fileno())
+    replace_file(state / COMPLETE, json.dumps(sizes).encode())
+    sync_folder(state.parent)
+
+
+def _is_complete(state: Path) -> bool:
+    try:
+        stored, present = read_object(state / COMPLETE), _sizes(state)
+    except CheckpointError:
+        return False
+    # Other ranks may have added to the folder since it was marked.
+    return all(present.get(name, -1) >= size for name, size in stored.items())
+
+
+def _sizes(state: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(state)): path.stat().st_size
+        for path in sorted(state.rglob("*"))
+        if path.is_file() and path != state / COMPLETE
+    }
+
+
+def _step(state: Path) -> int:
+    return int(state.name[len(_PREFIX) :])

@@ -1,6 +1,6 @@
-"""trl's trainer, made to save what is trained alone, to refuse NaN, and to say nothing itself.
+"""A subclass of trl's trainer that saves trained parameters only, refuses NaN, and prints nothing.
 
-The only module that knows trl. It is imported once there is something to train.
+The only module that imports trl. It is imported when training starts.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from moemerge.checkpoint.output import write_file
 from moemerge.errors import NumericalError
+from moemerge.features.compat import use_one_gpu
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import multiplies_bfloat16
 from moemerge.runtime.progress import Progress
 from moemerge.tuning.adapters import check_adapter, lora_config
 from moemerge.tuning.job import TuningJob
-from moemerge.tuning.states import COMPLETE
+from moemerge.tuning.states import mark_complete
 
 TRAINED: Final = "trained.pt"
-IGNORED: Final = -100  # the label of a token that is not learnt
-SAVED_STATES: Final = 10  # of a run, unless it is told
+IGNORED: Final = -100  # the label of tokens without loss
+SAVED_STATES: Final = 10  # per run, by default
 
 
 class Tuner(SFTTrainer):  # type: ignore[misc,unused-ignore]
-    """Saves trained parameters as they are in memory.
+    """Saves trained parameters in the layout they have in memory.
 
-    transformers would save the whole model, in another layout than the one in memory, and does not
-    read that back into it.
+    transformers would save the whole model in another layout, and cannot load that back into this
+    one.
     """
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """A saved state needs none."""
+        """Do nothing: a saved state needs no card."""
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is not None:  # a sharded model, whose parts only its library can gather
+        if state_dict is not None:  # a sharded model, whose parts only accelerate can gather
             super()._save(output_dir, state_dict)
             return
         folder = Path(output_dir or str(self.args.output_dir))
@@ -74,7 +74,7 @@ def trained_tensors(model: Any) -> dict[str, Tensor]:
 
 
 class _Watch(TrainerCallback):
-    """Reports progress, ends a training whose loss is no number, and marks saved states."""
+    """Reports progress, stops if the loss is NaN or infinite, and marks saved states."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -105,12 +105,12 @@ class _Watch(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            write_file(folder / COMPLETE, b"")
+            mark_complete(folder)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, neither bars nor advice of the libraries."""
+    """Silence the libraries' progress bars and warnings."""
     level = transformers.logging.get_verbosity()
     bars = datasets.are_progress_bars_disabled()
     transformers.logging.set_verbosity(logging.ERROR)
@@ -126,7 +126,7 @@ def quiet() -> Iterator[None]:
 
 
 def make_trainer(job: TuningJob, model: PreTrainedModel, folder: Path, progress: Progress) -> Tuner:
-    """trl's trainer for this job, which saves its states in `folder`."""
+    """Return a trainer for this job that saves its states in `folder`."""
     trainer = Tuner(
         model=model,
         args=_arguments(job, folder),
@@ -158,7 +158,7 @@ def _arguments(job: TuningJob, folder: Path) -> Any:
         # rows
         max_length=settings.max_length,
         packing=settings.packing,
-        completion_only_loss=False,  # the labels say it
+        completion_only_loss=False,  # the labels mask the prompt
         per_device_train_batch_size=job.micro_batch,
         gradient_accumulation_steps=job.accumulation,
         # optimisation
@@ -179,11 +179,12 @@ def _arguments(job: TuningJob, folder: Path) -> Any:
         bf16=job.half,
         fp16=False,
         gradient_checkpointing=settings.recompute,
-        # Products that know no autocast, of stacks of experts: finer than bfloat16, and fast.
+        # Grouped products of expert stacks ignore autocast: TF32 is more precise than bfloat16, and
+        # fast.
         tf32=True if job.half and multiplies_bfloat16(job.device) else None,
         dataloader_pin_memory=job.device.type != "cpu",
         ddp_find_unused_parameters=False,
-        # saving and telling
+        # saving and logging
         save_strategy="steps",
         save_steps=share if settings.save_every is None else settings.save_every,
         save_total_limit=1,
@@ -193,5 +194,5 @@ def _arguments(job: TuningJob, folder: Path) -> Any:
         report_to="none",
         disable_tqdm=True,
     )
-    arguments._n_gpu = min(1, arguments._n_gpu)  # other processes use the others
+    use_one_gpu(arguments)  # other processes use the others
     return arguments

@@ -1,7 +1,7 @@
-"""A model in memory to train, and its weights back in the layout that they were stored in.
+"""Load a model for training, and convert its trained weights back to the stored layout.
 
-transformers holds experts in stacks, whatever a checkpoint does. Units have the same keys in every
-layout, so what was trained finds its place on disk by them.
+transformers keeps experts in stacks, whatever the checkpoint's layout. Units have the same keys in
+every layout, which pair trained weights with stored tensors.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from moemerge.features.weights import Weights
 
 CPU = torch.device("cpu")
 ROUTERS = frozenset({Role.ROUTER, Role.ROUTER_BIAS})
-# Moves the choice of experts and has no gradient: families set it by other means.
+# A selection bias has no gradient: families update it by other means.
 UNTRAINED = frozenset({Role.SELECTION_BIAS})
 
 
 @dataclass(frozen=True)
 class _Move:
-    """A unit in memory, and the stored one that it becomes."""
+    """A unit in memory and its stored counterpart."""
 
     memory: Unit
     stored: Unit
 
 
 class TrainedLayout:
-    """Which parameters of a model are trained, and which stored tensors they are.
+    """The trained parameters of a model, and the stored tensors they belong to.
 
-    Made from headers alone; what cannot be written back is refused here.
+    It is made from headers alone, and refuses parameters that cannot be written back.
     """
 
     def __init__(self, opened: OpenModel, only: str | None) -> None:
@@ -68,7 +68,7 @@ class TrainedLayout:
 
     @cached_property
     def _moves(self) -> Mapping[str, list[_Move]]:
-        """By stored tensor."""
+        """Return the units of each stored tensor."""
         here = {unit.key: unit for name in self.trained for unit in self.in_memory.units(name)}
         moves: dict[str, list[_Move]] = {}
         for name in self._opened.checkpoint.tensors:
@@ -84,12 +84,12 @@ class TrainedLayout:
 
     def _check_places(self, parameters: Mapping[str, Tensor]) -> None:
         reached = {move.memory.key for moves in self._moves.values() for move in moves}
-        # A second name of a tied parameter needs no place of its own.
+        # The second name of a tied parameter is not stored.
         trained = {id(p) for name, p in parameters.items() if self._reaches(name, reached)}
         lost = [name for name in sorted(self.trained) if id(parameters[name]) not in trained]
         if lost:
             raise ArchitectureError(
-                f"{self._opened.label}: {lost[0]} has no place in the stored tensors "
+                f"{self._opened.label}: {lost[0]} has no counterpart in the stored tensors "
                 f"({len(lost)} such), so what is trained could not be written back",
                 hint="save the model by transformers' save_pretrained first, and use that folder",
             )
@@ -100,7 +100,7 @@ class TrainedLayout:
         )
 
     def written(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Stored tensors with what was trained in them; `state` is that of the model in memory."""
+        """Yield stored tensors with the trained values; `state` is the model's state dict."""
         checkpoint = self._opened.checkpoint
         for name, moves in self._moves.items():
             block = checkpoint.read(name)
@@ -124,7 +124,7 @@ def _rows(tensor: Tensor, unit: Unit) -> Tensor:
 def load_trainable(
     opened: OpenModel, layout: TrainedLayout, dtype: torch.dtype, *, lora: bool
 ) -> PreTrainedModel:
-    """The model in memory, on the CPU, with those parameters trainable; with a LoRA none is."""
+    """Load the model on the CPU with its trained parameters trainable; with a LoRA none is."""
     model = build_skeleton(opened.checkpoint, dtype)
     weights = Weights(model, opened.checkpoint, CPU, dtype)
     try:

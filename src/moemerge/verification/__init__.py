@@ -1,4 +1,4 @@
-"""Whether an answer is right: numbers and formulas, programs, instructions, choices, exact words.
+"""Check answers: numbers and formulas, programs, instructions, choices, exact texts.
 
-Nothing is imported here, as the processes that judge start many times and should start fast.
+Nothing is imported here, because worker processes start often and should start fast.
 """

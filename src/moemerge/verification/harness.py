@@ -1,8 +1,8 @@
-"""Runs one program with its tests. Inside the sandbox only.
+"""Run one program with its tests, inside the sandbox.
 
-A pass counts only when a secret comes back with it, so a program that leaves early, prints "ok" or
-exits with 0 has not passed. One that is bent on forging its pass shares the process with its tests,
-and can: the sandbox protects the machine, not the score.
+A pass counts only if a secret comes back with it. So a program that exits early, prints "ok" or
+returns 0 has not passed. A program that sets out to forge a pass can, since it shares the process
+with its tests: the sandbox protects the machine, not the score.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 LONGEST_DETAIL = 300
-MODULE = "solution"  # not "__main__": what stands under that guard is no part of the solution
+MODULE = "solution"  # not "__main__": code under that guard is not part of the solution
 
 
 def judge(request: bytes, answer: Callable[[bytes], None]) -> None:
-    """Answers {"secret", "passed", "detail", "seconds"}; `seconds` is processor time."""
+    """Answer {"secret", "passed", "detail", "seconds"}; `seconds` is processor time."""
     job = json.loads(request)
     secret = job.pop("secret")
     began = time.process_time()
@@ -31,7 +31,7 @@ def judge(request: bytes, answer: Callable[[bytes], None]) -> None:
 
 def _run(job: dict[str, Any]) -> tuple[bool, str]:
     module = types.ModuleType(MODULE)
-    sys.modules[MODULE] = module  # dataclasses and pickle look their module up
+    sys.modules[MODULE] = module  # dataclasses and pickle look up their module
     stage = "program"
     try:
         exec(compile(job["program"], "<program>", "exec"), module.__dict__)
@@ -39,14 +39,14 @@ def _run(job: dict[str, Any]) -> tuple[bool, str]:
         exec(compile(job["tests"], "<tests>", "exec"), module.__dict__)
         return True, ""
     except BaseException as error:  # a program may raise anything, SystemExit included
-        return False, f"{stage}: {_in_words(error)}"
+        return False, f"{stage}: {_describe(error)}"
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         text = str(error)
-    except BaseException:  # its __str__ is the program's own
+    except BaseException:  # its __str__ is code of the program
         text = ""
     first = text.strip().splitlines()[0] if text.strip() else ""
     return f"{kind}: {first}"[:LONGEST_DETAIL] if first else kind

@@ -1,4 +1,4 @@
-"""Instructions whose following can be verified (IFEval), by the checkers that lm-eval carries."""
+"""Check verifiable instructions (IFEval) with lm-eval's checkers."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import importlib.util
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
-from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
 from moemerge.verification.workers import WorkerPool
 
-SECONDS: Final = 20.0  # for one answer
+INSTRUCTIONS_SECONDS: Final = 20.0  # per answer
 NEEDED: Final = ("lm_eval", "nltk", "langdetect", "immutabledict")
 
 
 class InstructionsVerifier:
-    """All instructions of a row are followed by the response as it stands."""
+    """Checks that a response follows all instructions of its row."""
 
     name = "instructions"
 
-    def __init__(self, *, workers: int = 1, seconds: float = SECONDS) -> None:
+    def __init__(self, *, workers: int = 1, seconds: float = INSTRUCTIONS_SECONDS) -> None:
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
             raise UsageError(
                 f"checking instructions needs {', '.join(missing)}, which is not installed",
                 hint='pip install "moemerge[eval]"',
             )
-        module = "moemerge.verification.instructions_worker"
-        self._pool = WorkerPool(module, size=workers, seconds=seconds)
+        self._pool = WorkerPool("instructions", size=workers, seconds=seconds)
         self._seconds = seconds
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         names, given = row.get("instruction_id_list"), row.get("kwargs")
         lists = isinstance(names, list) and isinstance(given, list)
         if not lists or not names or len(names) != len(given or ()):
@@ -40,7 +39,7 @@ class InstructionsVerifier:
         kept = [{k: v for k, v in (one or {}).items() if v is not None} for one in given or ()]
         return [names, kept, str(row.get("prompt", ""))]
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         if not response.strip():
             return Judgement(Grade.NO_ANSWER, "an empty response")
         names, given, prompt = self.relevant(row)

@@ -1,4 +1,4 @@
-"""What a check says of one answer."""
+"""The result of checking one answer, and the protocol of verifiers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Row = Mapping[str, Any]
+Fields = Mapping[str, Any]
 
 
 class Grade(enum.Enum):
-    """The kinds of judgement, as they stand in files and summaries."""
+    """The grades, as written to files and summaries."""
 
     RIGHT = "right"
     WRONG = "wrong"
-    NO_ANSWER = "no answer"  # nothing in the text that could be judged
+    NO_ANSWER = "no answer"  # no answer was found in the text
     ERROR = "error"  # a program that raises, crashes or does not parse
     TIMEOUT = "timeout"
-    UNDECIDED = "undecided"  # the check itself failed; says nothing about the answer
+    UNDECIDED = "undecided"  # the check itself failed; the answer may be right
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """One answer judged; `detail` is one line for people."""
+    """The grade of one answer; `detail` is one line for people."""
 
     grade: Grade
     detail: str = ""
@@ -44,19 +44,18 @@ RIGHT = Judgement(Grade.RIGHT)
 
 
 class Verifier(Protocol):
-    """Judges answers. `check` may be called from several threads at once.
-
-    `relevant` is what a judgement depends on apart from the response; equal content is judged once.
-    """
+    """Checks answers. `check` may be called from several threads at once."""
 
     name: str
 
-    def relevant(self, row: Row) -> Any:
-        """The part of a row that is compared with, as JSON; raises DataError where it lacks."""
+    def relevant(self, row: Fields) -> Any:
+        """Return the part of a row that a judgement depends on, as JSON. Raise DataError if it is
+        missing.
+        """
         ...
 
-    def check(self, row: Row, response: str) -> Judgement: ...
+    def check(self, row: Fields, response: str) -> Judgement: ...
 
     def close(self) -> None:
-        """Ends the processes that it keeps."""
+        """End worker processes."""
         ...

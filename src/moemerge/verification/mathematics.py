@@ -1,6 +1,7 @@
-"""Answers to mathematical problems: where in a text they stand, and whether they are right.
+"""Check answers to mathematical problems: find the answer in a text, and compare it.
 
-Plain numbers are compared by their value, formulas by math-verify.
+Numbers are compared as exact fractions, formulas by math-verify. Answers with different units are
+wrong, but only if both units are known here.
 """
 
 from __future__ import annotations
@@ -11,43 +12,153 @@ from fractions import Fraction
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
-from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
-from moemerge.verification.quantities import (
-    conflict,
-    numbers_in,
-    plain_number,
-    value,
-    without_units,
-)
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
 from moemerge.verification.workers import WorkerPool
 
-SECONDS: Final = 10.0  # for one answer; the slowest of MATH-500 takes a tenth of one
-LONGEST: Final = 100_000  # characters of a response; the answer stands at its end
+_NAMES: Final = {
+    "mm": "mm millimeter millimetre",
+    "cm": "cm centimeter centimetre",
+    "m": "m meter metre",
+    "km": "km kilometer kilometre",
+    "in": "in inch inches",
+    "ft": "ft foot feet",
+    "yd": "yd yard",
+    "mi": "mi mile",
+    "g": "g gram",
+    "kg": "kg kilogram",
+    "lb": "lb lbs pound",
+    "oz": "oz ounce",
+    "l": "l liter litre",
+    "ml": "ml milliliter millilitre",
+    "s": "s sec second",
+    "min": "min minute",
+    "h": "h hr hrs hour",
+    "day": "day",
+    "week": "week",
+    "month": "month",
+    "year": "year yr",
+    "dollar": "dollar",
+    "cent": "cent",
+    "degree": "degree deg",
+    "radian": "radian rad",
+    "percent": "percent",
+    "mph": "mph",
+}
+_UNITS: Final = {word: unit for unit, words in _NAMES.items() for word in words.split()}
+_SIGNS: Final = {r"\\circ|°": "degree", r"\\?\$": "dollar", r"\\?%": "percent", "¢": "cent"}
+_POWERS: Final = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_WRAPPED: Final = re.compile(r"\\(?:text|mathrm|mbox|textrm)\s*\{([^{}]*)\}")
+_WORD: Final = re.compile(r"(?<![\\A-Za-z])([A-Za-z]+)\.?(?:\s*\^\s*\{?\s*(\d)\s*\}?)?")
+
+
+def conflict(gold: str, answer: str) -> bool:
+    """Return whether both texts name a known unit, and the units differ."""
+    one, other = unit_of(gold), unit_of(answer)
+    return one is not None and other is not None and one != other
+
+
+def unit_of(text: str) -> tuple[str, int] | None:
+    """Return the unit after a number, with its power; None if there is none or it is unknown."""
+    number = re.search(r"\d", text)
+    if number is None:
+        return None
+    # Unwrap words, so that \mbox{ cm}^2 reads like cm^2.
+    rest = _WRAPPED.sub(r" \1 ", text[number.start() :]).replace(" ^", "^")
+    rest = re.sub(r"\s+\^", "^", rest)
+    power = 1
+    for word, exponent in _WORD.findall(rest):
+        lower = word.lower()
+        if lower in _POWERS:
+            power = _POWERS[lower]
+            continue
+        unit = _UNITS.get(lower) or _UNITS.get(lower.removesuffix("s"))
+        if unit is None:
+            return None
+        return unit, int(exponent) if exponent else power
+    for sign, unit in _SIGNS.items():
+        if re.search(sign, text):
+            return unit, 1
+    return None
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+_DIGITS: Final = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_PLAIN: Final = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
+# A sign belongs to a number unless something precedes it: 10-5 contains 10 and 5.
+NUMBER: Final = re.compile(
+    rf"(?P<sign>(?<![\w.)])[-+])?[$€£]?(?P<inner>(?<=[$€£])-)?(?P<top>{_PLAIN})(?:/(?P<bottom>\d+))?"
+    r"(?P<percent> ?%)?"
+)
+# LaTeX that changes a number's appearance but not its value.
+_DECORATION: Final = re.compile(r"\\[!,;: ]|\\(?:left|right)\b|[{}]")
+_SPACED_COMMA: Final = re.compile(r",\\!\s*")
+_UNIT: Final = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
+LONGEST_NUMBER: Final = 100  # characters
+
+
+def simplify(text: str) -> str:
+    """Replace Unicode minus signs, escaped signs and spacing commands by plain ones."""
+    text = text.replace("\N{MINUS SIGN}", "-").replace("\\$", "$").replace("\\%", "%")
+    return _DECORATION.sub("", _SPACED_COMMA.sub(",", text))
+
+
+def plain_number(text: str) -> Fraction | None:
+    """Return the value of a text that is a single number, with an optional currency or %."""
+    text = simplify(text).strip().rstrip(".")
+    match = NUMBER.fullmatch(text.replace(" ", "")) if len(text) <= LONGEST_NUMBER else None
+    return None if match is None else value(match)
+
+
+def numbers_in(text: str) -> list[re.Match[str]]:
+    """Return all numbers of a text in order."""
+    return [
+        match for match in NUMBER.finditer(simplify(text)) if len(match.group()) <= LONGEST_NUMBER
+    ]
+
+
+def value(match: re.Match[str]) -> Fraction | None:
+    """Return the exact value; None for a division by zero. A percent sign is ignored."""
+    top = Fraction(match["top"].replace(",", ""))
+    bottom = int(match["bottom"] or 1)
+    if bottom == 0:
+        return None
+    negative = (match["sign"] == "-") != (match["inner"] is not None)
+    return (-top if negative else top) / bottom
+
+
+def without_units(text: str) -> str:
+    r"""Remove units: `5.4 \\text{ cents}` becomes `5.4`. A text of words only is unchanged."""
+    rest = _UNIT.sub("", text)
+    return rest if re.search(r"\w", rest) else text
+
+
+MATH_SECONDS: Final = 10.0  # per answer; the slowest of MATH-500 takes a tenth of it
+LONGEST_RESPONSE: Final = 100_000  # characters; the answer is at the end
 _ASSIGNED: Final = re.compile(r"^\s*[A-Za-z]\w{0,8}\s*=\s*")
 _BASE: Final = re.compile(r"\d_\{?(\d+)\}?$")
 _COMMAND: Final = re.compile(r"\\[A-Za-z]")
 
 
 class MathVerifier:
-    """`check` compares the final answer of a response with the row's `answer`."""
+    """Compares the final answer of a response with the row's `answer`."""
 
     name = "math"
 
-    def __init__(self, *, workers: int = 1, seconds: float = SECONDS) -> None:
+    def __init__(self, *, workers: int = 1, seconds: float = MATH_SECONDS) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise UsageError(
                 "checking mathematical answers needs the package math-verify",
                 hint='pip install "moemerge[eval]"',
             )
-        module = "moemerge.verification.math_worker"
-        self._pool = WorkerPool(module, size=workers, seconds=seconds)
+        self._pool = WorkerPool("math", size=workers, seconds=seconds)
         self._seconds = seconds
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         return gold_of(row)
 
-    def check(self, row: Row, response: str) -> Judgement:
-        gold, response = gold_of(row), response[-LONGEST:]
+    def check(self, row: Fields, response: str) -> Judgement:
+        gold, response = gold_of(row), response[-LONGEST_RESPONSE:]
         number = plain_number(gold)
         if number is not None:
             judgement = compare_numbers(number, response)
@@ -71,8 +182,8 @@ class MathVerifier:
         self._pool.close()
 
 
-def text_answer(row: Row) -> str:
-    """The row's answer as it stands."""
+def text_answer(row: Fields) -> str:
+    """Return the row's answer verbatim."""
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise DataError(
@@ -82,8 +193,8 @@ def text_answer(row: Row) -> str:
     return str(answer)
 
 
-def gold_of(row: Row) -> str:
-    """The row's answer: what follows `####`, stands in its last box, or all of it."""
+def gold_of(row: Fields) -> str:
+    """Return the row's answer: the text after `####`, the content of its last box, or all of it."""
     text = text_answer(row)
     if "####" in text:
         text = text.rsplit("####", 1)[1]
@@ -95,7 +206,7 @@ def gold_of(row: Row) -> str:
 
 
 def compare_numbers(gold: Fraction, response: str) -> Judgement | None:
-    """Against a plain number; None where the response's answer is a formula instead."""
+    """Compare with a number. Return None if the response's answer is a formula."""
     boxes = boxed(response)
     if boxes:
         number = plain_number(_ASSIGNED.sub("", without_units(boxes[-1])))
@@ -121,7 +232,7 @@ def _compared(gold: Fraction, number: Fraction, percent: bool) -> Judgement:
 
 
 def _bases(gold: str, given: str) -> bool:
-    """Whether 52_8 meets 52_5: math-verify reads the base as part of a name."""
+    """Return whether two numbers have different bases: math-verify reads 52_8 and 52_5 as names."""
     bases = [_BASE.search(text.strip(" $.")) for text in (gold, given)]
     return bases[0] is not None and bases[1] is not None and bases[0][1] != bases[1][1]
 
@@ -131,14 +242,14 @@ def _shown(number: Fraction) -> str:
 
 
 def _candidates(response: str) -> list[str]:
-    """Texts to look for the answer in, the likeliest first."""
+    """Return the texts to search for the answer, the most likely first."""
     boxes, clause = boxed(response), stated(response)
     if boxes:
-        # Two boxes may be two roots, or a first try and its correction.
+        # Two boxes may be two roots, or a first attempt and its correction.
         return [response, f"\\boxed{{{boxes[-1]}}}"] if len(boxes) > 1 else [response]
     if "$" in response or "\\(" in response or "\\[" in response:
         return [response]
-    # A formula without any marks is read as one.
+    # A formula without delimiters is parsed as one.
     return [f"${clause or last_line(response)}$", response]
 
 
@@ -147,12 +258,12 @@ def _candidates(response: str) -> list[str]:
 _BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MARK: Final = re.compile(r"####[ \t]*([^\n]*)")
 _PHRASE: Final = re.compile(r"\banswer\s*(?:is|:|=)+\s*:?\s*", re.I)
-# A clause ends with its line or its sentence; the dot of 3.5 ends neither.
+# A clause ends at the end of its line or sentence. The point in 3.5 ends neither.
 _END: Final = re.compile(r"\n|[.!?](?=\s|$)")
 
 
 def boxed(text: str) -> list[str]:
-    """The contents of every \\boxed{...}, braces balanced; one that never closes is left out."""
+    r"""Return the contents of every \\boxed{...} with balanced braces."""
     return [
         content
         for match in _BOX.finditer(text)
@@ -176,7 +287,7 @@ def _balanced(text: str, start: int) -> str | None:
 
 
 def stated(text: str) -> str | None:
-    """What follows the last `####` or "the answer is"; None where neither stands."""
+    """Return the text after the last `####` or "the answer is"; None if there is neither."""
     marks = _MARK.findall(text)
     if marks and marks[-1].strip():
         return str(marks[-1]).strip()

@@ -1,6 +1,6 @@
-"""Checks as the paper's authors published them, faults and all: for comparison with its tables.
+"""The checks of the paper's authors with their faults, for comparison with its tables.
 
-docs/evaluate.md says what each gets wrong.
+docs/evaluate.md lists the fault of each.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from moemerge.verification.code_checks import CodeVerifier
-from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
+from moemerge.verification.code_checks import CodeVerifier, Tests, row_tests
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
 from moemerge.verification.mathematics import MathVerifier, text_answer
-from moemerge.verification.programs import Tests, row_tests
 from moemerge.verification.sandbox.process import Limits
 from moemerge.verification.words import ChoiceVerifier
 
@@ -21,14 +20,14 @@ _SECONDS: Final = 3.0
 
 
 class LastNumberVerifier:
-    """The last number's text equals the answer's: 18.00 is not 18, and `...` is a number."""
+    """Compares the text of the last number: 18.00 is not 18, and `...` is a number."""
 
     name = "last-number"
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         return text_answer(row).rsplit("####", 1)[-1].strip()
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         numbers = [first or second for first, second in _NUMBER.findall(response)]
         if not numbers:
             return Judgement(Grade.NO_ANSWER, "no number in the response")
@@ -38,23 +37,23 @@ class LastNumberVerifier:
         return Judgement(Grade.WRONG, f"{given[:40]!r} instead of {expected[:40]!r}")
 
     def close(self) -> None:
-        """Nothing is kept running."""
+        """Do nothing: no process is kept."""
 
 
 def _bare(number: str) -> str:
-    """Without commas, dollar signs and a last dot."""
+    """Remove commas, dollar signs and a final point."""
     return re.sub(r"\.$", "", number.replace(",", "").replace("$", ""))
 
 
 class BareMathVerifier(MathVerifier):
-    """math-verify with the answer as it stands, which reads 3√13 as 3, and much as nothing."""
+    """math-verify with a bare gold answer: it reads 3√13 as 3, and many answers not at all."""
 
     name = "bare-math"
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         return text_answer(row)
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         answer = self._pool.ask({"gold": text_answer(row), "texts": [response], "bare": True})
         if answer is None:
             return Judgement(Grade.TIMEOUT, f"math-verify took more than {self._seconds:g} s")
@@ -62,11 +61,11 @@ class BareMathVerifier(MathVerifier):
 
 
 class LastChoiceVerifier(ChoiceVerifier):
-    """The last (X) counts, whatever is said of it."""
+    """Takes the last (X), whatever the text states about it."""
 
     name = "last-choice"
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         letters, expected = _CHOICE.findall(response), self.relevant(row)
         if not letters:
             return Judgement(Grade.NO_ANSWER, "no (X) in the response")
@@ -76,8 +75,9 @@ class LastChoiceVerifier(ChoiceVerifier):
 
 
 class ThreeSecondsVerifier(CodeVerifier):
-    """What stands before the next fence, with three seconds on any machine, and HumanEval/32's
-    test as it was released, which no program passes."""
+    """Runs the text before the next fence, for three seconds on any machine. It uses HumanEval/32's
+    test as released, which no program passes.
+    """
 
     name = "code-3s"
 
@@ -85,11 +85,11 @@ class ThreeSecondsVerifier(CodeVerifier):
         limits = Limits(cpu_seconds=_SECONDS, wall_seconds=_SECONDS)
         super().__init__(allow_code=allow_code, limits=limits)
 
-    def tests_of(self, row: Row) -> Tests:
+    def tests_of(self, row: Fields) -> Tests:
         tests = row_tests(row, mended=False)
-        return Tests(tests.source, tests.entry_point)  # no reference: no more time than that
+        return Tests(tests.source, tests.entry_point)  # without a reference the limit is fixed
 
     def program_of(self, response: str, tests: Tests) -> str | None:
-        """After the fence that the answer was given as its beginning, up to the next."""
+        """Return the text up to the next fence; the prompt has opened the first one."""
         code = response.split("```python\n", 1)[-1].split("```", 1)[0]
         return code if code.strip() else None

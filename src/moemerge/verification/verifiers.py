@@ -1,22 +1,32 @@
-"""Checks by their names, also functions of the user's own, and many answers at once."""
+"""Verifiers by name, custom verifiers, a cache of judgements, and parallel checking.
+
+A judgement is cached by its content, within a run and, with a file, across runs. Timeouts depend on
+the machine's load and undecided grades on its installation, so these two are not written to the
+file.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
+import json
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.devices import cpu_count
+from moemerge.runtime.journals import LineStore
 from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.instructions import InstructionsVerifier
-from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row, Verifier
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier
 from moemerge.verification.mathematics import MathVerifier
 from moemerge.verification.published import (
     BareMathVerifier,
@@ -31,7 +41,7 @@ PUBLISHED: Final = ("last-number", "bare-math", "last-choice", "code-3s")
 
 
 def make_verifier(name: str, *, allow_code: bool = False, workers: int | None = None) -> Verifier:
-    """The check of this name, or `module:function`. Close it: it may keep processes."""
+    """Return the verifier of this name, or of `module:function`. Close it after use."""
     makers: dict[str, Callable[[], Verifier]] = {
         "math": lambda: MathVerifier(workers=workers or cpu_count()),
         "code": lambda: CodeVerifier(allow_code=allow_code),
@@ -49,14 +59,15 @@ def make_verifier(name: str, *, allow_code: bool = False, workers: int | None = 
     if name not in makers:
         raise UsageError(
             f"unknown check {name!r}{did_you_mean(name, makers)}",
-            hint=f"known: {', '.join(NAMES)}, or MODULE:FUNCTION of your own",
+            hint=f"known: {', '.join(NAMES)}, or your own MODULE:FUNCTION",
         )
     return makers[name]()
 
 
-def check_rows(verifier: Verifier, rows: Iterable[tuple[str, Row]]) -> None:
-    """Refuse rows, given with where they stand, that cannot be judged: before anything is
-    generated for them."""
+def check_rows(verifier: Verifier, rows: Iterable[tuple[str, Fields]]) -> None:
+    """Refuse rows that cannot be checked, before answers are generated. Each comes with its
+    location.
+    """
     for where, row in rows:
         try:
             verifier.relevant(row)
@@ -66,15 +77,15 @@ def check_rows(verifier: Verifier, rows: Iterable[tuple[str, Row]]) -> None:
 
 def check_all(
     verifier: Verifier,
-    items: Sequence[tuple[Row, str]],
+    items: Sequence[tuple[Fields, str]],
     *,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> list[Judgement]:
-    """Judgements of (row, response) pairs in their order, several at a time."""
+    """Return the judgements of (row, response) pairs in order, several at a time."""
     progress = progress or Silent()
 
-    def check(item: tuple[Row, str]) -> Judgement:
+    def check(item: tuple[Fields, str]) -> Judgement:
         judgement = verifier.check(*item)
         progress.advance(1)
         return judgement
@@ -84,27 +95,27 @@ def check_all(
     try:
         return list(pool.map(check, items))
     finally:
-        # An interrupted run waits for the answers in hand, not for all.
+        # An interrupted run waits for the running checks, not for all.
         pool.shutdown(cancel_futures=True)
         progress.finish()
 
 
 class CustomVerifier:
-    """`function(row, response)` returns a bool or a Judgement; it runs in this process."""
+    """Calls `function(row, response)` in this process; it returns a bool or a Judgement."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._function = _load(name)
         self._source = _source(self._function)
 
-    def relevant(self, row: Row) -> Any:
-        # Which fields the function looks at is its own business; its text may change.
+    def relevant(self, row: Fields) -> Any:
+        # The function may use any field, and its code may change.
         return [dict(row), self._source]
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         try:
             result = self._function(dict(row), response)
-        except Exception as error:  # the user's code may raise anything; the run goes on
+        except Exception as error:  # the user's code may raise anything; the run continues
             return Judgement(Grade.UNDECIDED, f"{self.name}: {type(error).__name__}: {error}")
         if isinstance(result, Judgement):
             return result
@@ -115,20 +126,20 @@ class CustomVerifier:
         )
 
     def close(self) -> None:
-        """Nothing is kept running."""
+        """Do nothing: no process is kept."""
 
 
 def _load(name: str) -> Callable[[dict[str, Any], str], object]:
     module_name, _, function_name = name.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path:  # `moemerge` is a program: the user's folder is not on its path
+    if here not in sys.path:  # `moemerge` is a script: the working folder is not on its path
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise anything on import
         raise UsageError(
             f"{name}: {module_name} cannot be imported ({type(error).__name__}: {error})",
-            hint="give MODULE:FUNCTION; MODULE lies in this folder or is installed",
+            hint="give MODULE:FUNCTION; MODULE is in this folder or installed",
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -145,3 +156,83 @@ def _source(function: Callable[..., object]) -> str:
         return inspect.getsource(function)
     except (OSError, TypeError):
         return repr(function)
+
+
+# --- cache ----------------------------------------------------------------------------------------
+
+JUDGEMENTS_KIND: Final = "moemerge judgements"
+LASTING: Final = frozenset(Grade) - {Grade.TIMEOUT, Grade.UNDECIDED}
+# Part of every key: raise it when one of our checks changes its judgements.
+JUDGEMENTS_EDITION: Final = 1
+
+
+class CachedVerifier:
+    """A verifier with a cache, in memory and optionally in a `LineStore`. Thread-safe."""
+
+    def __init__(self, verifier: Verifier, path: Path | None = None) -> None:
+        self.name = verifier.name
+        self.inner = verifier
+        self._lock = threading.Lock()
+        self._known: dict[str, Future[Judgement]] = {}
+        self._file: LineStore | None = None
+        if path is not None:
+            self._file = LineStore(path, {"kind": JUDGEMENTS_KIND, "edition": JUDGEMENTS_EDITION})
+            self._load(self._file)
+
+    def relevant(self, row: Fields) -> Any:
+        return self.inner.relevant(row)
+
+    def check(self, row: Fields, response: str) -> Judgement:
+        key = self._key(row, response)
+        with self._lock:
+            future = self._known.get(key)
+            mine = future is None
+            if future is None:
+                future = self._known[key] = Future()
+        if mine:
+            try:
+                judgement = self.inner.check(row, response)
+            except BaseException as error:
+                with self._lock:
+                    del self._known[key]
+                future.set_exception(error)
+                raise
+            future.set_result(judgement)
+            self._remember(key, judgement)
+        return future.result()
+
+    def close(self) -> None:
+        self.inner.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> CachedVerifier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _key(self, row: Fields, response: str) -> str:
+        content = [JUDGEMENTS_EDITION, self.name, self.inner.relevant(row), response]
+        text = json.dumps(content, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def _remember(self, key: str, judgement: Judgement) -> None:
+        if self._file is None or judgement.grade not in LASTING:
+            return
+        with self._lock:
+            self._file.add({"key": key, **judgement.to_json()})
+
+    def _load(self, file: LineStore) -> None:
+        try:
+            for values in file.lines:
+                future: Future[Judgement] = Future()
+                future.set_result(Judgement.from_json(values))
+                self._known[values["key"]] = future
+        except (ValueError, KeyError, TypeError) as error:
+            file.close()
+            raise DataError(
+                f"{file.path} is damaged ({type(error).__name__}: {error})",
+                hint="remove it: its answers are judged again",
+            ) from error

@@ -1,4 +1,4 @@
-"""Answers that are words: exactly the expected ones, or the letter of a choice."""
+"""Check answers that are plain text: an exact match, or the letter of a choice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from string import ascii_uppercase
 from typing import Any, Final
 
 from moemerge.errors import DataError
-from moemerge.verification.judgement import RIGHT, Grade, Judgement, Row
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
 
 _STATED: Final = re.compile(r"\banswer\s*(?:is|:|=)+\s*[\"'*_(\[]*([A-Za-z])\b(?![.'’]\w)", re.I)
 _BRACKETED: Final = re.compile(r"[(\[]([A-Za-z])[)\]]")
@@ -15,14 +15,14 @@ _ALONE: Final = re.compile(r"\s*[\"'*_(\[]*([A-Za-z])(?:[)\].:,*_\"']+|\s*$)")
 
 
 class ExactVerifier:
-    """The response is the row's `answer`, up to space around it."""
+    """Checks that the response equals the row's `answer`, apart from surrounding space."""
 
     name = "exact"
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         return _answer(row)
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         expected, given = _answer(row).strip(), response.strip()
         if given == expected:
             return RIGHT
@@ -31,28 +31,28 @@ class ExactVerifier:
         return Judgement(Grade.WRONG, f"{given[:40]!r} instead of {expected[:40]!r}")
 
     def close(self) -> None:
-        """Nothing is kept running."""
+        """Do nothing: no process is kept."""
 
 
 class ChoiceVerifier:
-    """The response chooses the letter in the row's `answer`.
+    """Checks that the response chooses the letter in the row's `answer`.
 
-    The last "the answer is X" counts, then the last (X), then a letter that the response begins
-    with.
+    The last "the answer is X" counts, then the last (X), then a letter at the start of the
+    response.
     """
 
     name = "choice"
 
-    def relevant(self, row: Row) -> Any:
+    def relevant(self, row: Fields) -> Any:
         answer, choices = row.get("answer"), row.get("choices")
         if isinstance(answer, int) and isinstance(choices, list) and 0 <= answer < len(choices):
-            return ascii_uppercase[answer]  # counted from zero, as many sets do
+            return ascii_uppercase[answer]  # an index, as in many data sets
         letter = _answer(row).strip().strip("()[].").upper()
         if len(letter) != 1 or not letter.isalpha():
             raise DataError(f"'answer' is {letter[:40]!r}, expected one letter, such as B")
         return letter
 
-    def check(self, row: Row, response: str) -> Judgement:
+    def check(self, row: Fields, response: str) -> Judgement:
         expected, given = self.relevant(row), chosen(response)
         if given is None:
             return Judgement(Grade.NO_ANSWER, "no choice in the response")
@@ -61,11 +61,11 @@ class ChoiceVerifier:
         return Judgement(Grade.WRONG, f"{given} instead of {expected}")
 
     def close(self) -> None:
-        """Nothing is kept running."""
+        """Do nothing: no process is kept."""
 
 
 def chosen(response: str) -> str | None:
-    """The letter that a response settles on, as a capital."""
+    """Return the letter that a response chooses, in upper case."""
     letters = _STATED.findall(response) or _BRACKETED.findall(response)
     if letters:
         return str(letters[-1]).upper()
@@ -73,7 +73,7 @@ def chosen(response: str) -> str | None:
     return alone[1].upper() if alone else None
 
 
-def _answer(row: Row) -> str:
+def _answer(row: Fields) -> str:
     answer = row.get("answer")
     if not isinstance(answer, str):
         raise DataError(

@@ -107,7 +107,7 @@ HEADERS: list[tuple[Callable[[], Any], Change, str]] = [
     (
         row,
         state(config_groups={"a": {"targets": ["re:("], "weights": {"strategy": "tensor"}}}),
-        "no valid pattern",
+        "an invalid pattern",
     ),
     (int4, drop("a.weight_scale"), "no a.weight_scale"),
     (int4, drop("a.weight_packed"), "no quantised weight|none of them is"),

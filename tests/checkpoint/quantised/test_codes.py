@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moemerge.checkpoint.quantised import codes as kinds
-from moemerge.checkpoint.quantised.codes import Codes
+from moemerge.checkpoint.quantised import scheme as kinds
+from moemerge.checkpoint.quantised.scheme import Codes
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 BYTES = torch.arange(256, dtype=torch.uint8)

@@ -11,8 +11,8 @@ import torch
 import moemerge
 import zoo
 from moemerge.merging.method import UnitStatistics
-from moemerge.merging.methods._random import Stream, keep_threshold
 from moemerge.merging.methods._selection import ascending_order, keep_largest_
+from moemerge.merging.methods._sparsify import Stream, keep_threshold
 
 pytestmark = [
     pytest.mark.gpu,

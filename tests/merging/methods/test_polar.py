@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moemerge.merging.methods import _polar
-from moemerge.merging.methods._polar import Definite, polar_factor
+from moemerge.merging.methods import _spectra
+from moemerge.merging.methods._spectra import Definite, polar_factor
 
 SHAPES = [(12, 20), (20, 12), (16, 16), (1, 7), (7, 1)]
 METHODS = {"tsv": {}, "iso_c": {}, "iso_cts": {}, "wudi": {"solver": "exact"}}
@@ -15,8 +15,8 @@ METHODS = {"tsv": {}, "iso_c": {}, "iso_cts": {}, "wudi": {"solver": "exact"}}
 @pytest.fixture
 def anywhere(monkeypatch):
     """Products wherever they may be taken, as on a GPU."""
-    monkeypatch.setattr(_polar, "PRODUCTS_ON", {"cpu", "cuda"})
-    monkeypatch.setattr(_polar, "FEWEST", 1)
+    monkeypatch.setattr(_spectra, "PRODUCTS_ON", {"cpu", "cuda"})
+    monkeypatch.setattr(_spectra, "FEWEST", 1)
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
@@ -69,15 +69,15 @@ def test_bounds_hold_the_singular_values(shape):
 @pytest.mark.parametrize("halvings", [1, 2, 5, 12, 20, 25])
 def test_steps_take_every_value_to_one(halvings):
     x = torch.logspace(-halvings, 0, 5001, base=2, dtype=torch.float64)
-    for a, b, c in _polar._steps(halvings):
+    for a, b, c in _spectra._steps(halvings):
         x = a * x + b * x**3 + c * x**5
     torch.testing.assert_close(x, torch.ones_like(x), rtol=0, atol=1e-14)
 
 
 def test_a_cpu_decomposes_and_a_gpu_does_not():
-    matrix = torch.zeros(_polar.FEWEST, 2 * _polar.FEWEST)
-    assert not _polar.by_products(matrix)
-    assert sorted(_polar.PRODUCTS_ON) == ["cuda"]
+    matrix = torch.zeros(_spectra.FEWEST, 2 * _spectra.FEWEST)
+    assert not _spectra.by_products(matrix)
+    assert sorted(_spectra.PRODUCTS_ON) == ["cuda"]
 
 
 def models_of(shape, kind):
@@ -104,7 +104,7 @@ def models_of(shape, kind):
 def test_methods_give_the_same_by_products(merge, anywhere, monkeypatch, name, shape, kind):
     base, tensors = models_of(shape, kind)
     by_products = merge(name, tensors, base=base, **METHODS[name])
-    monkeypatch.setattr(_polar, "PRODUCTS_ON", frozenset())
+    monkeypatch.setattr(_spectra, "PRODUCTS_ON", frozenset())
     decomposed = merge(name, tensors, base=base, **METHODS[name])
     assert by_products.dtype == base.dtype
     torch.testing.assert_close(by_products, decomposed, rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ import torch
 
 from moemerge.architectures.roles import Role
 from moemerge.merging.method import UnitInfo
-from moemerge.merging.methods._random import (
+from moemerge.merging.methods._sparsify import (
     Stream,
     _finalise_numpy,
     _unsigned,

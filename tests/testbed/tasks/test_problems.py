@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from evidence.data import LENGTH
+from evidence.layout import IDS, character_tokenizer, encode
 from moemerge.errors import UsageError
-from moemerge.testbed.network.layout import IDS, character_tokenizer, encode
 from moemerge.testbed.tasks import DOMAINS, KINDS, Problem, check, check_all, problems
 from moemerge.testbed.tasks.drawing import is_test
-from moemerge.testbed.training.data import LENGTH
 
 
 @pytest.mark.parametrize("domain", DOMAINS)

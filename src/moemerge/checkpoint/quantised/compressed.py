@@ -1,9 +1,9 @@
-"""What compressed-tensors writes: `quant_method: compressed-tensors`.
+"""The formats of compressed-tensors: `quant_method: compressed-tensors`.
 
-FP8 and INT8 lie as they are in `X.weight`; packed INT4 and INT8 in the 32-bit words of
-`X.weight_packed`. `X.weight_scale` has a scale for the tensor, a row, a group of a row or a block;
-`X.weight_zero_point` and, where columns were grouped out of order, `X.weight_g_idx` go with it.
-`config_groups` says which modules are stored how.
+FP8 and INT8 are stored in `X.weight`, packed INT4 and INT8 in the 32-bit words of
+`X.weight_packed`. `X.weight_scale` has a scale per tensor, row, group of a row or block. There may
+be a `X.weight_zero_point` and, if columns were grouped out of order, a `X.weight_g_idx`.
+`config_groups` assigns formats to modules.
 """
 
 from __future__ import annotations
@@ -13,10 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from moemerge.checkpoint.quantised.codes import E4M3, INT8, PACKED_INT4, PACKED_INT8, Codes
-from moemerge.checkpoint.quantised.scheme import Scheme, asymmetric, symmetric
+from moemerge.checkpoint.quantised.scheme import (
+    E4M3,
+    INT8,
+    PACKED_INT4,
+    PACKED_INT8,
+    Codes,
+    Scheme,
+    asymmetric,
+    symmetric,
+)
 from moemerge.checkpoint.quantised.tensor import (
-    HINT,
+    DAMAGED_HINT,
     Headers,
     QuantisedInfo,
     count_pair,
@@ -41,7 +49,7 @@ ReadShape = Callable[[str], list[int]]  # the numbers of a small integer tensor
 
 @dataclass(frozen=True)
 class _Weights:
-    """How one group of modules stores its weights, as the config states it."""
+    """The weight format of one group of modules in the config."""
 
     bits: int
     kind: str  # float or int
@@ -83,7 +91,7 @@ class _Weights:
 
 
 class _Groups:
-    """Which weights belong to which module."""
+    """Assigns weight formats to modules."""
 
     def __init__(self, section: Mapping[str, Any]) -> None:
         groups = section.get("config_groups")
@@ -110,12 +118,12 @@ class _Groups:
                     self._patterns.append((re.compile(target.removeprefix("re:")), weights))
                 except re.error as error:
                     raise CheckpointError(
-                        f"quantization_config: the target {target!r} is no valid pattern: {error}"
+                        f"quantization_config: the target {target!r} is an invalid pattern: {error}"
                     ) from error
             elif "." in target or target.islower():
                 self._patterns.append((re.compile(rf"(.*\.)?{re.escape(target)}$"), weights))
             else:
-                self._by_class.append(weights)  # `Linear`: whatever no name speaks for
+                self._by_class.append(weights)  # `Linear`: modules that no name matches
 
     def of(self, module: str) -> _Weights:
         for pattern, weights in self._patterns:
@@ -125,14 +133,14 @@ class _Groups:
             return self._by_class[0]
         raise CheckpointError(
             f"{module!r} is stored quantised, but no group of quantization_config has it as target",
-            hint=HINT,
+            hint=DAMAGED_HINT,
         )
 
 
 def find(
     section: Mapping[str, Any], headers: Headers, dtype: Dtype, read: ReadShape
 ) -> Iterator[QuantisedInfo]:
-    """Every tensor that is stored so; `read` gives the numbers of a `weight_shape`."""
+    """Yield every tensor in this format; `read` returns the numbers of a `weight_shape`."""
     groups = _Groups(section)
     for name, info in headers.items():
         stem, _, leaf = name.rpartition(".")
@@ -162,7 +170,7 @@ def _plain(
         raise CheckpointError(
             f"{info.name!r} is stored as {info.dtype}, but quantization_config states "
             f"{weights.kind} of {weights.bits} bits",
-            hint=HINT,
+            hint=DAMAGED_HINT,
         )
     return _checked(info, info, info.shape, headers, weights.scheme(codes, scales), scales, dtype)
 
@@ -195,7 +203,7 @@ def _packed(
         raise CheckpointError(
             f"{info.name!r} is {list(info.shape)}, which is not {shape[0]} x {shape[1]} numbers of "
             f"{codes.bits} bits",
-            hint=HINT,
+            hint=DAMAGED_HINT,
         )
     logical = TensorInfo.of(f"{stem}.weight", dtype, shape)
     if logical.name in headers:
@@ -223,7 +231,7 @@ def _checked(
     scales: TensorInfo,
     dtype: Dtype,
 ) -> QuantisedInfo:
-    """The unit with its zero points and groups, all of which must fit."""
+    """Return the unit with its zero points and groups. Refuse those that do not fit."""
     zeros = next(iter(siblings(info.name, (".weight_zero_point",), headers)), None)
     order = next(iter(siblings(info.name, (".weight_g_idx",), headers)), None)
     kind = TensorInfo.of(logical.name, dtype, shape)
@@ -252,12 +260,12 @@ def _checked(
             raise CheckpointError(
                 f"{unit.name!r} is asymmetric: its weight_zero_point is {shown}, expected "
                 f"{list(packed)} int32 or {[zones.down, zones.across]} int8",
-                hint=HINT,
+                hint=DAMAGED_HINT,
             )
     if order is not None and (order.shape != (zones.columns,) or order.dtype.is_floating_point):
         raise CheckpointError(
             f"{order.name!r} is {list(order.shape)} {order.dtype}, expected a whole number for "
             f"each of {zones.columns} columns",
-            hint=HINT,
+            hint=DAMAGED_HINT,
         )
     return unit

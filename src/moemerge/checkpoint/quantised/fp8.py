@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from moemerge.checkpoint.quantised.codes import E4M3, E5M2
-from moemerge.checkpoint.quantised.scheme import Scheme, largest, largest_power_of_two
+from moemerge.checkpoint.quantised.scheme import E4M3, E5M2, Scheme, largest, largest_power_of_two
 from moemerge.checkpoint.quantised.tensor import (
     Headers,
     QuantisedInfo,
@@ -30,7 +29,7 @@ _OTHERS: Final = (".activation_scale", ".input_scale")
 
 
 def find(section: Mapping[str, Any], headers: Headers, dtype: Dtype) -> Iterator[QuantisedInfo]:
-    """Every tensor that is stored so."""
+    """Yield every tensor in this format."""
     size = section.get("weight_block_size")
     block = None if size is None else count_pair(size, "weight_block_size")
     for name, info in headers.items():

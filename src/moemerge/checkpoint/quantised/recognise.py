@@ -1,17 +1,29 @@
-"""Which tensors of a checkpoint are quantised, by its config and headers alone."""
+"""Find the quantised tensors of a checkpoint from its config and headers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from moemerge.checkpoint.quantised import compressed, fp8, mxfp4
-from moemerge.checkpoint.quantised.experts import stack_experts
-from moemerge.checkpoint.quantised.tensor import Headers, QuantisedInfo
+from moemerge.checkpoint.quantised.tensor import (
+    FetchStored,
+    Headers,
+    QuantisedInfo,
+    Rounding,
+    RowRange,
+    Written,
+)
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import FLOAT_NAMES, Dtype, parse_dtype
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 SECTIONS: Final = ("quantization_config", "compression_config")
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
@@ -26,24 +38,18 @@ _SCALES: Final = (
 
 @dataclass(frozen=True)
 class Quantisation:
-    """A checkpoint whose tensors were found to be quantised in a way that is read."""
+    """The quantised tensors of a checkpoint in a supported format."""
 
     method: str
     section: Mapping[str, Any]
-    keys: tuple[str, ...]  # where the section stands in the config
+    keys: tuple[str, ...]  # path of the section in the config
     units: Mapping[str, QuantisedInfo]
-
-    @property
-    def words(self) -> str:
-        """`fp8: float8_e4m3fn in 128 x 128 blocks`."""
-        kinds = dict.fromkeys(unit.stored_as for unit in self.units.values())
-        return f"{self.method}: {', '.join(kinds)}"
 
 
 def recognise(
     config: Mapping[str, Any], headers: Headers, read: compressed.ReadShape
 ) -> Quantisation | None:
-    """None for plain floats, and for what is not read: others refuse that by its name."""
+    """Return the quantised tensors; None for plain floats and unsupported formats."""
     keys = _keys(config)
     section: Any = config
     for key in keys:
@@ -62,7 +68,7 @@ def recognise(
     units = stack_experts(config, {unit.name: unit for unit in tensors})
     if not units:
         raise CheckpointError(
-            f"config.json says that the weights are quantised ({method}), but none of them is",
+            f"config.json describes quantised weights ({method}), but none of them is quantised",
             hint="remove quantization_config from config.json if the weights are plain floats",
         )
     _require_no_strays(units.values(), headers)
@@ -70,7 +76,7 @@ def recognise(
 
 
 def is_readable(section: Mapping[str, Any]) -> bool:
-    """Whether a quantization_config is of a kind that is read."""
+    """Return whether a quantization_config describes a supported format."""
     method = section.get("quant_method")
     if method != "compressed-tensors":
         return method in ("fp8", "mxfp4")
@@ -79,7 +85,7 @@ def is_readable(section: Mapping[str, Any]) -> bool:
 
 
 def without_sections(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as that of a model in plain floats."""
+    """Return the config of the same model in plain floats."""
     return {
         key: without_sections(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -88,7 +94,7 @@ def without_sections(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where the config says how its weights are quantised, or a nested text config does."""
+    """Return the path of the quantisation section, which may be in a nested text config."""
     for key in SECTIONS:
         if isinstance(config.get(key), Mapping):
             return (key,)
@@ -100,7 +106,7 @@ def _keys(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _dtype(config: Mapping[str, Any]) -> Dtype:
-    """What quantised tensors are read as: the dtype that the model is to be run in."""
+    """Return the dtype that quantised tensors are read in: the config's dtype."""
     for section in (config, *(v for v in config.values() if isinstance(v, Mapping))):
         for key in _DTYPE_KEYS:
             name = str(section.get(key)).removeprefix("torch.")
@@ -110,7 +116,7 @@ def _dtype(config: Mapping[str, Any]) -> Dtype:
 
 
 def _require_no_strays(units: Iterable[QuantisedInfo], headers: Mapping[str, TensorInfo]) -> None:
-    """A scale that belongs to no weight means that a weight is missing."""
+    """Refuse a scale without a weight: a weight is missing."""
     used = {part.name for unit in units for part in unit.parts}
     for name in headers:
         if name not in used and name.endswith(_SCALES):
@@ -118,3 +124,102 @@ def _require_no_strays(units: Iterable[QuantisedInfo], headers: Mapping[str, Ten
                 f"there is {name!r}, but no quantised weight that it belongs to",
                 hint="its download is incomplete, or weights of two models were mixed",
             )
+
+
+# --- experts that are stored separately but stacked in the model ----------------------------------
+
+# compressed-tensors quantises only matrices, so it stores three per expert of Llama-4. transformers
+# has stacks (experts, in, out) with gate and up concatenated.
+_STACKING: Final = frozenset({"llama4", "llama4_text"})
+_EXPERT: Final = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_STACKS: Final = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+
+
+@dataclass(frozen=True)
+class QuantisedExperts(QuantisedInfo):
+    """A stack (experts, in, out) of matrices that are stored separately."""
+
+    members: tuple[tuple[QuantisedInfo, ...], ...] = ()  # the matrices of each expert
+
+    @property
+    def parts(self) -> tuple[TensorInfo, ...]:
+        return tuple(part for expert in self.members for one in expert for part in one.parts)
+
+    @property
+    def kept(self) -> tuple[TensorInfo, ...]:
+        return tuple(part for expert in self.members for one in expert for part in one.kept)
+
+    def read(self, fetch: FetchStored, rows: RowRange | None, out: Tensor | None = None) -> Tensor:
+        shape = self.block_shape(rows)
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype.torch)
+        for one, view in self._views(out, 0 if rows is None else rows[0]):
+            view.copy_(one.read(fetch, None))
+        return out
+
+    def encode(
+        self, fetch: FetchStored, block: Tensor, row: int, rounding: Rounding
+    ) -> Iterator[Written]:
+        for one, view in self._views(block, row):
+            yield from one.encode(fetch, view, 0, rounding)
+
+    def _views(self, block: Tensor, row: int) -> Iterator[tuple[QuantisedInfo, Tensor]]:
+        """Yield every stored matrix of these experts, and its (out, in) view of the block."""
+        for stacked, expert in zip(block, self.members[row:], strict=False):
+            widths = [one.shape[0] for one in expert]
+            for one, part in zip(expert, stacked.split(widths, dim=1), strict=True):
+                yield one, part.T
+
+
+def stack_experts(
+    config: Mapping[str, Any], units: Mapping[str, QuantisedInfo]
+) -> dict[str, QuantisedInfo]:
+    """Return the units, with experts stacked if the model stacks them."""
+    text = config.get("text_config")
+    types = {
+        config.get("model_type"),
+        text.get("model_type") if isinstance(text, Mapping) else None,
+    }
+    if not types & _STACKING:
+        return dict(units)
+    experts: dict[tuple[str, str], dict[int, QuantisedInfo]] = {}
+    rest = {}
+    for name, unit in units.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            rest[name] = unit
+        else:
+            experts.setdefault((match[1], match[3]), {})[int(match[2])] = unit
+    for owner in dict.fromkeys(owner for owner, _ in experts):
+        for name, projections in _STACKS.items():
+            stacks = [experts.get((owner, projection), {}) for projection in projections]
+            stack = _stack(f"{owner}.{name}", stacks)
+            rest[stack.name] = stack
+    return rest
+
+
+def _stack(name: str, stacks: list[dict[int, QuantisedInfo]]) -> QuantisedExperts:
+    count = len(stacks[0])
+    shapes = {unit.shape for stack in stacks for unit in stack.values()}
+    if not count or any(set(stack) != set(range(count)) for stack in stacks) or len(shapes) != 1:
+        raise CheckpointError(
+            f"the experts of {name!r} are {[len(stack) for stack in stacks]} matrices of shapes "
+            f"{sorted(map(list, shapes))}, expected the same of each",
+            hint="an expert is missing: its download is incomplete",
+        )
+    members = tuple(tuple(stack[expert] for stack in stacks) for expert in range(count))
+    first = members[0][0]
+    rows, columns = first.shape
+    plain = TensorInfo.of(name, first.dtype, (count, columns, rows * len(stacks)))
+    return QuantisedExperts(
+        name,
+        first.dtype,
+        plain.shape,
+        plain.nbytes,
+        first.scheme,
+        first.codes,
+        first.scales,
+        stacked=True,
+        transposed=True,
+        members=members,
+    )

@@ -1,5 +1,4 @@
-"""A quantised tensor with its scales: one unit that reads as floats, rows at a time; and what
-formats ask of headers before they believe them."""
+"""Read a quantised tensor and its scales as floats, rows at a time, write it, and check headers."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from moemerge.checkpoint.quantised.codes import Codes, Zones
-from moemerge.checkpoint.quantised.scheme import Grid, Scheme
+from moemerge.checkpoint.quantised.scheme import Codes, ScaleGrid, Scheme, Zones
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import FLOATS, Dtype
@@ -19,16 +17,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Elements that are decoded or encoded at once: what they take in float32 stays in a core's cache.
+# Elements that are decoded or encoded at once; in float32 they fit into a core's cache.
 _BAND: Final = 2**18
 _WORD_BITS: Final = 32
 
-Rows = tuple[int, int]
-Fetch = Callable[[str, Rows | None], "Tensor"]  # a stored tensor, or rows of it
+RowRange = tuple[int, int]
+FetchStored = Callable[[str, RowRange | None], "Tensor"]  # a stored tensor, or rows of it
 
 
 class Written(NamedTuple):
-    """Rows of a stored tensor, to be written from `row` on."""
+    """Rows of a stored tensor to write from `row` on."""
 
     name: str
     tensor: Tensor
@@ -37,7 +35,7 @@ class Written(NamedTuple):
 
 @dataclass
 class Rounding:
-    """How far values moved when they were written: Σ(x − x̂)² and Σx²."""
+    """Rounding error of written values: Σ(x − x̂)² and Σx²."""
 
     error: float = 0.0
     size: float = 0.0
@@ -49,10 +47,10 @@ class Rounding:
 
 @dataclass(frozen=True)
 class QuantisedInfo(TensorInfo):
-    """The header of a tensor that is stored in parts. Shape and dtype are those it is read in.
+    """The header of a tensor that is stored in parts. Shape and dtype are those after reading.
 
-    A stack has one matrix for every row of its leading axis. `order` gives each column the number
-    of its group; without it, columns are grouped one after the other.
+    A stack has one matrix for every row of its leading axis. `order` has the group of each column;
+    without it, columns are grouped consecutively.
     """
 
     scheme: Scheme
@@ -60,13 +58,13 @@ class QuantisedInfo(TensorInfo):
     scales: TensorInfo
     zeros: TensorInfo | None = None
     order: TensorInfo | None = None
-    others: tuple[TensorInfo, ...] = field(default=())  # that only the stored form needs
+    others: tuple[TensorInfo, ...] = field(default=())  # not needed for reading
     stacked: bool = False
     transposed: bool = False  # stored (out, in), read (in, out)
 
     @property
     def parts(self) -> tuple[TensorInfo, ...]:
-        """All stored tensors that it consists of."""
+        """Return all stored tensors that it consists of."""
         known = (self.codes, self.scales, self.zeros, self.order, *self.others)
         return tuple(part for part in known if part is not None)
 
@@ -76,11 +74,11 @@ class QuantisedInfo(TensorInfo):
 
     @property
     def stored_as(self) -> str:
-        return self.scheme.words
+        return self.scheme.description
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """(out, in) of the matrix, or of each in a stack."""
+        """Return (out, in) of the matrix, or of each in a stack."""
         rows, columns = self.shape[-2:]
         return (columns, rows) if self.transposed else (rows, columns)
 
@@ -90,20 +88,20 @@ class QuantisedInfo(TensorInfo):
 
     @property
     def step(self) -> int:
-        """Rows that can only be written together: whole zones, whole words of zero points."""
+        """Return how many rows must be written together: whole zones and words of zero points."""
         if self.stacked:
             return 1
         words = 1 if self.zeros is None else _rows_in_a_word(self.zeros, self.scheme.codes)
         return math.lcm(self.zones.height, words)
 
-    def holds_whole(self, rows: Rows) -> bool:
-        """Whether these rows can be written without their neighbours."""
+    def holds_whole(self, rows: RowRange) -> bool:
+        """Return whether these rows can be written without their neighbours."""
         return rows[0] % self.step == 0 and (rows[1] % self.step == 0 or rows[1] == self.rows)
 
     # --- reading ---
 
-    def read(self, fetch: Fetch, rows: Rows | None, out: Tensor | None = None) -> Tensor:
-        """The tensor, or rows of its leading axis, in its dtype."""
+    def read(self, fetch: FetchStored, rows: RowRange | None, out: Tensor | None = None) -> Tensor:
+        """Read the tensor, or rows of its leading axis, in its dtype."""
         shape = self.block_shape(rows)
         start, stop = rows if rows is not None else (0, self.rows)
         if out is None:
@@ -114,9 +112,9 @@ class QuantisedInfo(TensorInfo):
         return out
 
     def _matrices(
-        self, fetch: Fetch, start: int, stop: int, block: Tensor
+        self, fetch: FetchStored, start: int, stop: int, block: Tensor
     ) -> Iterator[tuple[_Matrix, int, Tensor]]:
-        """Each matrix, the first of its rows that is meant, and these as (out, in) in `block`."""
+        """Yield each matrix, its first row, and the (out, in) view of its rows in `block`."""
         if not self.stacked:
             yield _Matrix(self, fetch), start, block
             return
@@ -127,12 +125,12 @@ class QuantisedInfo(TensorInfo):
     # --- writing ---
 
     def encode(
-        self, fetch: Fetch, block: Tensor, row: int, rounding: Rounding
+        self, fetch: FetchStored, block: Tensor, row: int, rounding: Rounding
     ) -> Iterator[Written]:
-        """The parts of a float32 block that goes to the rows from `row` on.
+        """Yield the parts of a float32 block for the rows from `row` on.
 
-        Each zone takes the scale that the format's tools would choose, or the one that it has in
-        the stored tensor, whichever reads nearer: what was only read comes back as it was.
+        Each zone uses the scale that the format's tools would choose or its stored scale, whichever
+        has the smaller error. Unchanged values therefore keep their codes.
         """
         written: dict[str, list[Tensor]] = {}
         for matrix, begin, values in self._matrices(fetch, row, row + len(block), block):
@@ -152,7 +150,7 @@ class QuantisedInfo(TensorInfo):
 
     @property
     def _written(self) -> Iterator[tuple[TensorInfo, int]]:
-        """The parts that new values change, and how many rows one row of each belongs to."""
+        """Yield the parts that new values change, and the matrix rows per row of each."""
         stacked = self.stacked
         yield self.codes, 1
         yield self.scales, 1 if stacked else self.zones.height
@@ -161,12 +159,12 @@ class QuantisedInfo(TensorInfo):
 
     @property
     def kept(self) -> tuple[TensorInfo, ...]:
-        """The parts that stay as they are whatever the values."""
+        """Return the parts that do not depend on the values."""
         return tuple(part for part in (self.order, *self.others) if part is not None)
 
 
-def _bands(start: int, stop: int, columns: int, step: int) -> Iterator[Rows]:
-    """Runs of rows of a size that is handled at once, each beginning at a multiple of `step`."""
+def _bands(start: int, stop: int, columns: int, step: int) -> Iterator[RowRange]:
+    """Yield row ranges to process at once, each starting at a multiple of `step`."""
     length = max(1, _BAND // max(1, columns) // step) * step
     first = start
     while first < stop:
@@ -181,14 +179,14 @@ def _rows_in_a_word(zeros: TensorInfo, codes: Codes) -> int:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One (out, in) matrix of a quantised tensor: its parts, row by row."""
+    """One (out, in) matrix of a quantised tensor, read and written by rows."""
 
     info: QuantisedInfo
-    fetch: Fetch
+    fetch: FetchStored
     expert: int | None = None
     _read: dict[str, Tensor] = field(default_factory=dict)  # an expert's parts, each read once
 
-    def _part(self, part: TensorInfo, rows: Rows | None) -> Tensor:
+    def _part(self, part: TensorInfo, rows: RowRange | None) -> Tensor:
         if self.expert is None:
             return self.fetch(part.name, rows)
         if part.name not in self._read:
@@ -217,25 +215,25 @@ class _Matrix:
         return values
 
     def order(self) -> Tensor | None:
-        """The group of every column, where it does not follow from its place."""
+        """Return the group of every column, or None for consecutive groups."""
         if self.info.order is None:
             return None
         order = self._part(self.info.order, None).to(torch.int64)
-        if bool((order == -1).all()):  # a place that was kept free and not used
+        if bool((order == -1).all()):  # allocated but unused
             return None
         zones = self.info.zones
         inside = order.clamp(0, zones.across - 1)
         counts = torch.bincount(inside, minlength=zones.across)
         if not torch.equal(inside, order) or bool((counts != zones.width).any()):
             raise CheckpointError(
-                f"{self.info.order.name!r} does not give {zones.width} columns of "
+                f"{self.info.order.name!r} does not assign {zones.width} columns of "
                 f"{self.info.name!r} to each of {zones.across} groups",
                 hint="the file is damaged, or its quantization_config states another group size",
             )
         return order
 
-    def grid(self, start: int, stop: int) -> Grid:
-        """Scales and zero points of the zones that hold these rows, (down, across)."""
+    def grid(self, start: int, stop: int) -> ScaleGrid:
+        """Return scales and zero points of the zones that contain these rows, (down, across)."""
         info, zones = self.info, self.info.zones
         first, last = zones.rows_of(start, stop)
         whole = self._rows_of(info.scales) == 1 and zones.down > 1
@@ -248,7 +246,7 @@ class _Matrix:
                 f"finite, the first is {float(bad[0])}",
                 hint="the file is damaged; fetch it again",
             )
-        return Grid(scales, self._zeros(first, last))
+        return ScaleGrid(scales, self._zeros(first, last))
 
     def _zeros(self, first: int, last: int) -> Tensor | None:
         part = self.info.zeros
@@ -268,7 +266,7 @@ class _Matrix:
     def encode(
         self, values: Tensor, start: int, rounding: Rounding
     ) -> Iterator[tuple[str, Tensor]]:
-        """The parts of rows that begin with a zone, named as they are stored."""
+        """Yield the stored names and values of the parts of rows that start with a zone."""
         info, scheme, zones = self.info, self.info.scheme, self.info.zones
         values = values.to(torch.float32).contiguous()
         order = self.order()
@@ -297,38 +295,38 @@ class _Matrix:
             yield info.zeros.name, self._packed_zeros(zero)
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """Codes (rows, columns) as the stored tensor has its rows."""
+        """Pack codes (rows, columns) into rows of the stored tensor."""
         part = self.info.codes
         each = part.shape[2:] if self.info.stacked else part.shape[1:]
-        width = math.prod(each) * part.dtype.itemsize  # bytes of a row
+        width = math.prod(each) * part.dtype.itemsize  # bytes per row
         packed = self.info.scheme.codes.pack(codes).contiguous()
         if packed.shape[1] < width:
             packed = torch.nn.functional.pad(packed, (0, width - packed.shape[1]))
         return packed.contiguous().view(part.dtype.torch).view(len(codes), *each)
 
     def _packed_zeros(self, zeros: Tensor) -> Tensor:
-        """Zero points (rows, across) as they are stored."""
+        """Pack zero points (rows, across) into their stored form."""
         part, codes = self.info.zeros, self.info.scheme.codes
         assert part is not None
         each = _rows_in_a_word(part, codes)
         if each == 1:
             return zeros.to(part.dtype.torch)
         down = -(-len(zeros) // each) * each
-        # Rows past the last are filled up with a stored 0.
+        # Pad missing rows with a stored 0.
         raw = (zeros + codes.offset).to(torch.uint8)
         raw = torch.nn.functional.pad(raw, (0, 0, 0, down - len(zeros)))
         return codes.pack(raw.T).contiguous().view(torch.int32).T.contiguous()
 
 
-# --- what formats ask of headers ------------------------------------------------------------------
+# --- checks of headers ----------------------------------------------------------------------------
 
 Headers = Mapping[str, TensorInfo]
 _SCALE_DTYPES = (*FLOATS, Dtype.UINT8, Dtype.FLOAT8_E8M0FNU)
-HINT = "the file is damaged, or config.json's quantization_config is another model's"
+DAMAGED_HINT = "the file is damaged, or config.json's quantization_config is another model's"
 
 
 def count_pair(value: Any, what: str) -> tuple[int, int]:
-    """[128, 128], as a config states the size of a block."""
+    """Return the block size that a config states as [128, 128]."""
     if isinstance(value, Sequence) and len(value) == 2 and all(is_count(v) for v in value):
         return int(value[0]), int(value[1])
     raise CheckpointError(
@@ -342,18 +340,18 @@ def is_count(value: Any) -> bool:
 
 
 def siblings(name: str, ends: Sequence[str], headers: Headers) -> tuple[TensorInfo, ...]:
-    """Tensors of the same module that go with a weight."""
+    """Return tensors of the same module that belong to a weight."""
     stem = name.rpartition(".")[0]
     return tuple(headers[stem + end] for end in ends if stem + end in headers)
 
 
 def require_scales(info: QuantisedInfo) -> QuantisedInfo:
-    """The tensor, once its scales are known to fit it."""
+    """Return the tensor if its scales fit."""
     if len(info.shape) != (3 if info.stacked else 2):
         raise CheckpointError(
             f"{info.codes.name!r} has shape {list(info.codes.shape)}, expected a matrix or a stack "
             "of matrices",
-            hint=HINT,
+            hint=DAMAGED_HINT,
         )
     zones = info.zones
     lead = (info.rows,) if info.stacked else ()
@@ -367,6 +365,6 @@ def require_scales(info: QuantisedInfo) -> QuantisedInfo:
             f"{info.scales.name!r} is {list(info.scales.shape)} {info.scales.dtype}, but "
             f"{info.codes.name!r} {list(info.codes.shape)} as {info.stored_as} needs scales "
             f"{list(fitting[0])}",
-            hint=HINT,
+            hint=DAMAGED_HINT,
         )
     return info

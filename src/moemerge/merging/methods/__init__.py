@@ -1,4 +1,4 @@
-"""The merge methods, one module each. Importing this package imports them all: they register."""
+"""The merge methods, one module each. Importing this package registers all of them."""
 
 import importlib
 import pkgutil

@@ -1,10 +1,10 @@
-"""Sums, inner products and angles of tensors, taken in chunks that stay in a core's cache.
+"""Sums, inner products and angles of tensors, computed in chunks that fit into a core's cache.
 
-A merge unit has a few million elements; a formula of a dozen elementwise steps over all of it
-would go to memory a dozen times. Every kernel here works on chunks and reuses its scratch.
+A merge unit has a few million elements. A formula of a dozen elementwise steps over all of it would
+go to memory a dozen times, so every function here works on chunks and reuses its buffers.
 
-Means on the sphere are sums Σ c_i x_i whose coefficients depend on inner products alone, so one
-pass gives the Gram matrix and the rest is arithmetic on n numbers.
+Means on the sphere are sums Σ c_i x_i whose coefficients depend on inner products alone. One pass
+computes the Gram matrix; the rest is arithmetic on n numbers.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# 256 Ki float32 are 1 MiB: a kernel's scratch stays near the core, while threads that
-# work side by side do not meet at the interpreter's lock after every few microseconds.
+# 256 Ki float32 are 1 MiB: buffers stay in cache, and chunks take long enough that threads do not
+# contend for the interpreter lock.
 CPU_CHUNK = 1 << 18
-# An accelerator wants one large launch; a power of two keeps chunks inside one 2^32 range.
+# An accelerator needs one large launch. A power of two keeps each chunk inside one 2^32 range.
 DEVICE_CHUNK = 1 << 28
 
-# A sum of unit vectors that is shorter than this has no direction: in float32 it is rounding.
+# A shorter sum of unit vectors has no direction: in float32 it is rounding error.
 NO_DIRECTION = 1e-6
-# At sin θ below this, interpolation along the arc is replaced by the chord: they agree to 1e-8
-# where the vectors agree, and where they oppose each other every arc is as good.
+# If sin θ is below this, interpolate along the chord instead of the arc. They agree to 1e-8 for
+# parallel vectors; for opposite vectors no arc is preferred.
 _FLAT_ARC = 1e-4
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements in canonical (out, in) order; a copy only where a view is not contiguous."""
+    """Return all elements in (out, in) order. Copies only if the tensor is not contiguous."""
     return tensor.reshape(-1)
 
 
@@ -42,40 +42,40 @@ def chunk_size(device: torch.device) -> int:
 
 
 def chunks(tensor: Tensor) -> Iterator[slice]:
-    """Slices that cover a flat tensor, each small enough for its device's cache."""
+    """Yield slices that cover a flat tensor, each small enough for its device's cache."""
     step = chunk_size(tensor.device)
     for start in range(0, tensor.numel(), step):
         yield slice(start, min(start + step, tensor.numel()))
 
 
 def scratch(like: Tensor, count: int) -> list[Tensor]:
-    """`count` uninitialised buffers as long as the longest chunk of `like`."""
+    """Return `count` uninitialised buffers as long as the longest chunk of `like`."""
     length = min(like.numel(), chunk_size(like.device))
     return [like.new_empty(length) for _ in range(count)]
 
 
 def bits(values: Tensor) -> Tensor:
-    """The same memory as signed integers."""
+    """Return a view of the same memory as signed integers."""
     return values.view({4: torch.int32, 8: torch.int64}[values.dtype.itemsize])
 
 
 def sign_bit(dtype: torch.dtype) -> int:
-    """The integer that has only the sign bit of `dtype` set."""
+    """Return the integer with only the sign bit of `dtype` set."""
     return -(1 << (8 * dtype.itemsize - 1))
 
 
 def magnitude(chunk: Tensor) -> float:
-    """Σ|v| of one chunk."""
+    """Return Σ|v| of one chunk."""
     return float(chunk.abs().sum())
 
 
 def total_magnitude(values: Tensor) -> float:
-    """Σ|v| of a flat tensor; chunks are added in float64."""
+    """Return Σ|v| of a flat tensor; chunks are added in float64."""
     return sum(magnitude(values[at]) for at in chunks(values))
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Σ w_i x_i in the tensors' shape, as a new contiguous tensor."""
+    """Return Σ w_i x_i in the tensors' shape, as a new contiguous tensor."""
     flats = [flat(t) for t in tensors]
     out = torch.empty_like(flats[0])
     for at in chunks(out):
@@ -86,7 +86,7 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def gram(tensors: Sequence[Tensor], origin: Tensor | None = None) -> Tensor:
-    """G_ij = x_i·x_j of the tensors (less `origin`), in float64 on the CPU."""
+    """Return G_ij = x_i·x_j of the tensors (minus `origin`), in float64 on the CPU."""
     flats = [flat(t) for t in tensors]
     zero = None if origin is None else flat(origin)
     total = torch.zeros(len(flats), len(flats), dtype=torch.float64, device=flats[0].device)
@@ -97,13 +97,13 @@ def gram(tensors: Sequence[Tensor], origin: Tensor | None = None) -> Tensor:
 
 
 def cosine(g: Tensor, i: int, j: int) -> float:
-    """The cosine of x_i and x_j from their Gram matrix; a zero vector is orthogonal to all."""
+    """Return the cosine of x_i and x_j from their Gram matrix; 0 for a zero vector."""
     norms = math.sqrt(g[i, i].item() * g[j, j].item())
     return max(-1.0, min(1.0, g[i, j].item() / norms)) if norms > 0 else 0.0
 
 
 def arc_coefficients(cosines: Tensor, t: float) -> tuple[Tensor, Tensor]:
-    """Spherical interpolation: (c_0, c_1) with c_0 x_0 + c_1 x_1 at fraction `t` of the arc."""
+    """Return (c_0, c_1) such that c_0 x_0 + c_1 x_1 is at fraction `t` of the arc."""
     theta = torch.arccos(cosines.clamp(-1, 1))
     sine = torch.sin(theta)
     straight = sine < _FLAT_ARC

@@ -1,4 +1,4 @@
-"""Exact selection by magnitude without sorting, and ranks where a method needs them."""
+"""Select elements by magnitude, exactly and without sorting, and rank them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def kept_count(density: float, n: int) -> int:
-    """How many of `n` elements a density keeps: int(density·n), but never none of a tensor.
+    """Return how many of `n` elements a density keeps: int(density·n), but at least one.
 
     A norm of a few elements would otherwise lose its whole update to rounding.
     """
@@ -29,9 +29,9 @@ def kept_count(density: float, n: int) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """The k-th largest magnitude, and how many elements of just that size are among the k or not.
+    """The k-th largest magnitude, and how many elements of that size are kept or dropped.
 
-    Of equal magnitudes the lower index is kept first.
+    Among equal magnitudes, lower indices are kept first.
     """
 
     magnitude: float
@@ -47,9 +47,9 @@ def keep_largest_(values: Tensor, k: int) -> None:
         values.zero_()
         return
     cut = magnitude_cut(values, k)
-    if cut.magnitude == 0:  # fewer than k are not zero
+    if cut.magnitude == 0:  # fewer than k elements are nonzero
         return
-    if cut.kept <= cut.excess:  # few ties to keep: drop all, then put these back
+    if cut.kept <= cut.excess:  # few ties are kept: drop all, then restore them
         ties = _first_ties(values, cut.magnitude, cut.kept)
         saved = values[ties]
         _shrink_(values, cut.magnitude)
@@ -74,7 +74,7 @@ def drop_largest_(values: Tensor, k: int) -> None:
 
 
 def magnitude_cut(values: Tensor, k: int) -> Cut:
-    """Where the `k` largest magnitudes of a flat tensor end; 1 <= k <= numel."""
+    """Return the cut below the `k` largest magnitudes of a flat tensor; 1 <= k <= numel."""
     if values.device.type == "cpu":
         return _partition_cut(np.abs(values.numpy()), k)
     magnitudes = values.abs()
@@ -85,7 +85,7 @@ def magnitude_cut(values: Tensor, k: int) -> Cut:
 
 
 def ordered_at(values: Tensor, places: Sequence[int]) -> list[float]:
-    """The elements that would stand at these places, if a flat tensor were sorted."""
+    """Return the elements at these positions of the sorted flat tensor."""
     if values.device.type != "cpu":
         ordered = values.sort().values
         return [float(ordered[place]) for place in places]
@@ -95,8 +95,10 @@ def ordered_at(values: Tensor, places: Sequence[int]) -> list[float]:
 
 
 def _partition_cut(magnitudes: Floats, k: int) -> Cut:
-    """By numpy's partition, a vectorised quickselect: ten times as fast as torch.kthvalue, and
-    as fast as looking only between the quantiles of a sample. Uses up its argument."""
+    """Return the cut by numpy's partition, ten times as fast as torch.kthvalue.
+
+    Overwrites its argument.
+    """
     rest = magnitudes.size - k
     magnitudes.partition(rest)
     cut = magnitudes[rest]
@@ -105,7 +107,7 @@ def _partition_cut(magnitudes: Floats, k: int) -> Cut:
 
 
 def _shrink_(values: Tensor, threshold: float) -> None:
-    """Zero what is not beyond a threshold."""
+    """Zero magnitudes up to a threshold."""
     for at in chunks(values):
         torch.hardshrink(values[at], threshold, out=values[at])
 
@@ -117,12 +119,12 @@ def _next_below(magnitude: float, dtype: torch.dtype) -> float:
 
 
 def _first_ties(values: Tensor, magnitude: float, count: int) -> Tensor:
-    """The `count` lowest indices of elements of one magnitude."""
+    """Return the `count` lowest indices of elements of one magnitude."""
     return _ties(values, chunks(values), magnitude, count)[:count]
 
 
 def _last_ties(values: Tensor, magnitude: float, count: int) -> Tensor:
-    """The `count` highest indices of elements of one magnitude."""
+    """Return the `count` highest indices of elements of one magnitude."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
     ties = _ties(values, reversed(list(chunks(values))), magnitude, count)
@@ -130,7 +132,7 @@ def _last_ties(values: Tensor, magnitude: float, count: int) -> Tensor:
 
 
 def _ties(values: Tensor, walk: Iterable[slice], magnitude: float, count: int) -> Tensor:
-    """Indices of elements of one magnitude, chunk by chunk until there are enough."""
+    """Return indices of elements of one magnitude, chunk by chunk until there are enough."""
     indices, missing = [torch.empty(0, dtype=torch.int64, device=values.device)], count
     for at in walk:
         if missing <= 0:
@@ -145,12 +147,12 @@ def _ties(values: Tensor, walk: Iterable[slice], magnitude: float, count: int) -
 
 
 def ascending_order(rows: Tensor) -> Tensor:
-    """Per row, the columns by ascending magnitude as int64; equal magnitudes by column."""
+    """Return each row's columns by ascending magnitude as int64; ties by column."""
     magnitudes = rows.abs()
     if rows.device.type != "cpu" or rows.dtype != torch.float32:
         return magnitudes.sort(dim=1, stable=True).indices
-    # The bits of non-negative floats order like the floats. Packed above the column they make one
-    # integer per element, which numpy sorts ten times as fast as torch argsorts.
+    # The bits of non-negative floats have the order of the floats. With the column in the low bits
+    # they make one integer per element, which numpy sorts ten times as fast as torch argsorts.
     packed = bits(magnitudes).to(torch.int64).bitwise_left_shift_(32)
     packed.bitwise_or_(torch.arange(rows.shape[1]))
     packed.numpy().sort(axis=1)

@@ -1,4 +1,4 @@
-"""Task vectors δ = θ - θ_0, thinned out or not, and the two ways of adding them to the base."""
+"""Task vectors δ = θ - θ_0, and the two ways of adding them to the base."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moemerge.merging.method import ModelTensor, param
-from moemerge.merging.methods._arithmetic import bits, chunks, flat, scratch, sign_bit
+from moemerge.architectures.roles import Role
+from moemerge.merging.method import ModelTensor, UnitInfo, param
+from moemerge.merging.methods._arithmetic import bits, chunks, flat, scratch, sign_bit, weighted_sum
 from moemerge.merging.methods._weights import ZERO_SUM, Weighted, weight_sum
 from moemerge.runtime.lazy import torch
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Thinned(Weighted):
-    """A model's share, and how much of its task vector survives."""
+    """A model's weight, and the density of its task vector."""
 
     density: float = param(
         1.0, minimum=0, maximum=1, help="fraction of the task vector's elements that is kept"
@@ -26,22 +27,22 @@ class Thinned(Weighted):
 
 @dataclass(frozen=True)
 class SumOptions:
-    """What every sum of task vectors understands. Each method states its own defaults."""
+    """Options of every sum of task vectors. Each method declares its own defaults."""
 
     normalize: bool = param(False, help="divide by the sum of the weights")
-    rescale: bool = param(False, help="scale what is kept back to the whole's L1 norm")
+    rescale: bool = param(False, help="rescale the kept elements to the original L1 norm")
     lambda_: float = param(1.0, key="lambda", help="factor on the merged task vector")
     int8_mask: bool = param(False, help="accepted for mergekit's configs; has no effect here")
 
 
-ELECTION_HELP = "what votes on an element's sign: task vectors times weight, or as they are"
+ELECTION_HELP = "what votes on an element's sign: weighted or unweighted task vectors"
 
 
 @dataclass
 class TaskVector:
-    """δ of one model, flat in canonical order and free to be changed.
+    """δ of one model, flat in (out, in) order; functions may change it in place.
 
-    What counts is `scale`·values; `weight` is the model's share.
+    The task vector is `scale`·values; `weight` is the model's weight.
     """
 
     values: Tensor
@@ -49,20 +50,20 @@ class TaskVector:
     scale: float = 1.0
 
 
-def difference(tensor: Tensor, base: Tensor) -> Tensor:
-    """θ - θ_0 as a new flat tensor in canonical order."""
+def flat_difference(tensor: Tensor, base: Tensor) -> Tensor:
+    """Return θ - θ_0 as a new flat tensor in (out, in) order."""
     return torch.sub(flat(tensor), flat(base))
 
 
 def task_vector(model: ModelTensor, base: Tensor) -> TaskVector:
-    """A model's difference from the base, with the model's weight."""
-    return TaskVector(difference(model.tensor, base), model.params.weight)
+    """Return a model's difference from the base, with the model's weight."""
+    return TaskVector(flat_difference(model.tensor, base), model.params.weight)
 
 
 def add_weighted(
     base: Tensor, vectors: Sequence[TaskVector], *, normalize: bool, factor: float
 ) -> Tensor:
-    """θ_0 + factor·Σ w_i δ_i [/ Σ w_i]. Uses up the task vectors."""
+    """Return θ_0 + factor·Σ w_i δ_i [/ Σ w_i]. Overwrites the task vectors."""
     origin = flat(base)
     out = vectors[0].values  # read before it is written, chunk by chunk
     if normalize:
@@ -84,11 +85,11 @@ def add_elected(
     election: str = "weighted",
     floor: float | None = None,
 ) -> Tensor:
-    """θ_0 + factor·Δ, where per element only the task vectors of the elected sign count.
+    """Return θ_0 + factor·Δ; in each element only task vectors of the elected sign count.
 
     s = sign(Σ v_i), 0 -> +1, with v_i = w_i δ_i (`weighted`) or δ_i (`unweighted`);
     m_i = [sign(v_i) = s];  Δ = Σ w_i δ_i m_i [/ Σ w_i m_i, zero replaced by 1].
-    `floor` is the least divisor where a method states one. Uses up the task vectors.
+    `floor` is the smallest divisor, if any. Overwrites the task vectors.
     """
     origin = flat(base)
     out = vectors[0].values  # read before it is written, chunk by chunk
@@ -99,7 +100,7 @@ def add_elected(
         flip = _vote(votes, total, [v.values[at] for v in vectors], shares.vote)
         for vote in votes:
             bits(vote).bitwise_xor_(flip)
-            vote.clamp_min_(0)  # what agrees with the elected sign, turned positive
+            vote.clamp_min_(0)  # magnitudes of the values with the elected sign
         _sum_(votes, shares.gain, out=agreed)
         if normalize:
             for vote in votes:
@@ -118,12 +119,12 @@ def _vote(
     for vote, value, scale in zip(votes, values, scales, strict=True):
         torch.mul(value, scale, out=vote)
     _sum_(votes, [1.0] * len(votes), out=total)
-    # An exact cancellation gives +0, which elects plus as it should; -0 comes of zeros alone.
+    # Exact cancellation yields +0 and elects plus. Only zeros yield -0.
     return bits(total).bitwise_and_(sign_bit(total.dtype))
 
 
 def _sum_(terms: Sequence[Tensor], weights: Sequence[float], *, out: Tensor) -> None:
-    """Σ w_i x_i, left to right."""
+    """Compute Σ w_i x_i from left to right."""
     torch.mul(terms[0], weights[0], out=out)
     for term, weight in zip(terms[1:], weights[1:], strict=True):
         out.add_(term, alpha=weight)
@@ -131,7 +132,7 @@ def _sum_(terms: Sequence[Tensor], weights: Sequence[float], *, out: Tensor) -> 
 
 @dataclass(frozen=True)
 class _Shares:
-    """Per model: what its values are multiplied with to vote, to be summed, and to divide."""
+    """Per model, the factors for votes, for the sum and for the divisor."""
 
     vote: tuple[float, ...]
     gain: tuple[float, ...]
@@ -147,10 +148,65 @@ class _Shares:
         return cls(scales, weights, weights)
 
     def guard_(self, divisor: Tensor, floor: float | None) -> Tensor:
-        """The divisor with zero replaced, in place."""
+        """Replace zeros of the divisor in place, and return it."""
         if floor is not None:
             return divisor.clamp_min_(floor)
         if min(self.divisor) < 0:
             return divisor.masked_fill_(divisor.abs() < ZERO_SUM, 1.0)
-        # Positive weights: a sum of any of them is at least the least, or zero over zero.
+        # With positive weights, a nonzero sum is at least the smallest weight.
         return divisor.clamp_min_(min((w for w in self.divisor if w > 0), default=1.0))
+
+
+# --- methods for linear layers --------------------------------------------------------------------
+
+# Matrices that are not linear layers: rows are looked up or scaled, not multiplied with inputs.
+NOT_LINEAR = frozenset({Role.NORM, Role.EMBEDDING, Role.HEAD})
+
+
+@dataclass(frozen=True)
+class OthersOptions:
+    """How tensors other than linear layers are merged."""
+
+    others: str = param(
+        "average",
+        choices=("average", "base"),
+        help="norms, embeddings, heads and biases: average of the models, or the base's own",
+    )
+
+
+@dataclass(frozen=True)
+class SpectralOptions(OthersOptions):
+    lambda_: float = param(1.0, key="lambda", help="factor on the merged task vector")
+
+
+def is_linear(base: Tensor, unit: UnitInfo) -> bool:
+    return base.dim() == 2 and base.numel() > 0 and unit.role not in NOT_LINEAR
+
+
+def merge_others(inputs: Sequence[ModelTensor], base: Tensor, options: OthersOptions) -> Tensor:
+    """Merge norms, embeddings, heads and biases."""
+    if options.others == "base":
+        return base.clone(memory_format=torch.contiguous_format)
+    return weighted_sum([i.tensor for i in inputs], [1 / len(inputs)] * len(inputs))
+
+
+def changes(inputs: Sequence[ModelTensor], base: Tensor) -> list[Tensor]:
+    """Return the task vectors of the models that changed this weight.
+
+    Experts that no token reached in fine-tuning keep the base's weights, up to rounding to the
+    stored dtype. Methods that normalise would otherwise amplify this rounding error.
+    """
+    return [i.tensor - base for i in inputs if not _is_unchanged(i.tensor, base)]
+
+
+def _is_unchanged(tensor: Tensor, base: Tensor) -> bool:
+    """Return whether the tensors are equal, or one is the other rounded to a narrower dtype."""
+    if torch.equal(tensor, base):
+        return True
+    for dtype in (torch.bfloat16, torch.float16):
+        a, b = tensor.to(dtype), base.to(dtype)
+        if not torch.equal(a, b):
+            continue
+        if torch.equal(a.to(tensor.dtype), tensor) or torch.equal(b.to(base.dtype), base):
+            return True
+    return False

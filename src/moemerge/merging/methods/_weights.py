@@ -1,4 +1,4 @@
-"""How much each model counts: by its weight, and by the statistics of its own text."""
+"""Weights of the models, and their statistics."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-ZERO_SUM = 1e-8  # weights whose sum is smaller are not divided by it
+ZERO_SUM = 1e-8  # a smaller sum of weights counts as zero
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """A model's share."""
+    """A model's weight in a sum."""
 
     weight: float = param(help="this model's share of the sum")
 
 
 @dataclass(frozen=True)
-class Share:
-    """How much a model counts where each has a weight of its own accord."""
+class ErrorWeight:
+    """A model's weight in an objective; all models count the same by default."""
 
     weight: float = param(1.0, minimum=0, help="how much this model's errors count")
 
 
 def shares(weights: Sequence[float], unit: UnitInfo) -> list[float]:
-    """Weights that sum to one; refuses those that sum to zero, which would divide by it."""
+    """Return the weights divided by their sum. Refuse weights that sum to zero."""
     total = sum(weights)
     if abs(total) < ZERO_SUM:
         raise ConfigError(
@@ -44,30 +44,30 @@ def shares(weights: Sequence[float], unit: UnitInfo) -> list[float]:
 
 
 def params_shares(params: Sequence[Any], options: object, unit: UnitInfo) -> list[float]:
-    """`shares` of the models' parameters, as `merge_method` takes it."""
+    """Return the `shares` of the models' weights; a `weights` function for `merge_method`."""
     return shares([p.weight for p in params], unit)
 
 
 def weight_sum(weights: Sequence[float]) -> float:
-    """Σw to divide by; 1 where it vanishes."""
+    """Return Σw as a divisor: 1 if it is zero."""
     total = sum(weights)
     return 1.0 if abs(total) < ZERO_SUM else total
 
 
 def average(inputs: Sequence[ModelTensor], weights: Sequence[float]) -> Tensor:
-    """Σ w_i θ_i."""
+    """Return Σ w_i θ_i."""
     return weighted_sum([i.tensor for i in inputs], weights)
 
 
 def statistics_of(inputs: Sequence[ModelTensor], unit: UnitInfo) -> list[UnitStatistics] | None:
-    """Every model's statistics of a unit, or None where it must be averaged.
+    """Return every model's statistics of a unit, or None if the unit must be averaged.
 
-    Units that no model has statistics of (norms, embeddings) are averaged without a word.
+    If no model has statistics of the unit (norms, embeddings), there is no remark.
     """
     known = [i.statistics for i in inputs if i.statistics is not None]
     if len(known) == len(inputs):
         return known
     if known:
-        lacking = ", ".join(i.name for i in inputs if i.statistics is None)
-        unit.remark(Remark.AVERAGED, {"why": f"no statistics of {lacking}"})
+        missing = ", ".join(i.name for i in inputs if i.statistics is None)
+        unit.remark(Remark.AVERAGED, {"why": f"no statistics of {missing}"})
     return None

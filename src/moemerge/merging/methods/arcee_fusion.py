@@ -1,4 +1,4 @@
-"""Arcee Fusion: take the changes that matter most to what a layer says."""
+"""Arcee Fusion: take the changes that matter most to a layer's output."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_ELEMENTS = 2**20  # whose rows are compared at once
-_SPREAD = 1.5  # interquartile ranges above the median from which an element counts
+_ELEMENTS = 2**20  # compared at once
+_SPREAD = 1.5  # threshold above the median, in interquartile ranges
 
 
 @merge_method(
@@ -40,7 +40,7 @@ def arcee_fusion(
 
 
 def _importance(tensor: Tensor, base: Tensor) -> Tensor:
-    """Of every element, in float64: divergences of nearby rows are differences of second order."""
+    """Return the importance of every element in float64; nearby rows diverge in second order."""
     rows, step = base.reshape(-1, base.shape[-1]), max(1, _ELEMENTS // max(1, base.shape[-1]))
     others = tensor.reshape(rows.shape)
     importance = torch.empty(rows.shape, dtype=torch.float64, device=base.device)
@@ -53,7 +53,7 @@ def _importance(tensor: Tensor, base: Tensor) -> Tensor:
 
 
 def _quartiles(values: Tensor) -> tuple[float, float, float]:
-    """Quantiles by linear interpolation; the middle one is the lower median."""
+    """Return the quartiles by linear interpolation, with the lower median."""
     last = len(values) - 1
     places = [share * last for share in (0.25, 0.75)]
     around = [[int(place), min(int(place) + 1, last)] for place in places]

@@ -1,4 +1,4 @@
-"""AWD: take away what the models' task vectors share before adding them (Xiong et al. 2024)."""
+"""AWD: subtract the common part of the task vectors before adding them (Xiong et al. 2024)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[Any]
 
 
-# Of the mean size of a task vector: what is shorter has no direction to be orthogonal with.
+# Relative to the mean norm of a task vector: shorter vectors have no direction.
 _SHORT = 1e-3
-# Gradients are about 1; beyond this they come from a vector that is nearly gone.
+# Gradients are about 1; larger ones come from a vector that is almost zero.
 _STEEPEST = 10.0
 
 
@@ -32,7 +32,7 @@ class AwdParams:
 
 @dataclass(frozen=True)
 class AwdOptions:
-    alpha: float = param(0.1, minimum=0, help="what the size of the part taken away costs")
+    alpha: float = param(0.1, minimum=0, help="penalty on the size of the subtracted part")
     lr: float = param(0.01, minimum=0, exclusive_minimum=True, help="step size")
     steps: int = param(300, minimum=0, help="number of steps")
     lambda_: float = param(1.0, key="lambda", help="factor on the merged task vector")
@@ -54,7 +54,7 @@ def awd(
     changed = (g.diagonal() > 0).nonzero().flatten()
     weights = [i.params.weight for i in inputs]
     shared = sum(weights[i] for i in changed)
-    # Every gradient is a sum of the τ_i and δ, so δ = Σ c_i τ_i all along: n numbers are enough.
+    # Every gradient is a combination of the τ_i and δ, so δ = Σ c_i τ_i has n coefficients.
     c = torch.zeros(len(inputs), dtype=torch.float64)
     c[changed] = common_part(g[changed][:, changed], options)
     factors = [
@@ -64,7 +64,7 @@ def awd(
 
 
 def common_part(g: Tensor, options: AwdOptions) -> Tensor:
-    """c of δ = Σ c_i τ_i, from the Gram matrix of the τ_i; float64."""
+    """Return c of δ = Σ c_i τ_i in float64, from the Gram matrix of the τ_i."""
     n = len(g)
     scale = g.diagonal().clamp_min(0).sqrt().mean()
     if n < 2:
@@ -75,7 +75,7 @@ def common_part(g: Tensor, options: AwdOptions) -> Tensor:
 
 
 def _descend(g: Floats, seen: Floats, options: AwdOptions) -> Floats:
-    """By numpy: of a few numbers, hundreds of times, a step of torch's takes five times as long."""
+    """Run gradient descent in numpy, five times as fast as torch on a few numbers."""
     n = len(g)
     c, eye = np.zeros(n), np.eye(n)
     for _ in range(options.steps):
@@ -99,8 +99,10 @@ def _descend(g: Floats, seen: Floats, options: AwdOptions) -> Floats:
 
 
 def _range_of(g: Tensor) -> Tensor:
-    """The projector onto coefficients that make a difference: of parallel τ_i the others would
-    grow without end."""
+    """Return the projector onto the range of `g`.
+
+    With parallel τ_i, coefficients outside it have no effect and would grow without bound.
+    """
     values, vectors = torch.linalg.eigh(g)
     kept = vectors[:, values > values[-1] * len(g) * torch.finfo(g.dtype).eps * 8]
     return torch.mm(kept, kept.T)

@@ -1,4 +1,4 @@
-"""CAT: take out of each task vector what disturbs the other models most (Sun et al. 2025)."""
+"""CAT: trim from each task vector what disturbs the other models most (Sun et al. 2025)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Of a task vector's size: what trimming leaves below it is rounding, not a direction.
+# Relative to a task vector's norm: a smaller trimmed vector is rounding error.
 _NOTHING_LEFT = 1e-6
 
 
@@ -24,7 +24,7 @@ _NOTHING_LEFT = 1e-6
 class CatOptions:
     directions: int = param(2, minimum=0, help="how many directions each model is protected in")
     penalty: float = param(
-        0.5, minimum=0, help="what a direction's use to its own model counts against trimming it"
+        0.5, minimum=0, help="weight of a direction's use to its own model against trimming it"
     )
     lambda_: float = param(1.0, key="lambda", help="factor on the sum of the trimmed task vectors")
 
@@ -40,8 +40,8 @@ def cat(
 
     For each model i, B_i are the leading eigenvectors of Σ_{j≠i} τ_j (G_i - penalty·G_j) τ_jᵀ;
     every τ_j loses the span of the other models' B_i and keeps its size, and the result is
-    θ_0 + λ Σ τ_j. Only eigenvectors of positive eigenvalues are trimmed: others disturb nobody
-    more than they help. Everything that is no linear layer is averaged.
+    θ_0 + λ Σ τ_j. Only eigenvectors with positive eigenvalues are trimmed: the others help their
+    model more than they disturb. All tensors other than linear layers are averaged.
     """
     assert base is not None
     statistics = statistics_of(inputs, unit)
@@ -56,7 +56,7 @@ def cat(
     total = torch.zeros_like(vectors[0])
     for j, vector in enumerate(vectors):
         others = torch.cat([basis for i, basis in enumerate(bases) if i != j] or [vector[:, :0]], 1)
-        span = nearest_orthogonal(others)  # not one after the other: order must not matter
+        span = nearest_orthogonal(others)  # all at once, so that order does not matter
         trimmed = vector - span @ (span.T @ vector)
         before, after = torch.linalg.vector_norm(vector), torch.linalg.vector_norm(trimmed)
         if bool(after > _NOTHING_LEFT * before):
@@ -67,7 +67,7 @@ def cat(
 def _disturbing(
     i: int, vectors: Sequence[Tensor], grams: Sequence[Tensor], options: CatOptions
 ) -> Tensor:
-    """The output directions in which the others say most on model i's inputs, (out, few)."""
+    """Return the output directions, (out, few), that others change most on model i's inputs."""
     out = vectors[i].shape[0]
     total = torch.zeros(out, out, dtype=torch.float64, device=vectors[i].device)
     for j, vector in enumerate(vectors):

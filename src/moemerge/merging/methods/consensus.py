@@ -10,7 +10,12 @@ from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import chunks, flat
 from moemerge.merging.methods._sparsify import trim_
-from moemerge.merging.methods._task_vectors import Thinned, add_elected, difference, task_vector
+from moemerge.merging.methods._task_vectors import (
+    Thinned,
+    add_elected,
+    flat_difference,
+    task_vector,
+)
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -53,10 +58,10 @@ class ConsensusOptions:
 def consensus_ta(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: ConsensusOptions, unit: UnitInfo
 ) -> Tensor:
-    """The sum of task vectors where at least k models find it important, else the base.
+    """Keep the elements of the task vectors' sum that at least k models find important.
 
-    With Δ = Σ w_i δ_i, element by element: θ_0 + λ Δ·[#{i : |δ_i| > t_i |Δ - δ_i|} ≥ k]. Meant for
-    three models or more: of two, k = 2 keeps what both changed about as much.
+    With Δ = Σ w_i δ_i, element by element: θ_0 + λ Δ·[#{i : |δ_i| > t_i |Δ - δ_i|} ≥ k]. Intended
+    for three models or more. With two models, k = 2 keeps elements that both changed similarly.
     """
     assert base is not None
     vectors = [task_vector(i, base) for i in inputs]
@@ -83,7 +88,7 @@ def consensus_ties(
     for vector, model in zip(vectors, inputs, strict=True):
         trim_(vector, model.params.density, rescale=False)
     total = flat(add_elected(torch.zeros_like(base), vectors, normalize=False, factor=1.0))
-    deltas = [difference(i.tensor, base) for i in inputs]  # masks compare with the whole ones
+    deltas = [flat_difference(i.tensor, base) for i in inputs]  # masks use untrimmed vectors
     return _where_agreed(base, total, deltas, [i.params.threshold for i in inputs], options)
 
 
@@ -94,7 +99,7 @@ def _where_agreed(
     thresholds: Sequence[float],
     options: ConsensusOptions,
 ) -> Tensor:
-    """θ_0 + λ Δ where enough models find an element important; all flat but the base."""
+    """Return θ_0 + λ Δ for elements that enough models find important. Only `base` is not flat."""
     origin = flat(base)
     out = torch.empty_like(origin)
     for at in chunks(origin):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DareLinearOptions(SumOptions):
-    rescale: bool = param(True, help="scale what is kept back to the whole's size")
+    rescale: bool = param(True, help="rescale the kept elements to the original size")
     rescale_norm: str = param(
         "l1",
         choices=("l1", "probability"),
@@ -73,6 +73,6 @@ def _thinned(
 ) -> list[TaskVector]:
     vectors = [task_vector(i, base) for i in inputs]
     for position, (vector, model) in enumerate(zip(vectors, inputs, strict=True)):
-        seed = unit.stream("dare", position)  # by position: each model has its own mask
+        seed = unit.stream("dare", position)  # each model has its own mask
         drop_randomly_(vector, model.params.density, seed, rescale=options.rescaling)
     return vectors

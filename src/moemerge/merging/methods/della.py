@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_ROUNDING = 1e-9  # 0.85 + 0.15 is not above one
+_ROUNDING = 1e-9  # allows 0.85 + 0.15
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def della(
 def _thinned(
     inputs: Sequence[ModelTensor], base: Tensor, options: DellaLinearOptions, unit: UnitInfo
 ) -> list[TaskVector]:
-    rows = base.shape[0] if base.dim() > 1 else 1  # a row is what feeds one output
+    rows = base.shape[0] if base.dim() > 1 else 1  # one row per output
     vectors = [task_vector(i, base) for i in inputs]
     for position, (vector, model) in enumerate(zip(vectors, inputs, strict=True)):
         drop_by_rank_(
@@ -99,7 +99,7 @@ def _thinned(
             rows,
             model.params.density,
             model.params.epsilon,
-            unit.stream("della", position),  # by position: each model has its own mask
+            unit.stream("della", position),  # each model has its own mask
             rescale=options.rescaling,
         )
     return vectors

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
 from moemerge.merging.methods._arithmetic import flat
-from moemerge.merging.methods._changes import (
+from moemerge.merging.methods._selection import keep_largest_, kept_count
+from moemerge.merging.methods._spectra import Spectrum
+from moemerge.merging.methods._task_vectors import (
     OthersOptions,
     changes,
     is_linear,
     merge_others,
 )
-from moemerge.merging.methods._selection import keep_largest_, kept_count
-from moemerge.merging.methods._spectra import Spectrum
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class DogeOptions(OthersOptions):
 def doge(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: DogeOptions, unit: UnitInfo
 ) -> Tensor:
-    """Add task vectors of equal size, corrected where they conflict and outside what they share.
+    """Add task vectors of equal size, corrected for conflicts outside their shared subspace.
 
     With l_i = eta / ‖τ_i‖ and P the leading directions of all models' leading left singular
     vectors, Adam minimises Σ_j ‖diag((τ_j - Σ l_i τ_i - Δ Σ l_i) τ_jᵀ)‖² over Δ with gradients
@@ -70,11 +70,11 @@ def doge(
 def _correction(
     vectors: Sequence[Tensor], scales: Sequence[float], options: DogeOptions, unit: UnitInfo
 ) -> Tensor:
-    """Δ after so many of Adam's steps from 0, (out, in)."""
+    """Return Δ, (out, in), after `steps` Adam steps from 0."""
     P = _shared_subspace(vectors).to(vectors[0].dtype)  # (out, directions)
     total = sum(scales)
     merged = sum(s * v for s, v in zip(scales, vectors, strict=True))
-    # e_j = rowwise ⟨τ_j - Σ l τ - Δ Σ l, τ_j⟩; all that changes with Δ is its own inner product.
+    # e_j = rowwise ⟨τ_j - Σ l τ - Δ Σ l, τ_j⟩; only the inner product with Δ changes.
     start = [((v - merged) * v).sum(1) for v in vectors]
     delta, m, v2 = (torch.zeros_like(vectors[0]) for _ in range(3))
     for step in range(1, options.steps + 1):

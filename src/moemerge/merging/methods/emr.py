@@ -1,4 +1,4 @@
-"""EMR: one task vector that every model's can be masked and scaled from (Huang et al. 2024)."""
+"""EMR: a unified task vector; masks and scales recover each model's (Huang et al. 2024)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def emr(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: NoParams, unit: UnitInfo
 ) -> Tensor:
-    """The sign that the task vectors' sum has, with the largest size among those that have it.
+    """Take the sign of the task vectors' sum, and the largest size among those with this sign.
 
-    Element by element: s = sign(Σ δ_i), minus where it is zero, and
-    θ_0 + s max{|δ_i| : sign(δ_i) = s}. Meant for `tasks: {keep: emr}`, which takes each model out
-    of it again; by itself it merges the largest changes.
+    Element by element: s = sign(Σ δ_i), minus if it is zero, and
+    θ_0 + s max{|δ_i| : sign(δ_i) = s}. Intended for `tasks: {keep: emr}`, which recovers each model
+    from it. By itself it merges the largest changes.
     """
     assert base is not None
     origin = flat(base)

@@ -1,4 +1,4 @@
-"""Fisher merging: each weight by how much its models' losses depend on it (Matena, Raffel 2022)."""
+"""Fisher merging: average each weight by its Fisher information (Matena and Raffel 2022)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, Remark, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import chunks, flat, scratch
-from moemerge.merging.methods._weights import Share, average, params_shares, statistics_of
+from moemerge.merging.methods._weights import ErrorWeight, average, params_shares, statistics_of
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ class FisherOptions:
         1e-6,
         minimum=0,
         exclusive_minimum=True,
-        help="least Fisher information of a weight, as a share of its tensor's mean",
+        help="smallest Fisher information of a weight, relative to its tensor's mean",
     )
 
 
 @merge_method(
     "fisher",
     base=BasePolicy.DONOR,
-    per_model=Share,
+    per_model=ErrorWeight,
     options=FisherOptions,
     statistics="fisher",
     weights=params_shares,
@@ -42,7 +42,7 @@ def fisher(
 ) -> Tensor:
     """Average of the models, each weight by its Fisher information: Σ w_i F_i θ_i / Σ w_i F_i.
 
-    F_i is the diagonal of model i's empirical Fisher information on its own text. Where no model's
+    F_i is the diagonal of model i's empirical Fisher information on its own text. If no model's
     loss depends on a weight, the floor makes it the weighted average.
     """
     weights = params_shares([i.params for i in inputs], options, unit)
@@ -52,7 +52,7 @@ def fisher(
     per = [s.sequences / max(1, s.domain_tokens) if options.normalize else 1.0 for s in statistics]
     means = [float(s.values.mean(dtype=torch.float64)) for s in statistics]
     mean = sum(w * c * m for w, c, m in zip(weights, per, means, strict=True))
-    if not mean >= torch.finfo(torch.float32).tiny:  # also where the tensor is empty
+    if not mean >= torch.finfo(torch.float32).tiny:  # also if the tensor is empty
         if inputs[0].tensor.numel():
             unit.remark(Remark.AVERAGED, {"why": "no model's loss depends on it"})
         return average(inputs, weights)
@@ -67,12 +67,12 @@ def fisher(
         Weighed(flat(i.tensor), flat(s.values), c / mean, weight)
         for i, s, c, weight in zip(inputs, statistics, per, weights, strict=True)
     ]
-    return weigh(models, options.floor).view(inputs[0].tensor.shape)
+    return fisher_average(models, options.floor).view(inputs[0].tensor.shape)
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """A model's θ and F, flat, and what F is multiplied by to be 1 in the mean."""
+    """A model's θ and F, flat, and the factor that makes the mean of F equal to 1."""
 
     tensor: Tensor
     information: Tensor
@@ -80,14 +80,14 @@ class Weighed:
     weight: float
 
     def share(self, at: slice, floor: float, out: Tensor) -> Tensor:
-        """w max(F, floor) of a chunk."""
+        """Return w max(F, floor) of a chunk."""
         out = out[: at.stop - at.start]
         torch.mul(self.information[at], self.scale, out=out)
         return out.clamp_(min=floor).mul_(self.weight)
 
 
-def weigh(models: Sequence[Weighed], floor: float) -> Tensor:
-    """Σ w_i f_i θ_i / Σ w_i f_i with f = max(F, floor), as θ_1 and a correction."""
+def fisher_average(models: Sequence[Weighed], floor: float) -> Tensor:
+    """Return Σ w_i f_i θ_i / Σ w_i f_i with f = max(F, floor), as θ_1 plus a correction."""
     first, *others = models
     out = torch.empty_like(first.tensor)
     total_, f_, delta_ = scratch(out, 3)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
-from moemerge.merging.methods._changes import (
+from moemerge.merging.methods._spectra import Spectrum, flattened, orthogonal_sides
+from moemerge.merging.methods._task_vectors import (
     SpectralOptions,
     changes,
     is_linear,
     merge_others,
 )
-from moemerge.merging.methods._spectra import Spectrum, flattened, orthogonal_sides
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def iso_c(
 ) -> Tensor:
     """Add up the task vectors, and give every singular direction the mean strength.
 
-    With Σ τ_i = U diag(s) Vᵀ the result is θ_0 + λ mean(s) U Vᵀ. Only directions that the sum
-    really has count: a low-rank update (LoRA) is not filled up with noise. A weight that one model
-    alone changed is taken from it as it is.
+    With Σ τ_i = U diag(s) Vᵀ the result is θ_0 + λ mean(s) U Vᵀ. Only directions within the
+    numerical rank count: a low-rank update (LoRA) is not filled up with noise. If only one model
+    changed a weight, its change is used unmodified.
     """
     assert base is not None
     if not is_linear(base, unit):
@@ -56,7 +56,7 @@ def iso_c(
 def iso_cts(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: IsoCtsOptions, unit: UnitInfo
 ) -> Tensor:
-    """As `iso_c`, with some directions kept for what each model has alone.
+    """As `iso_c`, with some directions reserved for each model alone.
 
     The leading `common` share of the directions of Σ τ_i = U_c diag(s) V_cᵀ stays; the rest is
     filled, in equal parts, with the leading directions of each (I - U_c U_cᵀ) τ_i. Both sides are
@@ -84,8 +84,7 @@ def iso_cts(
 
 
 def _outside(shared: Spectrum, tau: Tensor, most: int) -> Spectrum:
-    """The leading directions of (I - U_c U_cᵀ) τ, in the small basis of that space where it is
-    known."""
+    """Return the leading directions of (I - U_c U_cᵀ) τ, in a basis of that space if known."""
     if not most:
         return Spectrum(tau[:, :0], tau[0, :0], tau.T[:, :0])
     size = float(torch.linalg.vector_norm(tau))
@@ -96,7 +95,7 @@ def _outside(shared: Spectrum, tau: Tensor, most: int) -> Spectrum:
 
 
 def _plain(base: Tensor, vectors: Sequence[Tensor], factor: float) -> Tensor:
-    """Where at most one model has anything to say: its task vector, not flattened."""
+    """Return the base plus the only task vector, if any, without flattening."""
     if not vectors:
         return base.clone(memory_format=torch.contiguous_format)
     return (base + factor * vectors[0]).contiguous()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KarcherOptions:
-    max_iter: int = param(10, minimum=1, help="most steps of the mean's fixed-point iteration")
+    max_iter: int = param(10, minimum=1, help="maximum steps of the mean's fixed-point iteration")
     tol: float = param(1e-5, minimum=0, help="stop once a step is shorter than this")
 
 
@@ -25,7 +25,7 @@ class KarcherOptions:
 def karcher(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: KarcherOptions, unit: UnitInfo
 ) -> Tensor:
-    """The direction nearest to all models' directions along the sphere, at their mean length.
+    """Take the Karcher mean of the models' directions on the sphere, at their mean length.
 
     Zero tensors have no direction but count towards the mean length. Directions that cancel have
     no mean: then the result is the plain average.
@@ -41,9 +41,9 @@ def karcher(
 
 
 def _mean_direction(cosines: Tensor, valid: Tensor, max_iter: int, tol: float) -> Tensor | None:
-    """The mean of unit vectors u_i as coefficients c, m = Σ c_i u_i; None where they cancel.
+    """Return coefficients c of the mean m = Σ c_i u_i of unit vectors; None if they cancel.
 
-    Repeats m <- exp_m(mean of log_m(u_i)) with log_m(u) = θ/sin θ · (u - cos θ m).
+    Iterates m <- exp_m(mean of log_m(u_i)) with log_m(u) = θ/sin θ · (u - cos θ m).
     """
     count = valid.sum()
     c = valid.double()
@@ -55,7 +55,7 @@ def _mean_direction(cosines: Tensor, valid: Tensor, max_iter: int, tol: float) -
         cos = (cosines @ c).clamp(-1, 1)
         theta = torch.arccos(cos)
         sine = torch.sin(theta)
-        # θ/sin θ is 1 at θ = 0; at θ = π no way is shorter than the others: none is taken.
+        # θ/sin θ is 1 at θ = 0. At θ = π no direction is preferred, so the term is zero.
         ratio = torch.where(sine > NO_DIRECTION, theta / sine, (cos > 0).double()) * valid
         step = (ratio - (ratio * cos).sum() * c) / count
         size = (step @ cosines @ step).clamp_min(0).sqrt()

@@ -20,10 +20,10 @@ class LinearOptions:
     normalize: bool = param(True, help="divide by the sum of the weights")
 
 
-def linear_weights(
+def linear_shares(
     params: Sequence[Weighted], options: LinearOptions, unit: UnitInfo
 ) -> Sequence[float]:
-    """The models' shares."""
+    """Return each model's weight, normalised if the options require it."""
     weights = [p.weight for p in params]
     return shares(weights, unit) if options.normalize else weights
 
@@ -34,11 +34,11 @@ def linear_weights(
     per_model=Weighted,
     options=LinearOptions,
     elementwise=True,
-    weights=linear_weights,
+    weights=linear_shares,
 )
 def linear(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: LinearOptions, unit: UnitInfo
 ) -> Tensor:
     """Weighted average of the models: Σ w_i θ_i / Σ w_i."""
-    weights = linear_weights([i.params for i in inputs], options, unit)
+    weights = linear_shares([i.params for i in inputs], options, unit)
     return weighted_sum([i.tensor for i in inputs], weights)

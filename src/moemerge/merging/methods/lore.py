@@ -1,4 +1,4 @@
-"""LoRE: a base of its own and low-rank changes, found from the models alone (Liu et al. 2025)."""
+"""LoRE: estimate a common base and low-rank changes from the models alone (Liu et al. 2025)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
 from moemerge.merging.methods._arithmetic import weighted_sum
-from moemerge.merging.methods._changes import is_linear
 from moemerge.merging.methods._spectra import Spectrum
+from moemerge.merging.methods._task_vectors import is_linear
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoreOptions:
-    mu: float = param(0.01, minimum=0, help="what the changes' squared nuclear norm costs")
-    iterations: int = param(10, minimum=1, help="rounds of base and changes in turn")
+    mu: float = param(0.01, minimum=0, help="penalty on the changes' squared nuclear norm")
+    iterations: int = param(10, minimum=1, help="alternating updates of base and changes")
     lambda_: float = param(1.0, key="lambda", help="factor on the sum of the low-rank changes")
 
 
@@ -31,13 +31,13 @@ def lore(
 ) -> Tensor:
     """Split the models into a common base and low-rank changes; add the changes to that base.
 
-    Minimises Σ ‖β + δ_i - θ_i‖² + mu ‖δ_i‖_*² over β and the δ_i in turn, from β = mean θ_i; the
-    result is β + λ Σ δ_i; of two models that is their average. Needs no base model. All that is no
-    linear layer is averaged.
+    Minimises Σ ‖β + δ_i - θ_i‖² + mu ‖δ_i‖_*² over β and the δ_i in turn, from β = mean θ_i. The
+    result is β + λ Σ δ_i; with two models it is their average. Needs no base model. All tensors
+    other than linear layers are averaged.
     """
     tensors = [i.tensor for i in inputs]
     mean = weighted_sum(tensors, [1 / len(tensors)] * len(tensors))
-    # Of two models the changes are each other's negatives from the start on: they add up to nought.
+    # With two models the changes are always each other's negatives and cancel.
     if not is_linear(mean, unit) or len(tensors) < 3:
         return mean
     common, low_rank = mean.double(), [torch.zeros_like(mean, dtype=torch.float64)] * len(tensors)
@@ -51,13 +51,13 @@ def lore(
 
 
 def _shrunk(matrix: Tensor, mu: float) -> Tensor:
-    """argmin ‖matrix - δ‖² + mu ‖δ‖_*²: singular values less mu times the sum of those left."""
+    """Return argmin_δ ‖matrix - δ‖² + mu ‖δ‖_*²: subtract mu ‖δ‖_* from the singular values."""
     spectrum = Spectrum.of(matrix)
     if not len(spectrum.values):
         return torch.zeros_like(matrix)
     sums = spectrum.values.cumsum(0)
     count = torch.arange(1, len(sums) + 1, dtype=sums.dtype, device=sums.device)
-    nuclear = sums / (1 + mu * count)  # of δ, if so many values stay
+    nuclear = sums / (1 + mu * count)  # ‖δ‖_* if `count` values remain
     kept = max(1, int((spectrum.values > mu * nuclear).sum()))
     values = (spectrum.values[:kept] - mu * nuclear[kept - 1]).clamp_min(0)
     top = spectrum.top(kept)

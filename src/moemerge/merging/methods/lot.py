@@ -1,4 +1,4 @@
-"""LOT: RegMean's least squares for task vectors, from the base on (Sun et al. 2025)."""
+"""LOT: RegMean's least squares, for task vectors (Sun et al. 2025)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param, takes
-from moemerge.merging.methods._weights import Share, average, params_shares, statistics_of
+from moemerge.merging.methods._weights import ErrorWeight, average, params_shares, statistics_of
 from moemerge.merging.methods.regmean import Solver, corrected
 from moemerge.runtime.lazy import torch
 
@@ -27,7 +27,7 @@ class LotOptions:
 @merge_method(
     "lot",
     base=BasePolicy.REQUIRED,
-    per_model=Share,
+    per_model=ErrorWeight,
     options=LotOptions,
     statistics="gram",
     weights=params_shares,
@@ -38,10 +38,10 @@ def lot(
 ) -> Tensor:
     """Least squared error of each linear layer's change on the models' own inputs.
 
-    With G_i as of `regmean`: θ_0 + λ (Σ w_i τ_i G_i) (Σ w_i G_i)⁻¹. On directions that the inputs
-    do not have, the result stays at the base where RegMean goes to the average: with λ = 1 it is
-    `regmean` with `anchor: base`, `factor: 1` and `min_tokens: 0`. Everything that is no linear
-    layer is averaged.
+    With G_i as in `regmean`: θ_0 + λ (Σ w_i τ_i G_i) (Σ w_i G_i)⁻¹. In directions without inputs
+    the result is the base; RegMean's is the average. With λ = 1 it equals `regmean` with
+    `anchor: base`, `factor: 1` and `min_tokens: 0`. All tensors other than linear layers are
+    averaged.
     """
     assert base is not None
     weights = params_shares([i.params for i in inputs], options, unit)
@@ -51,7 +51,7 @@ def lot(
     lengths = [float(s.domain_tokens) if options.normalize else 1.0 for s in statistics]
     shares = [w * s.tokens / n for w, s, n in zip(weights, statistics, lengths, strict=True)]
     out = base.clone(memory_format=torch.contiguous_format)
-    if not any(shares):  # no token of any model: nothing is known of the layer's inputs
+    if not any(shares):  # no token of any model reached the layer
         return out
     grams = [s.values.double().mul_(c) for s, c in zip(statistics, shares, strict=True)]
     solver = Solver.of(torch.stack(grams).sum(0), unit)

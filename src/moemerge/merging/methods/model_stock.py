@@ -1,4 +1,4 @@
-"""Model Stock: how far to go from the base to the average (Jang et al. 2024)."""
+"""Model Stock: interpolate between the base and the average (Jang et al. 2024)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Task vectors that cancel make the ratio's divisor vanish; their average is the base's own.
+# The ratio's divisor is zero if the task vectors cancel; their average is then the base.
 _LEAST_DIVISOR = 1e-6
 
 
@@ -37,8 +37,8 @@ def model_stock(
 ) -> Tensor:
     """Go from the base towards the models' average, the further the more their changes agree.
 
-    t = N cos / (1 + (N - 1) cos) with cos the mean over pairs of task vectors (0 where one is
-    zero); result t·mean(θ_i) + (1 - t)·θ_0.
+    The result is t·mean(θ_i) + (1 - t)·θ_0 with t = N cos / (1 + (N - 1) cos). cos is the mean over
+    pairs of task vectors, 0 for a zero vector.
     """
     assert base is not None
     tensors, n = [i.tensor for i in inputs], len(inputs)

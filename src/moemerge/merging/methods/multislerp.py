@@ -25,7 +25,7 @@ class MultislerpOptions:
 def multislerp_weights(
     params: Sequence[Weighted], options: MultislerpOptions, unit: UnitInfo
 ) -> Sequence[float]:
-    """The models' shares."""
+    """Return each model's weight, normalised if the options require it."""
     weights = [p.weight for p in params]
     return shares(weights, unit) if options.normalize_weights else weights
 
@@ -54,7 +54,7 @@ def multislerp(
 
 
 def _coefficients(g: Tensor, weights: Sequence[float], eps: float) -> list[float]:
-    """What to multiply each x_i with, from their Gram matrix."""
+    """Return the coefficient of each x_i, from their Gram matrix."""
     norms = g.diagonal().sqrt()
     w = g.new_tensor(weights)
     units = (w / norms).where(norms > eps, 0.0)

@@ -1,4 +1,4 @@
-"""Take the other model's value where it is near."""
+"""Nearswap: take the other model's value if it is close."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_LEAST_DISTANCE = 1e-6  # nearer elements count as this near
+_LEAST_DISTANCE = 1e-6  # smaller distances count as this
 
 
 @dataclass(frozen=True)
 class NearswapOptions:
-    t: float = param(help="distance up to which the other model's value is taken whole")
+    t: float = param(help="distance up to which the other model's value is used fully")
 
 
 @merge_method(

@@ -38,7 +38,7 @@ def nuslerp(
 ) -> Tensor:
     """Interpolate along the arc between two models; with a base, between their task vectors.
 
-    The place on the arc is t = w_2 / (w_1 + w_2), one half where the sum vanishes.
+    The position on the arc is t = w_2 / (w_1 + w_2), or one half if the sum is zero.
     """
     first, second = (i.tensor for i in inputs)
     w1, w2 = (i.params.weight for i in inputs)
@@ -59,7 +59,7 @@ def nuslerp(
 
 
 def _arcs(x: Tensor, y: Tensor, axis: int, t: float) -> tuple[Tensor, Tensor]:
-    """Coefficients for each vector along `axis`; a zero vector is orthogonal to all."""
+    """Return the coefficients for each vector along `axis`; a zero vector is orthogonal to all."""
     norms = torch.linalg.vector_norm(x, dim=axis, keepdim=True)
     norms = norms * torch.linalg.vector_norm(y, dim=axis, keepdim=True)
     products = (x * y).sum(axis, keepdim=True)

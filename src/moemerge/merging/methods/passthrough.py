@@ -1,4 +1,4 @@
-"""One model as it is: for stacking layers of several models."""
+"""Pass one model through unchanged, for stacking layers of several models."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ class PassthroughParams:
 def passthrough(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: NoParams, unit: UnitInfo
 ) -> Tensor:
-    """One model's tensor, times `scale` where given; unscaled, it is the input itself."""
+    """Pass one model's tensor through, times `scale` if given."""
     scale = inputs[0].params.scale
     return inputs[0].tensor if scale is None else inputs[0].tensor * scale

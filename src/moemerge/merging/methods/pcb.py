@@ -1,4 +1,4 @@
-"""PCB: each element weighed within its model and against the others (Du et al. 2024)."""
+"""PCB: weight each element within its model and against the others (Du et al. 2024)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pcb(
     for delta in deltas:
         if not bool(delta.any()):
             continue  # a model that did not change this weight
-        # In place: each of these would be another tensor as large as the unit.
+        # In place, to avoid temporaries as large as the unit.
         score = _to_unit_(delta.abs()).square_().mul_(len(deltas)).exp_()
         score.mul_((delta * total).tanh_())
         weight = _to_unit_(score.clamp_min_(_cut(score, options.density)))
@@ -62,7 +62,7 @@ def pcb(
 
 
 def _clipped(values: Tensor, share: float) -> Tensor:
-    """The elements, with a share of them at either end moved to the cut."""
+    """Clip a fraction of the elements at either end."""
     count = int(share * values.numel())
     if count == 0:
         return values
@@ -71,7 +71,7 @@ def _clipped(values: Tensor, share: float) -> Tensor:
 
 
 def _to_unit_(values: Tensor) -> Tensor:
-    """Scaled to [0, 1] in place; all ones where nothing differs."""
+    """Scale to [0, 1] in place; set all to one if they are equal."""
     low, high = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
     if not bool(high > low):
         return values.fill_(1.0)
@@ -79,7 +79,9 @@ def _to_unit_(values: Tensor) -> Tensor:
 
 
 def _cut(score: Tensor, density: float) -> float:
-    """The score from which the leading `density` of the elements begin; exactly one of them, so
-    that the last one's weight is nought and not rounding."""
+    """Return the smallest score among the leading `density` of the elements.
+
+    It is exactly one of the scores, so that its weight is zero and not rounding error.
+    """
     kept = max(1, kept_count(density, score.numel()))
     return ordered_at(score, [score.numel() - kept])[0]

@@ -1,4 +1,4 @@
-"""RAM: what one model alone changed is kept whole, what several changed is averaged (2026)."""
+"""RAM: keep elements that one model alone changed, average the others (2026)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ class RamOptions:
 
 @dataclass(frozen=True)
 class RamPlusOptions(RamOptions):
-    r: float = param(0.1, minimum=0, help="how much a model's own changes are raised")
-    alpha: float = param(
-        0.2, minimum=0, help="most that the ratio of shared to own changes counts for"
-    )
+    r: float = param(0.1, minimum=0, help="gain on changes that a model alone made")
+    alpha: float = param(0.2, minimum=0, help="upper limit of the ratio of shared to own changes")
 
 
 @merge_method("ram", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamOptions)
@@ -34,7 +32,7 @@ def ram(
 ) -> Tensor:
     """Keep changes of one model alone, average changes that several made.
 
-    Element by element, over the models with |δ_i| > epsilon: θ_0 + mean δ_i. Meant for models
+    Element by element, over the models with |δ_i| > epsilon: θ_0 + mean δ_i. Intended for models
     trained by reinforcement learning, whose changes are sparse.
     """
     return _merge(inputs, base, options.epsilon, [1.0] * len(inputs))
@@ -44,7 +42,7 @@ def ram(
 def ramplus_tl(
     inputs: Sequence[ModelTensor], base: Tensor | None, options: RamPlusOptions, unit: UnitInfo
 ) -> Tensor:
-    """As `ram`, with each model's own changes raised, the more it shares of its changes.
+    """As `ram`, with each model's own changes amplified, more so the more changes it shares.
 
     Elements that model i alone changed are multiplied by 1 + r·min(shared_i / own_i, alpha), with
     the numbers of elements of this tensor that it changed together with others, and alone.
@@ -65,7 +63,7 @@ def ramplus_tl(
 def _merge(
     inputs: Sequence[ModelTensor], base: Tensor | None, epsilon: float, factors: Sequence[float]
 ) -> Tensor:
-    """`factors` are on what each model alone changed."""
+    """Merge element by element; `factors` multiply changes that one model alone made."""
     assert base is not None
     origin, tensors = flat(base), [flat(i.tensor) for i in inputs]
     out = torch.empty_like(origin)

@@ -1,4 +1,4 @@
-"""RegMean: each linear layer answers its models' own inputs as they would (Jin et al. 2023)."""
+"""RegMean: fit each linear layer to its models' outputs on their own inputs (Jin et al. 2023)."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from moemerge.merging.method import (
     param,
     takes,
 )
-from moemerge.merging.methods._weights import Share, average, params_shares, statistics_of
+from moemerge.merging.methods._weights import ErrorWeight, average, params_shares, statistics_of
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Gram matrices are kept in float32, and the rounding of a wide one adds up to some 1e-6 of its
-# diagonal. Directions that hold not clearly more than that are no ground for a correction; jitter
-# starts there, and leaves them at the average.
+# Gram matrices are stored in float32. The rounding error of a wide one is about 1e-6 of its
+# diagonal, so directions with hardly more than that must not be corrected. Jitter starts there and
+# leaves them at the average.
 LEAST_PIVOT = 1e-5
 MOST_JITTER = 1e-2
-# Elements of a layer that are solved for at once, so that a head's float64 copies stay small.
-CPU_CHUNK = 2**22
-DEVICE_CHUNK = 2**26
+# Elements of a layer that are solved for at once; limits the float64 copies of a head.
+CPU_SOLVE_ELEMENTS = 2**22
+DEVICE_SOLVE_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
 class RegMeanOptions:
     factor: float = param(
-        0.9, minimum=0, maximum=1, help="what the Gram matrices' off-diagonals are multiplied by"
+        0.9, minimum=0, maximum=1, help="factor on the Gram matrices' off-diagonals"
     )
     normalize: bool = param(
         True, help="each model's text counts the same, however long; otherwise each token"
     )
     min_tokens: int = param(
-        16, minimum=0, help="an expert with fewer tokens in a model is drawn towards the anchor"
+        16, minimum=0, help="an expert with fewer tokens in a model is pulled towards the anchor"
     )
     anchor: str = param(
         "average",
         choices=("average", "base"),
-        help="what is left as it is where inputs never go: the models' average, or the base_model",
+        help="result in directions without inputs: the models' average, or the base_model",
     )
 
     @property
     def needs_base(self) -> str | None:
-        """What the base's weights are needed for, if at all."""
+        """Return the option that needs the base's weights, if any."""
         return "`anchor: base`" if self.anchor == "base" else None
 
 
 @merge_method(
     "regmean",
     base=BasePolicy.DONOR,
-    per_model=Share,
+    per_model=ErrorWeight,
     options=RegMeanOptions,
     statistics="gram",
     weights=params_shares,
@@ -73,8 +73,8 @@ def regmean(
 
     With G_i = Σ x xᵀ over the tokens that model i sent through the layer (an expert's are those
     routed to it), divided by the number of all its tokens, off-diagonals times `factor`:
-    W = (Σ w_i W_i G_i) (Σ w_i G_i)⁻¹. What the inputs say nothing of stays at the `anchor`.
-    Everything that is no linear layer is averaged.
+    W = (Σ w_i W_i G_i) (Σ w_i G_i)⁻¹. Directions without inputs stay at the `anchor`. All tensors
+    other than linear layers are averaged.
     """
     weights = params_shares([i.params for i in inputs], options, unit)
     statistics = statistics_of(inputs, unit)
@@ -111,8 +111,11 @@ def corrected(
     unit: UnitInfo,
     factor: float = 1.0,
 ) -> Tensor:
-    """out + factor (Σ (W_i - origin) M_i) S⁻¹ in place, of terms W_i (out, in) and M_i (in, in)."""
-    step = rows_at_once(out)
+    """Add factor (Σ (W_i - origin) M_i) S⁻¹ to `out` in place and return it.
+
+    The terms are pairs of W_i (out, in) and M_i (in, in).
+    """
+    step = solve_rows(out)
     for start in range(0, out.shape[0], step):
         unit.check_stopped()
         rows = slice(start, start + step)
@@ -129,7 +132,7 @@ def _few_tokens(
     options: RegMeanOptions,
     unit: UnitInfo,
 ) -> int:
-    """How many tokens the model with the fewest lacks, of those that count at all."""
+    """Return how many tokens the model with the fewest has below `min_tokens`."""
     counts = {
         i.name: s.tokens for i, s in zip(inputs, statistics, strict=True) if i.params.weight > 0
     }
@@ -140,19 +143,19 @@ def _few_tokens(
     return missing
 
 
-def rows_at_once(matrix: Tensor) -> int:
-    """Rows of a layer that are solved for together."""
-    elements = CPU_CHUNK if matrix.device.type == "cpu" else DEVICE_CHUNK
+def solve_rows(matrix: Tensor) -> int:
+    """Return the number of rows of a layer that are solved for together."""
+    elements = CPU_SOLVE_ELEMENTS if matrix.device.type == "cpu" else DEVICE_SOLVE_ELEMENTS
     return max(1, elements // max(1, matrix.shape[1]))
 
 
 class Grams:
-    """The second moments S_i = c_i G_i of the models' inputs, and what the solution needs of them.
+    """The second moments S_i = c_i G_i of the models' inputs, and terms of the solution.
 
-    Written as a correction to the average W̄ = Σ w_i W_i, the solution is
-    W̄ + (Σ_i w_i (W_i - W_1) (S_i - S)) S⁻¹ with S = Σ w_i S_i: one product less than in the usual
-    form, exact where models agree, and whatever is added to S draws the result to the average. As
-    one to the base it is θ_0 + (Σ_i w_i (W_i - θ_0) S_i) S⁻¹, drawn to θ_0.
+    As a correction to the average W̄ = Σ w_i W_i, the solution is
+    W̄ + (Σ_i w_i (W_i - W_1) (S_i - S)) S⁻¹ with S = Σ w_i S_i. This needs one product less than the
+    usual form and is exact if the models agree. Regularising S pulls the result to the average.
+    As a correction to the base it is θ_0 + (Σ_i w_i (W_i - θ_0) S_i) S⁻¹, pulled to θ_0.
     """
 
     def __init__(
@@ -169,20 +172,20 @@ class Grams:
         self.mean = self._combine([w * c for w, c in zip(weights, scales, strict=True)])
 
     def moment(self, i: int) -> Tensor:
-        """w_i S_i, damped."""
+        """Return w_i S_i, damped."""
         return self._damp(self.grams[i].double().mul_(self.scales[i] * self.weights[i]))
 
     def excess(self, i: int) -> Tensor:
-        """w_i (S_i - S), damped."""
+        """Return w_i (S_i - S), damped."""
         excess = self.grams[i].double().mul_(self.scales[i]).sub_(self.mean)
         return self._damp(excess.mul_(self.weights[i]))
 
     def sum(self, counts: Sequence[int], made_up: float) -> Tensor:
-        """S, damped, and `made_up` times the mean x xᵀ of all models' tokens.
+        """Return S, damped, plus `made_up` times the mean x xᵀ of all models' tokens.
 
-        The second term is the same for all models: it draws an expert that a model hardly visited
-        towards the anchor, measured by the inputs that the expert has in the other models, and
-        leaves no larger an error on the tokens seen than averaging does.
+        The second term is the same for all models. It pulls an expert that a model hardly visited
+        towards the anchor, in the metric of its inputs in the other models. The error on the tokens
+        seen is never larger than that of averaging.
         """
         total = self.mean.clone()
         if made_up and sum(counts):
@@ -204,14 +207,14 @@ class Grams:
 
 @dataclass(frozen=True)
 class Solver:
-    """X A = B for a symmetric positive definite A, by Cholesky of A scaled to unit diagonal."""
+    """Solves X A = B for a positive definite A, by Cholesky of A scaled to unit diagonal."""
 
     lower: Tensor  # (in, in)
     scale: Tensor  # (in,): 1/√diag A; a feature that never occurs has 1
 
     @classmethod
     def of(cls, matrix: Tensor, unit: UnitInfo) -> Solver:
-        """Adds the least jitter·diag A that makes A definite; what it is, is remarked."""
+        """Factor A plus the smallest jitter·diag A that makes it definite; remark on the jitter."""
         diagonal = matrix.diagonal().clone()
         scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt_()
         matrix = matrix.mul_(scale).mul_(scale[:, None])
@@ -230,6 +233,6 @@ class Solver:
         )
 
     def solve(self, right: Tensor) -> Tensor:
-        """X for B of shape (rows, in)."""
+        """Return X for B of shape (rows, in)."""
         solution = torch.cholesky_solve((right * self.scale).T, self.lower).T
         return solution * self.scale

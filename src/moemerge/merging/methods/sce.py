@@ -10,14 +10,14 @@ from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
 from moemerge.merging.methods._arithmetic import chunks, gram, scratch
 from moemerge.merging.methods._selection import keep_largest_
-from moemerge.merging.methods._task_vectors import TaskVector, add_elected, difference
+from moemerge.merging.methods._task_vectors import TaskVector, add_elected, flat_difference
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_LEAST_DIVISOR = 1e-6  # mergekit's; matters only to models whose share is below it
+_LEAST_DIVISOR = 1e-6  # mergekit's; affects only models with a smaller share
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ def sce(
     """Keep where task vectors vary most, weigh models by their size there, erase minority signs.
 
     An element on which all models agree does not vary, so below `select_topk` 1 it is never kept:
-    a tensor that is the same in all models becomes the base's.
+    a tensor that is equal in all models becomes the base's.
     """
     assert base is not None
-    deltas = [difference(i.tensor, base) for i in inputs]
+    deltas = [flat_difference(i.tensor, base) for i in inputs]
     if options.select_topk < 1:
         _select_(deltas, options.select_topk)
     sizes = [gram([d]).item() for d in deltas]
@@ -67,15 +67,15 @@ def _select_(deltas: Sequence[Tensor], fraction: float) -> None:
 
 
 def _variance(deltas: Sequence[Tensor]) -> Tensor:
-    """Biased variance over models, per element; exactly zero where they agree."""
+    """Return the biased variance over models, per element; exactly zero if they agree."""
     variance = torch.zeros_like(deltas[0])
     buffers = scratch(variance, 2)
     share = 1 / len(deltas)
     for at in chunks(variance):
         mean, deviation = (x[: at.stop - at.start] for x in buffers)
         mean.zero_()
-        # Deviations are taken from the first model's: three equal numbers have no variance, but
-        # a mean of their thirds may differ from them by its rounding.
+        # Subtract the first model: the mean of three equal numbers may differ from them by
+        # rounding, but their variance must be zero.
         for delta in deltas[1:]:
             mean.add_(torch.sub(delta[at], deltas[0][at], out=deviation), alpha=share)
         for delta in deltas:

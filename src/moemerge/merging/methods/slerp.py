@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_PARALLEL = 0.9995  # mergekit's: nearer to ±1, the interpolation is linear
+_PARALLEL = 0.9995  # mergekit's: closer to ±1, interpolation is linear
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class SltaOptions:
     ridge: float = param(
-        1e-3, minimum=0, help="pull of the coefficients towards an equal share, of their own scale"
+        1e-3, minimum=0, help="ridge towards equal coefficients, relative to their scale"
     )
 
 
@@ -32,8 +32,8 @@ def slta(
     """θ_0 + Σ a_i τ_i with the coefficients that answer the models' own inputs best.
 
     Least squares of Σ_t ‖(Σ a_i τ_i - τ_t) x‖² over the inputs x of every model t: A a = b with
-    A_ij = Σ_t tr(τ_i G_t τ_jᵀ) and b_i = Σ_t tr(τ_i G_t τ_tᵀ). As many unknowns as models, so it
-    holds for experts that few tokens reach. Everything that is no linear layer is averaged.
+    A_ij = Σ_t tr(τ_i G_t τ_jᵀ) and b_i = Σ_t tr(τ_i G_t τ_tᵀ). It has one unknown per model, so it
+    also works for experts that few tokens reach. All tensors other than linear layers are averaged.
     """
     assert base is not None
     statistics = statistics_of(inputs, unit)
@@ -55,13 +55,13 @@ def slta(
 
 
 def equal_share_ridge(a: Tensor, b: Tensor, ridge: float) -> Tensor:
-    """argmin of the quadratic with a pull towards 1/n, which decides where A says nothing."""
+    """Return the minimiser of the quadratic with a ridge towards 1/n."""
     n = len(b)
     scale = float(a.diagonal().mean())
     equal = torch.full_like(b, 1 / n)
     if scale <= 0:
         return equal
-    # Never without any ridge: equal models make A singular.
+    # Always use a ridge: equal models make A singular.
     pull = max(ridge, n * torch.finfo(a.dtype).eps) * scale
     eye = torch.eye(n, dtype=a.dtype, device=a.device)
     solution: Tensor = torch.linalg.solve(a + pull * eye, b + pull * equal)

@@ -40,7 +40,7 @@ def task_arithmetic(
     options: TaskArithmeticOptions,
     unit: UnitInfo,
 ) -> Tensor:
-    """The base plus the weighted sum of task vectors: θ_0 + λ Σ w_i (θ_i - θ_0)."""
+    """Add the weighted sum of task vectors to the base: θ_0 + λ Σ w_i (θ_i - θ_0)."""
     assert base is not None
     weights = [i.params.weight for i in inputs]
     factor = options.lambda_ / (weight_sum(weights) if options.normalize else 1.0)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, takes
-from moemerge.merging.methods._changes import (
+from moemerge.merging.methods._spectra import Spectrum, orthogonal_sides
+from moemerge.merging.methods._task_vectors import (
     SpectralOptions,
     changes,
     is_linear,
     merge_others,
 )
-from moemerge.merging.methods._spectra import Spectrum, orthogonal_sides
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def tsv(
 
     With τ_i = U_i diag(s_i) V_iᵀ cut to its k = ⌊rank / models⌋ leading directions and U, V the
     polar factors of [U_1 … U_T] and [V_1 … V_T], the result is θ_0 + λ U diag(s_1 … s_T) Vᵀ.
-    Models that did not change the weight are left out, and their share goes to the others.
+    Models that did not change the weight are left out; their share goes to the others.
     """
     assert base is not None
     if not is_linear(base, unit):

@@ -1,4 +1,4 @@
-"""WUDI: a task vector whose interference with every task is least (Cheng et al. 2025)."""
+"""WUDI: the task vector that interferes least with every task (Cheng et al. 2025)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
-from moemerge.merging.methods._changes import (
+from moemerge.merging.methods._spectra import Definite, Spectrum
+from moemerge.merging.methods._task_vectors import (
     OthersOptions,
     changes,
     is_linear,
     merge_others,
 )
-from moemerge.merging.methods._polar import Definite
-from moemerge.merging.methods._spectra import Spectrum
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Of the largest singular value: with less, a solve may lose more digits than float32 has.
+# Relative to the largest singular value: below it, a solve may lose more digits than float32 has.
 _SURELY_DEFINITE = 1e-5
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's usual constants
 
@@ -39,9 +38,9 @@ class WudiOptions(OthersOptions):
     targets: str = param(
         "task",
         choices=("task", "centred", "leading"),
-        help="what the result shall be to each model's inputs: its task vector; or, as OptMerge "
-        "has it, the mean and the leading directions in which it differs from the mean (fine-tuned "
-        "wholly), or its leading directions, from the mean on (LoRA)",
+        help="what the result should match on each model's inputs: its task vector; or OptMerge's "
+        "targets, the mean plus the leading directions of the difference from it (full "
+        "fine-tuning), or the leading directions, starting from the mean (LoRA)",
     )
     lr: float = param(1e-5, minimum=0, exclusive_minimum=True, help="Adam's step size")
     steps: int = param(300, minimum=0, help="Adam's number of steps")
@@ -59,11 +58,11 @@ def wudi(
     """Choose the task vector that interferes least with each model's own inputs.
 
     Minimises Σ_i ‖(τ - τ_i) τ_iᵀ‖² / ‖τ_i‖² over τ for each linear weight, starting at Σ τ_i;
-    the result is θ_0 + τ. Models that did not change the weight are left out. `targets` puts
-    OptMerge's in place of the τ_i. `solver: exact` takes the minimum nearest to the start;
-    `spectral` and `adaptive` correct its leading directions alone, as Adam's early end does. All
-    other tensors are averaged, as fine-tuned norms and embeddings carry what the models learnt;
-    `others: base` drops their changes, which is what the HARC paper's authors did.
+    the result is θ_0 + τ. Models that did not change the weight are left out. `targets` replaces
+    the τ_i by OptMerge's. `solver: exact` computes the minimum nearest to the start. `spectral` and
+    `adaptive` correct only its leading directions, like early stopping of Adam. All other tensors
+    are averaged, because fine-tuned norms and embeddings contain what the models learnt.
+    `others: base` drops their changes, as the authors of the HARC paper did.
     """
     assert base is not None
     if not is_linear(base, unit):
@@ -71,7 +70,7 @@ def wudi(
     deltas = changes(inputs, base)
     if not deltas:
         return base.clone(memory_format=torch.contiguous_format)
-    if options.solver == "exact":  # float32's rounding of weak directions would be blown up
+    if options.solver == "exact":  # float32 rounding of weak directions would be amplified
         deltas = [delta.double() for delta in deltas]
     start, problem = _problem(deltas, options.targets)
     if options.solver == "exact":
@@ -86,8 +85,8 @@ def wudi(
 
 
 def _problem(deltas: list[Tensor], targets: str) -> tuple[Tensor, Interference]:
-    """Where the search starts, and what is minimised around it."""
-    if targets == "task" or len(deltas) == 1:  # a model alone is its own merge
+    """Return the start of the search and the objective around it."""
+    if targets == "task" or len(deltas) == 1:  # a single model is its own merge
         return torch.stack(deltas).sum(0), Interference.of(deltas)
     mean = torch.stack(deltas).mean(0)
     start = mean if targets == "leading" else torch.stack(deltas).sum(0)
@@ -95,16 +94,16 @@ def _problem(deltas: list[Tensor], targets: str) -> tuple[Tensor, Interference]:
 
 
 class Interference:
-    """The objective around its start: x is what is added to it, to Σ τ_i of WUDI.
+    """The objective as a function of x, the difference from the start (Σ τ_i in WUDI).
 
-    With S the τ_i / ‖τ_i‖ on top of each other and C_i = Σ_{j≠i} τ_j, the objective is
-    Σ_i ‖(x + C_i) S_iᵀ‖². Its gradient 2 (x SᵀS + G), G = Σ_i C_i S_iᵀ S_i, is a sum without
-    cancellation, which Adam's division by the gradient's size would blow up.
+    With S the stacked τ_i / ‖τ_i‖ and C_i = Σ_{j≠i} τ_j, the objective is Σ_i ‖(x + C_i) S_iᵀ‖².
+    Its gradient 2 (x SᵀS + G), G = Σ_i C_i S_iᵀ S_i, is a sum without cancellation. Adam divides by
+    the gradient's size, which would amplify cancellation errors.
     """
 
     def __init__(self, S: Tensor, K: Tensor) -> None:
         self.S = S  # (models·out, in)
-        self.K = K  # (out, models·out): the C_i S_iᵀ side by side; G = K S
+        self.K = K  # (out, models·out): the concatenated C_i S_iᵀ; G = K S
 
     @classmethod
     def of(cls, deltas: Sequence[Tensor]) -> Interference:
@@ -122,8 +121,10 @@ class Interference:
     def reduced(
         cls, deltas: Sequence[Tensor], mean: Tensor, start: Tensor, *, centred: bool
     ) -> Interference:
-        """OptMerge's: S_i is diag(s) Vᵀ / ‖τ_i‖ of the ⌊rank / models⌋ leading directions of τ_i,
-        and C_i the start less their target: these directions, or the mean and those of τ_i - mean.
+        """Return OptMerge's objective.
+
+        S_i is diag(s) Vᵀ / ‖τ_i‖ of the ⌊rank / models⌋ leading directions of τ_i. C_i is the start
+        minus the target: these directions, or the mean plus those of τ_i - mean.
         """
         share = max(1, min(mean.shape) // len(deltas))
         S, K = [], []
@@ -135,7 +136,7 @@ class Interference:
             if centred:
                 target = Spectrum.of(delta - mean, float(size), share)
                 rest = rest - mean
-            # In float64: what cancels must be small beside Adam's ε, or Adam would blow it up.
+            # In float64: cancellation errors must be small compared with Adam's ε.
             rest = rest - (target.left * target.values) @ target.right.T
             unit = (own.values[:, None] * own.right.T) / size  # (directions, in)
             S.append(unit)
@@ -144,14 +145,14 @@ class Interference:
         return cls(torch.cat(S).to(dtype), torch.cat(K, dim=1).to(dtype))
 
     def value(self, x: Tensor) -> float:
-        """The objective at the start + x."""
+        """Return the objective at the start + x."""
         return float(torch.linalg.vector_norm(x @ self.S.T + self.K) ** 2)
 
     def gradient(self, x: Tensor) -> Tensor:
         return torch.mm(x @ self.S.T + self.K, self.S).mul_(2)
 
     def exact(self) -> Tensor:
-        """The minimiser of least norm: x = -G (SᵀS)⁺, a solve where that is an inverse."""
+        """Return the minimum-norm minimiser x = -G (SᵀS)⁺, by a solve if SᵀS is invertible."""
         S, K = self.S.double(), self.K.double()
         broad = S.shape[0] <= S.shape[1]
         known = Definite.of(S @ S.T if broad else S.T @ S)
@@ -161,14 +162,14 @@ class Interference:
         return -x.to(self.S.dtype)
 
     def filtered(self, spectral_filter: SpectralFilter) -> Tensor:
-        """-G Σ_k f(λ_k)/λ_k v_k v_kᵀ over the eigenvectors of SᵀS with λ_k > 0, in float64.
+        """Return -G Σ_k f(λ_k)/λ_k v_k v_kᵀ over eigenvectors of SᵀS with λ_k > 0, in float64.
 
-        With more columns than rows the eigenvectors of S Sᵀ serve: x = -K P diag(f/λ) Pᵀ S.
+        With more columns than rows it uses those of S Sᵀ: x = -K P diag(f/λ) Pᵀ S.
         """
         S, K = self.S.double(), self.K.double()
         rows, columns = S.shape
         values, vectors = torch.linalg.eigh(S @ S.T if rows <= columns else S.T @ S)
-        # S was made of numbers with float32's precision at best; λ is known to float64's.
+        # The values of S have float32 precision at best; λ has float64 precision.
         positive = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
         values, vectors = values[positive].flip(0), vectors[:, positive].flip(1)
         gain = spectral_filter(values, columns) / values
@@ -177,10 +178,10 @@ class Interference:
         return -x.to(self.S.dtype)
 
     def adam(self, lr: float, steps: int, each_step: Callable[[], None] = lambda: None) -> Tensor:
-        """x after so many of Adam's steps from x = 0."""
+        """Return x after `steps` Adam steps from x = 0."""
         out, columns = self.K.shape[0], self.S.shape[1]
         G = self.K @ self.S  # (out, in)
-        # x SᵀS by whichever association is cheaper: out·in² or 2·models·out²·in products.
+        # Compute x SᵀS in the cheaper order: out·in² or 2·models·out²·in multiplications.
         gram = self.S.T @ self.S if columns < 2 * self.S.shape[0] else None
         x, m, v = (torch.zeros_like(G) for _ in range(3))
         g, divisor = torch.empty_like(G), torch.empty_like(G)
@@ -199,12 +200,12 @@ class Interference:
         return x
 
 
-# Of the positive eigenvalues, descending, and the number of all: how much of each is corrected.
+# (positive eigenvalues in descending order, number of all) -> fraction of each that is corrected
 SpectralFilter = Callable[["Tensor", int], "Tensor"]
 
 
 def gradient_flow(time: float, keep: float) -> SpectralFilter:
-    """SWUDI: where gradient flow has come to after `time`, in the leading directions alone."""
+    """Return SWUDI's filter: gradient flow up to `time`, in the leading directions."""
 
     def corrected(values: Tensor, count: int) -> Tensor:
         shares = -torch.expm1(-time * values)
@@ -215,7 +216,7 @@ def gradient_flow(time: float, keep: float) -> SpectralFilter:
 
 
 def effective_rank(values: Tensor, count: int) -> Tensor:
-    """ASWUDI: wholly in the (Σ √λ)² / Σ λ leading directions, and not at all in the others."""
+    """Return ASWUDI's filter: 1 in the (Σ √λ)² / Σ λ leading directions, 0 in the others."""
     rank = math.ceil(float(values.sqrt().sum() ** 2 / values.sum()))
     shares = torch.zeros_like(values)
     shares[:rank] = 1.0

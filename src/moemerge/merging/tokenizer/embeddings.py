@@ -1,4 +1,4 @@
-"""Embeddings and heads of models whose vocabularies may differ, brought to the output's."""
+"""Map embeddings and heads of models with different vocabularies to the output's vocabulary."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 def to_output_vocabulary(
     plan: TokenizerPlan, embeddings: Mapping[ModelRef, Tensor]
 ) -> dict[ModelRef, Tensor]:
-    """Each model's (rows, width) tensor as (plan.output_rows, width), in its own dtype.
+    """Map each model's (rows, width) tensor to (plan.output_rows, width), in its own dtype.
 
-    Also takes biases of a head, (rows,). `embeddings` must have every model of the plan: a token
-    that one lacks is filled from the others.
+    Also maps biases of a head, (rows,). `embeddings` must contain every model of the plan, because
+    missing tokens are filled from other models.
     """
     _check(plan, embeddings)
     positions = torch.tensor(list(plan.fill), dtype=torch.long)
@@ -47,7 +47,7 @@ def to_output_vocabulary(
 
 
 def preparer(plan: TokenizerPlan, models: Sequence[ModelRef]) -> Prepare:
-    """`to_output_vocabulary` for tensors that come as a list, one for each of `models`."""
+    """Return `to_output_vocabulary` as a function of a list of tensors, one for each model."""
 
     def prepare(tensors: Sequence[Tensor]) -> list[Tensor]:
         mapped = to_output_vocabulary(plan, dict(zip(models, tensors, strict=True)))
@@ -57,7 +57,7 @@ def preparer(plan: TokenizerPlan, models: Sequence[ModelRef]) -> Prepare:
 
 
 def fill_rows(plan: TokenizerPlan, embeddings: Mapping[ModelRef, Tensor]) -> Tensor:
-    """(fills, width): for each entry of `plan.fill` the mean of the rows it names, or zero."""
+    """Return (fills, width): for each entry of `plan.fill` the mean of its rows, or zero."""
     like = next(iter(embeddings.values()))
     total = torch.zeros(
         (len(plan.fill), *like.shape[1:]), dtype=_mean_dtype(like), device=like.device
@@ -79,15 +79,15 @@ def fill_rows(plan: TokenizerPlan, embeddings: Mapping[ModelRef, Tensor]) -> Ten
 def map_rows(
     embedding: Tensor, rows: Tensor, tokens: Tensor, positions: Tensor, filled: Tensor, size: int
 ) -> Tensor:
-    """One model's embedding in the output's vocabulary.
+    """Return one model's embedding in the output's vocabulary.
 
-    Token k stands in row tokens[k] and comes from embedding[rows[k]]; where rows[k] is MISSING,
+    Token k is in row tokens[k] and comes from embedding[rows[k]]. If rows[k] is MISSING, it comes
     from `filled`, whose rows belong to the k in `positions`. Rows without a token get the mean.
     """
     rows, tokens, positions = (t.to(embedding.device) for t in (rows, tokens, positions))
     values = embedding[rows.clamp(min=0)]  # (tokens, width)
-    lacking = rows[positions] == MISSING
-    values[positions[lacking]] = filled[lacking].to(values.dtype)
+    missing = rows[positions] == MISSING
+    values[positions[missing]] = filled[missing].to(values.dtype)
     if len(tokens) == size:  # ascending and distinct: they are 0 ... size - 1
         return values
     mean = values.mean(0, dtype=_mean_dtype(values)).to(values.dtype)
@@ -97,7 +97,7 @@ def map_rows(
 
 
 def _mean_dtype(tensor: Tensor) -> torch.dtype:
-    """Of means over models and over a vocabulary, which are then rounded to the input's."""
+    """Return the dtype for means, which are then rounded to the input's dtype."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -127,7 +127,7 @@ def _check(plan: TokenizerPlan, embeddings: Mapping[ModelRef, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Vocabularies:
-    """What happens to tensors with a row per token. Without a plan: nothing, all are alike."""
+    """Maps tensors with a row per token. Without a plan, all vocabularies are equal."""
 
     models: Mapping[str, ModelRef]
     plan: TokenizerPlan | None = None
@@ -138,7 +138,7 @@ class Vocabularies:
         return () if self.plan is None else self.plan.warnings
 
     def spans(self, unit: Unit) -> bool:
-        """Whether this unit has a row per token and must be brought to another vocabulary."""
+        """Return whether this unit has a row per token and must be mapped."""
         if self.plan is None or unit.layer is not None or not unit.shape:
             return False
         per_token = unit.role in (Role.EMBEDDING, Role.HEAD) and "wpe." not in unit.key
@@ -151,12 +151,12 @@ class Vocabularies:
         return any(self.plan.changes(m, rows) for m, rows in self.embedding_rows.items())
 
     def shape(self, unit: Unit) -> tuple[int, ...]:
-        """The shape of such a unit in the output."""
+        """Return the output shape of a unit with a row per token."""
         assert self.plan is not None
         return (self.plan.output_rows, *unit.shape[1:])
 
     def prepare(self, unit: Unit, order: Sequence[str]) -> Prepare:
-        """Maps the tensors of the models `order` to the output's vocabulary."""
+        """Return the function that maps the tensors of the models `order`."""
         assert self.plan is not None
         refs = [self.models[name] for name in order]
         absent = [str(m) for m in self.plan.rows if m not in refs]
@@ -173,7 +173,7 @@ class Vocabularies:
 def plan_vocabularies(
     merge: NormalisedMerge, models: Mapping[str, OpenModel], settings: TokenizerSettings | None
 ) -> Vocabularies:
-    """Read the tokenizers and plan the output's, or check that none is needed."""
+    """Read the tokenizers and plan the output's, or check that no mapping is needed."""
     rows = {merge.models[name]: _embedding_rows(model) for name, model in models.items()}
     known = {ref: count for ref, count in rows.items() if count is not None}
     if settings is None:
@@ -190,7 +190,7 @@ def plan_vocabularies(
     }
     donor = settings.source
     if isinstance(donor, ModelRef) and donor not in vocabularies:
-        # A tokenizer may come from a model that is not merged; its weights are not looked at.
+        # A tokenizer may come from a model that is not merged; its weights are not read.
         vocabularies[donor] = read_vocabulary(locate(donor.path, donor.revision), str(donor))
     order = [merge.models[name] for name in models]
     plan = plan_tokenizer(
@@ -200,7 +200,7 @@ def plan_vocabularies(
 
 
 def _embedding_rows(model: OpenModel) -> int | None:
-    """Rows of the embedding; the head's, where it has fewer."""
+    """Return the smaller number of rows of embedding and head."""
     names = model.architecture.embedding_names()
     tensors = model.checkpoint.tensors
     return min((tensors[n].shape[0] for n in (names.input, names.head) if n), default=None)

@@ -1,4 +1,4 @@
-"""What the output's vocabulary is and where each row of an embedding comes from: no tensor read."""
+"""Plan the output's vocabulary and the source of each embedding row, without reading tensors."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MISSING: Final = -1  # in `TokenizerPlan.rows`: the model has no row of its own for this token
-Rows = tuple[tuple[ModelRef, int], ...]  # to be averaged; empty means zero
+MISSING: Final = -1  # in `TokenizerPlan.rows`: the model has no row for this token
+RowSources = tuple[tuple[ModelRef, int], ...]  # rows to average; empty means zero
 
 
 @dataclass(frozen=True)
 class TokenizerPlan:
-    """The output's vocabulary, and each model's way to it."""
+    """The output's vocabulary, and the mapping of each model to it."""
 
-    donor: ModelRef  # whose tokenizer files the output's are made of
+    donor: ModelRef  # provides the tokenizer files
     vocabulary: Vocabulary  # of the output
-    appended: tuple[str, ...]  # tokens the donor lacks, by id
-    dropped: frozenset[str]  # of the donor's: those its embedding has no row for
+    appended: tuple[str, ...]  # tokens that the donor does not have, by id
+    dropped: frozenset[str]  # tokens of the donor without a row in its embedding
     tokens: Tensor  # (tokens,) ids in use, ascending; all other rows hold the mean
     rows: Mapping[ModelRef, Tensor]  # (tokens,) row in the model's own embedding, or MISSING
-    fill: Mapping[int, Rows]  # position in `tokens` -> where a missing row comes from
+    fill: Mapping[int, RowSources]  # position in `tokens` -> sources of a missing row
     output_rows: int
     warnings: tuple[str, ...]
 
     def changes(self, model: ModelRef, embedding_rows: int) -> bool:
-        """Whether this model's embedding differs from the one it contributes."""
+        """Return whether the mapping changes this model's embedding."""
         own = self.rows[model]
         same = embedding_rows == self.output_rows == len(own)
         return not (same and torch.equal(own, torch.arange(len(own))))
@@ -53,9 +53,9 @@ def plan_tokenizer(
 ) -> TokenizerPlan:
     """Plan the output's vocabulary.
 
-    `order` has the models that take part, as the config lists them; `embedding_rows` their
-    embeddings' sizes (the smaller of embedding and head). `vocabularies` has those models and,
-    where `source` names another one, that one as well.
+    `order` lists the merged models in the config's order; `embedding_rows` has their numbers of
+    rows (the smaller of embedding and head). `vocabularies` has those models and, if `source` names
+    another model, that model.
     """
     first = base if base is not None else order[0]
     models = tuple(m for m in dict.fromkeys((first, *order)) if m in embedding_rows)
@@ -74,10 +74,10 @@ def plan_tokenizer(
     forced = {t for t, entry in settings.tokens.items() if entry.force}
     ids = _by_id(vocabulary)
     rows = {m: _gather(own[m], ids, forced) for m in models}
-    lacking = torch.stack([r == MISSING for r in rows.values()]).any(0).nonzero().flatten().tolist()
+    missing = torch.stack([r == MISSING for r in rows.values()]).any(0).nonzero().flatten().tolist()
     fill = {
         i: overrides[ids[i][0]] if ids[i][0] in overrides else _others(ids[i][0], base, own)
-        for i in lacking
+        for i in missing
     }
     return TokenizerPlan(
         donor=donor,
@@ -97,10 +97,7 @@ def plan_tokenizer(
 
 
 def refuse_unlike_sizes(embedding_rows: Mapping[ModelRef, int]) -> None:
-    """Without a tokenizer setting the embeddings' rows mean the same only if they are equally many.
-
-    Raises TokenizerError otherwise (as mergekit does).
-    """
+    """Refuse embeddings of different sizes if there is no tokenizer setting, as mergekit does."""
     if len(set(embedding_rows.values())) > 1:
         sizes = ", ".join(f"{m}: {n}" for m, n in embedding_rows.items())
         raise TokenizerError(
@@ -120,12 +117,12 @@ def _require(vocabularies: Mapping[ModelRef, Vocabulary], models: Iterable[Model
 
 
 def _with_rows(vocabulary: Vocabulary, rows: int) -> dict[str, int]:
-    """Tokens that have an embedding: an id beyond the last row has none."""
+    """Return the tokens whose id is a row of the embedding."""
     return {t: i for t, i in vocabulary.ids.items() if i < rows}
 
 
 def _trim(donor: Vocabulary, rows: int | None) -> tuple[Vocabulary, frozenset[str]]:
-    """The donor without tokens that its embedding has no row for."""
+    """Return the donor without the tokens that its embedding has no row for, and those tokens."""
     if rows is None:
         return donor, frozenset()
     beyond = [t for t, i in donor.model_ids.items() if i >= rows]
@@ -147,7 +144,7 @@ def _union(
     vocabularies: Mapping[ModelRef, Vocabulary],
     own: Mapping[ModelRef, Mapping[str, int]],
 ) -> list[AddedToken]:
-    """All models' tokens: ordinary ones model by model, then added ones model by model."""
+    """Return all models' tokens: ordinary ones model by model, then added ones model by model."""
     by_id = {m: sorted(own[m], key=own[m].__getitem__) for m in models}
     added: dict[str, AddedToken] = {}
     for m in models:
@@ -159,7 +156,7 @@ def _union(
 
 
 def _append(donor: Vocabulary, extra: Iterable[AddedToken]) -> tuple[Vocabulary, tuple[str, ...]]:
-    """The donor with the tokens of `extra` that it lacks, under the ids that loading will give."""
+    """Append the missing tokens of `extra` to the donor, with the ids that loading assigns."""
     added_ids, added = dict(donor.added_ids), dict(donor.added)
     taken = set(donor.ids.values())
     appended = []
@@ -184,9 +181,9 @@ def _overrides(
     vocabularies: Mapping[ModelRef, Vocabulary],
     own: Mapping[ModelRef, Mapping[str, int]],
     embedding_rows: Mapping[ModelRef, int],
-) -> dict[str, Rows]:
-    """Token -> the row that `tokens:` names for it. All impossible entries in one error."""
-    overrides: dict[str, Rows] = {}
+) -> dict[str, RowSources]:
+    """Return the row that `tokens:` names for each token. One error reports all faults."""
+    overrides: dict[str, RowSources] = {}
     problems = []
     for token, entry in entries.items():
         source = entry.source
@@ -218,9 +215,9 @@ def _named_row(
     own: Mapping[ModelRef, Mapping[str, int]],
     embedding_rows: Mapping[ModelRef, int],
 ) -> tuple[ModelRef, int, str]:
-    """(model, row, "") or, as the last, why there is none."""
+    """Return (model, row, ""), or the reason for a missing row as the last item."""
     model = source if isinstance(source, ModelRef) else source.model
-    assert model is not None  # the config demands it of a model_token
+    assert model is not None  # the config requires it for a model_token
     if model not in own:
         return model, MISSING, f"{model} takes no part in this merge"
     wanted = token
@@ -238,7 +235,7 @@ def _named_row(
 
 
 def _by_id(vocabulary: Vocabulary) -> list[tuple[str, int]]:
-    """(token, id), ascending; of tokens that share an id (a broken file) the first."""
+    """Return (token, id) by ascending id. If tokens share an id (a broken file), use the first."""
     tokens: dict[int, str] = {}
     for token, index in vocabulary.ids.items():
         tokens.setdefault(index, token)
@@ -250,8 +247,10 @@ def _gather(own: Mapping[str, int], ids: list[tuple[str, int]], forced: set[str]
     return torch.tensor(rows, dtype=torch.long)
 
 
-def _others(token: str, base: ModelRef | None, own: Mapping[ModelRef, Mapping[str, int]]) -> Rows:
-    """The base's row; else those of all models that have the token."""
+def _others(
+    token: str, base: ModelRef | None, own: Mapping[ModelRef, Mapping[str, int]]
+) -> RowSources:
+    """Return the base's row, or the rows of all models that have the token."""
     if base is not None and token in own.get(base, ()):
         return ((base, own[base][token]),)
     return tuple((m, tokens[token]) for m, tokens in own.items() if token in tokens)
@@ -285,7 +284,7 @@ def _ordinary_warning(
     ]
 
 
-def _empty_warning(tokens: Sequence[str], overrides: Mapping[str, Rows]) -> list[str]:
+def _empty_warning(tokens: Sequence[str], overrides: Mapping[str, RowSources]) -> list[str]:
     empty = [t for t in tokens if t not in overrides]
     if not empty:
         return []

@@ -1,9 +1,9 @@
-"""One model folder's vocabulary, with the ids that transformers gives its tokens.
+"""Read one model folder's vocabulary, with the ids that transformers assigns.
 
-tokenizer.json lists the model's own tokens and those added to them. The ids written beside added
-tokens are not what counts: when loading, an added token that the model does not have gets the next
-free id. Tokens that only tokenizer_config.json (or the older special_tokens_map.json and
-added_tokens.json) names are appended likewise.
+tokenizer.json lists the model's own tokens and the added tokens. The stored ids of added tokens are
+not used: on loading, an added token that the model does not have gets the next free id. Tokens that
+only tokenizer_config.json (or the older special_tokens_map.json and added_tokens.json) names are
+appended in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moemerge.config.documents import (
 from moemerge.errors import TokenizerError
 from moemerge.runtime.files import read_object
 
-SPECIAL_KEYS: Final = (  # in the order in which transformers appends them
+SPECIAL_KEYS: Final = (  # in the order in which transformers appends the tokens
     "bos_token",
     "eos_token",
     "unk_token",
@@ -43,7 +43,7 @@ FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True)
 class AddedToken:
-    """How a token outside the model's own vocabulary is found in text."""
+    """A token outside the model's own vocabulary, with its matching flags."""
 
     content: str
     single_word: bool = False
@@ -54,7 +54,7 @@ class AddedToken:
 
     @classmethod
     def parse(cls, raw: str | Mapping[str, Any], *, special: bool) -> AddedToken:
-        """From a JSON entry, or from a bare string in a list of special tokens."""
+        """Parse a JSON entry, or a bare string in a list of special tokens."""
         if isinstance(raw, str):
             return cls(raw, special=special, normalized=not special)
         flags = {k: bool(raw[k]) for k in FLAGS if k in raw}
@@ -66,12 +66,12 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens and ids of one tokenizer. `added` describes added tokens, in the model or not."""
+    """Tokens and ids of one tokenizer. `added` has all added tokens, in the model or not."""
 
     label: str
     folder: Path
     model_ids: Mapping[str, int]
-    added_ids: Mapping[str, int]  # those the model does not have
+    added_ids: Mapping[str, int]  # tokens that the model does not have
     added: Mapping[str, AddedToken]
     has_tokenizer_json: bool = True
 
@@ -81,12 +81,12 @@ class Vocabulary:
 
 
 def next_id(model_ids: Mapping[str, int], added_ids: Mapping[str, int]) -> int:
-    """The id the next added token gets: the rule of the `tokenizers` library."""
+    """Return the id that the `tokenizers` library assigns to the next added token."""
     return max(len(model_ids), 1 + max(added_ids.values(), default=-1))
 
 
 def read_vocabulary(folder: Path, label: str) -> Vocabulary:
-    """Read tokenizer.json, or vocab.json where a byte-pair tokenizer has only that."""
+    """Read tokenizer.json, or vocab.json if a byte-pair tokenizer has only that."""
     tokenizer = read_json(folder / "tokenizer.json")
     config = read_json(folder / "tokenizer_config.json") or {}
     if tokenizer is not None:
@@ -105,7 +105,7 @@ def read_vocabulary(folder: Path, label: str) -> Vocabulary:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where there is no such file."""
+    """Return a JSON object, or None if there is no such file."""
     if not path.is_file():
         return None
     value = read_object(path, _AGAIN, TokenizerError)
@@ -152,7 +152,7 @@ def _vocab_json(folder: Path, label: str) -> dict[str, int]:
 
 
 def _named_in_config(folder: Path, config: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """Tokens that loading appends, in its order: listed with ids, single special ones, lists."""
+    """Yield the tokens that loading appends, in order: with ids, special ones, special lists."""
     decoder = config.get("added_tokens_decoder")
     if decoder is not None:
         for index in sorted(decoder, key=int):

@@ -1,8 +1,8 @@
-"""The output tokenizer's files, and what config.json and generation_config.json say of it.
+"""Write the output tokenizer's files, and its ids in config.json and generation_config.json.
 
-Where the vocabulary is the donor's, so are the files, byte for byte. Otherwise tokens are appended
-to (or taken out of) tokenizer.json's added tokens and the files that repeat them; the donor's own
-tokens, merge rules and ids stay, so that everything that names an id stays true.
+If the vocabulary is the donor's, the files are copied byte for byte. Otherwise tokens are added to
+or removed from the added tokens of tokenizer.json and of the files that repeat them. The donor's
+own tokens, merge rules and ids stay, so that references to ids remain valid.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ PATTERNS: Final = (
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Whether a companion belongs to the tokenizer, and so comes from the tokenizer's donor."""
+    """Return whether a companion file belongs to the tokenizer and comes from its donor."""
     return any(fnmatch(name.lower(), pattern) for pattern in PATTERNS)
 
 
 def tokenizer_files(plan: TokenizerPlan) -> dict[str, bytes]:
-    """All tokenizer files of the output, by name."""
+    """Return all tokenizer files of the output, by name."""
     folder = plan.vocabulary.folder
     files = donor_files(folder)
     if not plan.appended and not plan.dropped:
@@ -63,7 +63,7 @@ def tokenizer_files(plan: TokenizerPlan) -> dict[str, bytes]:
 
 
 def donor_files(folder: Path) -> dict[str, bytes]:
-    """The tokenizer files of a folder as they are."""
+    """Return the unchanged tokenizer files of a folder."""
     candidates = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
     named = {p.relative_to(folder).as_posix(): p for p in sorted(candidates) if p.is_file()}
     return {name: p.read_bytes() for name, p in named.items() if is_tokenizer_file(name)}
@@ -78,7 +78,7 @@ def _tokenizer_json(content: dict[str, Any], plan: TokenizerPlan) -> dict[str, A
 
 
 def _entries(vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """All added tokens in the order of their ids: loading numbers them anew, in this order."""
+    """Return all added tokens by id, the order in which loading renumbers them."""
     ids = vocabulary.ids
     return [
         {"id": ids[token.content], "content": token.content, **token.flags()}
@@ -101,7 +101,7 @@ def _tokenizer_config(content: dict[str, Any], plan: TokenizerPlan) -> dict[str,
 
 
 def _listing_all(content: dict[str, Any], plan: TokenizerPlan) -> dict[str, Any]:
-    """Without a tokenizer.json it is tokenizer_config.json that lists the added tokens."""
+    """List the added tokens in tokenizer_config.json if there is no tokenizer.json."""
     return {
         **_without_dropped(content, plan),
         "added_tokens_decoder": _decoder(plan.vocabulary),
@@ -109,7 +109,7 @@ def _listing_all(content: dict[str, Any], plan: TokenizerPlan) -> dict[str, Any]
 
 
 def _without_dropped(content: dict[str, Any], plan: TokenizerPlan) -> dict[str, Any]:
-    """No mention of dropped tokens: naming one would append it again when loading."""
+    """Remove dropped tokens, which loading would append again."""
 
     def is_dropped(value: object) -> bool:
         return (value.get("content") if isinstance(value, dict) else value) in plan.dropped
@@ -144,10 +144,10 @@ def config_for(
     own: Vocabulary | None,
     donor: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """`config` (config.json or generation_config.json) for the output's vocabulary, and warnings.
+    """Adapt `config` (config.json or generation_config.json) to the vocabulary; return warnings.
 
-    `own` is the vocabulary that the ids in `config` belong to; None or the donor's: they stand.
-    `donor` is the same file of the tokenizer's donor, whose ids go first.
+    `own` is the vocabulary of the ids in `config`; if None or the donor's, the ids are unchanged.
+    `donor` is the same file of the tokenizer's donor, whose ids take precedence.
     """
     warnings: list[str] = []
     out = dict(config)
@@ -191,10 +191,10 @@ def _special_ids(
 
 # --- chat templates -------------------------------------------------------------------------------
 
-# Written as a file of its own, where transformers looks first; the key in tokenizer_config.json
-# goes, so that no two places say different things. The well-known formats are written from their
-# public descriptions. Every line break that is part of a format is text inside an expression; the
-# templates' own line breaks are trimmed, so that the layout here cannot leak into a prompt.
+# The template is written to a separate file, which transformers reads first. The key in
+# tokenizer_config.json is removed, so that the two cannot disagree. The formats follow their public
+# descriptions. Line breaks of a format are strings inside expressions; the templates' own line
+# breaks are trimmed, so that the layout here does not leak into a prompt.
 FILE: Final = "chat_template.jinja"
 MIN_LENGTH: Final = 20  # shorter text is a misspelt name rather than a template
 
@@ -219,7 +219,7 @@ LLAMA3: Final = """\
 {%- endif -%}
 """
 
-# <s> [INST] user [/INST] answer</s>; a system text opens the first instruction
+# <s> [INST] user [/INST] answer</s>; a system message starts the first instruction
 MISTRAL: Final = """\
 {%- set ns = namespace(system='', turn=0) -%}
 {{- bos_token -}}
@@ -239,7 +239,7 @@ MISTRAL: Final = """\
 {%- endfor -%}
 """
 
-# system text, then ### Instruction: / ### Input: / ### Response: paragraphs
+# system message, then ### Instruction: / ### Input: / ### Response: paragraphs
 ALPACA: Final = """\
 {%- set headings = {
   'user': '### Instruction:\\n', 'user_context': '### Input:\\n', 'assistant': '### Response:\\n'
@@ -271,7 +271,7 @@ FORMATS: Final = {
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """A folder's default template: the file, else the key in tokenizer_config.json."""
+    """Return a folder's default template: the file, else the key in tokenizer_config.json."""
     path = folder / FILE
     if path.is_file():
         return read_utf8(path, "download the tokenizer files again", TokenizerError)
@@ -288,9 +288,9 @@ def _default(value: Any) -> str | None:
 def resolve_chat_template(
     setting: str, folders: Mapping[ModelRef, Path], order: Sequence[ModelRef]
 ) -> str | None:
-    """The text of `chat_template:`. None for `auto` when no input has one.
+    """Return the template that `chat_template:` selects; None for `auto` if no input has one.
 
-    `auto` is the most frequent among the inputs; of equally frequent ones the first in `order`.
+    `auto` is the most frequent template of the inputs; ties go to the first in `order`.
     """
     if setting == "auto":
         texts = [read_chat_template(folders[m]) for m in order]
@@ -309,7 +309,7 @@ def resolve_chat_template(
 
 
 def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]:
-    """Tokenizer files with this template in place of whatever they had."""
+    """Return the tokenizer files with this template instead of their own."""
     out = {
         name: content
         for name, content in files.items()

@@ -1,4 +1,4 @@
-"""The wrappers, one module each. Importing this package imports them all: they register."""
+"""The wrappers, one module each. Importing this package registers all of them."""
 
 import importlib
 import pkgutil

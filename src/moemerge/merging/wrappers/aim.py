@@ -1,4 +1,4 @@
-"""AIM: what the base's activations rely on changes less (Heyrani Nobari et al. 2025)."""
+"""AIM: weights with active inputs in the base change less (Heyrani Nobari et al. 2025)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class AimOptions:
     omega: float = param(
-        0.4, minimum=0, maximum=1, help="share of the change that the most active input keeps"
+        0.4, minimum=0, maximum=1, help="fraction of the change that the most active input keeps"
     )
 
 
@@ -31,8 +31,8 @@ def aim(
     """Let the merge change a weight the less, the more active its input is in the base.
 
     With D the merged change and s the mean |x| of each input channel in the base on general text,
-    divided by its largest: θ_0 + D diag(1 - (1 - ω) s). Units without inputs of their own (norms,
-    embeddings), and experts that the base sent no token, stay as merged.
+    divided by its largest: θ_0 + D diag(1 - (1 - ω) s). Units without input statistics (norms,
+    embeddings), and experts that no token of the base reached, keep the merged weights.
     """
     merged = inner(inputs, base.tensor)
     known = base.statistics

@@ -1,4 +1,4 @@
-"""KnOTS: task vectors are merged in the basis that they share (Stoica et al. 2025)."""
+"""KnOTS: merge task vectors in a shared basis (Stoica et al. 2025)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo
-from moemerge.merging.methods._changes import is_linear
 from moemerge.merging.methods._spectra import Spectrum
+from moemerge.merging.methods._task_vectors import is_linear
 from moemerge.merging.wrapper import Inner, merge_wrapper
 from moemerge.runtime.lazy import torch
 
@@ -27,8 +27,8 @@ def knots(
     """Merge the models' changes in the output basis that all of them share.
 
     [τ_1 | … | τ_T] = U diag(s) [V_1ᵀ | … | V_Tᵀ]; the method merges the diag(s) V_iᵀ, with zeros as
-    the base, and U brings the result back. Sums do not change by it; trims and elections of
-    signs do. Everything that is no linear layer is merged as without it.
+    the base, and U maps the result back. Sums are unaffected; trimming and sign elections are not.
+    Tensors other than linear layers are merged as without it.
     """
     if not is_linear(base.tensor, unit):
         return inner(inputs, base.tensor)

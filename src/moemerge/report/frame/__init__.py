@@ -1,5 +1,5 @@
-"""What all pages share: head, bar, colours, light and dark. A page's template extends frame.html,
-and its style and script follow the frame's. A page is one file, and loads nothing from elsewhere.
+"""The frame of all pages: head, bar, colours, light and dark theme. A page's template extends
+frame.html, and its style and script follow the frame's. A page is one file and loads nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def render_in_frame(
     filters: Mapping[str, Callable[..., object]],
     **values: Any,
 ) -> str:
-    """`name`.html of a package filled in, with its .css and .js where it has them.
+    """Render `name`.html of a package with its .css and .js, if it has them.
 
-    `top` is what the page begins with, in a word.
+    `top` names the start of the page.
     """
 
     def text(of: str, file: str) -> str:
@@ -33,7 +33,7 @@ def render_in_frame(
     def own(kind: str) -> str:
         return text(package, name + kind) if files(package).joinpath(name + kind).is_file() else ""
 
-    # Autoescape on, whatever the template's name: every label comes from somebody's file.
+    # Autoescape always: labels come from untrusted files.
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -46,7 +46,7 @@ def render_in_frame(
         title=title,
         top=top,
         version=version,
-        # Our own files; nothing that is shown is in them.
+        # Our own files, which contain no data.
         style=Markup(text(__package__, "frame.css") + own(".css")),
         script=Markup(text(__package__, "frame.js") + own(".js")),
         **values,

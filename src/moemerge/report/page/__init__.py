@@ -1,11 +1,10 @@
-"""The page: a diagnosis as one HTML file that opens from disk and asks no network for anything.
+"""The page of a diagnosis: one HTML file that opens from disk and needs no network.
 
-    reading     the document: which models, domains and layers, and the words of their figures
-    plots       plotly, and what a model looks like in every chart
-    layers      mismatch, divergence and drift over the layers; routers exchanged
-    experts     loads, and which experts lost tokens to which
-    checks      whether the quadratic model holds; how a calibration converged
-    assemble    page.html and page.js filled in and packed into one text, in the frame of all pages
+plots       the document, plotly, and the colours and axes of all charts
+layers      mismatch, divergence and drift over the layers; swapped routers; refit
+experts     loads, and which experts lost tokens to which
+checks      whether the quadratic model holds; how a calibration converged
+assemble    page.html and page.js filled in and packed into one text
 
 plotly is an extra: nothing here imports it before `require_page` has found it.
 """
@@ -18,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from moemerge.errors import UsageError
-from moemerge.runtime.files import write_whole
+from moemerge.report.files import save_page
 
-# By the names they are imported by; all of them are in the extra.
+# Names of imports; all of them are in the extra.
 NEEDED = ("plotly", "jinja2")
 
 
 def require_page() -> None:
-    """Refuse, before any long work, where the libraries that draw the page are missing."""
+    """Refuse, before any long work, if the libraries that draw the page are missing."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(
@@ -35,29 +34,13 @@ def require_page() -> None:
 
 
 def render_page(document: Mapping[str, Any]) -> str:
-    """The whole page of a diagnosis document as text."""
+    """Return the page of a diagnosis document as text."""
     require_page()
-    from moemerge.report.page.assemble import render
+    from moemerge.report.page.assemble import render_diagnosis
 
-    return render(document)
+    return render_diagnosis(document)
 
 
 def write_page(document: Mapping[str, Any], path: Path) -> Path:
-    """Write the page to `path`, whole or not at all."""
+    """Write the page to `path`, complete or not at all."""
     return save_page(render_page(document), path)
-
-
-def check_page_path(path: Path) -> None:
-    """What would hinder a page is told before any work."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"the report {path} cannot be written: "
-            + ("it is a folder" if path.is_dir() else f"there is no folder {path.parent}"),
-            hint="name an HTML file in a folder that exists",
-        )
-
-
-def save_page(text: str, path: Path) -> Path:
-    # A label may hold what no text encoding can (a file name's odd bytes).
-    write_whole(path, text.encode("utf-8", "replace"))
-    return path

@@ -1,4 +1,4 @@
-"""The page put together: page.html filled in, the library and the charts packed into it."""
+"""Assemble the page: fill in page.html, and embed the library and the charts."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from moemerge.errors import DataError
-from moemerge.report.files import packed
+from moemerge.report.files import compressed
 from moemerge.report.frame import render_in_frame
 from moemerge.report.page.checks import checks, solver
 from moemerge.report.page.experts import flows, loads
-from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, swaps
+from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, refit_charts, swaps
 from moemerge.report.page.plots import Group, Reading, lines_of
-from moemerge.report.page.refit import refit
 from moemerge.report.words import NONE, Quantity, number, short
 
 TITLE = 60
-# What a document may lack, and a page does without.
+# Optional parts of a document.
 OPTIONAL = (
     "advice", "command", "created", "device", "domains", "dtype", "notices", "version",
 )  # fmt: skip
 
 
-def render(document: Mapping[str, Any]) -> str:
+def render_diagnosis(document: Mapping[str, Any]) -> str:
     reading = Reading(document)
     if not reading.layers or not reading.models:
         raise DataError("the diagnosis has no layers, so there is nothing to show on a page")
@@ -45,7 +44,7 @@ def render(document: Mapping[str, Any]) -> str:
         version=document.get("version") or "",
         filters={"flags": _flags, "capital": _capital, "count": _count, "short": short},
         library=_library(),
-        charts=packed(_json(charts)),
+        charts=compressed(_json(charts)),
         groups=groups,
         document={**dict.fromkeys(OPTIONAL), **document},
         reading=reading,
@@ -68,7 +67,7 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _groups(reading: Reading) -> dict[str, tuple[Group, ...]]:
-    """The charts of every section; of one without, nothing is shown."""
+    """Return the charts of every section; sections without charts are not shown."""
     loaded, moved = (any(row.get(key) for row in reading.layers) for key in ("load", "flow"))
     swapped, solved = swaps(reading), solver(reading)
     return {
@@ -78,13 +77,13 @@ def _groups(reading: Reading) -> dict[str, tuple[Group, ...]]:
         "causes": (panels(reading, DRIFT), *([swapped] if swapped else [])),
         "theory": checks(reading),
         "solver": (solved,) if solved else (),
-        "refit": refit(reading),
+        "refit": refit_charts(reading),
     }
 
 
 @cache
 def _library() -> str:
-    return packed(get_plotlyjs())
+    return compressed(get_plotlyjs())
 
 
 def _json(value: Any) -> str:
@@ -92,7 +91,7 @@ def _json(value: Any) -> str:
 
 
 def _flags(text: str) -> Markup:
-    """Escaped, with the command line's flags set as code, which no line break takes apart."""
+    """Escape a text, and mark its flags as code without line breaks."""
     return Markup(re.sub(r"(?<![\w-])(--[a-z][a-z-]*)", r"<code>\1</code>", str(escape(text))))
 
 
@@ -106,7 +105,7 @@ def _count(value: Any) -> str:
 
 
 def _theory(reading: Reading) -> str:
-    """The answer of the section that asks; where there are several models, for whom."""
+    """Return the answer of the section's question; with several models, for which one."""
     answer = str((reading.document.get("verdict") or {}).get("theory") or "")
     if answer and len(reading.models) > 1:
         return f"{reading.names[reading.models[0]]}: {answer[0].lower()}{answer[1:]}"
@@ -114,7 +113,7 @@ def _theory(reading: Reading) -> str:
 
 
 def _headline(reading: Reading) -> list[str]:
-    """The line under the title: what kind of model, how much text."""
+    """Return the line below the title: the model's architecture and the amount of text."""
     model = reading.document.get("model") or {}
     texts = (reading.document.get("domains") or {}).values()
     tokens = sum(number((text or {}).get("tokens")) or 0.0 for text in texts)

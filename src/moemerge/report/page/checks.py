@@ -1,4 +1,4 @@
-"""Charts of what a calibration stands on: is its quadratic model true here, did it converge?"""
+"""Charts that check a calibration: does its quadratic model hold, did the solver converge?"""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from moemerge.report.page.experts import choices_of, view_key
 from moemerge.report.page.plots import (
     Chart,
+    DiagnosisRow,
     Group,
     Line,
     Reading,
-    Row,
     View,
     axis,
     ceiling,
@@ -30,22 +30,22 @@ from moemerge.report.page.plots import (
     tag,
     trace_of,
 )
-from moemerge.report.words import mean, number, percent, plain, short
+from moemerge.report.words import known_mean, number, percent, plain, short
 
 HEIGHT = 260
-# The paper's bounds for the relative shift of the logits.
+# The paper's bounds for the relative logit shift.
 BANDS = ("below 0.1", "0.1 to 0.2", "above 0.2")
 
 
 def checks(reading: Reading) -> tuple[Group, Group]:
-    """How far the logits of one model moved; how well the quadratic model fits all of them."""
+    """Return charts of one model's logit shifts, and of the quadratic model's fit."""
     shifts = Group("shift", (_shifts(reading),), choices=choices_of(reading))
     lines = tuple(lines_of(reading).values())
     return shifts, Group("quadratic", (_quadratic(reading),), lines=lines)
 
 
 def _shifts(reading: Reading) -> Chart:
-    """The share of tokens whose logits moved little, some, much: three bands that add up to 1."""
+    """Return the share of tokens with a small, moderate and large logit shift."""
     pairs = product(enumerate(reading.domains), enumerate(reading.models))
     views = {
         view_key(reading, d, m): _shift_view(reading, model, domain)
@@ -81,8 +81,9 @@ def _shift_view(reading: Reading, model: str, domain: str) -> View:
     small, moderate = series(rows, "shift_small"), series(rows, "shift_moderate")
     parts = [_bands(a, b) for a, b in zip(small, moderate, strict=True)]
     note = (
-        f"{percent(mean(small))} of the tokens below 0.1 and {percent(mean(moderate))} below 0.2 "
-        f"in the mean over the layers; mean shift {plain(mean(series(rows, 'logit_shift')))}"
+        f"{percent(known_mean(small))} of the tokens below 0.1 and "
+        f"{percent(known_mean(moderate))} below 0.2 in the mean over the layers; "
+        f"mean shift {plain(known_mean(series(rows, 'logit_shift')))}"
     )
     return View(
         note, tuple({"x": layers, "y": [part[i] for part in parts]} for i in range(len(BANDS)))
@@ -90,14 +91,14 @@ def _shift_view(reading: Reading, model: str, domain: str) -> View:
 
 
 def _bands(small: float | None, moderate: float | None) -> tuple[float | None, ...]:
-    """The shares of the three bands, from the shares below each bound."""
+    """Return the shares of the three bands, from the shares below each bound."""
     if small is None or moderate is None:
         return (None, None, None)
     return (small, round(max(0.0, moderate - small), 4), round(max(0.0, 1.0 - moderate), 4))
 
 
 def _quadratic(reading: Reading) -> Chart:
-    """The second-order model of the divergence against the divergence itself, a dot a router."""
+    """Return a scatter plot of the quadratic model against the KL itself, one dot per router."""
     traces: list[Any] = []
     sizes: list[float] = []
     lines = lines_of(reading)
@@ -137,7 +138,7 @@ def _quadratic(reading: Reading) -> Chart:
 
 
 def _points(reading: Reading, model: str) -> list[tuple[float, float, str]]:
-    """Those of a model that a logarithmic axis can show."""
+    """Return the points of a model that a logarithmic axis can show."""
     points = []
     for row in reading.layers:
         kl, quadratic = number(row.get("kl_on_features")), number(row.get("quadratic"))
@@ -167,7 +168,7 @@ POINTS = 160
 
 
 def solver(reading: Reading) -> Group | None:
-    """Residuals step by step, steps a layer, divergence before and after."""
+    """Return charts of residuals, steps per layer, and KL before and after."""
     rows = [row for row in reading.calibration.get("layers") or [] if "layer" in row]
     if not rows:
         return None
@@ -178,10 +179,10 @@ def solver(reading: Reading) -> Group | None:
     return Group("solver", charts, columns=3)
 
 
-def _residuals(rows: Sequence[Row], rtol: float | None, colour: str) -> Chart:
+def _residuals(rows: Sequence[DiagnosisRow], rtol: float | None, colour: str) -> Chart:
     curves = {int(row["layer"]): _history(row) for row in rows}
     slowest = max(curves, key=lambda layer: len(curves[layer]))
-    # The slowest is drawn last, on top of the others.
+    # The slowest is drawn last, on top.
     order = [layer for layer in curves if layer != slowest] + [slowest]
     traces = [_curve(layer, curves[layer], colour, layer == slowest) for layer in order]
     shapes: list[dict[str, Any]] = []
@@ -213,8 +214,8 @@ def _residuals(rows: Sequence[Row], rtol: float | None, colour: str) -> Chart:
     return Chart("residuals", "Relative residual", note, drawn, HEIGHT)
 
 
-def _history(row: Row) -> list[tuple[int, float]]:
-    """(step, residual) of a solve: its whole history, or its end where only that is known."""
+def _history(row: DiagnosisRow) -> list[tuple[int, float]]:
+    """Return (step, residual) of a solve: its whole history, or its end if only that is known."""
     values = [number(value) for value in row.get("residuals") or []]
     points = [(i, v) for i, v in enumerate(values) if v is not None and v > 0]
     if not points:
@@ -239,7 +240,7 @@ def _curve(layer: int, curve: list[tuple[int, float]], colour: str, stands_out: 
     )
 
 
-def _steps(rows: Sequence[Row], colour: str) -> Chart:
+def _steps(rows: Sequence[DiagnosisRow], colour: str) -> Chart:
     layers = [int(row["layer"]) for row in rows]
     done = [row.get("status") == CONVERGED for row in rows]
     steps = [int(row.get("iterations") or 0) for row in rows]
@@ -264,7 +265,7 @@ def _steps(rows: Sequence[Row], colour: str) -> Chart:
     return Chart("steps", "CG steps", note, drawn, HEIGHT)
 
 
-def _gain(rows: Sequence[Row], colour: str) -> Chart:
+def _gain(rows: Sequence[DiagnosisRow], colour: str) -> Chart:
     layers = [int(row["layer"]) for row in rows]
     before, after = ([_mean_of(row.get(key)) for row in rows] for key in ("kl_before", "kl_after"))
     lines = (Line("before", "var(--other)"), Line("after", colour, width=2.5))
@@ -278,11 +279,13 @@ def _gain(rows: Sequence[Row], colour: str) -> Chart:
         xaxis=layer_axis(layers),
         yaxis=axis(range=[0, ceiling(before + after, 1e-3)], tickformat="~g", nticks=5),
     )
-    note = f"mean {plain(mean(before))} before (grey), {plain(mean(after))} after (colour)"
+    note = (
+        f"mean {plain(known_mean(before))} before (grey), {plain(known_mean(after))} after (colour)"
+    )
     return Chart("gain", "KL on the calibration text", note, drawn, HEIGHT)
 
 
 def _mean_of(by_domain: Any) -> float | None:
     if not isinstance(by_domain, Mapping):
         return rounded(number(by_domain))
-    return rounded(mean(number(value) for value in by_domain.values()))
+    return rounded(known_mean(number(value) for value in by_domain.values()))

@@ -1,4 +1,4 @@
-"""Charts over the experts: who carries the load, and who lost tokens to whom."""
+"""Charts over the experts: their loads, and which lost tokens to which."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from moemerge.report.page.plots import Chart, Choice, Group, Reading, Row, View, axis, go, plot
+from moemerge.report.page.plots import (
+    Chart,
+    Choice,
+    DiagnosisRow,
+    Group,
+    Reading,
+    View,
+    axis,
+    go,
+    plot,
+)
 from moemerge.report.words import layers_in_words, number, percent, short
 
-# A Sankey diagram with more links than this is a tangle.
+# A Sankey diagram with more links is unreadable.
 LINKS = 24
-# The heat maps' darkest colour stands for the load that this share of the cells stays below.
+# The quantile of loads that gets the heat maps' darkest colour.
 COLOUR_QUANTILE = 0.995
 LOWEST_TOP, LOWEST_REACH = 2.0, 0.1
-# Gaps between tiles help while tiles are big enough to have them.
+# Gaps between tiles are drawn only if the tiles are large enough.
 GAP_EXPERTS, GAP_LAYERS = 64, 32
-# Beyond so many loads in the document one decimal has to do, or the page outgrows six megabytes.
+# With more loads than this, one decimal is used: the page would exceed six megabytes.
 MANY_LOADS = 500_000
 HEIGHTS = (200, 430)
 ROW_HEIGHT = 11
@@ -28,7 +38,7 @@ Grid = list[list[float | None]]
 
 
 def loads(reading: Reading) -> Group:
-    """Three heat maps of layers by experts: the source's load, the model's, the difference."""
+    """Return three heat maps of layers by experts: source's load, model's load, difference."""
     models, domains = reading.models, reading.domains
     many = sum(len(row.get("load") or []) for row in reading.layers) > MANY_LOADS
     digits = 1 if many else 2
@@ -57,13 +67,13 @@ def loads(reading: Reading) -> Group:
         drawn = _heat_map(len(layers), experts, role, top, reach)
         first = views[view_key(reading, 0, 0)].note
         charts.append(Chart(f"load-{role}", title, first, drawn, int(drawn.layout.height), views))
-    # The three draw from the same arrays, which the first brings.
+    # All three use the same arrays, which the first contains.
     charts[0] = replace(charts[0], arrays=arrays)
     return Group("load", tuple(charts), choices=choices_of(reading), columns=3)
 
 
 def choices_of(reading: Reading) -> tuple[Choice, ...]:
-    """Selects for what there is more than one of."""
+    """Return selects for dimensions with more than one option."""
     choices = []
     if len(reading.domains) > 1:
         choices.append(Choice("Domain", tuple(short(d, OPTION) for d in reading.domains)))
@@ -74,13 +84,13 @@ def choices_of(reading: Reading) -> tuple[Choice, ...]:
 
 
 def view_key(reading: Reading, domain: int, model: int, *more: int) -> str:
-    """A view's key: the numbers of the options, of those selects that are there."""
+    """Return a view's key: the option numbers of the selects that exist."""
     given = [domain] * (len(reading.domains) > 1) + [model] * (len(reading.models) > 1)
     return ",".join(str(n) for n in [*given, *more])
 
 
-def _fair_shares(row: Row, key: str, digits: int) -> list[float | None]:
-    """Loads as multiples of an equal share: 1 is what each expert would get if all got the same."""
+def _fair_shares(row: DiagnosisRow, key: str, digits: int) -> list[float | None]:
+    """Return loads as multiples of an equal share."""
     load: Sequence[Any] = row.get(key) or []
     values = [number(value) for value in load]
     return [None if value is None else round(value * len(values), digits) for value in values]
@@ -97,7 +107,7 @@ def _difference(grid: Grid, source: Grid) -> Grid:
 
 
 def _top(grids: Sequence[Grid], floor: float) -> float:
-    """Where the colours end: a quantile, so that one expert does not pale all others."""
+    """Return the end of the colour scale: a quantile, so that one expert does not dominate."""
     sizes = sorted(abs(v) for grid in grids for row in grid for v in row if v is not None)
     if not sizes:
         return floor
@@ -106,12 +116,12 @@ def _top(grids: Sequence[Grid], floor: float) -> float:
 
 
 def _numbers(layers: Sequence[int]) -> list[str]:
-    # As categories: dense layers between routed ones would leave empty stripes.
+    # As categories: dense layers between would leave empty stripes.
     return [str(layer) for layer in layers]
 
 
 def _heat_map(layers: int, experts: int, role: str, top: float, reach: float) -> Any:
-    """Layers downwards, experts to the right; hair lines between tiles while there is room."""
+    """Layers run downwards, experts to the right; gaps between tiles if there is space."""
     height = min(max(HEIGHTS[0], 124 + ROW_HEIGHT * layers), HEIGHTS[1])
     change = role == "change"
     stops = ("lost", "level", "gained") if change else ("heat-0", "heat-1", "heat-2", "heat-3")
@@ -172,7 +182,7 @@ def _load_note(reading: Reading, role: str, model: int, domain: str) -> str:
 
 
 def flows(reading: Reading) -> Group:
-    """Who lost tokens to whom, in the layer that is chosen; at first in the worst."""
+    """Return a diagram of which experts lost tokens to which, per layer; the worst layer first."""
     models, domains = reading.models, reading.domains
     layers = sorted({int(row["layer"]) for row in reading.layers})
     worst = reading.worst
@@ -213,7 +223,7 @@ def _sankey() -> Any:
     )
 
 
-def _flow_view(row: Row | None) -> View:
+def _flow_view(row: DiagnosisRow | None) -> View:
     if row is None:
         return View("There is no router in this layer.")
     flow = [(int(a), int(b), float(share)) for a, b, share in row.get("flow") or []]

@@ -1,4 +1,4 @@
-"""Charts over the layers (mismatch, divergence, drift), and what other routers would change."""
+"""Charts over the layers: mismatch, divergence, drift, swapped routers, and refit errors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 from moemerge.report.page.plots import (
     Chart,
     Choice,
+    DiagnosisRow,
     Group,
     Line,
     Reading,
-    Row,
     View,
     axis,
     ceiling,
+    colour_of,
     emphasised_last,
     formats,
     go,
@@ -24,11 +25,12 @@ from moemerge.report.page.plots import (
     lines_of,
     log_ticks,
     plot,
+    rounded,
     safe,
     series,
     trace_of,
 )
-from moemerge.report.words import Quantity, mean, number, percent, short
+from moemerge.report.words import Quantity, known_mean, number, percent, plain, short
 
 PANEL_HEIGHT = 220
 TITLE = 40
@@ -42,9 +44,9 @@ class Panel:
     key: str
     title: str
     quantity: Quantity
-    floor: float  # the axis reaches at least so far: noise should not fill a panel
-    alone: str | None = None  # the same with both routers on the model's features
-    logarithmic: bool = False  # offered as a choice
+    floor: float  # least end of the axis: noise should not fill a panel
+    alone: str | None = None  # the same figure with both routers on the model's features
+    logarithmic: bool = False  # selectable
 
 
 MISMATCH = Panel("mismatch", "Mismatched choices", Quantity.SHARE, 0.02)
@@ -57,7 +59,7 @@ def alone_line(line: Line) -> Line:
 
 
 def panels(reading: Reading, what: Panel) -> Group:
-    """One panel a domain, one line a model, the same axes in all."""
+    """Return one panel per domain with one line per model, all with the same axes."""
     keys = [what.key] + ([what.alone] if what.alone else [])
     values = [v for key in keys for v in series(reading.layers, key)]
     top = ceiling(values, what.floor)
@@ -75,7 +77,7 @@ def panels(reading: Reading, what: Panel) -> Group:
 
 
 def _scales(low: float, top: float) -> tuple[Mapping[str, Any], ...]:
-    """The y axis for each of the scales."""
+    """Return the y axis for each of the scales."""
     ends = [math.log10(low / 1.3), math.log10(top)]
     logarithmic = {"type": "log", "range": ends, **log_ticks(ends)}
     return {"yaxis": {"type": "linear"}}, {"yaxis": logarithmic}
@@ -113,7 +115,7 @@ def _panel(
 
 
 def _note(reading: Reading, what: Panel, domain: str) -> str:
-    """The panel in words: the diagnosed model's mean and worst layer, and the other's mean."""
+    """Describe a panel: the diagnosed model's mean and worst layer, and the other's mean."""
     first, *others = reading.models
     rows = reading.rows(first, domain)
     text = f"mean {_mean_text(reading, what, first, domain)}"
@@ -130,22 +132,22 @@ def _note(reading: Reading, what: Panel, domain: str) -> str:
 
 
 def _mean_text(reading: Reading, what: Panel, model: str, domain: str) -> str:
-    return what.quantity.text(mean(series(reading.rows(model, domain), what.key)))
+    return what.quantity.text(known_mean(series(reading.rows(model, domain), what.key)))
 
 
 # --- routers exchanged --------------------------------------------------------------------------
 
 SWAP_HEIGHT = 280
-# Characters of a domain's name on the axis: of all of them together.
+# Total characters of the domains' names on the axis.
 NAMES_WIDTH = 48
 MODEL = "model"
-Pair = tuple[bool, bool]  # are the weights the model's, are the routers?
+Pair = tuple[bool, bool]  # (the weights are the model's, the routers are the model's)
 # Zero is the source with its own routers.
 PAIRS: tuple[Pair, ...] = ((True, True), (True, False), (False, True))
 
 
 def swaps(reading: Reading) -> Group | None:
-    """Bars for each domain: the mismatch, and the loss above the source's own."""
+    """Return bars for each domain: the mismatch, and the loss above the source's."""
     by_pair = _by_pair(reading)
     if not by_pair:
         return None
@@ -160,19 +162,21 @@ def swaps(reading: Reading) -> Group | None:
     return Group("swap", tuple(charts), columns=2) if charts else None
 
 
-def _by_pair(reading: Reading) -> dict[Pair, dict[str, Row]]:
-    """Swaps by what was combined, then by domain; the model as it is comes from the totals."""
+def _by_pair(reading: Reading) -> dict[Pair, dict[str, DiagnosisRow]]:
+    """Return swaps by combination and domain; the unchanged model comes from the totals."""
     if not reading.swaps:
         return {}
     as_it_is = {d: reading.total(reading.models[0], d) for d in reading.domains}
-    by_pair: dict[Pair, dict[str, Row]] = {(True, True): {d: r for d, r in as_it_is.items() if r}}
+    by_pair: dict[Pair, dict[str, DiagnosisRow]] = {
+        (True, True): {d: r for d, r in as_it_is.items() if r}
+    }
     for row in reading.swaps:
         pair = (row["weights_of"] == MODEL, row["routers_of"] == MODEL)
         by_pair.setdefault(pair, {}).setdefault(str(row["domain"]), row)
     return {pair: by_pair[pair] for pair in PAIRS if pair in by_pair}
 
 
-def _heights(reading: Reading, rows: dict[str, Row], key: str) -> list[float | None]:
+def _heights(reading: Reading, rows: dict[str, DiagnosisRow], key: str) -> list[float | None]:
     heights = []
     for domain in reading.domains:
         value = number(rows.get(domain, {}).get(key))
@@ -212,7 +216,7 @@ def _swap_chart(
 
 
 def _bars(reading: Reading, pair: Pair, heights: list[float | None], shown: str) -> Any:
-    """The colour is that of the weights; hatched, the routers are another's."""
+    """Colours show whose weights these are; hatched bars have the other model's routers."""
     own_weights, own_routers = pair
     name = "model" if own_weights else "source"
     if own_weights != own_routers:
@@ -238,7 +242,7 @@ def _bars(reading: Reading, pair: Pair, heights: list[float | None], shown: str)
 
 
 def _ticks(domains: Sequence[str]) -> list[str]:
-    """Names short enough to stand side by side, and still different from each other."""
+    """Shorten names to fit next to each other, and keep them different."""
     room = max(6, NAMES_WIDTH // len(domains))
     names = [safe(short(domain, room)) for domain in domains]
     return (
@@ -247,11 +251,102 @@ def _ticks(domains: Sequence[str]) -> list[str]:
 
 
 def _swap_note(key: str, bars: dict[Pair, list[float | None]]) -> str:
-    """How much of the damage goes when the source's routers are put into the model."""
+    """Describe how much of the damage the source's routers undo in the model."""
     kept, put = bars.get((True, True), []), bars.get((True, False), [])
     pairs = [(a, b) for a, b in zip(kept, put, strict=False) if a is not None and b is not None]
     if not pairs:
-        return "zero is the source as it is"
+        return "zero is the unchanged source"
     before, after = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
     words = percent if key == "mismatch" else "{:+.3f}".format
     return f"the source's routers in the model: {words(after)} instead of {words(before)}"
+
+
+# --- refit ----------------------------------------------------------------------------------------
+
+HEIGHT = 230
+ROW_HEIGHT = 22
+HEAD = "head"
+ON = {"calibration": "Error left, calibration rows", "held_out": "Error left, rows held out"}
+
+
+def refit_charts(reading: Reading) -> tuple[Group, ...]:
+    """Return the charts of a refit; none if no model was refitted."""
+    rows = [row for row in reading.refit.get("layers") or [] if "layer" in row]
+    errors = [chart for on in ON if (chart := _errors(rows, on)) is not None]
+    drifts = _drifts(reading, rows)
+    groups = [Group("refit-errors", tuple(errors), columns=len(errors))] if errors else []
+    if drifts:
+        groups.append(Group("refit-drift", drifts, "Drift", columns=min(3, len(drifts))))
+    return tuple(groups)
+
+
+def _errors(rows: Sequence[DiagnosisRow], on: str) -> Chart | None:
+    """Kinds of maps run downwards, layers to the right."""
+    shares = [_mapping(_mapping(row.get("error_left")).get(on)) for row in rows]
+    kinds = list(dict.fromkeys(kind for own in shares for kind in own))
+    if not kinds:
+        return None
+    where = [HEAD if row["layer"] is None else str(row["layer"]) for row in rows]
+    values = [[rounded(number(own.get(kind)), 3) for own in shares] for kind in kinds]
+    trace = go.Heatmap(
+        x=where,
+        y=[safe(short(kind, TITLE)) for kind in kinds],
+        z=values,
+        zmin=0,
+        zmax=1,
+        colorscale=[[i / 3, f"var(--heat-{i})"] for i in range(4)],
+        xgap=0.6,
+        ygap=0.6,
+        hovertemplate="Layer %{x}, %{y}: %{z:.1%}<extra></extra>",
+        colorbar={"thickness": 8, "outlinewidth": 0, "ticks": "", "tickformat": ".0%"},
+    )
+    height = max(HEIGHT, 90 + ROW_HEIGHT * len(kinds))
+    drawn = plot(
+        [trace],
+        height=height,
+        xaxis=axis("Layer", type="category", showgrid=False, nticks=12),
+        yaxis=axis(type="category", autorange="reversed", showgrid=False, automargin=True),
+    )
+    known = [value for line in values for value in line if value is not None]
+    note = f"mean over the tiles {percent(known_mean(known))}; 100% is the unrepaired merge"
+    return Chart(f"refit-{on}", ON[on], note, drawn, height)
+
+
+def _drifts(reading: Reading, rows: Sequence[DiagnosisRow]) -> tuple[Chart, ...]:
+    """Return a chart for each domain, all with the same axes."""
+    known = [row for row in rows if row["layer"] is not None and row.get("drift_after")]
+    names = list(dict.fromkeys(name for row in known for name in row["drift_after"]))
+    layers = [int(row["layer"]) for row in known]
+    lines = (
+        Line("as merged", "var(--other)"),
+        Line("refitted", colour_of(reading, reading.refitted), width=2.5),
+    )
+    values = {
+        name: [
+            [rounded(number(_mapping(row.get(key)).get(name))) for row in known]
+            for key in ("drift_before", "drift_after")
+        ]
+        for name in names
+    }
+    top = ceiling([v for pair in values.values() for line in pair for v in line], 0.02)
+    charts = []
+    for at, (name, pair) in enumerate(values.items()):
+        drawn = plot(
+            [trace_of(line, layers, own, ".3~g") for line, own in zip(lines, pair, strict=True)],
+            height=HEIGHT,
+            hovermode="x unified",
+            xaxis=layer_axis(layers),
+            yaxis=axis(range=[0, top], tickformat="~g", nticks=5),
+        )
+        note = f"last layer: {_last(pair[0])} before (grey), {_last(pair[1])} refitted"
+        charts.append(Chart(f"refit-drift-{at}", short(name, TITLE), note, drawn, HEIGHT))
+    return tuple(charts)
+
+
+def _last(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return plain(known[-1]) if known else "unknown"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,7 +1,7 @@
-"""What every chart of the page has in common: the document it shows, plotly, colours, axes.
+"""Parts that all charts share: the document, plotly, colours, axes.
 
-Colours are names of the style sheet's variables, `var(--accent)`: the page puts in the values of
-the theme in force when it draws, so that a chart is the same data by day and by night.
+Colours are variables of the style sheet, `var(--accent)`. The page inserts the values of the
+current theme when it draws, so the data of a chart do not depend on the theme.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from typing import Any
 from moemerge.errors import DataError
 from moemerge.report.words import FigureWords, Quantity, display_names, number, short
 
-KIND = "diagnosis"
-Row = Mapping[str, Any]
+DIAGNOSIS_KIND = "diagnosis"
+DiagnosisRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A document, with its rows sorted out. The diagnosed model comes first in `models`."""
+    """A document with its rows indexed. The diagnosed model comes first in `models`."""
 
     document: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         kind = self.document.get("kind")
-        if kind != KIND:
+        if kind != DIAGNOSIS_KIND:
             raise DataError(
-                f"a page shows a document of kind {KIND!r}, this one is of kind {kind!r}",
+                f"a page shows a document of kind {DIAGNOSIS_KIND!r}, this one is of kind {kind!r}",
                 hint="moemerge diagnose MODEL ... --json FILE writes one",
             )
 
     @cached_property
     def figures(self) -> dict[str, FigureWords]:
-        """The words of every figure, by its name."""
+        """The names and descriptions of all figures."""
         try:
             words = [FigureWords.from_json(figure) for figure in self._list("figures")]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"the document describes its figures in a way that is not known here: {error}",
+                f"the document describes its figures in an unknown format: {error}",
                 hint="write it again with this version: moemerge diagnose MODEL ... --json FILE",
             ) from error
         return {figure.name: figure for figure in words}
 
     @cached_property
     def labels(self) -> dict[str, str]:
-        """The models' labels in full (paths, hub ids), by their names in the rows."""
+        """The models' full labels (paths, hub ids), by their names in the rows."""
         return {str(m["name"]): str(m.get("label") or m["name"]) for m in self._list("models")}
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """What the models are called on the page: as much of their labels as tells them apart."""
+        """The models' names on the page: as much of their labels as keeps them different."""
         return dict(zip(self.labels, display_names([*self.labels.values()]), strict=True))
 
     @property
@@ -62,7 +62,7 @@ class Reading:
 
     @cached_property
     def tags(self) -> dict[str, str]:
-        """Why a model stands out among several: it is recommended, or one of two that may be."""
+        """The models that are marked: as recommended, or as one of two candidates."""
         verdict = self.document.get("verdict") or {}
         best = [name for name in verdict.get("recommended") or () if name in self.labels]
         if len(self.labels) < 2 or not best:
@@ -79,19 +79,19 @@ class Reading:
         return [name for name in known if name in seen] + sorted(seen.difference(known))
 
     @property
-    def layers(self) -> list[Row]:
+    def layers(self) -> list[DiagnosisRow]:
         return self._list("layers")
 
     @property
-    def totals(self) -> list[Row]:
+    def totals(self) -> list[DiagnosisRow]:
         return self._list("totals")
 
     @property
-    def swaps(self) -> list[Row]:
+    def swaps(self) -> list[DiagnosisRow]:
         return self._list("swaps")
 
     @property
-    def calibration(self) -> Row:
+    def calibration(self) -> DiagnosisRow:
         return self.document.get("calibration") or {}
 
     @property
@@ -100,7 +100,7 @@ class Reading:
         return str(self.document.get("calibration_of") or self.models[0])
 
     @property
-    def refit(self) -> Row:
+    def refit(self) -> DiagnosisRow:
         return self.document.get("refit") or {}
 
     @property
@@ -109,19 +109,19 @@ class Reading:
         return str(self.document.get("refit_of") or self.models[0])
 
     @cached_property
-    def _by_pair(self) -> dict[tuple[str, str], list[Row]]:
-        pairs: dict[tuple[str, str], list[Row]] = {}
+    def _by_pair(self) -> dict[tuple[str, str], list[DiagnosisRow]]:
+        pairs: dict[tuple[str, str], list[DiagnosisRow]] = {}
         for row in self.layers:
             pairs.setdefault((str(row["model"]), str(row["domain"])), []).append(row)
         for rows in pairs.values():
             rows.sort(key=lambda row: int(row["layer"]))
         return pairs
 
-    def rows(self, model: str, domain: str) -> list[Row]:
-        """One model's rows on one domain, by layer."""
+    def rows(self, model: str, domain: str) -> list[DiagnosisRow]:
+        """Return one model's rows on one domain, by layer."""
         return self._by_pair.get((model, domain), [])
 
-    def total(self, model: str, domain: str) -> Row:
+    def total(self, model: str, domain: str) -> DiagnosisRow:
         for row in self.totals:
             if row["model"] == model and row["domain"] == domain:
                 return row
@@ -132,13 +132,13 @@ class Reading:
         return str(source.get("label") or domain)
 
     def reference(self, domain: str) -> str:
-        """What a domain is measured against: its source, or the base."""
+        """Return a domain's reference: its source, or the base."""
         text = (self.document.get("domains") or {}).get(domain) or {}
         return "Base" if text.get("reference") == "base" else "Source"
 
     @cached_property
-    def worst(self) -> Row:
-        """The row of the diagnosed model with the highest mismatch."""
+    def worst(self) -> DiagnosisRow:
+        """Return the row of the diagnosed model with the highest mismatch."""
         own = [row for row in self.layers if row["model"] == self.models[0]]
         return max(own or self.layers, key=lambda row: number(row.get("mismatch")) or 0.0)
 
@@ -146,8 +146,8 @@ class Reading:
         return list(self.document.get(key) or [])
 
 
-def series(rows: Iterable[Row], key: str) -> list[float | None]:
-    """One figure of several rows, with as many digits as a chart can show."""
+def series(rows: Iterable[DiagnosisRow], key: str) -> list[float | None]:
+    """Return one figure of several rows, with the digits that a chart can show."""
     return [rounded(number(row.get(key))) for row in rows]
 
 
@@ -158,7 +158,7 @@ def rounded(value: float | None, digits: int = 4) -> float | None:
 # Untyped, and an extra: this module is imported only after `require_page`.
 go: Any = importlib.import_module("plotly.graph_objects")
 
-# Up to so many layers every point gets its marker; beyond it a line reads better without.
+# Up to this many layers, every point has a marker.
 MARKED_LAYERS = 32
 HOVER_LABEL = 22
 
@@ -174,11 +174,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class View:
-    """What a chart shows for one combination of choices: changes of its traces, and its note.
+    """The state of a chart for one combination of choices: changes of its traces, and its note.
 
-    `data` has a change for each trace; a text "@one" in it stands for that array of the page, and
-    "@one-@other" for a difference, which is not worth its place in the page. Without `data` there
-    is nothing to draw, and the note says why.
+    `data` has a change for each trace. A text "@one" in it refers to that array of the page, and
+    "@one-@other" to a difference, which need not be stored. Without `data` there is nothing to
+    draw, and the note states why.
     """
 
     note: str
@@ -188,9 +188,9 @@ class View:
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot with its words. `views` are by the numbers of the chosen options, "0,2".
+    """A plot with its texts. `views` are keyed by the numbers of the chosen options, "0,2".
 
-    `arrays` are for its views and those of all other charts: what several draw is brought once.
+    `arrays` are shared by the views of all charts, so that each is stored once.
     """
 
     key: str
@@ -202,7 +202,7 @@ class Chart:
     arrays: Mapping[str, Any] = field(default_factory=dict)
 
     def payload(self) -> dict[str, Any]:
-        """Plain data for the page's script."""
+        """Return plain data for the page's script."""
         plotted = self.plot.to_plotly_json()
         return {
             "key": self.key,
@@ -218,19 +218,19 @@ class Chart:
 
 @dataclass(frozen=True)
 class Line:
-    """How a model is drawn, in every chart and in the keys beside them."""
+    """A model's style, in every chart and legend."""
 
     label: str
     colour: str
     symbol: str = "circle"
     dash: str = "solid"
     width: float = 2.0
-    tag: str = ""  # why it stands out
+    tag: str = ""  # why it is marked
 
 
 @dataclass(frozen=True)
 class Group:
-    """Charts that stand together: under one heading, with one key and the same choices."""
+    """Charts under one heading, with one legend and the same choices."""
 
     key: str
     charts: tuple[Chart, ...]
@@ -240,8 +240,8 @@ class Group:
     columns: int = 1
 
 
-# A model's colour and symbol are the same throughout. The colours of gains and losses, of heat
-# maps and of sources are others; a dotted line is always the routers alone.
+# A model has the same colour and symbol everywhere. Gains and losses, heat maps and sources have
+# other colours. A dotted line is always the routers alone.
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 
 
@@ -251,7 +251,7 @@ def colour_of(reading: Reading, model: str) -> str:
 
 
 def lines_of(reading: Reading) -> dict[str, Line]:
-    """Every model's line; one that is recommended stands out."""
+    """Return every model's style; recommended ones are marked."""
     return {
         model: Line(
             name,
@@ -265,22 +265,22 @@ def lines_of(reading: Reading) -> dict[str, Line]:
 
 
 def emphasised_last(reading: Reading) -> list[str]:
-    """The models in the order in which they are drawn: those that stand out on top."""
+    """Return the models in drawing order: marked ones last, on top."""
     return sorted(reversed(reading.models), key=lambda model: model in reading.tags)
 
 
 def safe(text: str) -> str:
-    """A label inside a chart: plotly reads tags and `%{…}` in it, and a label has neither."""
+    """Escape a label inside a chart: plotly interprets tags and `%{…}`."""
     return html.escape(text, quote=False).replace("%{", "%&#123;")
 
 
 def tag(label: str) -> str:
-    """A label short enough for a hover box."""
+    """Return a label short enough for a hover box."""
     return safe(short(label, HOVER_LABEL))
 
 
 def plot(traces: Sequence[Any], *, height: int, **layout: Any) -> Any:
-    """What all plots look like is in page.js, beside the style sheet."""
+    """Return a plot; page.js defines the common layout."""
     return go.Figure(data=list(traces), layout={"template": None, "height": height, **layout})
 
 
@@ -289,7 +289,7 @@ def axis(title: str = "", **settings: Any) -> dict[str, Any]:
 
 
 def layer_axis(layers: Sequence[int]) -> dict[str, Any]:
-    """Whole layer numbers, half a layer of air on both sides, no vertical lines."""
+    """An axis of whole layer numbers, with half a layer of margin and no vertical lines."""
     low, high = (min(layers), max(layers)) if layers else (0, 1)
     room = max(0.5, 0.02 * (high - low))
     many = high - low > 12
@@ -304,12 +304,12 @@ def layer_axis(layers: Sequence[int]) -> dict[str, Any]:
 
 
 def formats(quantity: Quantity) -> tuple[str, str]:
-    """plotly's number formats for a quantity: on an axis, and in the hover."""
+    """Return plotly's number formats for a quantity: on an axis, and in the hover box."""
     return (".0%", ".1%") if quantity is Quantity.SHARE else ("~g", ".3~g")
 
 
 def log_ticks(ends: Sequence[float]) -> dict[str, Any]:
-    """Ticks of a logarithmic axis between two exponents: decades, or 1, 2, 5 where it is short."""
+    """Return ticks of a logarithmic axis between two exponents: decades, or 1, 2, 5."""
     decades = ends[1] - ends[0]
     if decades < 0.5:
         return {"tickformat": "~g", "dtick": "D1"}
@@ -319,12 +319,12 @@ def log_ticks(ends: Sequence[float]) -> dict[str, Any]:
 
 
 def ceiling(values: Sequence[float | None], floor: float) -> float:
-    """The top of an axis that starts at zero: above every value, and never a speck."""
+    """Return the end of an axis that starts at zero: above every value, and never tiny."""
     return 1.05 * max([floor, *(value for value in values if value is not None)])
 
 
 def trace_of(line: Line, x: Sequence[int], y: Sequence[float | None], shown: str) -> Any:
-    """A line over the layers; `shown` formats a value in the hover."""
+    """Return a line over the layers; `shown` formats a value in the hover box."""
     return go.Scatter(
         x=list(x),
         y=list(y),

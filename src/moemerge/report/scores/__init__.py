@@ -1,4 +1,4 @@
-"""The page of an evaluation: scores, pairs of models, and every problem with both texts."""
+"""The page of an evaluation: scores, pairs of models, and every problem with both answers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from moemerge.report.files import packed
+from moemerge.report.files import compressed, save_page
 from moemerge.report.frame import render_in_frame
-from moemerge.report.page import save_page
 from moemerge.report.words import p_value
 
-COLOURS: Final = 6  # of models, in the style sheet
+COLOURS: Final = 6  # colours of models in the style sheet
 
 
 def write_scores_page(document: Mapping[str, Any], path: Path) -> Path:
-    """Write the page to `path`, whole or not at all."""
+    """Write the page to `path`, complete or not at all."""
     return save_page(render_scores(document), path)
 
 
 def render_scores(document: Mapping[str, Any]) -> str:
-    """The page of an evaluation's report, with the texts of `answers` in it."""
+    """Return the page of an evaluation's report, including the texts of `answers`."""
     models = list(document["models"])
     return render_in_frame(
         __package__,
@@ -35,12 +34,12 @@ def render_scores(document: Mapping[str, Any]) -> str:
         colours={model: place % COLOURS for place, model in enumerate(models)},
         pairs=_pairs(document),
         reach=_reach(document),
-        answers=packed(json.dumps(document["answers"], separators=(",", ":"))),
+        answers=compressed(json.dumps(document["answers"], separators=(",", ":"))),
     )
 
 
 def _pairs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every pair of models, with its row for each task and average."""
+    """Return every pair of models, with its row for each task and average."""
     rows = document["results"]
     return [
         {
@@ -53,7 +52,7 @@ def _pairs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _reach(document: Mapping[str, Any]) -> float:
-    """How far intervals reach from zero, so that all are drawn to one scale."""
+    """Return the largest end of an interval, so that all are drawn to one scale."""
     ends = [abs(e) for r in document["results"] for p in r["pairs"] for e in p["interval"]]
     return float(max([0.01, *ends]))
 
@@ -67,5 +66,5 @@ def _signed(share: float) -> str:
 
 
 def _place(value: float, reach: float) -> str:
-    """Where a difference lies on a line from −reach to reach, in percent of its length."""
+    """Return the position of a difference between −reach and reach, in percent."""
     return f"{50 + 50 * value / reach:.2f}"

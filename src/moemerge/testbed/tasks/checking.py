@@ -1,9 +1,8 @@
-"""Whether a completion is right: equal to the answer, or a program that does the same.
+"""Check completions: they must equal the answer, or be a program with the same results.
 
-Programs are expressions of `s`, run in the sandbox. What runs them
-(`expressions.py`) refuses all syntax but slices, operators and a few string methods before it
-runs anything. It answers program by program, so when one brings its process down, the next
-process goes on from there.
+Programs are expressions of `s` that run in the sandbox. `expressions.py` rejects all syntax but
+slices, operators and a few string methods before it runs anything. It answers program by program.
+If a program crashes its process, another process continues after it.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ from moemerge.verification.sandbox.process import MIB, Limits
 from moemerge.verification.sandbox.protections import strongest
 
 EVALUATE = "moemerge.testbed.tasks.expressions:evaluate"
-# For all programs of one process; a healthy thousand takes a tenth of a second.
+# Per process; a thousand correct programs take a tenth of a second.
 LIMITS = Limits(cpu_seconds=5, wall_seconds=10, memory=512 * MIB, file_bytes=MIB)
 
 Results = list[list[str] | None]
 
 
 def check(problem: Problem, completion: str) -> bool:
-    """Whether `completion` (without the end of text) solves the problem."""
+    """Return whether `completion` (without the end token) solves the problem."""
     return check_all([problem], [completion])[0]
 
 
 def solves(row: Mapping[str, Any], response: str) -> bool:
-    """`check` for `verify:` of a task file whose rows are problems."""
+    """Check a response to a row of a task file whose rows are problems (`verify:`)."""
     names = [field.name for field in fields(Problem)]
     return check(Problem(**{name: row[name] for name in names}), response)
 
 
 def check_all(problems: Sequence[Problem], completions: Sequence[str]) -> list[bool]:
-    """`check` for many, all programs in few processes."""
+    """Check many completions, with all programs in few processes."""
     right = [
         problem.answer == completion
         for problem, completion in zip(problems, completions, strict=True)
     ]
-    # A program equal to the answer needs no run; the others may still do the same.
+    # Only programs that differ from the answer must run.
     unsure = [
         place
         for place, problem in enumerate(problems)
@@ -59,18 +58,18 @@ def check_all(problems: Sequence[Problem], completions: Sequence[str]) -> list[b
 
 
 def run_programs(programs: Sequence[str], inputs: Sequence[str]) -> Results:
-    """What each program gives for each input; None where it fails or gives no strings."""
+    """Return each program's results for the inputs; None if it fails or returns no strings."""
     return all_answers(programs, lambda some: _confined(some, inputs))
 
 
 def all_answers(programs: Sequence[str], ask: Callable[[Sequence[str]], Results]) -> Results:
-    """One answer for each program; `ask` answers the leading ones, up to one that ends it."""
+    """Return one answer per program; `ask` answers the first ones, until a program crashes it."""
     results: Results = []
     while len(results) < len(programs):
         leading = ask(programs[len(results) :])
         results.extend(leading)
-        # A process that ends may have been worn out by programs before the one it ended with, so
-        # that one gets a process of its own; if it ends that as well, it is to blame.
+        # Earlier programs may have used up a process's limits, so the program at which it crashed
+        # runs again first in the next process. If it crashes that one too, it has no result.
         if not leading:
             results.append(None)
     return results

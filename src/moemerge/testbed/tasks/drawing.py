@@ -1,7 +1,6 @@
-"""Problems of three domains (math, code, chat), drawn at random: the same arguments, the same ones.
+"""Random problems of three domains (math, code, chat), reproducible by seed.
 
-The hard kinds of math and code are answered step by step (`19;14;23`): what is asked is the whole
-derivation.
+Answers to the hard kinds of math and code have all intermediate steps (`19;14;23`).
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from moemerge.errors import UsageError
 from moemerge.registry import did_you_mean
 
 Split = Literal["train", "test"]
-# Draws in a row without a new problem after which a kind counts as used up.
+# A kind counts as exhausted after this number of draws without a new problem.
 _PATIENCE = 2000
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-# One prompt of so many is kept for testing. A prompt's hash decides, so no seed, count or order
+# One prompt in five is a test problem. The prompt's hash decides, so that no seed, count or order
 # can move a test problem into training.
 TEST_SHARE = 5
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model sees `prompt` and must go on with `answer` and the end of the text."""
+    """A prompt, and the answer that a model must generate before the end token."""
 
     domain: str
     kind: str
@@ -38,7 +37,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class ProblemKind:
-    """One kind of problem: `draw` gives a prompt and its answer."""
+    """One kind of problem; `draw` returns a prompt and its answer."""
 
     name: str
     hard: bool
@@ -46,7 +45,7 @@ class ProblemKind:
 
 
 def is_test(prompt: str) -> bool:
-    """Whether a prompt belongs to the test split."""
+    """Return whether a prompt belongs to the test split."""
     digest = blake2b(prompt.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % TEST_SHARE == 0
 
@@ -57,8 +56,8 @@ def _word(rng: random.Random, shortest: int, longest: int) -> str:
 
 # --- math: sums, chains of sums, word problems and linear equations -------------------------------
 
-_LARGEST = 99  # value reached on the way: two digits keep a row short
-_LARGEST_STEP = 12  # added or taken away at once
+_LARGEST = 99  # of all values; two digits keep rows short
+_LARGEST_STEP = 12  # added or subtracted
 _NAMES = ("Ann", "Bob", "Cy", "Dee", "Eve")
 _GAINS = ("gets", "finds", "wins", "buys")
 _LOSSES = ("gives", "loses", "eats", "sells")
@@ -76,7 +75,7 @@ def _one_step(rng: random.Random) -> tuple[str, str]:
 
 
 def _chain(rng: random.Random) -> tuple[str, str]:
-    """`12+7-5+9=` -> `19;14;23`: every value on the way, from left to right."""
+    """`12+7-5+9=` -> `19;14;23`: all intermediate values."""
     value = rng.randrange(2, 60)
     prompt, steps = str(value), []
     for _ in range(3):
@@ -109,7 +108,7 @@ def _equation(rng: random.Random) -> tuple[str, str]:
 
 
 def _move(value: int, rng: random.Random) -> tuple[str, int]:
-    """A sign and an amount that keep a value between 0 and the largest."""
+    """Return a sign and an amount that keep the value between 0 and the largest."""
     sign = rng.choice("+-") if 2 < value < _LARGEST - 1 else ("+" if value <= 2 else "-")
     room = _LARGEST - value if sign == "+" else value
     return sign, rng.randrange(1, min(room, _LARGEST_STEP) + 1)
@@ -119,9 +118,9 @@ def _apply(a: int, sign: str, b: int) -> int:
     return {"+": a + b, "-": a - b, "*": a * b}[sign]
 
 
-# --- code: what expressions give, and programs written from examples ------------------------------
+# --- code: results of expressions, and programs from examples -------------------------------------
 
-# Each is written behind a string in Python, alone or after another of them.
+# Python operations on a string; they can be chained.
 OPERATIONS: dict[str, Callable[[str], str]] = {
     "[::-1]": lambda s: s[::-1],
     ".upper()": str.upper,
@@ -132,7 +131,7 @@ OPERATIONS: dict[str, Callable[[str], str]] = {
     "[:2]": lambda s: s[:2],
 }
 SYNTHESIS = "synthesis"
-# What a synthesised program is run on, beside nothing that its examples show.
+# Inputs on which a synthesised program is tested.
 HIDDEN_INPUTS = ("orange", "kiwi", "melons", "abcdefg", "zyxwv")
 
 
@@ -181,7 +180,7 @@ def _list_expression(rng: random.Random) -> tuple[str, str]:
 
 
 def _synthesis(rng: random.Random) -> tuple[str, str]:
-    """`abcd>DCBA efghi>IHGFE s` -> `[::-1].upper()`: an expression that goes on from `s`."""
+    """`abcd>DCBA efghi>IHGFE s` -> `[::-1].upper()`: an expression that continues `s`."""
     names = rng.sample(tuple(OPERATIONS), 2)
     examples = []
     for word in (_word(rng, 4, 5), _word(rng, 4, 5)):
@@ -190,7 +189,7 @@ def _synthesis(rng: random.Random) -> tuple[str, str]:
 
 
 def program_of(completion: str) -> str:
-    """The whole expression of `s` that a completion of a synthesis problem writes."""
+    """Return the whole expression of a completion of a synthesis problem."""
     return f"s{completion}"
 
 
@@ -198,7 +197,7 @@ def _shown(value: object) -> str:
     return str(value).replace(" ", "")
 
 
-# --- chat: say a thing exactly as it was asked for ------------------------------------------------
+# --- chat: follow formatting instructions exactly -------------------------------------------------
 
 _SEPARATORS = ";-+/_"
 _ORDERS = ("sorted", "reversed", "as is")
@@ -229,7 +228,7 @@ def _join(rng: random.Random) -> tuple[str, str]:
 
 
 def _count(rng: random.Random) -> tuple[str, str]:
-    """`2 upper dog cat ox:` -> `1 DOG 2 CAT`: so many, numbered, in the asked case."""
+    """`2 upper dog cat ox:` -> `1 DOG 2 CAT`: the first two words, numbered, in upper case."""
     count, case = rng.randint(1, 3), rng.choice(("upper", "lower", "title"))
     words = [_word(rng, 2, 3) for _ in range(3)]
     taken = [getattr(str, case)(word) for word in words[:count]]
@@ -272,7 +271,7 @@ DOMAINS = tuple(KINDS)
 def problems(
     domain: str, *, split: Split, count: int, seed: int, hard: bool = True
 ) -> list[Problem]:
-    """`count` different problems, the domain's (hard or easy) kinds taking turns."""
+    """Return `count` different problems of the domain's hard or easy kinds, in rotation."""
     if domain not in KINDS:
         raise UsageError(
             f"unknown domain {domain!r}{did_you_mean(domain, DOMAINS)}",
@@ -290,13 +289,13 @@ def problems(
             drawn.append(problem)
     if len(drawn) < count:
         raise UsageError(
-            f"{domain} has only {len(drawn)} {split} problems of this kind, {count} were asked for"
+            f"{domain} has only {len(drawn)} {split} problems of this kind, {count} were requested"
         )
     return drawn
 
 
 def draw(domain: str, kind: ProblemKind, *, split: Split, seed: int) -> Iterator[Problem]:
-    """Different problems of one kind, until it is used up."""
+    """Yield different problems of one kind until it is exhausted."""
     rng = random.Random(f"{domain}/{kind.name}/{split}/{seed}")
     seen: set[str] = set()
     idle = 0

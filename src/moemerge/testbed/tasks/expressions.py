@@ -1,7 +1,7 @@
-"""Evaluates expressions one by one. Runs inside the sandbox; imports nothing of the package.
+"""Evaluate expressions. This module runs inside the sandbox and imports nothing of the package.
 
-Asked {"programs": [...], "inputs": [...]}, it answers one line of JSON per program: a list of
-strings, or null.
+The request is {"programs": [...], "inputs": [...]}. The answer has one line of JSON per program: a
+list of strings, or null.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ NODES = (
 
 
 class RefusedError(Exception):
-    """A program that is not run."""
+    """A program that is rejected."""
 
 
 def evaluate(request: bytes, answer: Callable[[bytes], None]) -> None:
-    asked = json.loads(request)
+    """Answer a request, one line per program."""
+    content = json.loads(request)
 
     def stop(*_: object) -> None:
         raise RefusedError("time")
 
     signal.signal(signal.SIGALRM, stop)
-    for program in asked["programs"]:
-        answer(json.dumps(_answer(program, asked["inputs"])).encode() + b"\n")
+    for program in content["programs"]:
+        answer(json.dumps(_answer(program, content["inputs"])).encode() + b"\n")
 
 
 def _answer(program: str, inputs: list[str]) -> list[str] | None:
-    """The results, or None for whatever a program does wrong."""
+    """Return a program's results, or None if it fails."""
     try:
         signal.setitimer(signal.ITIMER_REAL, SECONDS_EACH)
         code = compile(_checked(program), "<program>", "eval")
         results = [_run(code, value) for value in inputs]
         signal.setitimer(signal.ITIMER_REAL, 0)
-    except Exception:  # a model may write anything, and all of it is simply wrong
+    except Exception:  # models write arbitrary programs, and any failure is a wrong answer
         signal.setitimer(signal.ITIMER_REAL, 0)
         return None
     return results

@@ -1,6 +1,6 @@
-"""Programs that nobody has read, run where they can do no harm.
+"""A sandbox for programs that models wrote.
 
-`process` starts and ends the confined process; `inside` is what runs in it, and confines itself
-with `namespaces`, `landlock` and `seccomp` before it touches a program. Nothing is imported here:
-the confined process starts thousands of times.
+`process` starts and ends the confined process. `inside` runs in it, and confines itself with
+`namespaces` and `system` before it runs a program. Nothing is imported here, because the confined
+process starts thousands of times.
 """

@@ -1,7 +1,7 @@
-"""What runs in the confined process: give up everything, then call the function.
+"""Run in the confined process: drop all rights, then call the function.
 
-Started by `process` as `python -c`, with its orders as JSON in the first argument, the request on
-stdin, and stdout for the answer. Imports only the standard library, as little of it as can be.
+`process` starts it as `python -c`, with its orders as JSON in the first argument, the request on
+stdin, and stdout for the answer. It imports as little of the standard library as possible.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from moemerge.verification.sandbox import landlock, namespaces, seccomp, system
+from moemerge.verification.sandbox import namespaces, system
 
-READY = b"ready\n"  # the first line of an answer: everything before the call has worked
+READY = b"ready\n"  # the first line of an answer: the confinement is complete
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     sys.argv = [""]
     answer(READY)
     function(request, answer)
-    os._exit(0)  # threads that a program left behind do not matter
+    os._exit(0)  # threads that a program left running do not matter
 
 
 def _function(name: str) -> Callable[[bytes, Callable[[bytes], None]], None]:
@@ -51,7 +51,7 @@ def _function(name: str) -> Callable[[bytes, Callable[[bytes], None]], None]:
 
 
 def _channel() -> Callable[[bytes], None]:
-    """Moves stdout out of a program's way: what it prints goes nowhere."""
+    """Keep stdout for the answer, and discard what the program prints."""
     channel = os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
@@ -73,14 +73,14 @@ def _limit(limits: dict[str, Any], *, own_users: bool) -> None:
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_CORE, 0),
     ]
-    if own_users:  # elsewhere it would count everything that the user runs
+    if own_users:  # otherwise it would count all processes of the user
         bounds.append((resource.RLIMIT_NPROC, limits["processes"]))
     for kind, most in bounds:
         _soft, hard = resource.getrlimit(kind)
         bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
         try:
             resource.setrlimit(kind, (bound, bound))
-        except (ValueError, OSError):  # a system that does not know this limit (macOS: memory)
+        except (ValueError, OSError):  # macOS has no limit on memory
             continue
 
 
@@ -88,10 +88,10 @@ def _give_up_rights(orders: dict[str, Any]) -> None:
     system.gain_no_privileges()
     if orders["how"] == "landlock":
         readable = [*orders["readable"], *namespaces.DEVICES]
-        landlock.confine_files(readable, [orders["folder"], os.devnull])
+        system.confine_files(readable, [orders["folder"], os.devnull])
     system.drop_capabilities()
     system.prctl(system.PR_SET_DUMPABLE, 0)
-    if seccomp.supported():
-        # A kernel without filters is no reason to stop: `probe` says what holds without them.
+    if system.has_filters():
+        # A kernel without filters is accepted: `probe` finds out what is still protected.
         with contextlib.suppress(OSError):
-            seccomp.filter_calls()
+            system.filter_calls()

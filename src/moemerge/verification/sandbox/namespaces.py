@@ -1,7 +1,7 @@
-"""A process with a file system, network and process table of its own (Linux 5.12, unprivileged).
+"""A process with its own file system, network and process table (Linux 5.12, unprivileged).
 
-What bubblewrap does, for systems that have none: user, mount, PID, network, IPC and host name
-namespaces; a small root in memory that shows a few read-only trees; no way back to the old one.
+The same as bubblewrap, for systems without it: user, mount, PID, network, IPC and host name
+namespaces, and a small root in memory that contains a few read-only trees.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterable
 
 from moemerge.verification.sandbox.system import PR_SET_PDEATHSIG, call, prctl, syscall
 
-HOME = "/tmp"  # where a program starts, and may write
+HOME = "/tmp"  # the working folder, which is writable
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-USER = 1000  # what the program sees as its user; the kernel maps it to whoever started us
+USER = 1000  # the user id inside; the kernel maps it to the real user
 LARGEST_NUMBER_OF_FILES = 1000
 
 _NEW_NAMESPACES = 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000
@@ -30,9 +30,10 @@ _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 
 def enter(readable: Iterable[str], root: str, room: int, seconds: float) -> None:
-    """Return in a process of its own world; the process that called supervises, and never returns.
+    """Return in a confined child. The calling process supervises it and never returns.
 
-    `root` is an empty folder to build the new root on, `room` the bytes that may be written there.
+    `root` is an empty folder for the new root, and `room` the number of bytes that may be written
+    there.
     """
     user, group = os.geteuid(), os.getegid()
     call("unshare", ctypes.c_int(_NEW_NAMESPACES))
@@ -47,7 +48,7 @@ def enter(readable: Iterable[str], root: str, room: int, seconds: float) -> None
 
 
 def _supervise(child: int, seconds: float) -> None:
-    """Wait for the child, end it when its time is up, and leave with its exit status."""
+    """Wait for the child, kill it after its time limit, and exit with its status."""
     signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
     signal.setitimer(signal.ITIMER_REAL, seconds)
     _pid, status = os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""What a confined process can really do, found by trying. Runs inside."""
+"""Find out by trying what a confined process can do. Runs inside the sandbox."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def try_everything(request: bytes, answer: Callable[[bytes], None]) -> None:
-    """Answers which of the things that a program must not do are refused."""
+    """Answer which forbidden actions are refused."""
     outside = json.loads(request)
     tries: dict[str, Callable[[], object]] = {
         "network": lambda: socket.create_connection(("127.0.0.1", outside["port"]), 1).close(),
@@ -20,7 +20,7 @@ def try_everything(request: bytes, answer: Callable[[bytes], None]) -> None:
     }
     answer(json.dumps({name: _refused(attempt) for name, attempt in tries.items()}).encode())
     with contextlib.suppress(OSError), open(outside["file"], "w"):
-        pass  # whether it reached the file outside, or one of the same name here, is seen there
+        pass  # the caller checks whether the file outside was changed
 
 
 def _refused(attempt: Callable[[], object]) -> bool:

@@ -1,4 +1,4 @@
-"""Confined processes from the outside: what they may use and see, how they start and end."""
+"""Start and end confined processes, with their limits and readable folders."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one process.
+    """Limits of one process.
 
-    Processor time does not depend on what else the machine does, so that is what counts; the clock
-    only ends what waits.
+    Processor time is the main limit, since it does not depend on the machine's load. The wall clock
+    only ends processes that wait.
     """
 
     cpu_seconds: float = 10.0
     wall_seconds: float = 25.0
-    memory: int = 4 * GIB  # address space; numpy alone reserves most of one
-    file_bytes: int = 64 * MIB  # of all files together where it has a file system of its own
+    memory: int = 4 * GIB  # address space; numpy reserves most of one GiB
+    file_bytes: int = 64 * MIB  # of all files together, if it has its own file system
     open_files: int = 64
-    processes: int = 100  # threads; other processes are refused anyway where calls are filtered
-    answer: int = 8 * MIB  # bytes that may come back
+    processes: int = 100  # threads; where calls are filtered, other processes are refused anyway
+    answer: int = 8 * MIB  # size of an answer
 
     def with_time(self, cpu_seconds: float) -> Limits:
-        """More or less time, by the clock as well."""
+        """Return these limits with another processor time; the wall clock is scaled with it."""
         factor = cpu_seconds / self.cpu_seconds
         return replace(self, cpu_seconds=cpu_seconds, wall_seconds=self.wall_seconds * factor)
 
 
 PACKAGE: Final = Path(__file__).parents[2]
-# The package's own __init__ asks for the installed version, which takes longer than all the rest.
+# moemerge's __init__ looks up the installed version, which takes longer than everything else.
 START: Final = f"""
 import sys, types
 package = types.ModuleType("moemerge")
@@ -61,7 +61,7 @@ from moemerge.errors import ResourceError
 from moemerge.verification.sandbox.inside import main
 main()
 """
-# Set orders that do not change from run to run, and one thread for numpy's own library.
+# A fixed hash seed, and one thread for numpy's library.
 ENVIRONMENT: Final = {
     "PATH": "/usr/bin:/bin",
     "HOME": HOME,
@@ -70,11 +70,11 @@ ENVIRONMENT: Final = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
-GRACE: Final = 2.0  # seconds for a process to start and for its own supervisor to act first
+GRACE: Final = 2.0  # seconds for a process to start, and for its supervisor to act first
 
 
 class Ended(enum.Enum):
-    """How a process came to its end."""
+    """How a process ended."""
 
     ITSELF = "ended"
     TIME = "time limit"
@@ -84,7 +84,7 @@ class Ended(enum.Enum):
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """What came back from a process."""
+    """The answer of a process and how it ended."""
 
     answer: bytes
     ended: Ended
@@ -93,14 +93,14 @@ class ProcessResult:
 
 
 class Sandbox:
-    """Runs functions of ours, each in a confined process of its own. Threads may share one."""
+    """Runs our functions, each in its own confined process. Thread-safe."""
 
     def __init__(self, how: str) -> None:
         self.how = how
         self._readable = readable()
 
     def run(self, function: str, request: bytes, limits: Limits | None = None) -> ProcessResult:
-        """Call `module:function`, a function of (request, answer), and return what it answered."""
+        """Call `module:function` with (request, answer) and return its answer."""
         limits = limits or Limits()
         with (
             _folder() as folder,
@@ -114,7 +114,7 @@ class Sandbox:
                 self._command(function, folder, limits),
                 stdin=stdin,
                 stdout=subprocess.PIPE,
-                stderr=log,  # until the program's turn comes
+                stderr=log,  # until the program starts
                 env=ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,
@@ -138,7 +138,7 @@ class Sandbox:
             "packages": packages(),
             "limits": asdict(limits),
         }
-        # No site packages and no bytecode written; -P: nothing is imported from the folder.
+        # No site packages, no bytecode written; -P: nothing is imported from the folder.
         python = [sys.executable, "-S", "-s", "-P", "-B", "-c", START, json.dumps(orders)]
         if self.how != "bubblewrap":
             return python
@@ -146,7 +146,7 @@ class Sandbox:
 
 
 class SandboxError(ResourceError):
-    """The confined process did not come as far as the function."""
+    """The confined process ended before it called the function."""
 
     def __init__(self, how: str, exit_code: int, complaint: str) -> None:
         last = complaint.splitlines()[-1] if complaint else f"exit code {exit_code}"
@@ -155,7 +155,7 @@ class SandboxError(ResourceError):
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """An empty folder that is gone afterwards, whatever a program did to it."""
+    """An empty folder that is deleted at the end, whatever a program did to it."""
     folder = tempfile.mkdtemp(prefix="moemerge-sandbox-")
     try:
         yield folder
@@ -167,13 +167,14 @@ def _remove(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if not os.path.exists(folder):
         return
-    for parent, _folders, _files in os.walk(folder):  # a program may have locked its own folders
+    # a program may have changed the permissions of its folders
+    for parent, _folders, _files in os.walk(folder):
         os.chmod(parent, 0o700)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> tuple[bytes, Ended]:
-    """Everything the process answers, until it ends or must be ended. Leaves no process behind."""
+    """Read the answer until the process ends or has to be killed. Leaves no process behind."""
     assert process.stdout is not None
     pipe = process.stdout.fileno()
     pieces: list[bytes] = []
@@ -192,7 +193,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> tuple
             if size > most:
                 ended = Ended.OUTPUT
                 break
-        if ended is Ended.ITSELF:  # it may have closed its stdout and live on
+        if ended is Ended.ITSELF:  # it may have closed its stdout and still run
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
             ended = Ended.ITSELF if process.poll() is not None else Ended.TIME
@@ -205,7 +206,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> tuple
 
 
 def _by_limit(exit_code: int, seconds: float, limits: Limits) -> Ended:
-    """Whether a process that was killed had used up its time."""
+    """Return whether a killed process had used up its processor time."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     out_of_time = number == signal.SIGXCPU or (
         number == signal.SIGKILL and seconds >= limits.cpu_seconds
@@ -219,7 +220,7 @@ SYSTEM: Final = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.s
 
 
 def readable() -> list[str]:
-    """Trees that Python needs, without those that lie inside of others."""
+    """Return the trees that Python needs, without those inside others."""
     wanted = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
     wanted += [sysconfig.get_paths()["stdlib"], *packages()]
     trees = list(dict.fromkeys(os.path.abspath(path) for path in wanted))
@@ -234,7 +235,7 @@ def readable() -> list[str]:
 
 
 def packages() -> list[str]:
-    """Folders with installed packages, such as numpy for tests."""
+    """Return the folders of installed packages, such as numpy for tests."""
     paths = sysconfig.get_paths()
     known = [paths["purelib"], paths["platlib"], *site.getsitepackages()]
     return [path for path in dict.fromkeys(known) if os.path.isdir(path)]

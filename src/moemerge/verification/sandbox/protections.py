@@ -1,4 +1,4 @@
-"""Which sandbox works on this system, and what it protects from."""
+"""Select the strongest sandbox that works on this system, and find out what it protects."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from moemerge.errors import UsageError
-from moemerge.verification.sandbox import landlock
 from moemerge.verification.sandbox.process import Sandbox, SandboxError
+from moemerge.verification.sandbox.system import landlock_version
 
 # Strongest first. `landlock` and `limits` are for systems that forbid namespaces.
 WAYS: Final = ("bubblewrap", "namespaces", "landlock", "limits")
@@ -30,7 +30,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True)
 class Protections:
-    """What a program cannot do here, found by trying each."""
+    """What a program cannot do here, found by trying each action."""
 
     how: str
     network: bool
@@ -43,20 +43,20 @@ class Protections:
         return [words for name, words in _WORDS.items() if getattr(self, name)]
 
     def sentences(self) -> list[str]:
-        """What a user who allows programs should know."""
+        """Return the lines that a user who allows programs should read."""
         lines = [f"programs run in a sandbox ({self.how}): {', '.join(self.holds()) or 'limits'}"]
         if self.fails():
             lines.append(f"NOT true on this system: {', '.join(self.fails())}")
         return lines
 
     def fails(self) -> list[str]:
-        """Sentences that are NOT true here."""
+        """Return the protections that do not hold here."""
         return [words for name, words in _WORDS.items() if not getattr(self, name)]
 
 
 @functools.cache
 def strongest() -> tuple[Sandbox, Protections]:
-    """The strongest sandbox that works on this system, and what it protects from."""
+    """Return the strongest sandbox that works on this system, and its protections."""
     if os.name != "posix":
         raise UsageError(
             "programs cannot be run on this system: it has no process groups and resource limits",
@@ -68,7 +68,7 @@ def strongest() -> tuple[Sandbox, Protections]:
         sandbox = Sandbox(how)
         try:
             return sandbox, protections(sandbox)
-        except (SandboxError, ValueError):  # forbidden here, in whole or in part
+        except (SandboxError, ValueError):  # not permitted here, or only in part
             continue
     raise UsageError(
         "programs cannot be run on this system: a confined process does not even start",
@@ -80,12 +80,12 @@ def present(how: str) -> bool:
     if how == "bubblewrap":
         return shutil.which("bwrap") is not None
     if how == "landlock":
-        return sys.platform == "linux" and landlock.version() > 0
+        return sys.platform == "linux" and landlock_version() > 0
     return how == "limits" or sys.platform == "linux"
 
 
 def protections(sandbox: Sandbox) -> Protections:
-    """Try what a program must not do."""
+    """Try the actions that a program must not be able to do."""
     with tempfile.NamedTemporaryFile("w") as file, socket.socket() as listener:
         file.write("kept")
         file.flush()

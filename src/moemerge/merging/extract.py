@@ -1,0 +1,209 @@
+"""Rebuild one model from a merge that kept it: `moemerge extract`."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moemerge.architectures.opened import OpenModel, open_model
+from moemerge.architectures.roles import Unit
+from moemerge.checkpoint import Checkpoint, CheckpointPatch, check_output, require_space
+from moemerge.checkpoint.folder import SINGLE
+from moemerge.checkpoint.output import KEPT_FOLDER
+from moemerge.checkpoint.safetensors_file import SafetensorsFile
+from moemerge.config.documents import KeptDocument, parse_document
+from moemerge.config.models import ModelRef
+from moemerge.errors import CheckpointError, NumericalError, UsageError
+from moemerge.merging.kept import KEPT_MANIFEST, LEFT, MASK, REST, RIGHT, part_name, rebuild_unit
+from moemerge.merging.matching import UnitIndex, require_one_family, require_shape
+from moemerge.registry import did_you_mean
+from moemerge.report.files import (
+    CARD_NAME,
+    CONFIG_NAME,
+    REPORT_NAME,
+    model_card,
+    report_bytes,
+    report_document,
+)
+from moemerge.runtime.files import read_object
+from moemerge.runtime.lazy import torch
+from moemerge.runtime.progress import Progress
+from moemerge.version import __version__
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HINT = "it is written by a merge whose config has `tasks: {keep: ...}`"
+
+
+@dataclass(frozen=True)
+class ExtractReport:
+    """The report of an extraction."""
+
+    shared: str
+    task: str  # the model's name
+    keep: str
+    base: str
+    scale: float
+    units: int  # number of rebuilt units
+    output: str
+    task_bytes: int  # size of what is kept of this model
+    output_bytes: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds": round(self.seconds, 3)}
+
+
+def extract_model(
+    shared: str | Path | ModelRef,
+    name: str,
+    out: Path,
+    *,
+    base: str | Path | ModelRef | None,
+    overwrite: bool,
+    progress: Progress,
+) -> ExtractReport:
+    """Write the kept model `name` to `out`, which appears complete or not at all."""
+    begin = time.perf_counter()
+    ours = open_model(str(shared), shared)
+    folder = ours.checkpoint.path / KEPT_FOLDER
+    document = read_object(folder / KEPT_MANIFEST, _HINT)
+    kept = parse_document(KeptDocument, document, str(folder / KEPT_MANIFEST), _HINT)
+    if name not in kept.tasks:
+        raise UsageError(
+            f"{ours.label} keeps no model {name!r}{did_you_mean(name, kept.tasks)}",
+            hint=f"its models: {', '.join(kept.tasks)}",
+        )
+    reference = kept.base if base is None else base
+    origin = open_model("base", reference)
+    require_one_family([ours, origin])
+    inputs = [path for m in (ours, origin) for path in m.checkpoint.folders]
+    check_output(out, overwrite=overwrite, inputs=inputs)
+    require_space(out, ours.checkpoint.total_bytes)
+    entry = kept.tasks[name]
+    with _Parts(folder / entry.folder) as parts:
+        extraction = _Extraction(ours, origin, parts, kept.keep, entry.scale)
+        with CheckpointPatch(ours.checkpoint, out, overwrite=overwrite, inputs=inputs) as patch:
+            units = extraction.write(patch, progress)
+            report = ExtractReport(
+                shared=ours.label,
+                task=name,
+                keep=kept.keep,
+                base=origin.label,
+                scale=entry.scale,
+                units=units,
+                output=str(out),
+                task_bytes=parts.nbytes,
+                output_bytes=ours.checkpoint.total_bytes,
+                seconds=time.perf_counter() - begin,
+            )
+            for file, data in _companions(ours.checkpoint, report).items():
+                patch.add_bytes(file, data)
+            patch.commit()
+    return report
+
+
+def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, bytes]:
+    """Return a report and a card that describe the extracted model instead of the merge."""
+    document = report_document(__version__, extract=report.to_json())
+    config = checkpoint.path / CONFIG_NAME
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    card = model_card(
+        title=Path(report.output).name,
+        summary=f"The model `{report.task}`, taken out of `{report.shared}` ({report.keep}).",
+        hub_models=[],
+        sections=[],
+        config=text,
+        version=__version__,
+    )
+    return {REPORT_NAME: report_bytes(document), CARD_NAME: card.encode()}
+
+
+class _Parts:
+    """The file of parts that is kept of one model."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = SafetensorsFile(folder / SINGLE)
+        self.nbytes = sum(info.nbytes for info in self._file.tensors.values())
+
+    def of(self, key: str) -> dict[str, Tensor]:
+        names = {part: part_name(key, part) for part in (MASK, LEFT, RIGHT, REST)}
+        return {p: self._file.read(n) for p, n in names.items() if n in self._file.tensors}
+
+    def __enter__(self) -> _Parts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class _Extraction:
+    shared: OpenModel
+    base: OpenModel
+    parts: _Parts
+    keep: Any
+    scale: float
+
+    def write(self, patch: CheckpointPatch, progress: Progress) -> int:
+        """Write every unit with kept parts; all other units keep the merged weights."""
+        index, count = UnitIndex(self.shared), 0
+        others = UnitIndex(self.base)
+        progress.start("extracting", len(index.by_tensor), unit="tensors")
+        for name, units in index.by_tensor.items():
+            for rows, block in _blocks(units):
+                written = self._block(name, rows, block, index, others)
+                if written is not None:
+                    patch.write(name, written, row=0 if rows is None else rows[0])
+                    count += len(block)
+            progress.advance(1)
+        progress.finish()
+        if not count:
+            raise CheckpointError(
+                f"nothing that is kept of the model fits {self.shared.label}", hint=_HINT
+            )
+        return count
+
+    def _block(
+        self,
+        name: str,
+        rows: tuple[int, int] | None,
+        units: list[Unit],
+        index: UnitIndex,
+        others: UnitIndex,
+    ) -> Tensor | None:
+        kept = {unit.key: self.parts.of(unit.key) for unit in units}
+        if not any(kept.values()):
+            return None
+        stored = self.shared.checkpoint.read(name, rows)
+        result = stored.clone()
+        for unit in units:
+            if not kept[unit.key]:
+                continue
+            own = others.find(unit)
+            if own is None:
+                raise CheckpointError(f"{self.base.label} has no {unit.key}", hint="name its base")
+            require_shape(unit, index, own, others)
+            read = self.base.checkpoint.read(own.tensor, own.slot.rows)
+            origin, merged = own.slot.take(read), unit.slot.take(stored)
+            wide = torch.promote_types(merged.dtype, torch.float32)
+            made = rebuild_unit(
+                self.keep, kept[unit.key], origin.to(wide), merged.to(wide), self.scale
+            )
+            unit.slot.take(result).copy_(made)
+        if not bool(result.isfinite().all()):
+            raise NumericalError(f"{name} would hold values that {result.dtype} cannot")
+        return result
+
+
+def _blocks(units: tuple[Unit, ...]) -> Iterator[tuple[tuple[int, int] | None, list[Unit]]]:
+    """Group the units of a tensor by their rows."""
+    groups: dict[tuple[int, int] | None, list[Unit]] = defaultdict(list)
+    for unit in units:
+        groups[unit.slot.rows].append(unit)
+    yield from groups.items()

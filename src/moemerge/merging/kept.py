@@ -1,0 +1,197 @@
+"""Keep what is needed to rebuild each model from a merge (`tasks:` of a config).
+
+OUT/moemerge_tasks/tasks.json             the manifest: kind, base and models
+OUT/moemerge_tasks/0/model.safetensors    the first model's masks, or its low-rank residual
+
+With W the merged unit, W_0 the base's, W_i a model's, τ = W - W_0 and τ_i = W_i - W_0, in float32:
+
+* tall: mask_i = [|τ_i| > t |τ - τ_i|];  W where mask_i, else W_0
+* emr:  mask_i = [τ_i τ > 0];  W_0 + λ_i mask_i τ, with λ_i = Σ |τ_i| / Σ |mask_i τ| over the model
+* twin: W plus the leading singular directions of W_i - W
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from moemerge.checkpoint import CheckpointWriter, TensorInfo
+from moemerge.checkpoint.output import KEPT_FOLDER
+from moemerge.config.schema import Keep, KeptModels
+from moemerge.merging.methods._spectra import Spectrum
+from moemerge.merging.plan import MergePlan, UnitMerge
+from moemerge.report.files import report_bytes
+from moemerge.runtime.dtypes import Dtype
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+KEPT_MANIFEST = "tasks.json"
+SHARD_BYTES = 5 * 10**9
+MASK, LEFT, RIGHT, REST = "mask", "left", "right", "rest"
+Parts = Mapping[str, "Tensor"]
+BITS = 8
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Return a mask of any shape as bytes of eight elements, the first in the lowest bit."""
+    flat = mask.reshape(-1)
+    bits = torch.zeros(-(-flat.numel() // BITS) * BITS, dtype=torch.uint8, device=mask.device)
+    bits[: flat.numel()] = flat
+    weights = torch.tensor([1 << i for i in range(BITS)], dtype=torch.uint8, device=mask.device)
+    return (bits.view(-1, BITS) * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the mask that `pack_bits` packed."""
+    weights = torch.tensor([1 << i for i in range(BITS)], dtype=torch.uint8, device=packed.device)
+    bits = (packed[:, None] & weights) != 0
+    return bits.reshape(-1)[: math.prod(shape)].view(shape)
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """One tensor that is kept of a unit."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+
+
+def part_specs(settings: KeptModels, shape: tuple[int, ...], dtype: Dtype) -> list[PartSpec]:
+    """Return the tensors that are kept of a unit of this shape and stored dtype."""
+    if settings.keep != "twin":
+        return [PartSpec(MASK, Dtype.UINT8, (-(-math.prod(shape) // BITS),))]
+    rank = twin_rank(settings, shape)
+    if rank is None:
+        return [PartSpec(REST, dtype, shape)]
+    out, width = shape
+    return [PartSpec(LEFT, dtype, (out, rank)), PartSpec(RIGHT, dtype, (width, rank))]
+
+
+def twin_rank(settings: KeptModels, shape: tuple[int, ...]) -> int | None:
+    """Return the rank kept of a matrix; None if the whole residual is not larger."""
+    if len(shape) != 2 or settings.rank * sum(shape) >= shape[0] * shape[1]:
+        return None
+    return settings.rank
+
+
+def keep_unit(settings: KeptModels, own: Tensor, base: Tensor, merged: Tensor) -> dict[str, Tensor]:
+    """Return the parts to keep of one model's unit."""
+    if settings.keep == "tall":
+        change, rest = own - base, merged - own
+        return {MASK: pack_bits(change.abs() > settings.threshold * rest.abs())}
+    if settings.keep == "emr":
+        return {MASK: pack_bits((own - base) * (merged - base) > 0)}
+    rank = twin_rank(settings, tuple(own.shape))
+    rest = own - merged
+    if rank is None:
+        return {REST: rest}
+    spectrum = Spectrum.of(rest, most=rank)
+    root = spectrum.values.sqrt()
+    left, right = own.new_zeros(own.shape[0], rank), own.new_zeros(own.shape[1], rank)
+    left[:, : len(root)] = (spectrum.left * root).to(own.dtype)
+    right[:, : len(root)] = (spectrum.right * root).to(own.dtype)
+    return {LEFT: left, RIGHT: right}
+
+
+def emr_norms(own: Tensor, base: Tensor, merged: Tensor) -> tuple[float, float]:
+    """Return Σ |τ_i| and Σ |mask_i τ|, whose ratio is EMR's scale."""
+    change, shared = own - base, merged - base
+    agreed = shared.masked_fill(change * shared <= 0, 0.0)
+    return float(change.abs().double().sum()), float(agreed.abs().double().sum())
+
+
+def rebuild_unit(keep: Keep, parts: Parts, base: Tensor, merged: Tensor, scale: float) -> Tensor:
+    """Return the approximation of a model's unit from its kept parts."""
+    shape = tuple(merged.shape)
+    if keep == "tall":
+        return torch.where(unpack_bits(parts[MASK], shape), merged, base)
+    if keep == "emr":
+        mask = unpack_bits(parts[MASK], shape)
+        return base + scale * torch.where(mask, merged - base, 0.0)
+    if REST in parts:
+        return merged + parts[REST].to(merged.dtype)
+    return merged + parts[LEFT].to(merged.dtype) @ parts[RIGHT].to(merged.dtype).T
+
+
+def kept_tensors(plan: MergePlan, settings: KeptModels) -> Iterator[TensorInfo]:
+    """Yield the tensors that are stored for each model."""
+    for block in plan.blocks:
+        for merge in block.merges:
+            for spec in part_specs(settings, merge.unit.shape, plan.dtypes[merge.unit.tensor]):
+                yield TensorInfo.of(part_name(merge.unit.key, spec.name), spec.dtype, spec.shape)
+
+
+def part_name(key: str, part: str) -> str:
+    return f"{key}:{part}"
+
+
+class ModelKeeper:
+    """Writes the kept parts of every model. A thread-safe context manager."""
+
+    def __init__(self, plan: MergePlan, settings: KeptModels, base: str, folder: Path) -> None:
+        self._plan = plan
+        self._settings = settings
+        self._base = base
+        self._folder = folder / KEPT_FOLDER
+        self._lock = threading.Lock()
+        merges = [merge for block in plan.blocks for merge in block.merges]
+        self._models = list(dict.fromkeys(s.model for m in merges for s in m.inputs))
+        self._totals = {model: [0.0, 0.0] for model in self._models}
+        self._writers: dict[int, CheckpointWriter] = {}
+        infos = list(kept_tensors(plan, settings))
+        self.nbytes = sum(info.nbytes for info in infos)  # per model
+        for number, model in enumerate(self._models):
+            self._writers[model] = CheckpointWriter(
+                self._folder / str(number), infos, shard_bytes=SHARD_BYTES, overwrite=False
+            )
+
+    def keep(self, merge: UnitMerge, tensors: Sequence[Tensor], base: Tensor, out: Tensor) -> None:
+        """Write one unit's parts from the models' `tensors`, the base's and the merged `out`."""
+        dtype = self._plan.dtypes[merge.unit.tensor]
+        for source, own in zip(merge.inputs, tensors, strict=False):
+            parts = keep_unit(self._settings, own, base, out)
+            writer = self._writers[source.model]
+            for spec in part_specs(self._settings, merge.unit.shape, dtype):
+                name = part_name(merge.unit.key, spec.name)
+                writer.write(name, parts[spec.name].to(spec.dtype.torch))
+            if self._settings.keep == "emr":
+                own_size, agreed = emr_norms(own, base, out)
+                with self._lock:
+                    self._totals[source.model][0] += own_size
+                    self._totals[source.model][1] += agreed
+
+    def commit(self) -> dict[str, Any]:
+        """Flush all files inside the hidden folder of OUT, and return the manifest."""
+        for writer in self._writers.values():
+            writer.commit()
+        kept = {
+            self._plan.models[model].name: {
+                "folder": str(number),
+                "model": self._plan.models[model].checkpoint.label,
+                "scale": self._scale(model),
+                "bytes": self.nbytes,
+            }
+            for number, model in enumerate(self._models)
+        }
+        manifest = {**self._settings.model_dump(), "base": self._base, "tasks": kept}
+        (self._folder / KEPT_MANIFEST).write_bytes(report_bytes(manifest))
+        return manifest
+
+    def _scale(self, model: int) -> float:
+        own, agreed = self._totals[model]
+        return own / agreed if agreed > 0 else 1.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self._writers.values():
+            writer.abort()

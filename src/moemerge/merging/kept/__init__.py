@@ -1,1 +1,0 @@
-"""What is kept of each model beside a merged one, and how a model is taken out again."""

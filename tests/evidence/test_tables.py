@@ -1,0 +1,194 @@
+"""Tables, comparisons, pages and figures from cells with known numbers, and recorded tables."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from evidence.cells import Scale, SetKey
+from evidence.experiments import EXPERIMENTS, Scope
+from moemerge.errors import DataError
+from moemerge.experiments.journal import CellJournal
+from moemerge.experiments.problems import pack
+from moemerge.experiments.report import (
+    comparison_table,
+    main_table,
+    markdown,
+    verdicts,
+    write_report,
+)
+from moemerge.experiments.summary import summarise
+from moemerge.experiments.tables import AS_MERGED, AVERAGED, HARC, SOURCE
+from moemerge.testbed.tasks import DOMAINS
+
+SCALE = asdict(Scale(problems=10, held_out=4, rows=4, tuning_steps=1))
+KEYS = [SetKey("olmoe", "tiny", "soft", seed) for seed in (0, 1)]
+SCOPE = Scope(("average", "wudi"), layers=3)
+# Problems solved of ten, in each domain, by seed; and the mismatch.
+SOLVED = {AS_MERGED: (4, 5), AVERAGED: (5, 5), HARC: (6, 7), SOURCE: (7, 9)}
+MISMATCH = {AS_MERGED: 0.4, AVERAGED: 0.3, HARC: 0.2, SOURCE: 0.1}
+
+
+def untouched_of(cell):
+    """Return the domains without a source, if one model is measured on all domains."""
+    separate = "specialists(", "routers in the sources", "source routers", "forced"
+    return [
+        d for d in DOMAINS if d not in cell.domains and not any(w in cell.name for w in separate)
+    ]
+
+
+def result(cell, solved, mismatch):
+    one = {
+        "problems": 10,
+        "accuracy": solved / 10,
+        "solved": pack([n < solved for n in range(10)]),
+        "mismatch": mismatch,
+        "any_mismatch": 1.0,
+        "kl": mismatch / 10,
+        "kl_layers": [0.0, mismatch / 10, mismatch / 5],
+        "mismatch_layers": [mismatch] * 3,
+        "tokens": 40,
+    }
+    found = {"trained": "0", "domains": dict.fromkeys(cell.domains, one), "seconds": 1.0}
+    untouched = {name: {**one, "accuracy": 1 - mismatch} for name in untouched_of(cell)}
+    return {**found, "untouched": untouched} if untouched else found
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return CellJournal(tmp_path, SCALE)
+
+
+def fill(journal, name, keys=KEYS):
+    rows = EXPERIMENTS[name].rows(SCOPE)
+    for row in rows:
+        for at, key in enumerate(keys):
+            solved = SOLVED.get(row.label, (5, 6))[at]
+            mismatch = MISMATCH.get(row.label, 0.25)
+            if journal.get(key, row.cell) is None:
+                journal.add(key, row.cell, result(row.cell, solved, mismatch))
+    return rows
+
+
+def summary_of(journal, name, keys=KEYS):
+    return summarise(EXPERIMENTS[name].form(keys[0]), fill(journal, name, keys), keys, journal)
+
+
+def test_means_errors_and_differences(journal):
+    summary = summary_of(journal, "two-model")
+    harc = summary.row("WUDI", HARC)
+    assert harc.overall.value == pytest.approx(0.65)
+    assert harc.overall.error == pytest.approx(0.05)
+    # Seed by seed it solves two more of ten: certain, with no spread to test.
+    assert harc.against_first.accuracy.difference.value == pytest.approx(0.2)
+    assert harc.against_first.accuracy.wins == 2
+    # Two domains, two seeds, two problems each that the plain merge misses.
+    assert (harc.against_first.problems.gained, harc.against_first.problems.lost) == (8, 0)
+    assert harc.against_first.problems.p == pytest.approx(2 / 2**8)
+    assert harc.kl_layers["math"] == pytest.approx([0.0, 0.02, 0.04])
+    assert summary.row("WUDI", AS_MERGED).against_first is None
+
+
+def test_the_table_says_what_was_found(journal):
+    summary = summary_of(journal, "two-model")
+    rows = {row[:2]: row for row in main_table(summary).rows}
+    assert rows["WUDI", HARC][2:7] == ("2", "65.0", "65.0", "65.0 ± 5.0", "+20.0 ± 0.0")
+    compared = comparison_table(summary)
+    assert ("WUDI", "source targets − HARC") in {row[:2] for row in compared.rows}
+    said = "\n".join(verdicts(summary))
+    assert "HARC lowers the mismatch for 2 of 2 methods." in said
+    assert "HARC against the plain merge: higher accuracy for 2 of 2 methods" in said
+    assert "Source targets against HARC: higher accuracy for 2 of 2" in said
+    assert "+15.0 points" in said
+
+
+def test_a_domain_that_nobody_calibrated_stands_beside_the_mean(journal):
+    summary = summary_of(journal, "two-model")
+    assert summary.row("WUDI", HARC).untouched["chat"].value == pytest.approx(0.8)
+    table = main_table(summary)
+    assert table.headings[-1] == "chat, untouched"
+    rows = {row[:2]: row for row in table.rows}
+    assert rows["WUDI", HARC][-1] == "80.0 ± 0.0"
+    # Each specialist runs on its own domain: there is no one model to ask.
+    assert rows["reference", "specialists"][-1] == ""
+    assert "chat, untouched" not in main_table(summary_of(journal, "three-model")).headings
+
+
+def test_an_unfinished_table_is_shown_as_far_as_it_is(journal):
+    rows = EXPERIMENTS["two-model"].rows(SCOPE)
+    journal.add(KEYS[1], rows[0].cell, result(rows[0].cell, 3, 0.5))
+    summary = summarise(EXPERIMENTS["two-model"].form(KEYS[0]), rows, KEYS, journal)
+    assert summary.seeds == (1,)
+    assert len(summary.rows) == 1
+    assert len(summary.missing) == len(rows) - 1
+    assert "Not measured: reference, specialists;" in markdown(summary)
+
+
+def test_pairs_are_those_that_both_were_measured_on(journal):
+    rows = fill(journal, "two-model", KEYS[:1])
+    journal.add(KEYS[1], rows[2].cell, result(rows[2].cell, 9, 0.4))
+    summary = summarise(EXPERIMENTS["two-model"].form(KEYS[0]), rows, KEYS, journal)
+    by = {row.label: row for row in summary.rows if row.group == "Weight averaging"}
+    assert by[AS_MERGED].overall.count == 2
+    assert by[HARC].against_first.accuracy.difference.count == 1
+
+
+def test_a_journal_is_read_back_and_a_broken_last_line_is_cut(journal):
+    fill(journal, "hessian")
+    text = journal.path.read_text()
+    journal.path.write_text(text + '{"set": {"arch"')
+    again = CellJournal(journal.path.parent, SCALE)
+    cell = EXPERIMENTS["hessian"].rows(SCOPE)[0].cell
+    assert again.get(KEYS[0], cell) == journal.get(KEYS[0], cell)
+    journal.close()
+    again.open()
+    again.close()
+    assert journal.path.read_text() == text
+    # Cells of another scale are other cells.
+    other = CellJournal(journal.path.parent, {**SCALE, "problems": 11})
+    assert other.get(KEYS[0], cell) is None
+    journal.path.write_text("nonsense\n" + text)
+    with pytest.raises(DataError, match="line 1"):
+        CellJournal(journal.path.parent, SCALE)
+
+
+def test_files_are_complete_and_the_same_again(journal, tmp_path):
+    summaries = [summary_of(journal, name) for name in ("two-model", "hessian")]
+    written = write_report(tmp_path, summaries, figures=False)
+    first = {path: path.read_bytes() for path in written}
+    assert {p.name for p in first} >= {"index.html", "results.md", "hessian-soft.json"}
+    found = json.loads((tmp_path / "two-model-soft.json").read_text())
+    assert found["rows"][2]["overall"]["value"] == pytest.approx(0.45)
+    assert '<table class="results">' in (tmp_path / "index.html").read_text()
+    write_report(tmp_path, summaries, figures=False)
+    assert first == {path: path.read_bytes() for path in written}
+
+
+@pytest.mark.parametrize("name", ["two-model", "hessian", "fraction", "router-swap", "layers"])
+def test_every_kind_of_figure_can_be_drawn(journal, tmp_path, name):
+    pytest.importorskip("matplotlib")
+    written = write_report(tmp_path, [summary_of(journal, name)], figures=True)
+    svg = tmp_path / f"{name}-soft.svg"
+    assert svg in written
+    assert (tmp_path / f"{name}-soft.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "index.html").read_text()
+    assert "<svg" in page
+    assert "accuracy" in svg.read_text() or "KL" in svg.read_text()
+
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+@pytest.mark.parametrize("name", ["hessian", "fine-tuning", "router-swap"])
+def test_recorded_cells_give_the_recorded_table(name, tmp_path):
+    shutil.copy(RECORDED / "cells.jsonl", tmp_path)
+    scale = json.loads((tmp_path / "cells.jsonl").read_text().splitlines()[0])["scale"]
+    one = EXPERIMENTS[name]
+    rows = one.rows(Scope(("average", "wudi", "regmean"), layers=3))
+    keys = [SetKey("olmoe", "tiny", "soft", seed) for seed in (0, 1, 2)]
+    summary = summarise(one.form(keys[0]), rows, keys, CellJournal(tmp_path, scale))
+    assert markdown(summary) == (RECORDED / f"{name}-soft.md").read_text(encoding="utf-8")
