@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from moemerge.architectures.config_check import check_model_config
 from moemerge.architectures.opened import open_model
 from moemerge.config.calibration import CalibrationKeywords, CalibrationSettings
 from moemerge.config.fields import LayerSelection, Strict
@@ -24,7 +25,6 @@ from moemerge.config.settings import (
 )
 from moemerge.config.translate import parse_settings
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
-from moemerge.features.known_configs import require_loadable
 from moemerge.runtime import ranks
 from moemerge.runtime.process import init_cuda_context
 from moemerge.runtime.progress import Progress, Silent
@@ -296,7 +296,7 @@ def swap_routers(
     """
     from moemerge.diagnosis import swap_routers as swap
 
-    require_loadable(open_model(str(model), model))
+    check_model_config(open_model(str(model), model))
     return swap(
         model,
         donor,
@@ -324,7 +324,7 @@ def extract(
     from moemerge.merging.extract import extract_model
 
     progress = Silent() if progress is None else progress
-    require_loadable(open_model(str(shared), shared))
+    check_model_config(open_model(str(shared), shared))
     return extract_model(shared, task, Path(out), base=base, overwrite=overwrite, progress=progress)
 
 
