@@ -1,4 +1,4 @@
-"""What a well-formed config must also fulfil: its method's needs, its slices, its parameters."""
+"""Semantic checks of a parsed config: method requirements, slices, parameters."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Values = Mapping[str, ParameterValue]
 
 
 def body_prefix(config: RunConfig) -> Path:
-    """Where `models` or `slices` stand."""
+    """Return the location of `models` or `slices`."""
     return ("modules", "default") if config.modules else ()
 
 
 def method_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> list[Fault]:
-    """Misspelt methods."""
+    """Return faults of unknown methods."""
     named: list[tuple[Path, str]] = [(("merge_method",), config.merge_method)]
     if config.router is not None and config.router.merge_method is not None:
         named.append((("router", "merge_method"), config.router.merge_method))
@@ -52,7 +52,7 @@ def method_faults(config: RunConfig, schemas: Mapping[str, MethodSchema]) -> lis
 
 
 def slice_faults(config: RunConfig) -> Iterator[Fault]:
-    """A model listed twice, and ranges of different length."""
+    """Return faults of models listed twice and of ranges with different lengths."""
     prefix = body_prefix(config)
     seen: set[ModelRef] = set()
     for i, entry in enumerate(config.body.models or ()):
@@ -75,18 +75,18 @@ def slice_faults(config: RunConfig) -> Iterator[Fault]:
 
 @dataclass(frozen=True)
 class _Scope:
-    """One `parameters:` of the file."""
+    """One `parameters:` block of the file."""
 
     path: Path
     values: Values
     known: Mapping[str, ParameterSpec]
     method: str
-    kind: str = "wide"  # or "model", or "base": a model that stands apart
+    kind: str = "wide"  # or "model", or "base"
 
 
 @dataclass(frozen=True)
 class ConfigFilter:
-    """A filter of the file: one of the branches of a value."""
+    """One filter of a parameter value, with its location."""
 
     path: Path
     value: Conditional
@@ -99,7 +99,7 @@ class ConfigFilter:
 
 @dataclass(frozen=True)
 class MethodCheck:
-    """A config against the schema of its method (and of its routers' method)."""
+    """Check a config against the schemas of its method and its router method."""
 
     config: RunConfig
     schemas: Mapping[str, MethodSchema]
@@ -115,7 +115,7 @@ class MethodCheck:
         return self.schemas.get(name) if name is not None else None
 
     def bases(self) -> Iterator[Fault]:
-        """A base model where a method needs one."""
+        """Return a fault if a method requires a base model and none is given."""
         for path, schema in ((("base_model",), self.schema), (("router",), self.router)):
             if schema is None or schema.base is not BasePolicy.REQUIRED:
                 continue
@@ -140,7 +140,7 @@ class MethodCheck:
                 yield Fault(place, text)
 
     def counts(self, merge: NormalisedMerge) -> Iterator[Fault]:
-        """As many models as the methods take."""
+        """Return a fault if the number of models does not suit the methods."""
         place = "models" if self.config.body.models is not None else "slices"
         for i, merge_slice in enumerate(merge.slices):
             path: Path = (*body_prefix(self.config), place)
@@ -154,7 +154,7 @@ class MethodCheck:
                     yield Fault(path if place == "models" else (*path, i), text)
 
     def parameters(self) -> Iterator[Fault]:
-        """Every parameter in every scope: known there, and with possible values."""
+        """Return faults of unknown parameters and impossible values in every scope."""
         for scope in self._scopes():
             if scope.kind == "base" and scope.values:
                 text = f"the base model's parameters have no effect in {self.schema.name!r}"
@@ -163,7 +163,7 @@ class MethodCheck:
                 yield from self._scope_faults(scope)
 
     def filters(self) -> Iterator[ConfigFilter]:
-        """Every filter, with its place."""
+        """Return every filter with its location."""
         for scope in self._scopes():
             for name, value in scope.values.items():
                 if isinstance(value, Conditional):
@@ -172,7 +172,7 @@ class MethodCheck:
                             yield ConfigFilter((*scope.path, name, i, "filter"), value, i)
 
     def misspelt(self) -> set[str]:
-        """Known parameters that an unknown one was probably meant to be."""
+        """Return known parameters with similar names."""
         return {
             known
             for scope in self._scopes()
@@ -200,7 +200,7 @@ class MethodCheck:
             yield _Scope(path, self.config.router.parameters, own, self.router.name)
 
     def _known(self) -> dict[str, ParameterSpec]:
-        """The method's parameters; the router's method may add per-model ones to them."""
+        """Return the method's parameters and the per-model ones of the router method."""
         added = [spec for spec in (self.router.parameters if self.router else ()) if spec.per_model]
         return {spec.name: spec for spec in (*added, *self.schema.parameters)}
 
@@ -228,7 +228,7 @@ class MethodCheck:
                 yield from value_faults(path, value, spec)
 
     def required(self, merge: NormalisedMerge, known: Container[str] = ()) -> Iterator[Fault]:
-        """Parameters without a default that no scope gives, but for those in `known`."""
+        """Return required parameters that no scope sets, except those in `known`."""
         for reader in filter(None, (merge.reader, merge.router_reader)):
             for spec in reader.schema.parameters:
                 if spec.default is REQUIRED and spec.name not in known:
@@ -257,7 +257,7 @@ def normalised_for_checks(
     schemas: Mapping[str, MethodSchema],
     wrappers: Mapping[str, WrapperSchema],
 ) -> NormalisedMerge:
-    """The planner's view, also of a config whose router section or wrappers are at fault."""
+    """Return the normalised merge, even if the router section or wrappers have faults."""
     wraps = tuple(entry for entry in config.wrap or () if entry.wrapper in wrappers)
     if wraps != (config.wrap or ()):
         config = config.model_copy(update={"wrap": wraps or None})
@@ -277,7 +277,7 @@ def _needs(schema: MethodSchema) -> str:
 
 
 def value_faults(path: Path, value: ParameterValue, spec: ParameterSpec) -> Iterator[Fault]:
-    """What is wrong with a parameter's value, each part at its place."""
+    """Return the faults of a parameter's value, each with its location."""
     for place, leaf in leaves(value):
         text = spec.fault(leaf)
         if text is not None:
@@ -293,7 +293,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-# --- filters that decide nothing, which nobody writes on purpose ----------------------------------
+# --- filters without effect -----------------------------------------------------------------------
 
 
 def filter_faults(
@@ -301,14 +301,14 @@ def filter_faults(
     readers: Sequence[ParameterReader],
     names: Mapping[str, Collection[str]],
 ) -> Iterator[Fault]:
-    """Filters that match no tensor, or whose tensors all get their value elsewhere.
+    """Return filters that match no tensor, or whose tensors all take their value from elsewhere.
 
     The readers have looked up the parameters of every tensor; `names` are the names of the merged
     tensors by role.
     """
     for item in filters:
         wanted = item.branch.filter
-        assert wanted is not None  # a catch-all is no filter
+        assert wanted is not None  # a catch-all has no pattern
         asked = [r.decided[id(item.value)] for r in readers if id(item.value) in r.decided]
         if not any(item.branch.matches(TensorContext(0, *pair)) for pair in _pairs(names)):
             yield Fault(item.path, f"{wanted!r} matches no tensor{_meant(wanted, names)}", True)
