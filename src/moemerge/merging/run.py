@@ -249,8 +249,8 @@ def run_merge(
 ) -> MergeReport:
     """Merge into `out`, which appears complete or not at all.
 
-    A `temporary` merge is read again immediately, so it stays in the page cache. Under torchrun each
-    process merges a part of the tensors.
+    A `temporary` merge is read again immediately, so it stays in the page cache. Under torchrun
+    each process merges a part of the tensors.
     """
     device = ranks.own_device(resolve_device(job.settings.device))
     with open_writer(job.plan, out, job.settings, temporary=temporary) as writer:
