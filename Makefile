@@ -1,20 +1,28 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Two commands cover a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
+# Modules are compiled when they are first imported: the demo imports few of them.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # Two workers: the suite is sized for two cores, and torch runs one thread in each.
 JOBS ?= 2
 
-.PHONY: demo test lint typecheck rooms unit slow docs fuzz faults clean
+.PHONY: demo test lint typecheck rooms unit slow docs fuzz faults versions clean
 
-$(STAMP): pyproject.toml constraints.txt
+# The demo needs the package and its report page; development needs every extra.
+$(DEMO_STAMP): pyproject.toml constraints.txt
 	@echo "Creating $(VENV) and installing (first run only; torch is a large download)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PIP) -e ".[report]"
 	@touch $@
 
-demo: $(STAMP)
+$(STAMP): $(DEMO_STAMP)
+	$(PIP) -e ".[dev]"
+	@touch $@
+
+demo: $(DEMO_STAMP)
 	$(BIN)/moemerge demo
 
 test: lint typecheck rooms unit
@@ -55,6 +63,10 @@ faults: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.run
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.kills --count $(KILLS)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.limits
+
+# The fast tests with the oldest supported releases and with the newest: docs/compatibility.md.
+versions:
+	$(PYTHON) tools/versions.py
 
 clean:
 	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -67,9 +67,8 @@ class Notes(Silent):
 
 def refit(spec: dict[str, Any]) -> None:
     init_cuda_context(spec["settings"]["device"])  # as the command does
-    from moemerge.refitting.job import RefitRequest
-
     from moemerge.config.faults import parse_settings
+    from moemerge.refitting.job import RefitRequest
     from moemerge.refitting.run import run_refit
     from moemerge.refitting.settings import RefitSettings
     from moemerge.runtime.process import limit_kernel_cache

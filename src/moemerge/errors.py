@@ -1,6 +1,6 @@
-"""Every error a user can meet. Each says what was got, what was expected, where, and what to do.
+"""Error classes. A message states what was found, what was expected, where, and a remedy.
 
-The exit code belongs to the kind of error, so that the command line has one place to look.
+Each class defines its exit code.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-LONGEST_LINE = 300  # characters of another library's message
+LONGEST_LINE = 300  # characters kept of another library's message
 
 
 class MoeMergeError(Exception):
-    """Base of all errors raised on purpose; `hint` tells the user what to do next."""
+    """Base of all our errors; `hint` states the remedy."""
 
     exit_code = 1
 
@@ -29,13 +29,13 @@ class UsageError(MoeMergeError):
 
 
 class ConfigError(MoeMergeError):
-    """A config file, or several problems of one, that cannot be run."""
+    """A config with one or more problems."""
 
     exit_code = 2
 
     @classmethod
     def from_problems(cls, where: str, problems: Sequence[str]) -> ConfigError:
-        """All problems of a file in one error: nobody should have to fix them one run at a time."""
+        """Return one error with all problems of a file."""
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         return cls("\n".join([f"{where}: {count}", *(f"  {p}" for p in problems)]))
 
@@ -47,7 +47,7 @@ class CheckpointError(MoeMergeError):
 
 
 class ArchitectureError(CheckpointError):
-    """A model whose structure does not allow what was asked."""
+    """A model whose structure does not support the request."""
 
 
 class TokenizerError(CheckpointError):
@@ -67,7 +67,7 @@ class ResourceError(MoeMergeError):
 
 
 class NumericalError(MoeMergeError):
-    """Non-finite values, or a solve that did not converge where it had to."""
+    """Non-finite values, or a solve that did not converge."""
 
     exit_code = 4
 
@@ -76,10 +76,10 @@ class NumericalError(MoeMergeError):
 def library_errors(
     raises: Callable[..., MoeMergeError], what: str, *, hint: str | None = None
 ) -> Iterator[None]:
-    """Whatever a library raises inside, fed with a user's file, becomes an error of ours.
+    """Convert any exception of a library that reads a user's file into `raises`.
 
-    Libraries promise little about what they raise for a damaged file, and panics of those in Rust
-    are no `Exception`; so this is broad, and belongs around single calls only.
+    Libraries rarely document what they raise for a damaged file, and panics of Rust code are not
+    `Exception`. The except clause is therefore broad; use this around single calls only.
     """
     try:
         yield
@@ -90,6 +90,6 @@ def library_errors(
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's kind and the first line of what it says."""
+    """Return the class name and the first line of an exception's message."""
     line = next(iter(str(error).splitlines()), "")[:LONGEST_LINE]
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

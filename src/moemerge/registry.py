@@ -1,4 +1,4 @@
-"""Names with "did you mean"; the files of the user's own that bring some."""
+"""Registries of named entries, spelling suggestions, and loaded plugins."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`, did you mean 'ties'?` when something close exists, else an empty string."""
+    """Return `, did you mean 'ties'?` if a similar name is known, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-_plugins: dict[str, str] = {}  # files that were loaded, as they were given, by module
+_plugins: dict[str, str] = {}  # plugin files as the user named them, by module
 
 
 def add_plugin(module: str, file: str) -> None:
@@ -30,7 +30,7 @@ def loaded_plugins() -> list[str]:
 
 
 class Registry(Generic[T]):
-    """A closed list of named things. A name is given once; asking for an unknown one helps."""
+    """Entries by unique name; the error for an unknown name suggests a similar one."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

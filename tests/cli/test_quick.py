@@ -24,8 +24,8 @@ class Watch(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Watch())
 sys.argv = ["moemerge", *sys.argv[1:]]
-from moemerge.cli.app import app
-app(prog_name="moemerge")
+from moemerge.cli import main
+main()
 """
 
 
@@ -95,7 +95,13 @@ def test_nothing_but_the_command_line_itself_comes_before_its_ctrl_c() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "verbs"), [("swap-routers", {"swap-routers"}), ("validate", None), ("inspct", None)]
+    ("asked", "verbs"),
+    [
+        ("swap-routers", {"swap-routers"}),
+        ("validate", {"merge", "validate"}),
+        ("--help", None),
+        ("inspct", None),
+    ],
 )
 def test_flags_of_verbs_that_are_not_asked_for_are_not_made(
     asked: str, verbs: set[str] | None

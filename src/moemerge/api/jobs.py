@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from moemerge.architectures.config_check import check_model_config
 from moemerge.architectures.opened import open_model
 from moemerge.checkpoint.locate import is_local
 from moemerge.collecting.settings import CollectingKeywords, CollectingSettings
@@ -22,7 +23,6 @@ from moemerge.evaluation.settings import (
     EvaluationOutputSettings,
     EvaluationSettings,
 )
-from moemerge.features.known_configs import require_loadable
 from moemerge.runtime import ranks
 from moemerge.runtime.progress import Progress, Silent, counted
 from moemerge.text.rows import check_files
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from moemerge.evaluation.report import EvaluationReport
     from moemerge.merging.extract import ExtractReport
     from moemerge.text.rows import TextSource
-    from moemerge.tuning.report import TuningReport
+    from moemerge.tuning.output import TuningReport
 
 
 S = TypeVar("S", bound=Strict)
@@ -145,7 +145,7 @@ def swap_routers(
     """
     from moemerge.diagnosis.swap import swap_routers as swap
 
-    require_loadable(open_model(str(model), model))
+    check_model_config(open_model(str(model), model))
     return swap(
         model,
         donor,
@@ -173,7 +173,7 @@ def extract(
     from moemerge.merging.extract import extract_model
 
     progress = Silent() if progress is None else progress
-    require_loadable(open_model(str(shared), shared))
+    check_model_config(open_model(str(shared), shared))
     return extract_model(shared, task, Path(out), base=base, overwrite=overwrite, progress=progress)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -44,8 +43,7 @@ from moemerge.config.settings import (
     with_keywords,
 )
 from moemerge.data.settings import files_of as config_files
-from moemerge.errors import ArchitectureError, UsageError
-from moemerge.features.known_configs import HINT, ConfigCheck
+from moemerge.errors import UsageError
 from moemerge.lockstep.models import check_sources
 from moemerge.merging.report import MergeReport
 from moemerge.refitting.settings import REFIT, RefitKeywords
@@ -123,43 +121,13 @@ def _merge(
         ranks.join(resolve_device(settings.device))
     wanted = loaded.statistics
     if wanted is None or wanted.complete:
-        return _run_checked(job, out, settings, progress, temporary=temporary)
+        return merging.run_merge(job, out, progress, temporary=temporary)
     from moemerge.collecting.run import computed_statistics
 
     models, device = loaded.merge.models, settings.device
     with computed_statistics(wanted, models, out, device, progress) as files:
         job = job.with_statistics(files)
-        return _run_checked(job, out, settings, progress, temporary=temporary)
-
-
-def _run_checked(
-    job: merging.MergeJob,
-    out: Path,
-    settings: MergeSettings,
-    progress: Progress,
-    *,
-    temporary: bool,
-) -> MergeReport:
-    """Run a merge while another process tries its config.json with transformers."""
-    if not ranks.leads():
         return merging.run_merge(job, out, progress, temporary=temporary)
-    with ConfigCheck(
-        json.loads(job.files.made["config.json"]),
-        {info.name: info for info in job.plan.tensors},
-        {model.label: model.checkpoint.config for model in job.models.values()},
-        str(job.donor.checkpoint.path / "config.json"),
-        hint=f"{HINT}; `lenient=True` merges it all the same",
-    ) as check:
-
-        def check_config() -> None:
-            try:
-                check.result()
-            except ArchitectureError as error:
-                if not settings.lenient:
-                    raise
-                progress.note(f"warning: {error.message}")
-
-        return merging.run_merge(job, out, progress, temporary=temporary, check=check_config)
 
 
 @with_keywords(MergeKeywords, MergeSettings)

@@ -176,8 +176,9 @@ class Architecture:
             name, each = next(iter(self._depth.items()))
             return int(self.text_config[name]) // each
         for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
-            if self.text_config.get(name):
-                return len(self.text_config[name])
+            kinds = self.text_config.get(name)
+            if kinds and isinstance(kinds, list | str):
+                return len(kinds)
         return 1 + max((n.layer for n in self._named.values() if n.layer is not None), default=-1)
 
     @cached_property
@@ -348,7 +349,12 @@ class Architecture:
             return by_rest.get((layer, "." + rest)) if rest else None
 
         weight = by_rest[layer, "." + router.weight]
-        rows = int(self._tensors[weight].shape[0])
+        shape = self._tensors[weight].shape
+        if len(shape) < 2:
+            raise ArchitectureError(
+                f"{weight} has the shape {tuple(shape)}, expected a matrix", hint=CONFIG_HINT
+            )
+        rows = int(shape[0])
         if router.real_rows and self.num_experts:
             rows = min(rows, self.num_experts)
         selection_bias = neighbour(router.selection_bias)
@@ -400,7 +406,7 @@ def _check_counts(text: Mapping[str, Any], family: Family | None) -> None:
             whole = (
                 isinstance(count, int) and not isinstance(count, bool) and 0 <= count < MAX_COUNT
             )
-            if count is not None and not whole:
+            if not whole and (count is not None or isinstance(value, list)):
                 raise ArchitectureError(
                     f"config.json: {name} is {value!r:.80}, expected a whole number",
                     hint=CONFIG_HINT,

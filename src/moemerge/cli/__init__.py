@@ -1,4 +1,4 @@
-"""The command line: verbs, flags, exit codes. The only room that prints or sets up logging."""
+"""The command line: commands, flags, exit codes. The only package that prints."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # as in the package: nothing that takes time comes before `main`
+TYPE_CHECKING = False  # importing `typing` takes time, and nothing slow may run before `main`
 
 if TYPE_CHECKING:
     from types import FrameType
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
-UNFORESEEN = 1  # after an error that is not ours
+UNFORESEEN = 1  # the exit code after an unexpected error
 NOTHING_LEFT = "interrupted; nothing was left behind"
 
-# The verb that was asked for, once `main` knows: flags of the others need not be made. A verb
-# without a module of its name brings all of them.
+# The requested command, set by `main`: only its module is imported. An unknown name imports all
+# commands.
 asked = ""
 
 _pressed = False
@@ -24,7 +24,9 @@ _pressed = False
 
 def main() -> None:
     """Entry point of the `moemerge` command."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # unless the parent ignores it
         signal.signal(signal.SIGINT, _note)
     global asked
     asked = next(iter(sys.argv[1:]), "")
@@ -40,7 +42,7 @@ def main() -> None:
         app(prog_name="moemerge")
     except SystemExit as end:
         code = end.code
-    except KeyboardInterrupt:  # before the command has begun; `app` answers later ones
+    except KeyboardInterrupt:  # before the command starts; `app` handles later ones
         sys.stderr.write(f"error: {NOTHING_LEFT}\n")
         code = INTERRUPTED
     except BaseException as error:
@@ -48,13 +50,12 @@ def main() -> None:
         code = INTERRUPTED if _pressed else UNFORESEEN
     sys.stdout.flush()
     sys.stderr.flush()
-    # By now every file is closed and in its place. Taking torch apart would only cost the user
-    # another third of a second.
+    # Every file is closed by now. Unloading torch would take another third of a second.
     os._exit(code if isinstance(code, int) else 0)
 
 
 def _unforeseen(error: BaseException) -> str:
-    """One sentence for an error that is not ours; the rest is in a file, for whoever mends it."""
+    """Return one sentence about an unexpected error and write the traceback to a log file."""
     import errno
     import tempfile
     import traceback
@@ -76,7 +77,7 @@ def _unforeseen(error: BaseException) -> str:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C as ever, but known of: libraries that it breaks off may raise errors of their own."""
+    """Handle Ctrl-C as usual and record it: interrupted libraries may raise other errors."""
     global _pressed
     _pressed = True
     signal.default_int_handler(number, frame)

@@ -1,4 +1,4 @@
-"""The verbs, put together: every module of this room that is neither a table nor a helper."""
+"""The Typer application: every module of this package that is neither a table nor a helper."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moemerge.cli.wording import in_flags
 from moemerge.errors import ConfigError, MoeMergeError
 from moemerge.runtime import ranks
 
-# In --help verbs stand in the order in which people need them; others come after these.
+# The order of commands in --help; others follow in alphabetical order.
 FIRST = (
     "merge",
     "calibrate",
@@ -30,17 +30,19 @@ FIRST = (
     "ls",
     "demo",
 )
+# Commands that share the module of another one.
+SHARED = {"validate": "merge"}
 HELPERS = ("app", "console", "flags", "render", "repairs", "wording")
 
 
 class Verbs(CommandGroup):
-    """Turns every error of ours into one message and its exit code."""
+    """Print each of our errors as one message and exit with its code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except MoeMergeError as error:
-            # A config's faults name its keys, or the flags that were given.
+            # Config errors already name config keys or flags.
             text = str(error) if isinstance(error, ConfigError) else in_flags(str(error))
             spoken_of = ranks.leads() or isinstance(error, ranks.LostRankError)
             show_error(text if spoken_of else f"rank {ranks.rank()}: {text}")
@@ -72,7 +74,7 @@ def _version(ctx: typer.Context, value: bool) -> None:
 
 
 def _environment() -> list[str]:
-    """What a bug report needs to know of the place: versions, system, GPUs."""
+    """Return what a bug report needs: versions, system, GPUs."""
     import platform
     from importlib import metadata
 
@@ -104,7 +106,7 @@ def _add_verbs() -> None:
     names = sorted(module.name for module in pkgutil.iter_modules(cli.__path__))
     others = (n for n in names if n not in (*FIRST, *HELPERS) and not n.endswith("_table"))
     verbs = (*FIRST, *others)
-    asked = cli.asked.replace("-", "_")
+    asked = SHARED.get(cli.asked, cli.asked.replace("-", "_"))
     for name in [asked] if asked in verbs else verbs:
         importlib.import_module(f"{cli.__name__}.{name}").add_to(app)
 

@@ -54,7 +54,7 @@ def coefficients(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Find how much of each model a merge should take, layer by layer, from text of each.
+    """Compute merge coefficients per model and layer from each model's text.
 
     A config with `coefficients: OUT.yml` multiplies its weights by them.
     """

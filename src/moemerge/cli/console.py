@@ -1,4 +1,4 @@
-"""Where text goes: results to stdout, progress, notes and errors to stderr."""
+"""Output streams: results on stdout; progress, notes and errors on stderr."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from moemerge.cli.wording import in_flags
 from moemerge.errors import CheckpointError
 from moemerge.runtime.files import write_whole
 
-# Those that move a terminal's cursor, change its colours or turn its text around.
+# Characters that move the cursor, change colours or reverse the text direction.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-UNLIMITED = 1_000_000  # characters of a line where no terminal ends it
+UNLIMITED = 1_000_000  # characters per line if stdout is not a terminal
 
 
 class _Plain(Console):
-    """Shows control characters, of names that come from files, instead of sending them."""
+    """Escape control characters, which names from files may contain."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(_CONTROL.sub(_shown, text), **options)
@@ -56,19 +56,19 @@ def _shown(match: re.Match[str]) -> str:
 
 
 class _Stdout(_Plain):
-    """Results: as wide as the terminal, and without limit in a pipe or a file.
+    """Print results at the terminal's width, and unwrapped into a pipe or a file.
 
-    There no line is wrapped or padded, unless COLUMNS says how wide it should be.
+    COLUMNS sets the width in both cases.
     """
 
-    @property  # type: ignore[misc]  # nobody sets it
+    @property  # type: ignore[misc]  # read-only here
     def size(self) -> ConsoleDimensions:
         size = super().size
         limited = self.is_terminal or self._environ.get("COLUMNS")
         return size if limited else ConsoleDimensions(UNLIMITED, size.height)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        options = {"crop": False, **options}  # no number is ever cut
+        options = {"crop": False, **options}  # numbers are never truncated
         if self.is_terminal:
             super().print(*objects, **options)
             return
@@ -82,16 +82,16 @@ class _Stdout(_Plain):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """`moemerge ls methods | head`: the reader left, and that is no error."""
+        """Exit quietly if the reader closes the pipe, as in `moemerge ls methods | head`."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0)
 
 
-# Without emoji: `:b:` in a path or a token would come out as a picture, in JSON too.
+# Without emoji: `:b:` in a path or a token would be replaced, even in JSON.
 out = _Stdout(highlight=False, emoji=False)
 err = _Plain(stderr=True, highlight=False, emoji=False)
 
-# What stands in for characters that a terminal's encoding lacks.
+# Replacements for characters that the terminal's encoding cannot represent.
 SUBSTITUTES = {
     "→": "->", "…": "...", "–": "-", "−": "-", "‖": "||", "×": "x", "•": "*", "·": "|", "’": "'",
     "≤": "<=", "≥": ">=", "½": "1/2", "Σ": "sum", "█": "#",
@@ -100,7 +100,7 @@ SUBSTITUTES = {
 
 
 def substitute(error: UnicodeError) -> tuple[str, int]:
-    """A codec's answer to characters that it cannot encode: those above, bare letters, or `?`."""
+    """Handle encoding errors: use a replacement, the letter without accents, or `?`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = []
@@ -111,7 +111,7 @@ def substitute(error: UnicodeError) -> tuple[str, int]:
 
 
 def use_any_encoding() -> None:
-    """Let stdout and stderr write whatever they are given, in ASCII and cp1252 too."""
+    """Make stdout and stderr accept any character, also in ASCII and cp1252."""
     codecs.register_error("moemerge", substitute)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -126,7 +126,7 @@ def show_error(message: str) -> None:
 
 
 def show_json(value: Any) -> None:
-    """One JSON document on stdout, for programs: in an encoding that lacks characters, escaped."""
+    """Print one JSON document on stdout, escaped if the encoding requires it."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     if not out.encoding.startswith("utf") or _CONTROL.search(text):
         text = json.dumps(value, indent=2)
@@ -137,7 +137,7 @@ STDOUT = "-"
 
 
 def deliver_json(value: Any, target: str) -> None:
-    """A report where `--json` wants it: a file, or stdout for `-`."""
+    """Write a report to the target of `--json`: a file, or stdout for `-`."""
     if target == STDOUT:
         show_json(value)
         return
@@ -152,12 +152,12 @@ def deliver_json(value: Any, target: str) -> None:
         raise CheckpointError(f"--json {target}: cannot be written: {error.strerror}") from error
 
 
-# Seconds between two lines of progress where no bar can be drawn: a log stays short.
+# Seconds between two lines of progress if stderr is not a terminal.
 LOG_EVERY = 30.0
 
 
 class Bar:
-    """Progress on stderr with rate and time left: a bar, or lines where stderr is no terminal."""
+    """Show progress on stderr with rate and time left: a bar, or lines in a log."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -197,7 +197,7 @@ class Bar:
 
 
 class _Log:
-    """What a bar would show, as a line every LOG_EVERY seconds; short jobs leave none."""
+    """Print progress as a line every LOG_EVERY seconds; short jobs print none."""
 
     def __init__(self, unit: str) -> None:
         self._unit = unit
@@ -234,7 +234,7 @@ class _Log:
 
 
 class _Rate(ProgressColumn):
-    """Units a second, once there is anything to tell."""
+    """Show units per second once the rate is known."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.speed is None else f"{task.speed:.3g}/s")
@@ -252,7 +252,7 @@ def _columns(unit: str) -> list[ProgressColumn]:
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Bar]:
-    """A bar that is always taken off the screen again."""
+    """Yield a progress bar and remove it at the end."""
     bar = Bar(quiet=quiet)
     try:
         yield bar
@@ -264,16 +264,16 @@ GOES_ON = "the same command goes on with the answers that are there"
 
 
 def waiting(path: Path, words: str) -> Callable[[], str | None]:
-    """For `interruptible`: the words, where `path` then waits to be resumed."""
+    """Return a callback for `interruptible`: the message if `path` exists and can be resumed."""
     return lambda: words if path.exists() else None
 
 
 @contextmanager
 def interruptible(what_is_left: Callable[[], str | None]) -> Iterator[None]:
-    """On Ctrl-C say what is left, and end; None leaves the word to the caller.
+    """On Ctrl-C, print what remains on disk and exit; re-raise if `what_is_left` returns None.
 
-    `what_is_left` must not import anything: if an import was interrupted, half-made modules are
-    about, and importing them again fails.
+    `what_is_left` must not import anything: an interrupted import leaves partial modules behind,
+    and importing them again fails.
     """
     try:
         yield

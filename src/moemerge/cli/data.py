@@ -37,7 +37,7 @@ Files = Annotated[
 ]
 Plain = Annotated[
     list[str] | None,
-    typer.Option(metavar="FILE", help="Plain text to take as it is, instead. Repeat it."),
+    typer.Option(metavar="FILE", help="Plain text to use unchanged, instead. Repeat it."),
 ]
 
 
@@ -57,7 +57,7 @@ def data(
     overwrite: Overwrite = False,
     reporting: Reporting,
 ) -> None:
-    """Make calibration text: let MODEL answer prompts, judge its answers, keep the right ones."""
+    """Generate calibration text: sample answers of MODEL, verify them, keep the correct ones."""
     from moemerge import api
 
     left = waiting(completions_path(out_file), GOES_ON)

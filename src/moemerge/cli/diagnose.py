@@ -36,11 +36,10 @@ def diagnose(
     ] = None,
     report: Page = None,
 ) -> None:
-    """Show what a merge did to the routing of MODEL: where, how much, and what to do about it.
+    """Measure how a merge changed the routing of MODEL, layer by layer.
 
-    MODEL and each source are run over the same tokens (best held out from any calibration); the
-    choices that the experts' routers make are compared layer by layer. It does not matter which
-    tool merged MODEL.
+    MODEL and each source process the same tokens, best held out from any calibration. The report
+    compares which experts their routers choose. MODEL may be merged by any tool.
     """
     from moemerge import api
     from moemerge.cli.routing_table import diagnosis_report

@@ -46,7 +46,7 @@ def evaluate(
     output: EvaluationOutputSettings,
     reporting: Reporting,
 ) -> None:
-    """Say how good models are on benchmarks, and whether one is better than another."""
+    """Evaluate models on benchmarks and test whether their scores differ."""
     from moemerge import api
     from moemerge.cli.evaluation_table import evaluation_report
 

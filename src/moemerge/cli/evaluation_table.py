@@ -1,4 +1,4 @@
-"""Scores of models for the terminal."""
+"""Tables of evaluation scores for the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moemerge.report.words import p_value, short
 if TYPE_CHECKING:
     from moemerge.evaluation.report import EvaluationReport, MeanScore, PairedDifference, ResultRow
 
-FEW_PAIRS: Final = 3  # more of them are shown for tasks with --verbose only
+FEW_PAIRS: Final = 3  # with more pairs, tasks are shown only with --verbose
 STYLES: Final = {"task": "", "domain": "italic", "overall": "bold"}
 
 

@@ -32,7 +32,7 @@ def extract(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Take the model NAME out of a merge that kept masks or low-rank rests of its models."""
+    """Rebuild the model NAME from a merge that stored masks or low-rank residuals of its models."""
     from moemerge import api
     from moemerge.checkpoint import format_size
     from moemerge.cli.render import facts

@@ -1,4 +1,4 @@
-"""`moemerge inspect`: what a model folder holds, from its headers alone."""
+"""`moemerge inspect`: describe a model from its headers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def inspect(model: Model, json: Json = False) -> None:
-    """Say what MODEL is: family, layers, experts, gate, layout, bytes. Reads no tensor."""
+    """Describe MODEL: family, layers, experts, gate, layout, bytes. Reads no tensor."""
     from moemerge import api
 
     description = api.inspect(model)

@@ -1,4 +1,4 @@
-"""`moemerge ls`: what there is to choose from."""
+"""`moemerge ls`: list methods, wrappers and model families."""
 
 from __future__ import annotations
 

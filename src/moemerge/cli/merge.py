@@ -38,7 +38,7 @@ def merge(
     reporting: Reporting,
     dry_run: DryRun = False,
 ) -> None:
-    """Merge models as CONFIG says (a mergekit YAML is a valid config) into the folder OUT."""
+    """Merge models as CONFIG states (a mergekit YAML is a valid config) into the folder OUT."""
     with without_garbage_collection():
         from moemerge import api
         from moemerge.cli.render import merge_report
@@ -53,7 +53,7 @@ def merge(
 
 
 def validate(config: Config, settings: PlanSettings, reporting: Reporting) -> None:
-    """Check all that can be refused without reading a tensor, and estimate memory and disk."""
+    """Check a config and its models without reading a tensor, and estimate memory and disk."""
     with without_garbage_collection():
         from moemerge import api
         from moemerge.cli.render import merge_report

@@ -1,4 +1,4 @@
-"""Tables for the terminal: words may wrap, numbers are never cut."""
+"""Tables for the terminal: text may wrap, numbers are never truncated."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from moemerge.architectures.describe import Description
     from moemerge.merging.report import MergeReport
 
-SHOWN_NAMES = 3  # of each reason, without --verbose
+SHOWN_NAMES = 3  # names per reason without --verbose
 
 
 class NumberTable:
-    """A table whose numbers are never cut.
+    """A table whose numbers are never truncated.
 
-    Where it is wider than the terminal, its columns are shown in turn, below each other; the first
-    `keys` columns say what a row is about and stand in every part. Columns in `words` are flush
-    left and may wrap; the others hold numbers.
+    If it is wider than the terminal, it is split into parts below each other. The first `keys`
+    columns identify a row and are repeated in every part. Columns in `words` are left-aligned and
+    may wrap; the others hold numbers.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NumberTable:
         self._rows: list[tuple[str | Text, ...]] = []
 
     def add(self, *cells: str | Text) -> None:
-        """A row; texts are taken as they are, without markup."""
+        """Add a row; strings are printed verbatim, without markup."""
         self._rows.append(cells)
 
     def _part(self, columns: Sequence[int]) -> Table:
@@ -77,14 +77,14 @@ class NumberTable:
                 if least <= options.max_width:
                     break
             rest = rest[count:]
-            # A column that is too wide by itself stays whole: a terminal wraps it.
+            # A column that is too wide stays whole; the terminal wraps it.
             yield from console.render(part, options.update(width=max(options.max_width, least)))
             if rest:
                 yield ""
 
 
 class FirstThatFits:
-    """Layouts of the same numbers: the first that the terminal has room for, or the last."""
+    """Alternative layouts: the first one that fits the terminal, or the last."""
 
     def __init__(self, *layouts: RenderableType) -> None:
         self._layouts = layouts
@@ -95,13 +95,13 @@ class FirstThatFits:
 
 
 def _least(console: Console, table: RenderableType) -> int:
-    """The width at which every number is whole."""
+    """Return the least width at which no number is truncated."""
     options = console.options.update(width=UNLIMITED)
     return Measurement.get(console, options, table).minimum
 
 
 def count(number: float) -> str:
-    """646_000_000 -> `646 M`."""
+    """Return a short form of a count: 646_000_000 -> `646 M`."""
     for unit in ("", " k", " M"):
         if abs(number) < 1000:
             return f"{number:.3g}{unit}" if unit else f"{number:.0f}"
@@ -110,7 +110,7 @@ def count(number: float) -> str:
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:
-    """Two plain columns: a word and what is true of it."""
+    """Return a table of names and values."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -120,7 +120,7 @@ def facts(rows: list[tuple[str, str]]) -> Table:
 
 
 def requantised(errors: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A line for each format that weights were written back in."""
+    """Return a line for each quantised format that was written."""
     return [
         (
             "requantised",
@@ -182,7 +182,7 @@ def _names(reason: str, names: list[str], *, verbose: bool) -> str:
 
 
 def description_table(description: Description) -> RenderableType:
-    """What `inspect` shows; a line that does not apply is left out."""
+    """Return the table of `inspect`; lines that do not apply are left out."""
     d = description
     layers = f"{d.layers}"
     if d.moe_layers:
@@ -224,7 +224,7 @@ def _shares(d: Description) -> str:
 
 
 def _stored_as(d: Description) -> str:
-    """Which roles are stored as what: `float8_e4m3fn in 128 x 128 blocks: expert, attention`."""
+    """Return the storage format of each role: `float8_e4m3fn in 128 x 128 blocks: expert`."""
     roles: dict[str, list[str]] = {}
     for role, kinds in d.stored_by_role.items():
         for kind in kinds:
@@ -241,8 +241,7 @@ def _calibration(d: Description) -> str:
 
 
 def methods_table(methods: list[dict[str, Any]]) -> RenderableType:
-    """A paragraph for each method: what it does, what it needs, its parameters with their defaults;
-    group by group."""
+    """Return a paragraph for each method: summary, requirements, parameters with defaults."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -271,7 +270,7 @@ def methods_table(methods: list[dict[str, Any]]) -> RenderableType:
 
 
 def wrappers_table(wrappers: list[dict[str, Any]]) -> RenderableType:
-    """A paragraph for each wrapper, as for methods."""
+    """Return a paragraph for each wrapper, as for methods."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""Repairs and diagnoses for the terminal: a calibration, a refit, what a merge did to routing."""
+"""Tables of calibrations, refits and diagnoses for the terminal."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 # --- a diagnosis ----------------------------------------------------------------------------------
 
 BAR, NARROW_BAR = 8, 5  # characters of a full bar
-WIDE = 3  # models times domains up to which a terminal has room for the wide one
+WIDE = 3  # models times domains up to which the wide bar fits
 PARTS = " ▏▎▍▌▋▊▉█"
-# A bar's colour says what the verdict would say of its share alone.
+# The colour of a bar is that of the verdict on its share alone.
 COLOURS = ((INTACT, "green"), (SLIGHT, "yellow"), (DAMAGED, "dark_orange"), (1.0, "red"))
 
 
 def diagnosis_report(diagnosis: Diagnosis, *, verbose: bool) -> RenderableType:
-    """The whole answer; `verbose` adds the figures behind it."""
+    """Return the whole diagnosis; `verbose` adds all figures."""
     parts: list[RenderableType] = [Text(diagnosis.verdict.words, style="bold"), ""]
     parts += [facts([(n.text, n.label) for n in diagnosis.verdict.numbers]), ""]
     if verbose:
@@ -52,7 +52,7 @@ def diagnosis_report(diagnosis: Diagnosis, *, verbose: bool) -> RenderableType:
 
 
 def bar(share: float, width: int = BAR) -> str:
-    """A share of 1 as a bar of eighths; what is not nothing is seen."""
+    """Return a share of 1 as a bar in eighths; any share above 0 is visible."""
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)
     if share > 0:
         eighths = max(1, eighths)
@@ -65,14 +65,14 @@ def _colour(share: float) -> str:
 
 
 def _names(diagnosis: Diagnosis) -> dict[str, str]:
-    """What each model is called."""
+    """Return the display name of each model."""
     models = diagnosis.models
     shown = display_names([model.label for model in models])
     return {model.name: name for model, name in zip(models, shown, strict=True)}
 
 
 def _domains(diagnosis: Diagnosis) -> dict[str, str]:
-    """What each domain is called: one that no source speaks for says so."""
+    """Return the display name of each domain, marked if it has no source."""
     return {
         name: f"{name} (base)" if facts.reference == "base" else name
         for name, facts in diagnosis.domains.items()
@@ -80,7 +80,7 @@ def _domains(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def _routers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """(how it is called, its weight's name): by layer, and by name where a layer has several."""
+    """Return (display name, weight name) per router; with several per layer, the name is added."""
     routers = list(dict.fromkeys((row.layer, row.router) for row in diagnosis.layers))
     layers = [layer for layer, _ in routers]
     return [
@@ -90,7 +90,7 @@ def _routers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _bars(diagnosis: Diagnosis) -> NumberTable:
-    """A row for each router, with each domain's mismatch; of a model alone the KL as well."""
+    """Return a row per router with each domain's mismatch; for one model also the KL."""
     models = [model.name for model in diagnosis.models]
     domains = _domains(diagnosis)
     figures = ("mismatch", "KL") if len(models) == 1 else ("mismatch",)
@@ -110,7 +110,7 @@ def _bars(diagnosis: Diagnosis) -> NumberTable:
 
 
 def _share(shares: Sequence[float], width: int) -> Text:
-    """The diagnosed model's share as a bar and a number, then those it is compared with."""
+    """Return the model's share as a bar and a number, then those of the compared models."""
     text = Text(bar(shares[0], width), style=_colour(shares[0]))
     text.append(f" {percent(shares[0]):>6}", style="default")
     for share in shares[1:]:
@@ -124,7 +124,7 @@ def _heading(figure: Figure) -> str:
 
 
 def _figures(diagnosis: Diagnosis, domain: str) -> NumberTable:
-    """One domain with all figures of its routers; a row for each router and model."""
+    """Return all figures of one domain, a row per router and model."""
     rows = [row for row in diagnosis.layers if row.domain == domain]
     shown = [f for n, f in FIGURES.items() if n in rows[0].figures and _is_shown(f)]
     names, several = _names(diagnosis), len(diagnosis.models) > 1
@@ -146,7 +146,7 @@ def _is_shown(figure: Figure) -> bool:
 
 
 def _totals(diagnosis: Diagnosis, *, verbose: bool) -> NumberTable:
-    """A row for each domain and model: the figures of the summary, or all."""
+    """Return a row per domain and model: the figures of the summary, or all."""
     have = diagnosis.totals[0].figures
     shown = [f for n, f in FIGURES.items() if n in have and (verbose or f.summary)]
     names, several = _names(diagnosis), len(diagnosis.models) > 1
@@ -196,7 +196,7 @@ def _background(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 # --- a calibration --------------------------------------------------------------------------------
 
-# Heading, part of the row, name there, and what it is.
+# Heading, section of the row, key, and description.
 Column = tuple[str, str, str, Quantity]
 COLUMNS: tuple[Column, ...] = (
     ("KL", "", "kl", Quantity.NATS),
@@ -206,7 +206,7 @@ HELD_OUT: Column = ("KL, held out", "holdout", "kl", Quantity.NATS)
 
 
 def calibration_report(report: CalibrationReport, *, verbose: bool) -> RenderableType:
-    """A row for each router, means below; with `verbose` also what was left alone."""
+    """Return a row per router, then means; `verbose` adds routers that were skipped."""
     total = report.totals
     rows = [
         (
@@ -232,7 +232,7 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
 
 
 def held_out(report: RepairReport) -> list[tuple[str, str]]:
-    """What `diagnose` says of the rows held out, where it was asked: mismatch and loss."""
+    """Return mismatch and loss on held-out rows, if they were measured."""
     figures = report.diagnosis
     if figures is None:
         return []
@@ -247,14 +247,14 @@ def held_out(report: RepairReport) -> list[tuple[str, str]]:
 
 
 def unequal(weights: Mapping[str, float]) -> list[tuple[str, str]]:
-    """A row with the sources' weights where they differ."""
+    """Return a row with the sources' weights if they differ."""
     if len(set(weights.values())) == 1:
         return []
     return [("weights", ", ".join(f"{name} {weight:.3g}" for name, weight in weights.items()))]
 
 
 def timing(report: RepairReport, done: str, last: str) -> list[tuple[str, str]]:
-    """Where the time went: one after the other, and in the background."""
+    """Return the time per part: in sequence, and in the background."""
     timings = report.timings
     rows = [(done, f"{timings.solved:.1f} s from the start to the last {last}")]
     rows += [("", f"{seconds:.2f} s {name}") for name, seconds in timings.seconds.items()]
@@ -268,7 +268,7 @@ def timing(report: RepairReport, done: str, last: str) -> list[tuple[str, str]]:
 
 
 def _solves(report: CalibrationReport, *, verbose: bool) -> RenderableType:
-    """A row for each router; where that is too wide, a row for each of its domains."""
+    """Return a row per router, or a row per router and domain on narrow terminals."""
     names = list(report.sources)
     columns = [*COLUMNS, HELD_OUT] if verbose and "holdout" in report.totals else [*COLUMNS]
     repeated = len({row["layer"] for row in report.layers}) < len(report.layers)
@@ -298,7 +298,7 @@ def _solves(report: CalibrationReport, *, verbose: bool) -> RenderableType:
 
 
 def _solve_cells(row: Mapping[str, Any]) -> list[str | Text]:
-    """Layer, steps, residual and router; of the means, only what they are."""
+    """Return layer, steps, residual and router; a row of means has only its name."""
     if "router" not in row:
         return [row["layer"], "", "", ""]
     residual, status = row["residual"], row["status"]
@@ -319,7 +319,7 @@ def _change(row: Mapping[str, Any], column: Column, name: str) -> str:
 
 
 def refit_report(report: RefitReport, *, verbose: bool) -> RenderableType:
-    """A row for each layer, totals below; with `verbose` a row for each map as well."""
+    """Return a row per layer, then totals; `verbose` adds a row per map."""
     total = report.totals
     kept = f", {total['kept']} stay as merged" if total["kept"] else ""
     tokens = [
@@ -345,7 +345,7 @@ def refit_report(report: RefitReport, *, verbose: bool) -> RenderableType:
 
 
 def _table(report: RefitReport, *, verbose: bool) -> NumberTable:
-    """Drift of every source and what is left of the error; with `verbose` that of each map too."""
+    """Return drift per source and the residual error; `verbose` adds that of each map."""
     from moemerge.refitting.report import kind_of, map_errors
 
     names = list(report.sources)
@@ -376,7 +376,7 @@ def _drift(layer: Mapping[str, Any], name: str) -> str:
 
 
 def _left(rows: Sequence[Mapping[str, Any]], errors: Any, *, routers: bool = False) -> str:
-    """What is left of the maps' errors, all together; a router's is a KL, and counts alone."""
+    """Return the residual error of all maps; routers, measured by KL, count separately."""
     pairs = [errors(row) for row in rows if routers or "router" not in row]
     before = sum(b for b, _ in pairs)
     return "" if not before else f"{sum(a for _, a in pairs) / before:.0%}"

@@ -1,4 +1,4 @@
-"""`moemerge schema`: the form of a config, for editors."""
+"""`moemerge schema`: print the JSON schema of configs for editors."""
 
 from __future__ import annotations
 

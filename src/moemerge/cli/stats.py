@@ -21,7 +21,7 @@ EXAMPLES = """
   moemerge stats org/code code.fisher --data code.jsonl --kind fisher
   moemerge stats ./model a.stats --data a.jsonl --data b.jsonl --json a.json
 """
-SHOWN = 5  # unvisited experts that are named without --verbose
+SHOWN = 5  # unvisited experts listed without --verbose
 
 
 def add_to(app: typer.Typer) -> None:
@@ -43,9 +43,9 @@ def stats(
     reporting: Reporting,
     overwrite: Overwrite = False,
 ) -> None:
-    """Gather what `regmean` and `fisher` must know of MODEL, over text of its domain.
+    """Collect the statistics that `regmean` and `fisher` need, over text of MODEL's domain.
 
-    The file serves every later merge of that model, in whatever layout it is stored.
+    Every later merge of that model can use the file, whatever its layout.
     """
     from moemerge import api
 

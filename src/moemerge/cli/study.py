@@ -49,9 +49,9 @@ def study(
         bool, typer.Option("--dry-run", help="Show what would be made and measured, and stop.")
     ] = False,
 ) -> None:
-    """Merge, repair and evaluate as a study file says, and write its tables into the folder OUT.
+    """Merge, repair and evaluate as a study file states, and write its tables into the folder OUT.
 
-    A repeated run goes on where the last one ended, and only measures what is new.
+    A repeated run resumes, and measures only new cells.
     """
     from moemerge.experiments.plan import plan_study
     from moemerge.experiments.report import legend

@@ -29,7 +29,7 @@ def swap_routers(
     layers: Annotated[
         str, typer.Option(metavar="LAYERS", help="Which layers: all, last:4, 8-15 or 0,2,5-7.")
     ] = "all",
-    # Shards are copied unless links are asked for: a folder of its own cannot surprise anybody.
+    # Copies by default: later changes to the original must not change OUT.
     link: Annotated[
         bool,
         typer.Option(
@@ -38,9 +38,9 @@ def swap_routers(
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write MODEL with the routers of OTHER to OUT: weights, biases and all that moves a choice.
+    """Write MODEL with the routers of OTHER to OUT: weights, biases and selection biases.
 
-    With it, whatever you evaluate a model with tells how much of a merge's damage is routing.
+    Evaluating the result shows how much of a merge's damage is routing.
     """
     from moemerge import api
     from moemerge.cli.render import facts

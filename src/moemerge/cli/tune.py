@@ -15,7 +15,7 @@ from moemerge.tuning.settings import TuningOutputSettings, TuningSettings
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from moemerge.tuning.report import TuningReport
+    from moemerge.tuning.output import TuningReport
 
 EXAMPLES = """
   moemerge tune org/base math/ --data math.jsonl --preset paper

@@ -1,8 +1,7 @@
-"""Settings as the reader of a message knows them.
+"""Rewrite settings in messages as flags.
 
-Errors and notices come from rooms that Python programs call too, so they name a setting as Python
-has it, in backticks: `offload="disk"`, `max_tokens`. Here that becomes the flag of the verb at
-work, or the key of its config.
+Errors and notices name a setting as Python spells it, in backticks: `offload="disk"`. The command
+line replaces it by the flag of the running command, or by the key of its config.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ _has_config = False
 
 
 def speak_of(parameters: Iterable[Any]) -> None:
-    """From now on a setting is called by these flags: those of the one verb that is run."""
+    """Set the flags that replace settings: those of the running command."""
     global _flags, _has_config
     options = {p.name: p.opts[0] for p in parameters if p.param_type_name == "option"}
-    # Python says `sources={...}` at once, the command line `--source` for each.
+    # Python takes `sources={...}`; the command line repeats `--source`.
     _flags = {**{f"{name}s": flag for name, flag in options.items()}, **options}
     _has_config = any(p.name == "config" for p in parameters)
 
 
 def in_flags(text: str) -> str:
-    """`offload="disk"` as `--offload disk`; words in backticks that are no settings stay."""
+    """Replace `offload="disk"` by `--offload disk`; other words in backticks stay."""
     return _SETTING.sub(_replacement, text)
 
 
@@ -45,7 +44,7 @@ def _replacement(match: re.Match[str]) -> str:
 
 
 def _in_yaml(value: str) -> str:
-    """A value of Python as a config has it."""
+    """Return a Python value in YAML."""
     pairs = _words(value)
     if not value.startswith("{"):
         return pairs[0]
@@ -53,7 +52,7 @@ def _in_yaml(value: str) -> str:
 
 
 def _words(value: str) -> list[str]:
-    """A value of Python as words of a command line: one, or NAME=VALUE for each pair of a dict."""
+    """Return a Python value as arguments: one, or NAME=VALUE for each pair of a dict."""
     try:
         parsed = ast.parse(value, mode="eval").body
     except SyntaxError:

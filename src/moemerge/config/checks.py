@@ -1,4 +1,4 @@
-"""What a well-formed config must also fulfil: its method's needs, its slices, its parameters."""
+"""Semantic checks of a parsed config: method requirements, slices, parameters."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Scope:
     values: Values
     known: Mapping[str, ParameterSpec]
     method: str
-    kind: str = "wide"  # or "model", or "base": a model that stands apart
+    kind: str = "wide"  # or "model", or "base"
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def filter_faults(
     """
     for item in filters:
         wanted = item.branch.filter
-        assert wanted is not None  # a catch-all is no filter
+        assert wanted is not None  # a catch-all has no pattern
         asked = [r.decided[id(item.value)] for r in readers if id(item.value) in r.decided]
         if not any(item.branch.matches(TensorContext(0, *pair)) for pair in _pairs(names)):
             yield Fault(item.path, f"{wanted!r} matches no tensor{_meant(wanted, names)}", True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moemerge.architectures.config_check import check_config
 from moemerge.architectures.opened import OpenModel, check_configs
+from moemerge.architectures.rules import CONFIG_HINT
 from moemerge.checkpoint import (
     CheckpointWriter,
     check_output,
@@ -27,12 +30,12 @@ from moemerge.config.load import LoadedConfig
 from moemerge.config.parameters import StatisticsKind
 from moemerge.config.resolve import NormalisedMerge
 from moemerge.config.settings import MergeSettings, as_flags
-from moemerge.errors import UsageError
+from moemerge.errors import ArchitectureError, UsageError
 from moemerge.merging.execute import ExecutionSettings, execute
 from moemerge.merging.kept import ModelKeeper, kept_tensors
 from moemerge.merging.output import OutputFiles, merge_output_files
 from moemerge.merging.plan import MergePlan
-from moemerge.merging.planner import Planner, open_inputs
+from moemerge.merging.planner import OutputTensors, Planner, open_inputs
 from moemerge.merging.report import MergeReport, describe_plan
 from moemerge.merging.sharing import gather_results, open_writer, own_part
 from moemerge.merging.statistics import (
@@ -64,8 +67,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Space for config, tokenizer, report and card next to the weights.
 OTHER_FILES_BYTES = 64 * 2**20
-# A merge of this size takes long, so `check` runs before it instead of at the end.
-LONG_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     files = merge_output_files(
         merge, models, vocabularies, output, config.chat_template, requantise=requantise
     )
+    doubts = _config_doubts(loaded, settings, models, output, files)
     plan = MergePlan(
         models=tuple(models.values()),
         tensors=output.tensors,
@@ -193,6 +195,7 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
             *loaded.reporter.judge(ineffective),
             *output.notices,
             *files.notices,
+            *doubts,
         ),
     )
     job = MergeJob(loaded, settings, models, plan, files, started)
@@ -213,22 +216,42 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     return job
 
 
+def _config_doubts(
+    loaded: LoadedConfig,
+    settings: MergeSettings,
+    models: Mapping[str, OpenModel],
+    output: OutputTensors,
+    files: OutputFiles,
+) -> list[str]:
+    """Check the config.json of the result; return a warning if a lenient merge would be refused."""
+    donor = models[loaded.merge.name_of(loaded.merge.donor)]
+    try:
+        check_config(
+            json.loads(files.made["config.json"]),
+            {info.name: info for info in output.tensors},
+            str(donor.checkpoint.path / "config.json"),
+            others={model.label: model.checkpoint.config for model in models.values()},
+            hint=f"{CONFIG_HINT}; `lenient=True` merges it all the same",
+        )
+    except ArchitectureError as error:
+        if not settings.lenient:
+            raise
+        return [f"warning: {error.message}"]
+    return []
+
+
 def run_merge(
     job: MergeJob,
     out: Path,
     progress: Progress,
     *,
     temporary: bool = False,
-    check: Callable[[], None] = lambda: None,
 ) -> MergeReport:
     """Merge into `out`, which appears complete or not at all.
 
-    A `temporary` merge is read again immediately, so it stays in the page cache. `check` raises if
-    `out` must not appear; it may work in the background meanwhile. Under torchrun each process
-    merges a part of the tensors.
+    A `temporary` merge is read again immediately, so it stays in the page cache. Under torchrun
+    each process merges a part of the tensors.
     """
-    if job.plan.bytes_written >= LONG_BYTES:
-        check()
     device = ranks.own_device(resolve_device(job.settings.device))
     with open_writer(job.plan, out, job.settings, temporary=temporary) as writer:
         report = replace(job.report, device=str(device), output=str(out))
@@ -250,7 +273,6 @@ def run_merge(
             seconds=time.perf_counter() - job.started,
         )
         if ranks.leads():
-            check()
             _commit(writer, job, report)
     report = replace(report, seconds=time.perf_counter() - job.started)
     return ranks.from_lead(report)

@@ -1,0 +1,259 @@
+"""Check a config.json against the tensors next to it, without transformers.
+
+A merge copies the config of one input and never builds a model of it. A wrong value would first be
+met by whoever loads the result. Importing transformers to try the config takes longer than many
+merges, so the sizes that a config states are compared with the tensors' shapes here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.config_values import names, value_faults
+from moemerge.architectures.opened import OpenModel
+from moemerge.architectures.reading import Header
+from moemerge.architectures.roles import Role
+from moemerge.architectures.rules import CONFIG_HINT, look_up
+from moemerge.errors import ArchitectureError
+
+# Dense models with the names and shapes of Llama.
+DENSE: Final = names("llama mistral qwen2 qwen3 olmo olmo2 olmo3 granite smollm3")
+# Model code or shapes depend on these, so models with the same tensors share them.
+_STRUCTURE = re.compile(
+    r"(hidden_act|activation|activation_function|_heads|_groups|_rank|head_dim|intermediate_size"
+    r"|hidden_size|_bias)$"
+)
+# Models with these keys, or of these families, have layers with other head sizes.
+_OTHER_HEAD_SIZES = re.compile(r"^(swa_|global_head_dim|attention_other|\w+_per_layer$)")
+_OTHER_HEAD_FAMILIES: Final = names("gemma4_text mimo_v2_flash")
+# A layer with these tensors is a recurrent one and has its own head sizes.
+_RECURRENT = re.compile(r"\.(A_log|dt_bias|\w*conv1d\.weight)$")
+_PROJECTION = re.compile(r"\.(?:self_attn|attention|attn|mixer)\.(\w+_proj(?:_with_mqa)?)\.weight$")
+_DENSE_DOWN = re.compile(r"\.(?:mlp|feed_forward)\.down_proj\.weight$")
+_HEADS = ("num_attention_heads", "n_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "attn_config.kv_n_heads")
+_HEAD_DIM = ("head_dim", "kv_channels")
+_DEPTH_LISTS = ("layer_types", "mlp_layer_types")
+_DEPTH_BY_LIST = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+_EXPERT_WIDTHS = (
+    "moe_intermediate_size",
+    "expert_ffn_hidden_size",
+    "ffn_config.ffn_hidden_size",
+    "intermediate_size",
+)
+_DENSE_WIDTHS = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size")
+# Only some families allow null here.
+_RARELY_NULL = names(
+    "attention_dropout norm_topk_prob num_experts_per_tok router_aux_loss_coef "
+    "first_k_dense_replace"
+)
+
+
+def check_config(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Header],
+    where: str,
+    *,
+    others: Mapping[str, Mapping[str, Any]] | None = None,
+    hint: str = CONFIG_HINT,
+) -> None:
+    """Raise ArchitectureError if `config` does not fit `tensors`, or differs from `others`.
+
+    `where` names the file in the message. `others` are configs of models with the same tensors, by
+    label. Models outside the family table pass.
+    """
+    try:
+        architecture = Architecture.of(config, tensors)
+    except ArchitectureError as error:
+        raise ArchitectureError(f"{where}: {error.message}", hint=hint) from error
+    if architecture.family is None and architecture.model_type not in DENSE:
+        return
+    fault = next(_faults(architecture, tensors, others or {}), None)
+    if fault is not None:
+        raise ArchitectureError(f"{where}: {fault}", hint=hint)
+
+
+def check_model_config(model: OpenModel) -> None:
+    """Raise ArchitectureError if the model's config.json does not fit its tensors."""
+    checkpoint = model.checkpoint
+    check_config(checkpoint.config, checkpoint.tensors, str(checkpoint.path / "config.json"))
+
+
+def _faults(
+    architecture: Architecture,
+    tensors: Mapping[str, Header],
+    others: Mapping[str, Mapping[str, Any]],
+) -> Iterator[str]:
+    yield from value_faults(architecture.config, architecture.text_config)
+    yield from _vocabulary_faults(architecture, tensors)
+    yield from _layer_faults(architecture, tensors)
+    yield from _expert_faults(architecture)
+    yield from _attention_faults(architecture, tensors)
+    yield from _width_faults(architecture, tensors)
+    for label, other in others.items():
+        yield from _differences(architecture.config, label, other)
+
+
+def _vocabulary_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
+    found_names = architecture.embedding_names()
+    text, nested = architecture.text_config, architecture.text_config is not architecture.config
+    for name in filter(None, (found_names.input, found_names.head)):
+        shape = tuple(tensors[name].shape)
+        if len(shape) != 2:
+            yield f"{name} has the shape {shape}, expected (vocab_size, hidden_size)"
+            return
+        for key, stated, found in (
+            ("vocab_size", text.get("vocab_size"), shape[0]),
+            ("hidden_size", architecture.hidden_size, shape[1]),
+        ):
+            if stated is None and not nested:
+                yield f"{key} is missing; {name} makes it {found}"
+            elif stated is not None and stated != found:
+                yield f"{key} is {stated}, but {name} makes it {found}"
+
+
+def _expert_faults(architecture: Architecture) -> Iterator[str]:
+    """Yield a fault if a model with routers states no number of experts."""
+    routers = [router for router in architecture.routers() if router.gate is not None]
+    nested = architecture.text_config is not architecture.config
+    if routers and architecture.num_experts is None and not nested:
+        keys = ", ".join(architecture.family.expert_counts[:3]) if architecture.family else ""
+        first = routers[0]
+        yield f"the number of experts ({keys}) is missing; {first.weight} has {first.rows}"
+
+
+def _layer_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
+    """Check the depth. Further layers in the tensors are allowed: multi-token prediction."""
+    text, layers = architecture.text_config, architecture.num_layers
+    found = 1 + max((n for n in map(architecture.layer_of, tensors) if n is not None), default=-1)
+    counted = architecture.layer_key.count or any(text.get(key) for key in _DEPTH_BY_LIST)
+    if not counted and text is architecture.config:
+        yield f"the number of layers (num_hidden_layers) is missing; the tensors make it {found}"
+    for key in _DEPTH_LISTS:
+        if isinstance(text.get(key), list) and len(text[key]) != layers:
+            yield f"{key} has {len(text[key])} entries for {layers} layers"
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The attention sizes that a config states."""
+
+    query: int
+    key_value: int
+    dim: int
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any], hidden: int | None) -> _Heads | None:
+        heads = _first(text, _HEADS)
+        if not heads or not hidden:
+            return None
+        dim = _first(text, _HEAD_DIM) or hidden // heads
+        return cls(heads, _first(text, _KEY_VALUE_HEADS) or heads, dim)
+
+    def sizes(self, text: Mapping[str, Any]) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Return the axis and the possible sizes of each projection that heads determine."""
+        if text.get("kv_lora_rank") is None:
+            queries, keys = self.query * self.dim, self.key_value * self.dim
+            return {
+                "q_proj": (0, (queries, 2 * queries)),  # twice: with an output gate
+                "k_proj": (0, (keys,)),
+                "v_proj": (0, (keys,)),
+                "o_proj": (1, (queries,)),
+            }
+        rank, rope = text["kv_lora_rank"], text.get("qk_rope_head_dim") or 0
+        nope, value = text.get("qk_nope_head_dim") or 0, text.get("v_head_dim") or 0
+        queries, gates = self.query * (nope + rope), self.query * value
+        return {
+            "q_proj": (0, (queries,)),
+            "q_b_proj": (0, (queries, queries + gates)),
+            "kv_b_proj": (0, (self.query * (nope + value),)),
+            "kv_a_proj_with_mqa": (0, (rank + rope,)),
+            "o_proj": (1, (gates,)),
+        }
+
+
+def _attention_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
+    text, family = architecture.text_config, architecture.family
+    uneven = family is not None and family.model_type in _OTHER_HEAD_FAMILIES
+    if uneven or any(_OTHER_HEAD_SIZES.search(key) for key in text):
+        return
+    recurrent = {architecture.layer_of(name) for name in tensors if _RECURRENT.search(name)}
+    heads = _Heads.of(text, architecture.hidden_size)
+    sizes = {} if heads is None else heads.sizes(text)
+    for name, header in tensors.items():
+        layer = architecture.layer_of(name)
+        if layer is None or layer in recurrent or len(header.shape) != 2:
+            continue
+        found = _PROJECTION.search(architecture.key(name))
+        if found is None:
+            continue
+        if heads is None:
+            if text is architecture.config:
+                yield f"the number of attention heads ({_HEADS[0]}) is missing"
+            return
+        axis, expected = sizes.get(found[1], (0, ()))
+        if expected and header.shape[axis] not in expected:
+            yield (
+                f"{heads.query} attention heads, {heads.key_value} key-value heads and a head "
+                f"dimension of {heads.dim} make {expected[0]} {'columns' if axis else 'rows'}, but "
+                f"{name} has {header.shape[axis]}"
+            )
+
+
+def _width_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
+    """Compare the widths of experts and dense layers with the tensors."""
+    for name, header in tensors.items():
+        layer = architecture.layer_of(name)
+        if layer is None or layer >= architecture.num_layers or len(header.shape) < 2:
+            continue
+        if architecture.role(name) is Role.EXPERT:
+            unit = architecture.units(name)[0]
+            first = not unit.expert and ".self_attention." not in unit.key
+            if first and unit.projection == "down" and len(unit.shape) == 2:
+                yield from _width_fault(architecture, _EXPERT_WIDTHS, name, unit.shape[1])
+        elif _DENSE_DOWN.search(architecture.key(name)) and len(header.shape) == 2:
+            yield from _width_fault(architecture, _DENSE_WIDTHS, name, header.shape[1])
+
+
+def _width_fault(
+    architecture: Architecture, keys: Sequence[str], name: str, found: int
+) -> Iterator[str]:
+    text = architecture.text_config
+    for key in keys:
+        stated = look_up(text, key)
+        if stated is not None:
+            if found not in (stated if isinstance(stated, list) else [stated]):
+                yield f"{key} is {stated!r:.80}, but {name} makes it {found}"
+            return
+    if text is architecture.config:
+        yield f"{keys[-1]} is missing; {name} makes it {found}"
+
+
+def _differences(config: Mapping[str, Any], label: str, other: Mapping[str, Any]) -> Iterator[str]:
+    """Yield structural values that differ between models of one type, or are null in one."""
+    if config.get("model_type") != other.get("model_type"):
+        return
+    theirs = dict(_structure(other))
+    for name, value in _structure(config):
+        if name in theirs and value != theirs[name]:
+            yield f"{name} is {value!r:.80}, but {theirs[name]!r:.80} in {label}"
+    for name in sorted(_RARELY_NULL):
+        if name in config and config[name] is None and other.get(name) is not None:
+            yield f"{name} is null, but {other[name]!r:.80} in {label}"
+
+
+def _structure(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _structure(value, f"{before}{name}.")
+        elif value is not None and not isinstance(value, list) and _STRUCTURE.search(name):
+            yield before + name, value
+
+
+def _first(text: Mapping[str, Any], paths: Iterable[str]) -> int | None:
+    values = (look_up(text, path) for path in paths)
+    return next((value for value in values if isinstance(value, int)), None)
