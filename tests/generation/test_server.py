@@ -225,7 +225,7 @@ def test_servers_that_are_not_there_or_not_named(toys, tokenizer, folder):
     with pytest.raises(ResourceError, match=r"(?s)does not answer.*vllm serve"):
         ServerEngine(tokenizer, settings("http://127.0.0.1:9/v1"), Silent())
     for given, message in (
-        (settings(), "none is named"),
+        (settings(), "no URL is given"),
         (settings("localhost:8000"), "expected http://"),
         (settings("http://x/v1", engine="transformers"), 'engine="server"'),
         (settings(engine="vllm"), "package vllm"),

@@ -121,7 +121,7 @@ def test_all_of_a_large_file_is_too_much_for_one_domain(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, little: None
 ) -> None:
     file = write(tmp_path / "a.jsonl")
-    monkeypatch.setattr("moemerge.text.domains.MOST_BYTES", 2000)
+    monkeypatch.setattr("moemerge.text.domains.MOST_TEXT_BYTES", 2000)
     with pytest.raises(DataError, match="the text of one domain has more than") as caught:
         load_domain("d", file, tokenizer)
     assert "limit=" in str(caught.value.hint)
@@ -133,7 +133,7 @@ def test_what_unpacks_to_far_more_than_text_does_is_refused(
 ) -> None:
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"text": "one"}\n' * 10**5 + b"\n" * 10**5))
-    monkeypatch.setattr(rows, "MOST_BYTES", 10**5)
+    monkeypatch.setattr(rows, "MOST_TEXT_BYTES", 10**5)
     with pytest.raises(DataError, match="unpacks to more than 200 times its size"):
         Rows([file])
     monkeypatch.setattr(rows, "MOST_TIMES", 2000)
