@@ -6,7 +6,9 @@ Commands that run no model use `architectures.config_check` alone.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from moemerge.architectures.config_check import check_config, check_model_config
@@ -24,16 +26,16 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Raises UnreadableConfigError if the class rejects it.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING
 
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         return None
     try:
-        cls = CONFIG_MAPPING[kind]
-        # Reading a file undoes how transformers writes infinity; reading a dictionary does not.
-        plain = getattr(cls, "_decode_special_floats", dict)(dict(config))
-        filled = cls.from_dict(plain).to_dict()
+        # From a file, as loading a model reads it: infinity is decoded on the way.
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+            filled = CONFIG_MAPPING[kind].from_pretrained(folder).to_dict()
         made: dict[str, Any] = json.loads(json.dumps(filled, default=str))  # keys become strings
     except Exception as error:  # config classes document no exceptions
         reason = " ".join(str(error).split())[:300]
