@@ -283,6 +283,17 @@ def test_a_full_disk_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert os.listdir(tmp_path) == []
 
 
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:5000], at))
+    value = torch.arange(30_001, dtype=torch.int32)
+    info = TensorInfo.of("w", value.dtype, value.shape)
+    with CheckpointWriter(tmp_path / "out", [info], shard_bytes=10**9, overwrite=False) as writer:
+        writer.write("w", value)
+        writer.commit()
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], value)
+
+
 def test_abort_waits_for_running_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, finished = os.pwrite, []
 

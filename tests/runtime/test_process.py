@@ -149,10 +149,10 @@ def test_a_thread_without_memory_is_not_started(monkeypatch):
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("allowed", range(4))
+@pytest.mark.parametrize("allowed", range(2))
 def test_a_writer_without_threads_leaves_nothing_behind(monkeypatch, tmp_path, allowed):
     """It used to wait for ever for writes that no thread would do."""
-    values = torch.arange(2**19, dtype=torch.float32)  # large enough to go past the page cache
+    values = torch.arange(2**19, dtype=torch.float32)
     refuse_threads_after(monkeypatch, allowed)
     info = TensorInfo.of("w", values.dtype, values.shape)
     try:
@@ -164,7 +164,7 @@ def test_a_writer_without_threads_leaves_nothing_behind(monkeypatch, tmp_path, a
     except ResourceError:
         assert list(tmp_path.iterdir()) == []
     else:
-        assert allowed == 3  # two that write, one that syncs
+        assert allowed == 1  # the thread that syncs
         assert (tmp_path / "out").is_dir()
 
 

@@ -107,8 +107,6 @@ def _merge(
     out: Path,
     settings: MergeSettings,
     progress: Progress,
-    *,
-    temporary: bool = False,
 ) -> MergeReport:
     """Merge. Statistics that are not saved are computed first, and removed afterwards."""
     ranks.on_one_machine("merge")
@@ -121,13 +119,13 @@ def _merge(
         ranks.join(resolve_device(settings.device))
     wanted = loaded.statistics
     if wanted is None or wanted.complete:
-        return merging.run_merge(job, out, progress, temporary=temporary)
+        return merging.run_merge(job, out, progress)
     from moemerge.collecting.run import computed_statistics
 
     models, device = loaded.merge.models, settings.device
     with computed_statistics(wanted, models, out, device, progress) as files:
         job = job.with_statistics(files)
-        return merging.run_merge(job, out, progress, temporary=temporary)
+        return merging.run_merge(job, out, progress)
 
 
 @with_keywords(MergeKeywords, MergeSettings)
@@ -224,7 +222,7 @@ def run(
     flags = {**changes, **{name: getattr(settings, name) for name in chosen}}
     command = _run_command(config, out, flags, output.report)
     with uploaded(out, repo, progress), temporary_sibling(out) as folder:
-        merged = _merge(loaded, folder / "merged", settings, progress, temporary=True)
+        merged = _merge(loaded, folder / "merged", settings, progress)
         from moemerge.lockstep.request import RepairRequest
 
         request = RepairRequest(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from moemerge.checkpoint.direct import LEAST_BYTES, Buffer, Buffers, OutputFile
 from moemerge.checkpoint.folder import INDEX, SINGLE, place_in
 from moemerge.checkpoint.output import OutputFolder, copy_file, output_error, writing
 from moemerge.checkpoint.safetensors_file import METADATA, build_header, dtype_label
@@ -31,9 +30,26 @@ SYNC_BYTES: Final = 128 * 2**20
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 
 
+class _OutputFile:
+    """A file that several threads write at any offset: a new one, or another process's."""
+
+    def __init__(self, path: Path, *, new: bool) -> None:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0)
+        self.path = path
+        self.fd = os.open(path, flags, 0o666)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self.fd, data[done:], offset + done)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
 @dataclass
 class _Shard:
-    file: OutputFile
+    file: _OutputFile
     left: int  # bytes of tensors still to be written
     unsynced: int = 0
 
@@ -74,10 +90,9 @@ class _Progress:
 class CheckpointWriter:
     """Writes safetensors shards next to OUT and renames them into place on `commit`.
 
-    A context manager: leaving it without a commit removes everything. `direct` bypasses the page
-    cache if the disk allows it. That is faster, but OUT must then be read from disk. `folder` is
-    the folder of another process's writer for the same tensors. This writer writes some of them
-    there and hands them over; the other commits.
+    A context manager: leaving it without a commit removes everything. `folder` is the folder of
+    another process's writer for the same tensors. This writer writes some of them there and hands
+    them over; the other commits.
     """
 
     def __init__(
@@ -88,7 +103,6 @@ class CheckpointWriter:
         shard_bytes: int,
         overwrite: bool,
         inputs: Sequence[Path] = (),
-        direct: bool = True,
         folder: Path | None = None,
     ) -> None:
         shards = plan_shards(tensors, shard_bytes)
@@ -100,9 +114,7 @@ class CheckpointWriter:
         self._closed = False
         self._error: MoeMergeError | None = None
         self._syncs: list[Future[None]] = []
-        self._direct = direct
         self._pool = thread_pool(1, "moemerge-sync")
-        self._buffers = Buffers()
         self._folder: OutputFolder | None = None
         if folder is None:
             self._folder = OutputFolder(out, overwrite=overwrite, inputs=inputs)
@@ -125,7 +137,7 @@ class CheckpointWriter:
         header, offsets = build_header(infos)
         data_bytes = sum(info.nbytes for info in infos)
         new = self._folder is not None
-        file = OutputFile(self.folder / name, direct=self._direct, new=new)
+        file = _OutputFile(self.folder / name, new=new)
         shard = _Shard(file, data_bytes)
         self._shards.append(shard)
         if new:
@@ -160,27 +172,13 @@ class CheckpointWriter:
             self._written(problem)
 
     def _put(self, shard: _Shard, data: Tensor, offset: int) -> None:
-        """Write bytes, or submit them to the threads that bypass the page cache."""
-        if not shard.file.direct or len(data) < LEAST_BYTES:
-            shard.file.write(as_bytes(data), offset)
-            self._account(shard, len(data), cached=True)
-            return
-        for buffer, part, at in self._buffers.filled(data, offset):
-            with self._condition:
-                self._writing += 1
-            self._buffers.pool.submit(self._write_part, shard, buffer, part, at)
-
-    def _write_part(self, shard: _Shard, buffer: Buffer, part: memoryview, offset: int) -> None:
-        problem: MoeMergeError | None = None
-        try:
-            if self._error is None:
-                shard.file.write_aligned(part, offset)
-                self._account(shard, len(part), cached=False)
-        except OSError as error:
-            problem = output_error(error, self.out)
-        finally:
-            self._buffers.give_back(buffer)
-            self._written(problem)
+        shard.file.write(as_bytes(data), offset)
+        with self._condition:
+            shard.left -= len(data)
+            shard.unsynced += len(data)
+            if not self._closed and (shard.unsynced >= SYNC_BYTES or shard.left == 0):
+                shard.unsynced = 0
+                self._syncs.append(self._pool.submit(_sync, shard.file.fd))
 
     def _written(self, problem: MoeMergeError | None) -> None:
         with self._condition:
@@ -209,14 +207,6 @@ class CheckpointWriter:
                 f"tensor {info.name!r} was declared as {list(info.shape)} {info.dtype}, "
                 f"but {list(tensor.shape)} {tensor.dtype} came for row {row}"
             )
-
-    def _account(self, shard: _Shard, count: int, *, cached: bool) -> None:
-        with self._condition:
-            shard.left -= count
-            shard.unsynced += count if cached else 0
-            if not self._closed and (shard.unsynced >= SYNC_BYTES or shard.left == 0):
-                shard.unsynced = 0
-                self._syncs.append(self._pool.submit(_sync, shard.file.fd))
 
     def _check_open(self) -> None:
         if self._error is not None:
@@ -315,7 +305,6 @@ class CheckpointWriter:
                 return
             self._closed = True
             self._condition.wait_for(lambda: self._writing == 0)
-        self._buffers.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         for shard in self._shards:
             shard.file.close()

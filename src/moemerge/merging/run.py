@@ -244,16 +244,13 @@ def run_merge(
     job: MergeJob,
     out: Path,
     progress: Progress,
-    *,
-    temporary: bool = False,
 ) -> MergeReport:
     """Merge into `out`, which appears complete or not at all.
 
-    A `temporary` merge is read again immediately, so it stays in the page cache. Under torchrun
-    each process merges a part of the tensors.
+    Under torchrun each process merges a part of the tensors.
     """
     device = ranks.own_device(resolve_device(job.settings.device))
-    with open_writer(job.plan, out, job.settings, temporary=temporary) as writer:
+    with open_writer(job.plan, out, job.settings) as writer:
         report = replace(job.report, device=str(device), output=str(out))
         if ranks.leads():  # before the weights, while the disk is idle
             _write_companions(writer, job, report)

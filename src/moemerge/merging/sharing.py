@@ -36,9 +36,7 @@ def own_part(plan: MergePlan) -> MergePlan:
     )
 
 
-def open_writer(
-    plan: MergePlan, out: Path, settings: MergeSettings, *, temporary: bool
-) -> CheckpointWriter:
+def open_writer(plan: MergePlan, out: Path, settings: MergeSettings) -> CheckpointWriter:
     """Return the writer of OUT. Rank 0 creates the hidden folder, the others write into it."""
 
     def writer(folder: Path | None) -> CheckpointWriter:
@@ -48,7 +46,6 @@ def open_writer(
             shard_bytes=parse_size(settings.out_shard_size),
             overwrite=settings.overwrite,
             inputs=[folder for model in plan.models for folder in model.checkpoint.folders],
-            direct=not temporary,
             folder=folder,
         )
 
