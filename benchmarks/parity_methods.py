@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import moemerge.merging.wrappers  # noqa: F401  (registers methods and wrappers)
+import moemerge.merging.wrapper  # noqa: F401  (registers methods and wrappers)
 from moemerge.architectures.roles import Role
 from moemerge.config.schema import KeptModels
 from moemerge.merging.kept import emr_norms, keep_unit, unpack_bits

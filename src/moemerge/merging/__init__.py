@@ -1,7 +1,6 @@
 """Merge models out of core: plan every tensor, then stream the plan."""
 
 from moemerge.merging import methods as methods  # registers the methods
-from moemerge.merging import wrappers as wrappers  # and the wrappers
 from moemerge.merging.method import METHODS, load_plugins, merge_method
 from moemerge.merging.run import MergeJob, plan_merge, run_merge
 from moemerge.merging.wrapper import WRAPPERS, merge_wrapper

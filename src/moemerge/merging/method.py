@@ -120,7 +120,8 @@ class UnitInfo:
 
 AnyBase = TypeVar("AnyBase")
 
-MergeFunction = Callable[[Sequence[ModelTensor], "Tensor | None", Any, UnitInfo], "Tensor"]
+# The base is a Tensor if the method requires one, else `Tensor | None`.
+MergeFunction = Callable[[Sequence[ModelTensor], Any, Any, UnitInfo], "Tensor"]
 # (each model's parameters, options, unit) -> each model's weight
 WeightsFunction = Callable[[Sequence[Any], Any, UnitInfo], Sequence[float]]
 

@@ -1,4 +1,4 @@
-"""The interface of a wrapper, which acts around any merge method, unit by unit.
+"""The wrappers and their interface. A wrapper acts around any merge method, unit by unit.
 
     @merge_wrapper("halved", options=MyOptions)
     def halved(inner, inputs, base, options, unit):
@@ -12,16 +12,20 @@ wrapper may change the inputs or the result. There is always a base.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moemerge.config.parameters import StatisticsKind, WrapperSchema
 from moemerge.errors import UsageError
-from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, parameter_specs
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, param, parameter_specs
+from moemerge.merging.methods._spectra import Spectrum
+from moemerge.merging.methods._task_vectors import changes, is_linear
 from moemerge.registry import Registry
+from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 Inner = Callable[[Sequence[ModelTensor], "Tensor"], "Tensor"]
 WrapperFunction = Callable[[Inner, Sequence[ModelTensor], ModelTensor, Any, UnitInfo], "Tensor"]
@@ -94,3 +98,116 @@ def _wrapped(wrap: Wrap, inner: Inner, base_as: BaseAs, unit: UnitInfo) -> Inner
         return wrap.wrapper.function(inner, inputs, mine, wrap.options, unit)
 
     return call
+
+
+@dataclass(frozen=True)
+class AimOptions:
+    omega: float = param(
+        0.4, minimum=0, maximum=1, help="fraction of the change that the most active input keeps"
+    )
+
+
+@merge_wrapper("aim", options=AimOptions, statistics="activation")
+def aim(
+    inner: Inner,
+    inputs: Sequence[ModelTensor],
+    base: ModelTensor,
+    options: AimOptions,
+    unit: UnitInfo,
+) -> Tensor:
+    """Let the merge change a weight the less, the more active its input is in the base.
+
+    With D the merged change and s the mean |x| of each input channel in the base on general text,
+    divided by its largest: θ_0 + D diag(1 - (1 - ω) s). Units without input statistics (norms,
+    embeddings), and experts that no token of the base reached, keep the merged weights.
+    """
+    merged = inner(inputs, base.tensor)
+    known = base.statistics
+    if known is None or known.tokens == 0:
+        return merged
+    activity = known.values.to(merged.dtype)  # (in,)
+    largest = float(activity.max())
+    if largest <= 0:
+        return merged
+    kept = 1 - (1 - options.omega) * (activity / largest)
+    return base.tensor + (merged - base.tensor) * kept
+
+
+@merge_wrapper("knots", turns=True)
+def knots(
+    inner: Inner,
+    inputs: Sequence[ModelTensor],
+    base: ModelTensor,
+    options: NoParams,
+    unit: UnitInfo,
+) -> Tensor:
+    """Merge the models' changes in the output basis that all of them share.
+
+    [τ_1 | … | τ_T] = U diag(s) [V_1ᵀ | … | V_Tᵀ]; the method merges the diag(s) V_iᵀ, with zeros as
+    the base, and U maps the result back. Sums are unaffected; trimming and sign elections are not.
+    Tensors other than linear layers are merged as without it.
+    """
+    if not is_linear(base.tensor, unit):
+        return inner(inputs, base.tensor)
+    vectors = [(i.tensor - base.tensor).double() for i in inputs]
+    basis = Spectrum.of(torch.cat(vectors, dim=1)).left  # (out, rank)
+    if not basis.shape[1]:
+        return base.tensor.clone(memory_format=torch.contiguous_format)
+    dtype = base.tensor.dtype
+    aligned = [
+        replace(i, tensor=(basis.T @ vector).to(dtype).contiguous())  # diag(s) V_iᵀ: (rank, in)
+        for i, vector in zip(inputs, vectors, strict=True)
+    ]
+    merged = inner(aligned, torch.zeros_like(aligned[0].tensor))
+    return (base.tensor + basis @ merged.double()).to(dtype).contiguous()
+
+
+@dataclass(frozen=True)
+class SvcOptions:
+    alpha: float = param(
+        1.0,
+        minimum=0,
+        exclusive_minimum=True,
+        help="lower limit of a model's share; below 1 a direction may also be strengthened",
+    )
+
+
+@merge_wrapper("svc", options=SvcOptions)
+def svc(
+    inner: Inner,
+    inputs: Sequence[ModelTensor],
+    base: ModelTensor,
+    options: SvcOptions,
+    unit: UnitInfo,
+) -> Tensor:
+    """Weaken singular directions of the merge that answer more than the models' own changes do.
+
+    With D = U diag(σ) Vᵀ the merged change of a linear layer, s_ri = ⟨u_rᵀD, u_rᵀτ_i⟩/‖u_rᵀτ_i‖²
+    is the fraction of model i's output in direction r that the merge contains, and
+    σ_r ← σ_r T / Σ_i max(α, s_ri). T counts only the models that changed the weight.
+    """
+    merged = inner(inputs, base.tensor)
+    if not is_linear(base.tensor, unit):
+        return merged
+    vectors = changes(inputs, base.tensor)
+    spectrum = Spectrum.of(merged - base.tensor)
+    if not vectors or not len(spectrum.values):
+        return merged
+    shares = torch.zeros_like(spectrum.values)
+    for vector in vectors:
+        unit.check_stopped()
+        shares += contained(spectrum, vector.double()).clamp_min(options.alpha)
+    scaled = spectrum.values * (len(vectors) / shares)
+    change = (spectrum.left * scaled) @ spectrum.right.T
+    return (base.tensor + change).to(merged.dtype).contiguous()
+
+
+def contained(spectrum: Spectrum, vector: Tensor) -> Tensor:
+    """Return s_r of one task vector, (rank,); 0 for directions that it does not have."""
+    own = spectrum.left.T @ vector  # (rank, in): u_rᵀ τ
+    merged = spectrum.values[:, None] * spectrum.right.T  # u_rᵀ D
+    sizes = own.square().sum(1)
+    # Far below the float32 rounding error of the largest, a direction is noise.
+    present = sizes > sizes.max() * torch.finfo(torch.float32).eps ** 2
+    shares = (merged * own).sum(1) / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
+    return torch.where(present, shares, 0.0)

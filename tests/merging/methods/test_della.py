@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moemerge.errors import ConfigError
-from moemerge.merging.methods.della import DellaParams
+from moemerge.merging.methods.sparsified import DellaParams
 
 
 def keeps(merge, theta, density=0.5, epsilon=0.3, repeats=400, **options):

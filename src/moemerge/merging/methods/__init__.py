@@ -1,4 +1,4 @@
-"""The merge methods, one module each. Importing this package registers all of them."""
+"""The merge methods, related ones in one module. Importing this package registers all of them."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Sums, inner products and angles of tensors, computed in chunks that fit into a core's cache.
+"""Model weights; sums, inner products and angles of tensors, in chunks that fit a core's cache.
 
 A merge unit has a few million elements. A formula of a dozen elementwise steps over all of it would
 go to memory a dozen times, so every function here works on chunks and reuses its buffers.
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from moemerge.errors import ConfigError
+from moemerge.merging.method import ModelTensor, Remark, UnitInfo, UnitStatistics, param
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -111,3 +114,62 @@ def arc_coefficients(cosines: Tensor, t: float) -> tuple[Tensor, Tensor]:
     first = torch.where(straight, 1 - t, torch.sin((1 - t) * theta) / safe)
     second = torch.where(straight, t, torch.sin(t * theta) / safe)
     return first, second
+
+
+ZERO_SUM = 1e-8  # a smaller sum of weights counts as zero
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A model's weight in a sum."""
+
+    weight: float = param(help="this model's share of the sum")
+
+
+@dataclass(frozen=True)
+class ErrorWeight:
+    """A model's weight in an objective; all models count the same by default."""
+
+    weight: float = param(1.0, minimum=0, help="how much this model's errors count")
+
+
+def shares(weights: Sequence[float], unit: UnitInfo) -> list[float]:
+    """Return the weights divided by their sum. Refuse weights that sum to zero."""
+    total = sum(weights)
+    if abs(total) < ZERO_SUM:
+        raise ConfigError(
+            f"{unit.key}: the weights {', '.join(f'{w:g}' for w in weights)} sum to {total:g} "
+            "and cannot be normalized",
+            hint="give this tensor weights with another sum, or switch normalization off",
+        )
+    return [w / total for w in weights]
+
+
+def params_shares(params: Sequence[Any], options: object, unit: UnitInfo) -> list[float]:
+    """Return the `shares` of the models' weights; a `weights` function for `merge_method`."""
+    return shares([p.weight for p in params], unit)
+
+
+def weight_sum(weights: Sequence[float]) -> float:
+    """Return Σw as a divisor: 1 if it is zero."""
+    total = sum(weights)
+    return 1.0 if abs(total) < ZERO_SUM else total
+
+
+def average(inputs: Sequence[ModelTensor], weights: Sequence[float]) -> Tensor:
+    """Return Σ w_i θ_i."""
+    return weighted_sum([i.tensor for i in inputs], weights)
+
+
+def statistics_of(inputs: Sequence[ModelTensor], unit: UnitInfo) -> list[UnitStatistics] | None:
+    """Return every model's statistics of a unit, or None if the unit must be averaged.
+
+    If no model has statistics of the unit (norms, embeddings), there is no remark.
+    """
+    known = [i.statistics for i in inputs if i.statistics is not None]
+    if len(known) == len(inputs):
+        return known
+    if known:
+        missing = ", ".join(i.name for i in inputs if i.statistics is None)
+        unit.remark(Remark.AVERAGED, {"why": f"no statistics of {missing}"})
+    return None

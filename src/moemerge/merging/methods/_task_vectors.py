@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING
 
 from moemerge.architectures.roles import Role
 from moemerge.merging.method import ModelTensor, UnitInfo, param
-from moemerge.merging.methods._arithmetic import bits, chunks, flat, scratch, sign_bit, weighted_sum
-from moemerge.merging.methods._weights import ZERO_SUM, Weighted, weight_sum
+from moemerge.merging.methods._arithmetic import (
+    ZERO_SUM,
+    Weighted,
+    bits,
+    chunks,
+    flat,
+    scratch,
+    sign_bit,
+    weight_sum,
+    weighted_sum,
+)
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -33,9 +42,6 @@ class SumOptions:
     rescale: bool = param(False, help="rescale the kept elements to the original L1 norm")
     lambda_: float = param(1.0, key="lambda", help="factor on the merged task vector")
     int8_mask: bool = param(False, help="accepted for mergekit's configs; has no effect here")
-
-
-ELECTION_HELP = "what votes on an element's sign: weighted or unweighted task vectors"
 
 
 @dataclass

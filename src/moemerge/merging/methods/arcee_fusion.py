@@ -22,14 +22,13 @@ _SPREAD = 1.5  # threshold above the median, in interquartile ranges
     "arcee_fusion", base=BasePolicy.REQUIRED, per_model=NoParams, options=NoParams, models=(1, 1)
 )
 def arcee_fusion(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: NoParams, unit: UnitInfo
+    inputs: Sequence[ModelTensor], base: Tensor, options: NoParams, unit: UnitInfo
 ) -> Tensor:
     """Move the base's elements to the model's where the change is unusually important.
 
     An element's importance is |θ - θ_0| times the divergence KL(softmax θ ‖ softmax θ_0) of its
     row; elements at or above the median plus 1.5 interquartile ranges are taken from the model.
     """
-    assert base is not None
     tensor = inputs[0].tensor
     if base.numel() == 0 or base.dim() == 0:
         return base.clone(memory_format=torch.contiguous_format)

@@ -39,9 +39,7 @@ class AwdOptions:
 
 
 @merge_method("awd", base=BasePolicy.REQUIRED, per_model=AwdParams, options=AwdOptions)
-def awd(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: AwdOptions, unit: UnitInfo
-) -> Tensor:
+def awd(inputs: Sequence[ModelTensor], base: Tensor, options: AwdOptions, unit: UnitInfo) -> Tensor:
     """Subtract a common part from all task vectors so that they are as orthogonal as can be.
 
     δ minimises mean_{i≠j} |cos(τ_i - δ, τ_j - δ)| + α ‖δ‖ / mean ‖τ_i‖ by gradient descent from 0;
@@ -49,7 +47,6 @@ def awd(
     is over the whole model and in the weights' own scale; here it is per unit, and the scale does
     not matter.
     """
-    assert base is not None
     g = gram([i.tensor for i in inputs], base)
     changed = (g.diagonal() > 0).nonzero().flatten()
     weights = [i.params.weight for i in inputs]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param, takes
+from moemerge.merging.methods._arithmetic import average, statistics_of
 from moemerge.merging.methods._spectra import nearest_orthogonal
-from moemerge.merging.methods._weights import average, statistics_of
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ class CatOptions:
     "cat", base=BasePolicy.REQUIRED, per_model=NoParams, options=CatOptions, statistics="gram"
 )
 @takes("decompositions")
-def cat(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: CatOptions, unit: UnitInfo
-) -> Tensor:
+def cat(inputs: Sequence[ModelTensor], base: Tensor, options: CatOptions, unit: UnitInfo) -> Tensor:
     """Trim the outputs of other models' task vectors that disturb a model's own inputs most.
 
     For each model i, B_i are the leading eigenvectors of Σ_{j≠i} τ_j (G_i - penalty·G_j) τ_jᵀ;
@@ -43,7 +41,6 @@ def cat(
     θ_0 + λ Σ τ_j. Only eigenvectors with positive eigenvalues are trimmed: the others help their
     model more than they disturb. All tensors other than linear layers are averaged.
     """
-    assert base is not None
     statistics = statistics_of(inputs, unit)
     if statistics is None or not base.numel():
         return average(inputs, [1 / len(inputs)] * len(inputs))

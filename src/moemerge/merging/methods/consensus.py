@@ -56,14 +56,13 @@ class ConsensusOptions:
     elementwise=True,
 )
 def consensus_ta(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: ConsensusOptions, unit: UnitInfo
+    inputs: Sequence[ModelTensor], base: Tensor, options: ConsensusOptions, unit: UnitInfo
 ) -> Tensor:
     """Keep the elements of the task vectors' sum that at least k models find important.
 
     With Δ = Σ w_i δ_i, element by element: θ_0 + λ Δ·[#{i : |δ_i| > t_i |Δ - δ_i|} ≥ k]. Intended
     for three models or more. With two models, k = 2 keeps elements that both changed similarly.
     """
-    assert base is not None
     vectors = [task_vector(i, base) for i in inputs]
     total = torch.zeros_like(vectors[0].values)
     for vector in vectors:
@@ -80,10 +79,9 @@ def consensus_ta(
     models=(2, None),
 )
 def consensus_ties(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: ConsensusOptions, unit: UnitInfo
+    inputs: Sequence[ModelTensor], base: Tensor, options: ConsensusOptions, unit: UnitInfo
 ) -> Tensor:
     """As `consensus_ta`, with the task vectors merged by TIES (trimmed, signs elected, summed)."""
-    assert base is not None
     vectors = [task_vector(i, base) for i in inputs]
     for vector, model in zip(vectors, inputs, strict=True):
         trim_(vector, model.params.density, rescale=False)

@@ -41,7 +41,7 @@ class DogeOptions(OthersOptions):
 @merge_method("doge", base=BasePolicy.REQUIRED, per_model=NoParams, options=DogeOptions)
 @takes("steps")
 def doge(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: DogeOptions, unit: UnitInfo
+    inputs: Sequence[ModelTensor], base: Tensor, options: DogeOptions, unit: UnitInfo
 ) -> Tensor:
     """Add task vectors of equal size, corrected for conflicts outside their shared subspace.
 
@@ -50,7 +50,6 @@ def doge(
     projected by I - P Pᵀ; the result is θ_0 + Σ l_i (τ_i + Δ) on each model's largest elements.
     The mask is per unit; the paper's is over the whole model.
     """
-    assert base is not None
     if not is_linear(base, unit):
         return merge_others(inputs, base, options)
     vectors = changes(inputs, base)

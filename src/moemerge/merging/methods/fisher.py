@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, Remark, UnitInfo, merge_method, param
-from moemerge.merging.methods._arithmetic import chunks, flat, scratch
-from moemerge.merging.methods._weights import ErrorWeight, average, params_shares, statistics_of
+from moemerge.merging.methods._arithmetic import (
+    ErrorWeight,
+    average,
+    chunks,
+    flat,
+    params_shares,
+    scratch,
+    statistics_of,
+)
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:

@@ -33,14 +33,13 @@ class ModelStockOptions:
     models=(2, None),
 )
 def model_stock(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: ModelStockOptions, unit: UnitInfo
+    inputs: Sequence[ModelTensor], base: Tensor, options: ModelStockOptions, unit: UnitInfo
 ) -> Tensor:
     """Go from the base towards the models' average, the further the more their changes agree.
 
     The result is t·mean(θ_i) + (1 - t)·θ_0 with t = N cos / (1 + (N - 1) cos). cos is the mean over
     pairs of task vectors, 0 for a zero vector.
     """
-    assert base is not None
     tensors, n = [i.tensor for i in inputs], len(inputs)
     if options.filter_wise and base.dim() > 1 and base.numel() > 0:
         return _by_row(tensors, base)

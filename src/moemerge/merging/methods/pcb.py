@@ -31,9 +31,7 @@ class PcbOptions:
 
 
 @merge_method("pcb", base=BasePolicy.REQUIRED, per_model=NoParams, options=PcbOptions)
-def pcb(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: PcbOptions, unit: UnitInfo
-) -> Tensor:
+def pcb(inputs: Sequence[ModelTensor], base: Tensor, options: PcbOptions, unit: UnitInfo) -> Tensor:
     """Weigh each element by its size within its model and its agreement with the others.
 
     With a_i the squares of |δ_i| scaled to [0, 1] and T models, an element scores
@@ -41,7 +39,6 @@ def pcb(
     to [0, 1] the scores are weights w_i, and the result is θ_0 + λ Σ w_i δ_i / Σ w_i.
     All cuts and scales are per unit; the paper takes them over the whole model.
     """
-    assert base is not None
     origin = flat(base)
     deltas = [_clipped(flat(i.tensor) - origin, options.clip) for i in inputs]
     total = deltas[0].clone()

@@ -27,9 +27,7 @@ class RamPlusOptions(RamOptions):
 
 
 @merge_method("ram", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamOptions)
-def ram(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: RamOptions, unit: UnitInfo
-) -> Tensor:
+def ram(inputs: Sequence[ModelTensor], base: Tensor, options: RamOptions, unit: UnitInfo) -> Tensor:
     """Keep changes of one model alone, average changes that several made.
 
     Element by element, over the models with |δ_i| > epsilon: θ_0 + mean δ_i. Intended for models
@@ -40,14 +38,13 @@ def ram(
 
 @merge_method("ramplus_tl", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamPlusOptions)
 def ramplus_tl(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: RamPlusOptions, unit: UnitInfo
+    inputs: Sequence[ModelTensor], base: Tensor, options: RamPlusOptions, unit: UnitInfo
 ) -> Tensor:
     """As `ram`, with each model's own changes amplified, more so the more changes it shares.
 
     Elements that model i alone changed are multiplied by 1 + r·min(shared_i / own_i, alpha), with
     the numbers of elements of this tensor that it changed together with others, and alone.
     """
-    assert base is not None
     deltas = [flat(i.tensor) - flat(base) for i in inputs]
     changed = [delta.abs() > options.epsilon for delta in deltas]
     count = torch.stack(changed).sum(0)
@@ -61,10 +58,9 @@ def ramplus_tl(
 
 
 def _merge(
-    inputs: Sequence[ModelTensor], base: Tensor | None, epsilon: float, factors: Sequence[float]
+    inputs: Sequence[ModelTensor], base: Tensor, epsilon: float, factors: Sequence[float]
 ) -> Tensor:
     """Merge element by element; `factors` multiply changes that one model alone made."""
-    assert base is not None
     origin, tensors = flat(base), [flat(i.tensor) for i in inputs]
     out = torch.empty_like(origin)
     for at in chunks(origin):

@@ -29,15 +29,12 @@ class SceOptions:
 
 
 @merge_method("sce", base=BasePolicy.REQUIRED, per_model=NoParams, options=SceOptions)
-def sce(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: SceOptions, unit: UnitInfo
-) -> Tensor:
+def sce(inputs: Sequence[ModelTensor], base: Tensor, options: SceOptions, unit: UnitInfo) -> Tensor:
     """Keep where task vectors vary most, weigh models by their size there, erase minority signs.
 
     An element on which all models agree does not vary, so below `select_topk` 1 it is never kept:
     a tensor that is equal in all models becomes the base's.
     """
-    assert base is not None
     deltas = [flat_difference(i.tensor, base) for i in inputs]
     if options.select_topk < 1:
         _select_(deltas, options.select_topk)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from moemerge.config.parameters import BasePolicy
 from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
-from moemerge.merging.methods._arithmetic import weighted_sum
-from moemerge.merging.methods._weights import average, statistics_of
+from moemerge.merging.methods._arithmetic import average, statistics_of, weighted_sum
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class SltaOptions:
     "slta", base=BasePolicy.REQUIRED, per_model=NoParams, options=SltaOptions, statistics="gram"
 )
 def slta(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: SltaOptions, unit: UnitInfo
+    inputs: Sequence[ModelTensor], base: Tensor, options: SltaOptions, unit: UnitInfo
 ) -> Tensor:
     """θ_0 + Σ a_i τ_i with the coefficients that answer the models' own inputs best.
 
@@ -35,7 +34,6 @@ def slta(
     A_ij = Σ_t tr(τ_i G_t τ_jᵀ) and b_i = Σ_t tr(τ_i G_t τ_tᵀ). It has one unknown per model, so it
     also works for experts that few tokens reach. All tensors other than linear layers are averaged.
     """
-    assert base is not None
     statistics = statistics_of(inputs, unit)
     if statistics is None:
         return average(inputs, [1 / len(inputs)] * len(inputs))

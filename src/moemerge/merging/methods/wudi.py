@@ -53,7 +53,7 @@ class WudiOptions(OthersOptions):
 @merge_method("wudi", base=BasePolicy.REQUIRED, per_model=NoParams, options=WudiOptions)
 @takes("steps")
 def wudi(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: WudiOptions, unit: UnitInfo
+    inputs: Sequence[ModelTensor], base: Tensor, options: WudiOptions, unit: UnitInfo
 ) -> Tensor:
     """Choose the task vector that interferes least with each model's own inputs.
 
@@ -64,7 +64,6 @@ def wudi(
     are averaged, because fine-tuned norms and embeddings contain what the models learnt.
     `others: base` drops their changes, as the authors of the HARC paper did.
     """
-    assert base is not None
     if not is_linear(base, unit):
         return merge_others(inputs, base, options)
     deltas = changes(inputs, base)

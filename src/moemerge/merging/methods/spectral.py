@@ -1,4 +1,4 @@
-"""Isotropic merging: one strength for all directions of the merge (Marczak et al. 2025)."""
+"""Merges of singular directions: isotropic merging (Marczak et al.) and TSV-M (Gargiulo et al.)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class IsoCtsOptions(SpectralOptions):
 @merge_method("iso_c", base=BasePolicy.REQUIRED, per_model=NoParams, options=SpectralOptions)
 @takes("decompositions")
 def iso_c(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: SpectralOptions, unit: UnitInfo
+    inputs: Sequence[ModelTensor], base: Tensor, options: SpectralOptions, unit: UnitInfo
 ) -> Tensor:
     """Add up the task vectors, and give every singular direction the mean strength.
 
@@ -39,7 +39,6 @@ def iso_c(
     numerical rank count: a low-rank update (LoRA) is not filled up with noise. If only one model
     changed a weight, its change is used unmodified.
     """
-    assert base is not None
     if not is_linear(base, unit):
         return merge_others(inputs, base, options)
     vectors = changes(inputs, base)
@@ -54,7 +53,7 @@ def iso_c(
 @merge_method("iso_cts", base=BasePolicy.REQUIRED, per_model=NoParams, options=IsoCtsOptions)
 @takes("decompositions")
 def iso_cts(
-    inputs: Sequence[ModelTensor], base: Tensor | None, options: IsoCtsOptions, unit: UnitInfo
+    inputs: Sequence[ModelTensor], base: Tensor, options: IsoCtsOptions, unit: UnitInfo
 ) -> Tensor:
     """As `iso_c`, with some directions reserved for each model alone.
 
@@ -62,7 +61,6 @@ def iso_cts(
     filled, in equal parts, with the leading directions of each (I - U_c U_cᵀ) τ_i. Both sides are
     made orthogonal (polar factors), and all directions get the mean strength.
     """
-    assert base is not None
     if not is_linear(base, unit):
         return merge_others(inputs, base, options)
     vectors = changes(inputs, base)
@@ -99,3 +97,27 @@ def _plain(base: Tensor, vectors: Sequence[Tensor], factor: float) -> Tensor:
     if not vectors:
         return base.clone(memory_format=torch.contiguous_format)
     return (base + factor * vectors[0]).contiguous()
+
+
+@merge_method("tsv", base=BasePolicy.REQUIRED, per_model=NoParams, options=SpectralOptions)
+@takes("decompositions")
+def tsv(
+    inputs: Sequence[ModelTensor], base: Tensor, options: SpectralOptions, unit: UnitInfo
+) -> Tensor:
+    """Give each model an equal share of the singular directions, and make them orthogonal.
+
+    With τ_i = U_i diag(s_i) V_iᵀ cut to its k = ⌊rank / models⌋ leading directions and U, V the
+    polar factors of [U_1 … U_T] and [V_1 … V_T], the result is θ_0 + λ U diag(s_1 … s_T) Vᵀ.
+    Models that did not change the weight are left out; their share goes to the others.
+    """
+    if not is_linear(base, unit):
+        return merge_others(inputs, base, options)
+    vectors = changes(inputs, base)
+    if not vectors:
+        return base.clone(memory_format=torch.contiguous_format)
+    share = max(1, min(base.shape) // len(vectors))
+    spectra = [Spectrum.of(vector, most=share) for vector in vectors]
+    unit.check_stopped()
+    left, right = orthogonal_sides(spectra)
+    merged = (left * torch.cat([s.values for s in spectra])) @ right.T
+    return (base + options.lambda_ * merged).to(base.dtype).contiguous()

@@ -1,0 +1,231 @@
+"""Sums of sparsified task vectors: TIES, DARE, DELLA and model breadcrumbs.
+
+Each method drops elements of the task vectors in its own way. The rest is added to the base by
+weight, or by elected sign (TIES).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.errors import ConfigError
+from moemerge.merging.method import ModelTensor, UnitInfo, merge_method, param
+from moemerge.merging.methods._sparsify import (
+    drop_by_rank_,
+    drop_randomly_,
+    trim_,
+    trim_both_ends_,
+)
+from moemerge.merging.methods._task_vectors import (
+    SumOptions,
+    TaskVector,
+    Thinned,
+    add_elected,
+    add_weighted,
+    task_vector,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_ROUNDING = 1e-9  # allows 0.85 + 0.15
+
+
+@dataclass(frozen=True)
+class Election:
+    """The additional options of a sum by elected sign."""
+
+    normalize: bool = param(False, help="divide by the sum of the weights that agree in sign")
+    election: str = param(
+        "weighted",
+        choices=("weighted", "unweighted"),
+        help="what votes on an element's sign: weighted or unweighted task vectors",
+    )
+
+
+@dataclass(frozen=True)
+class NormalisedElection(Election):
+    normalize: bool = param(True, help="divide by the sum of the weights that agree in sign")
+
+
+def _sum(base: Tensor, vectors: Sequence[TaskVector], options: SumOptions) -> Tensor:
+    """Add the task vectors to the base: by elected sign if the options contain an election."""
+    normalize, factor = options.normalize, options.lambda_
+    if isinstance(options, Election):
+        return add_elected(
+            base, vectors, normalize=normalize, factor=factor, election=options.election
+        )
+    return add_weighted(base, vectors, normalize=normalize, factor=factor)
+
+
+@dataclass(frozen=True)
+class TiesOptions(NormalisedElection, SumOptions):
+    pass
+
+
+@merge_method("ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=TiesOptions)
+def ties(
+    inputs: Sequence[ModelTensor], base: Tensor, options: TiesOptions, unit: UnitInfo
+) -> Tensor:
+    """Keep each task vector's largest elements, elect a sign per element, average who agrees.
+
+    Yadav et al. 2023. mergekit lets the weighted task vectors vote, the paper the unweighted ones
+    (`election: unweighted`). The trim is per merge unit, not over the whole model.
+    """
+    vectors = [task_vector(i, base) for i in inputs]
+    for vector, model in zip(vectors, inputs, strict=True):
+        trim_(vector, model.params.density, rescale=options.rescale)
+    return _sum(base, vectors, options)
+
+
+# --- DARE: drop at random and rescale (Yu et al. 2024, "Language models are Super Mario") ---------
+
+
+@dataclass(frozen=True)
+class DareLinearOptions(SumOptions):
+    rescale: bool = param(True, help="rescale the kept elements to the original size")
+    rescale_norm: str = param(
+        "l1",
+        choices=("l1", "probability"),
+        help="size to restore: the measured L1 norm (mergekit), or its expectation (the paper)",
+    )
+
+    @property
+    def rescaling(self) -> str | None:
+        return self.rescale_norm if self.rescale else None
+
+
+@dataclass(frozen=True)
+class DareTiesOptions(Election, DareLinearOptions):
+    pass
+
+
+@merge_method("dare_linear", base=BasePolicy.REQUIRED, per_model=Thinned, options=DareLinearOptions)
+def dare_linear(
+    inputs: Sequence[ModelTensor], base: Tensor, options: DareLinearOptions, unit: UnitInfo
+) -> Tensor:
+    """Drop random elements of each task vector, rescale the rest, add them up by weight."""
+    vectors = [task_vector(i, base) for i in inputs]
+    for position, (vector, model) in enumerate(zip(vectors, inputs, strict=True)):
+        seed = unit.stream("dare", position)  # each model has its own mask
+        drop_randomly_(vector, model.params.density, seed, rescale=options.rescaling)
+    return _sum(base, vectors, options)
+
+
+@merge_method("dare_ties", base=BasePolicy.REQUIRED, per_model=Thinned, options=DareTiesOptions)
+def dare_ties(
+    inputs: Sequence[ModelTensor], base: Tensor, options: DareTiesOptions, unit: UnitInfo
+) -> Tensor:
+    """Drop random elements of each task vector, rescale the rest, add up by elected sign."""
+    return dare_linear(inputs, base, options, unit)
+
+
+# --- DELLA: drop by magnitude rank (Deep et al. 2024) ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class DellaParams(Thinned):
+    epsilon: float = param(
+        0.15,
+        minimum=0,
+        maximum=0.5,
+        help="keep probability runs from density - epsilon to density + epsilon by rank",
+    )
+
+    def __post_init__(self) -> None:
+        low, high = self.density - self.epsilon, self.density + self.epsilon
+        if self.density < 1 and (low < -_ROUNDING or high > 1 + _ROUNDING):
+            raise ConfigError(
+                f"density {self.density:g} with epsilon {self.epsilon:g} makes keep probabilities "
+                f"from {low:g} to {high:g}, outside [0, 1]",
+                hint="lower epsilon, or set density to 1 to keep everything",
+            )
+
+
+@dataclass(frozen=True)
+class DellaLinearOptions(DareLinearOptions):
+    rescale_norm: str = param(
+        "l1",
+        choices=("l1", "probability"),
+        help="restore the L1 norm (mergekit), or divide each by its keep probability (the paper)",
+    )
+
+
+@dataclass(frozen=True)
+class DellaOptions(NormalisedElection, DellaLinearOptions):
+    pass
+
+
+@merge_method(
+    "della_linear", base=BasePolicy.REQUIRED, per_model=DellaParams, options=DellaLinearOptions
+)
+def della_linear(
+    inputs: Sequence[ModelTensor], base: Tensor, options: DellaLinearOptions, unit: UnitInfo
+) -> Tensor:
+    """Drop elements at random, small ones more often, rescale the rest, add up by weight."""
+    rows = base.shape[0] if base.dim() > 1 else 1  # one row per output
+    vectors = [task_vector(i, base) for i in inputs]
+    for position, (vector, model) in enumerate(zip(vectors, inputs, strict=True)):
+        drop_by_rank_(
+            vector,
+            rows,
+            model.params.density,
+            model.params.epsilon,
+            unit.stream("della", position),  # each model has its own mask
+            rescale=options.rescaling,
+        )
+    return _sum(base, vectors, options)
+
+
+@merge_method("della", base=BasePolicy.REQUIRED, per_model=DellaParams, options=DellaOptions)
+def della(
+    inputs: Sequence[ModelTensor], base: Tensor, options: DellaOptions, unit: UnitInfo
+) -> Tensor:
+    """Drop elements at random, small ones more often, rescale the rest, add by elected sign."""
+    return della_linear(inputs, base, options, unit)
+
+
+# --- model breadcrumbs: drop the largest and the smallest (Davari and Belilovsky 2024) ------------
+
+
+@dataclass(frozen=True)
+class BreadcrumbsParams(Thinned):
+    gamma: float = param(
+        0.01, minimum=0, maximum=1, help="fraction of largest elements that is dropped"
+    )
+
+
+@dataclass(frozen=True)
+class BreadcrumbsTiesOptions(Election, SumOptions):
+    pass
+
+
+@merge_method(
+    "breadcrumbs", base=BasePolicy.REQUIRED, per_model=BreadcrumbsParams, options=SumOptions
+)
+def breadcrumbs(
+    inputs: Sequence[ModelTensor], base: Tensor, options: SumOptions, unit: UnitInfo
+) -> Tensor:
+    """Drop each task vector's largest and smallest elements, add up the rest by weight."""
+    vectors = [task_vector(i, base) for i in inputs]
+    for vector, model in zip(vectors, inputs, strict=True):
+        p = model.params
+        trim_both_ends_(vector, p.density, p.gamma, rescale=options.rescale)
+    return _sum(base, vectors, options)
+
+
+@merge_method(
+    "breadcrumbs_ties",
+    base=BasePolicy.REQUIRED,
+    per_model=BreadcrumbsParams,
+    options=BreadcrumbsTiesOptions,
+)
+def breadcrumbs_ties(
+    inputs: Sequence[ModelTensor], base: Tensor, options: BreadcrumbsTiesOptions, unit: UnitInfo
+) -> Tensor:
+    """Drop each task vector's largest and smallest elements, add up the rest by elected sign."""
+    return breadcrumbs(inputs, base, options, unit)

@@ -1,0 +1,201 @@
+"""Interpolation and means on the sphere: SLERP, NuSLERP, multi-model SLERP and Karcher's mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.methods._arithmetic import (
+    NO_DIRECTION,
+    ZERO_SUM,
+    Weighted,
+    arc_coefficients,
+    cosine,
+    gram,
+    shares,
+    weighted_sum,
+)
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_PARALLEL = 0.9995  # mergekit's: closer to ±1, interpolation is linear
+
+
+@dataclass(frozen=True)
+class SlerpOptions:
+    t: float = param(help="0 is the base, 1 the other model")
+
+
+@merge_method(
+    "slerp", base=BasePolicy.REQUIRED, per_model=NoParams, options=SlerpOptions, models=(1, 1)
+)
+def slerp(
+    inputs: Sequence[ModelTensor], base: Tensor, options: SlerpOptions, unit: UnitInfo
+) -> Tensor:
+    """Interpolate along the arc from the base to one model, each tensor taken as one vector."""
+    t, other = options.t, inputs[0].tensor
+    c = cosine(gram([base, other]), 0, 1)
+    if abs(c) > _PARALLEL:
+        return weighted_sum([base, other], [1 - t, t])
+    theta = math.acos(c)
+    sine = math.sin(theta)
+    return weighted_sum(
+        [base, other], [math.sin((1 - t) * theta) / sine, math.sin(t * theta) / sine]
+    )
+
+
+@dataclass(frozen=True)
+class NuslerpOptions:
+    nuslerp_flatten: bool = param(True, help="take a tensor as one vector")
+    nuslerp_row_wise: bool = param(
+        False,
+        help="without flattening: interpolate columns (along the first axis) instead of rows "
+        "(along the last), which is what mergekit does under this name",
+    )
+
+
+@merge_method(
+    "nuslerp",
+    base=BasePolicy.OPTIONAL,
+    per_model=Weighted,
+    options=NuslerpOptions,
+    models=(2, 2),
+)
+def nuslerp(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: NuslerpOptions, unit: UnitInfo
+) -> Tensor:
+    """Interpolate along the arc between two models; with a base, between their task vectors.
+
+    The position on the arc is t = w_2 / (w_1 + w_2), or one half if the sum is zero.
+    """
+    first, second = (i.tensor for i in inputs)
+    w1, w2 = (i.params.weight for i in inputs)
+    t = w2 / (w1 + w2) if abs(w1 + w2) >= ZERO_SUM else 0.5
+    if options.nuslerp_flatten or first.dim() < 2:
+        c = torch.tensor(cosine(gram([first, second], base), 0, 1), dtype=torch.float64)
+        share1, share2 = (x.item() for x in arc_coefficients(c, t))
+        if base is None:
+            return weighted_sum([first, second], [share1, share2])
+        return weighted_sum([base, first, second], [1 - share1 - share2, share1, share2])
+    axis = 0 if options.nuslerp_row_wise else -1
+    x, y = first.double(), second.double()
+    if base is not None:
+        x, y = x - base, y - base
+    c1, c2 = _arcs(x, y, axis, t)
+    merged = c1 * x + c2 * y if base is None else c1 * x + c2 * y + base
+    return merged.to(first.dtype).contiguous()
+
+
+def _arcs(x: Tensor, y: Tensor, axis: int, t: float) -> tuple[Tensor, Tensor]:
+    """Return the coefficients for each vector along `axis`; a zero vector is orthogonal to all."""
+    norms = torch.linalg.vector_norm(x, dim=axis, keepdim=True)
+    norms = norms * torch.linalg.vector_norm(y, dim=axis, keepdim=True)
+    products = (x * y).sum(axis, keepdim=True)
+    return arc_coefficients(products / torch.where(norms > 0, norms, 1.0), t)
+
+
+@dataclass(frozen=True)
+class MultislerpOptions:
+    normalize_weights: bool = param(True, help="divide the weights by their sum")
+    eps: float = param(1e-8, minimum=0, help="norms up to this count as zero")
+
+
+def multislerp_weights(
+    params: Sequence[Weighted], options: MultislerpOptions, unit: UnitInfo
+) -> Sequence[float]:
+    """Return each model's weight, normalised if the options require it."""
+    weights = [p.weight for p in params]
+    return shares(weights, unit) if options.normalize_weights else weights
+
+
+@merge_method(
+    "multislerp",
+    base=BasePolicy.OPTIONAL,
+    per_model=Weighted,
+    options=MultislerpOptions,
+    weights=multislerp_weights,
+)
+def multislerp(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: MultislerpOptions, unit: UnitInfo
+) -> Tensor:
+    """Mean direction of the models at their mean length; with a base, of their task vectors.
+
+    (Σ w_i ‖x_i‖) · u / ‖u‖ with u = Σ w_i x_i / ‖x_i‖. Directions that cancel have no mean: then
+    the result is the plain Σ w_i x_i.
+    """
+    tensors = [i.tensor for i in inputs]
+    weights = multislerp_weights([i.params for i in inputs], options, unit)
+    coefficients = _coefficients(gram(tensors, base), weights, options.eps)
+    if base is None:
+        return weighted_sum(tensors, coefficients)
+    return weighted_sum([base, *tensors], [1 - sum(coefficients), *coefficients])
+
+
+def _coefficients(g: Tensor, weights: Sequence[float], eps: float) -> list[float]:
+    """Return the coefficient of each x_i, from their Gram matrix."""
+    norms = g.diagonal().sqrt()
+    w = g.new_tensor(weights)
+    units = (w / norms).where(norms > eps, 0.0)
+    length = math.sqrt(max(0.0, (units @ g @ units).item()))
+    if length <= max(eps, NO_DIRECTION * w.abs().sum().item()):
+        return list(weights)
+    result: list[float] = (units * ((w * norms).sum() / length)).tolist()
+    return result
+
+
+@dataclass(frozen=True)
+class KarcherOptions:
+    max_iter: int = param(10, minimum=1, help="maximum steps of the mean's fixed-point iteration")
+    tol: float = param(1e-5, minimum=0, help="stop once a step is shorter than this")
+
+
+@merge_method("karcher", base=BasePolicy.MEMBER, per_model=NoParams, options=KarcherOptions)
+def karcher(
+    inputs: Sequence[ModelTensor], base: Tensor | None, options: KarcherOptions, unit: UnitInfo
+) -> Tensor:
+    """Take the Karcher mean of the models' directions on the sphere, at their mean length.
+
+    Zero tensors have no direction but count towards the mean length. Directions that cancel have
+    no mean: then the result is the plain average.
+    """
+    tensors = [i.tensor for i in inputs]
+    g = gram(tensors)
+    norms = g.diagonal().sqrt()
+    inverse = torch.where(norms > 0, 1 / norms, 0.0)
+    mean = _mean_direction(g * inverse[:, None] * inverse, norms > 0, options.max_iter, options.tol)
+    if mean is None:
+        return weighted_sum(tensors, [1 / len(tensors)] * len(tensors))
+    return weighted_sum(tensors, (mean * inverse * norms.mean()).tolist())
+
+
+def _mean_direction(cosines: Tensor, valid: Tensor, max_iter: int, tol: float) -> Tensor | None:
+    """Return coefficients c of the mean m = Σ c_i u_i of unit vectors; None if they cancel.
+
+    Iterates m <- exp_m(mean of log_m(u_i)) with log_m(u) = θ/sin θ · (u - cos θ m).
+    """
+    count = valid.sum()
+    c = valid.double()
+    length = (c @ cosines @ c).clamp_min(0).sqrt()
+    if length <= NO_DIRECTION * count:
+        return None
+    c = c / length
+    for _ in range(max_iter):
+        cos = (cosines @ c).clamp(-1, 1)
+        theta = torch.arccos(cos)
+        sine = torch.sin(theta)
+        # θ/sin θ is 1 at θ = 0. At θ = π no direction is preferred, so the term is zero.
+        ratio = torch.where(sine > NO_DIRECTION, theta / sine, (cos > 0).double()) * valid
+        step = (ratio - (ratio * cos).sum() * c) / count
+        size = (step @ cosines @ step).clamp_min(0).sqrt()
+        if size < tol:
+            break
+        c = torch.cos(size) * c + torch.sin(size) * step / size
+        c = c / (c @ cosines @ c).sqrt()
+    return c
