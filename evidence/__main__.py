@@ -13,9 +13,10 @@ from evidence.data import PRESETS, REGIMES
 from evidence.experiments import EXPERIMENTS
 from evidence.layout import ARCHITECTURES
 from evidence.run import ALL, TableRequest, run_tables
+from evidence.seed_tables import main_table, verdicts
 from evidence.training import Job, train
 from moemerge.errors import MoeMergeError, UsageError
-from moemerge.experiments.report import heading, main_table, verdicts
+from moemerge.experiments.report import heading
 from moemerge.runtime.progress import Silent
 from moemerge.testbed import TrainedSet
 from moemerge.testbed.tasks import DOMAINS

@@ -13,6 +13,7 @@ from evidence.data import PRESETS, REGIMES
 from evidence.experiments import EXPERIMENTS, Experiment, Scope
 from evidence.layout import ARCHITECTURES
 from evidence.methods import EVERY, chosen
+from evidence.seed_tables import BY_SEEDS
 from evidence.training import Job, check_choice, train
 from moemerge.errors import UsageError
 from moemerge.experiments.cells import Failure, SetCells, run_cells
@@ -116,7 +117,11 @@ def run_tables(
         train(jobs, device=request.device, progress=progress)
     failures = _measure(left, request, journal, progress)
     summaries = [table.summary(journal) for table in tables]
-    return summaries, failures, write_report(request.out, summaries, figures=figures)
+    return (
+        summaries,
+        failures,
+        write_report(request.out, summaries, figures=figures, style=BY_SEEDS),
+    )
 
 
 def set_folder(request: TableRequest, key: SetKey) -> Path:

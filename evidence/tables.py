@@ -20,10 +20,11 @@ from evidence.cells import Scale
 from evidence.experiments import LEADING
 from evidence.methods import AVERAGE, EVERY
 from evidence.run import TableRequest, plan_tables
+from evidence.seed_tables import comparison_table, main_table
 from moemerge.evaluation.significance import paired_t
 from moemerge.experiments.journal import CELLS, CellJournal
-from moemerge.experiments.report import comparison_table, main_table, with_error
 from moemerge.experiments.report import difference as seed_difference
+from moemerge.experiments.report import with_error
 from moemerge.experiments.summary import RowSummary, Summary
 from moemerge.experiments.tables import REFERENCE
 from moemerge.experiments.text_tables import TextTable
@@ -184,7 +185,6 @@ def repairs_table(cells: Path, regime: str) -> str:
     )
     found = replace(found, rows=tuple(rows))
     compared = comparison_table(found)
-    assert compared is not None
     tables = (
         without(main_table(found), "merge", "seeds", "p, problems"),
         without(compared, "merge", "mismatch Δ"),

@@ -11,16 +11,11 @@ import pytest
 
 from evidence.cells import Scale, SetKey
 from evidence.experiments import EXPERIMENTS, Scope
+from evidence.seed_tables import BY_SEEDS, comparison_table, main_table, verdicts
 from moemerge.errors import DataError
 from moemerge.experiments.journal import CellJournal
 from moemerge.experiments.problems import pack
-from moemerge.experiments.report import (
-    comparison_table,
-    main_table,
-    markdown,
-    verdicts,
-    write_report,
-)
+from moemerge.experiments.report import markdown, write_report
 from moemerge.experiments.summary import summarise
 from moemerge.experiments.tables import AS_MERGED, AVERAGED, HARC, SOURCE
 from moemerge.testbed.tasks import DOMAINS
@@ -125,7 +120,7 @@ def test_an_unfinished_table_is_shown_as_far_as_it_is(journal):
     assert summary.seeds == (1,)
     assert len(summary.rows) == 1
     assert len(summary.missing) == len(rows) - 1
-    assert "Not measured: reference, specialists;" in markdown(summary)
+    assert "Not measured: reference, specialists;" in markdown(summary, style=BY_SEEDS)
 
 
 def test_pairs_are_those_that_both_were_measured_on(journal):
@@ -158,20 +153,20 @@ def test_a_journal_is_read_back_and_a_broken_last_line_is_cut(journal):
 
 def test_files_are_complete_and_the_same_again(journal, tmp_path):
     summaries = [summary_of(journal, name) for name in ("two-model", "hessian")]
-    written = write_report(tmp_path, summaries, figures=False)
+    written = write_report(tmp_path, summaries, figures=False, style=BY_SEEDS)
     first = {path: path.read_bytes() for path in written}
     assert {p.name for p in first} >= {"index.html", "results.md", "hessian-soft.json"}
     found = json.loads((tmp_path / "two-model-soft.json").read_text())
     assert found["rows"][2]["overall"]["value"] == pytest.approx(0.45)
     assert '<table class="results">' in (tmp_path / "index.html").read_text()
-    write_report(tmp_path, summaries, figures=False)
+    write_report(tmp_path, summaries, figures=False, style=BY_SEEDS)
     assert first == {path: path.read_bytes() for path in written}
 
 
 @pytest.mark.parametrize("name", ["two-model", "hessian", "fraction", "router-swap", "layers"])
 def test_every_kind_of_figure_can_be_drawn(journal, tmp_path, name):
     pytest.importorskip("matplotlib")
-    written = write_report(tmp_path, [summary_of(journal, name)], figures=True)
+    written = write_report(tmp_path, [summary_of(journal, name)], figures=True, style=BY_SEEDS)
     svg = tmp_path / f"{name}-soft.svg"
     assert svg in written
     assert (tmp_path / f"{name}-soft.png").read_bytes().startswith(b"\x89PNG")
@@ -191,4 +186,6 @@ def test_recorded_cells_give_the_recorded_table(name, tmp_path):
     rows = one.rows(Scope(("average", "wudi", "regmean"), layers=3))
     keys = [SetKey("olmoe", "tiny", "soft", seed) for seed in (0, 1, 2)]
     summary = summarise(one.form(keys[0]), rows, keys, CellJournal(tmp_path, scale))
-    assert markdown(summary) == (RECORDED / f"{name}-soft.md").read_text(encoding="utf-8")
+    assert markdown(summary, style=BY_SEEDS) == (RECORDED / f"{name}-soft.md").read_text(
+        encoding="utf-8"
+    )

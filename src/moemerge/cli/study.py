@@ -110,14 +110,13 @@ def _refuse_failures(failures: Sequence[Failure]) -> None:
 
 
 def _shown_tables(report: StudyReport, legend: str) -> Group:
-    """Return the main table of every experiment with its findings."""
-    from moemerge.experiments.report import heading, main_table, verdicts
+    """Return the main table of every experiment with its heading."""
+    from moemerge.experiments.report import heading, main_table
 
     parts: list[Text | NumberTable] = []
     for summary in report.summaries:
         parts.append(Text(heading(summary), style="bold"))
         parts.append(_drawn(main_table(summary)))
-        parts += [Text(line) for line in verdicts(summary)]
         parts.append(Text(""))
     parts.append(Text(legend, style="dim"))
     parts.append(Text(f"All tables and figures: {report.written[0]}"))
