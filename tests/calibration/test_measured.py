@@ -66,7 +66,7 @@ def test_it_is_what_diagnose_measures(case: cases.Case, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(calibration_report(report, verbose=False))
     shown = console.file.getvalue()
-    assert "(held out, each model on its own features)" in shown
+    assert "(rows held out from the fit; each model on its own features)" in shown
     losses = figures["loss_before"]["math"], figures["loss_after"]["math"]
     assert f"math {losses[0]:.3f}→{losses[1]:.3f}" in shown
 
@@ -111,6 +111,27 @@ def test_it_can_be_left_out(case: cases.Case, tmp_path: Path) -> None:
     assert "own features" not in (tmp_path / "a" / "README.md").read_text()
     routers = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
     assert routers[0].keys() == routers[1].keys()
+
+
+def test_rows_that_were_fitted_are_never_called_held_out(case: cases.Case, tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(case.data["code"].read_text().splitlines(keepends=True)[:20]))
+    out, notes = tmp_path / "out", Notes()
+    report = case.calibrate(out, data={**case.data, "code": few}, progress=notes)
+    figures = report.diagnosis
+    assert figures is not None
+    assert list(figures["tokens"]) == list(figures["loss_after"]) == ["math"]
+    assert figures["not_held_out"] == ["code"]
+    assert report.not_held_out == ("code",)
+    card = (out / "README.md").read_text()
+    assert "No rows of code were held out, so nothing is measured there." in card
+    measured = card.partition("each model on its own features:")[2]
+    assert "| code |" not in measured.partition("## Config")[0]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(calibration_report(report, verbose=False))
+    shown = console.file.getvalue()
+    assert "code: every figure is of rows that were fitted" in shown
+    assert any(note.startswith("code: no rows are held out") for note in notes.said)
 
 
 def test_a_source_that_cannot_be_run_still_gives_its_routers(

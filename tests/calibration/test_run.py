@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,20 @@ def test_the_base_among_the_sources_needs_no_word(case_of: CaseOf, tmp_path: Pat
     assert not any("no source is the base" in notice for notice in report.notices)
 
 
+def test_the_base_is_recognised_by_its_folder(
+    case_of: CaseOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of("olmoe")
+    merged = tmp_path / "merged"
+    shutil.copytree(case.merged, merged)
+    (tmp_path / "link").symlink_to(case.sources["code"])
+    (merged / "moemerge_config.yml").write_text(f"base_model: {tmp_path / 'link'}\n")
+    monkeypatch.chdir(case.sources["code"].parent)
+    sources = {"math": case.sources["math"], "code": f"./{case.sources['code'].name}"}
+    report = replace(case, merged=merged).calibrate(tmp_path / "out", sources=sources)
+    assert not any("no source is the base" in notice for notice in report.notices)
+
+
 # --- what is told -------------------------------------------------------------------------------
 
 
@@ -366,6 +381,24 @@ def with_tokenizers(case_of: CaseOf, tmp_path: Path) -> cases.Case:
         shutil.copytree(path, sources[name])
         zoo.tiny_tokenizer(sources[name])
     return cases.Case(case.merged, sources, case.data)
+
+
+def test_the_advice_to_add_the_base_can_be_followed(
+    with_tokenizers: cases.Case, tmp_path: Path
+) -> None:
+    case = with_tokenizers
+    base = shutil.copytree(case.merged, tmp_path / "olmo-7b")
+    config = {**calibrated_config(case, layers="1", measure=False), "base_model": str(base)}
+    config["merge_method"] = "task_arithmetic"
+    report = moemerge.run(config, tmp_path / "out")
+    assert report.calibration is not None
+    (notice,) = report.calibration.notices
+    assert notice.endswith("add `base: general.jsonl` under `data:`")
+    config["data"]["base"] = str(case.data["math"])
+    report = moemerge.run(config, tmp_path / "followed")
+    assert report.calibration is not None
+    assert list(report.calibration.sources) == ["math", "code", "base"]
+    assert report.calibration.notices == ()
 
 
 def test_run_is_merge_then_calibrate(with_tokenizers: cases.Case, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ CONFIG = Parameter(name="config", opts=["config"], param_type_name="argument")
         ("`overwrite=True`", "--overwrite"),
         ("`swaps=False`", "--no-swaps"),
         ('`sources={"base": "org/x"}`', "--source base=org/x"),
+        ('`data={**data, "base": "b.jsonl"}`', "--data base=b.jsonl"),
         ("`sources={A: MODEL, B: OTHER}`", "--source A=MODEL --source B=OTHER"),
         ("`data=FILE.jsonl`", "--data FILE.jsonl"),
         ('`elsewhere="x"` of another verb', "--elsewhere x of another verb"),

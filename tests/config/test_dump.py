@@ -34,7 +34,9 @@ TEXTS = [
     "chat_template: |\n  {% for m in messages %}\n  {{ m.content }}: é\n  {% endfor %}\n"
     "calibration: {data: {a: f}, sources: [a]}\n",
     HEAD + "parameters: {weight: 1}\nmodels: [{model: x/a}]\n"
-    "calibration: {data: {z: f}, sources: {z: q@v}, alpha: 0.5}\n",
+    "calibration: {data: {z: f}, sources: [{z: q@v}], alpha: 0.5}\n",
+    HEAD + "parameters: {weight: 1}\nmodels: [{model: x/a}]\n"
+    "calibration: {data: {a: g, z: f}, sources: {z: q@v}}\n",
     HEAD + "parameters: {weight: 1}\nmodels: [{model: {path: x/a, revision: v1+2}}]\n",
     HEAD + "parameters: {weight: 1}\nmodels: [{model: x/a}]\n"
     "data: {a: {file: a.jsonl, prompts: p.jsonl, verify: math, map: {prompt: q}, limit: 9}}\n"

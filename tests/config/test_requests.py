@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
+from moemerge.api.listing import wrapper_schemas
+from moemerge.api.merging import load_config
 from moemerge.calibration.settings import CalibrationSettings
 from moemerge.config.dump import dump_config
 from moemerge.config.load import LoadedConfig
 from moemerge.config.models import ModelRef
 from moemerge.config.requests import StatisticsRequest
+from moemerge.errors import ConfigError
 
 Load = Callable[..., LoadedConfig]
 Problems = Callable[..., list[str]]
@@ -187,14 +190,56 @@ def test_the_base_may_be_a_source_when_it_has_text(load: Load, block: str) -> No
     ("sources", "expected"),
     [
         ("[math]", {"math": ModelRef("org/math", "v1")}),
-        ("{math: org/other}", {"math": ModelRef("org/other")}),
+        ("[{math: org/other}]", {"math": ModelRef("org/other")}),
     ],
 )
-def test_sources_can_be_chosen(load: Load, sources: str, expected: dict[str, ModelRef]) -> None:
+def test_a_list_of_sources_replaces_the_merged_models(
+    load: Load, sources: str, expected: dict[str, ModelRef]
+) -> None:
     text = MODELS + f"calibration: {{data: {{math: m}}, sources: {sources}}}\n"
     run = load(text).repair
     assert run is not None
     assert dict(run.sources) == expected
+
+
+def test_a_mapping_of_sources_adds_to_the_merged_models(load: Load) -> None:
+    text = "data: {math: m, code: c, other: o}\ncalibration: {sources: {other: org/other}}\n"
+    run = load(MODELS + text).repair
+    assert run is not None
+    assert list(run.sources) == ["math", "code", "other"]
+    assert run.sources["other"] == ModelRef("org/other")
+    # The sources of the notice, next to text of the base alone, no longer replace the others.
+    text = "calibration: {sources: {base: org/base}, data: {base: b}}\n"
+    with pytest.raises(ConfigError, match="no data for math, code"):
+        load(MODELS + text)
+
+
+NAMED = MODELS.replace("org/base", "./olmo-7b")
+
+
+@pytest.mark.parametrize("place", ["calibration: {{data: {}}}\n", "data: {}\ncalibration: {{}}\n"])
+def test_base_is_the_base_model_whatever_its_folder_is_called(load: Load, place: str) -> None:
+    run = load(NAMED + place.format("{math: m, code: c, base: b}")).repair
+    assert run is not None
+    assert run.sources["base"] == ModelRef("./olmo-7b")
+    run = load(NAMED + place.format("{math: m, code: c, olmo-7b: b}")).repair
+    assert run is not None
+    assert run.sources["olmo-7b"] == ModelRef("./olmo-7b")
+    with pytest.raises(ConfigError, match="no model is called 'chat'; known: math, code, olmo-7b"):
+        load(NAMED + place.format("{math: m, code: c, chat: b}"))
+
+
+def test_base_can_be_listed_and_have_a_recipe(load: Load) -> None:
+    recipe = "{file: new.jsonl, prompts: p.jsonl, verify: math}"
+    loaded = load(NAMED + f"calibration: {{data: {{base: {recipe}}}, sources: [base]}}\n")
+    assert loaded.texts["new.jsonl"].model == ModelRef("./olmo-7b")
+
+
+def test_text_of_base_serves_statistics_of_the_base() -> None:
+    wrapper = next(name for name, s in wrapper_schemas().items() if s.statistics is not None)
+    loaded = load_config(NAMED + f"wrap: [{{wrapper: {wrapper}}}]\ndata: {{base: b}}\n")
+    assert loaded.statistics is not None
+    assert loaded.statistics.data == {"olmo-7b": ("b",)}
 
 
 def test_without_a_block_there_is_no_calibration(load: Load) -> None:

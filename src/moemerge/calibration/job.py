@@ -77,7 +77,7 @@ def prepare(opened: OpenedRepair[CalibrationSettings]) -> CalibrationJob:
     settings = request.settings
     routers = ChosenRouters.of(merged, list(sources.values()), settings.layers)
     text = request.text or read_text(merged, sources, request.data, settings)
-    notices = base_notices(merged, sources, request.sources)
+    notices = base_notices(merged, sources, request.sources, in_config=request.temporary)
     notices += [*gate_notices(merged, list(sources.values()), routers.pairs[0]), *text.notices]
     width = merged.checkpoint.tensors[routers.pairs[0].info.weight].shape[1]
     notices += [word for domain in text.domains if (word := few_tokens(domain, width))]

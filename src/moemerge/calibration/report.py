@@ -141,6 +141,11 @@ class CalibrationReport(RepairReport):
     def totals(self) -> dict[str, Any]:
         return totals(self.layers)
 
+    @property
+    def not_held_out(self) -> tuple[str, ...]:
+        held = self.totals.get("holdout", {}).get("tokens", {})
+        return tuple(name for name in self.sources if not held.get(name))
+
     def own_json(self) -> dict[str, Any]:
         return {"skipped": [asdict(router) for router in self.skipped]}
 
@@ -160,7 +165,8 @@ class CalibrationReport(RepairReport):
             f"{counted(total['routers'], 'router')} solved for ({damping}, {settings['curvature']} "
             f"curvature, {settings['objective']} objective, targets: {settings['targets']}); "
             f"{counted(total['converged'], 'solve')} converged. All other tensors are unchanged. "
-            f"Routing agreement with each source, as means over the routers, {on}:",
+            "Routing agreement with each source on the rows that were fitted, as means over the "
+            f"routers, {on}:",
             *_agreement_table(total, mismatch),
         ]
         if "holdout" in total:

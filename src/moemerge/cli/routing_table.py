@@ -219,7 +219,8 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
         ("folder", report.output),
     ]
     if "holdout" in total:
-        changes = (f"{name} {_change(total, HELD_OUT, name)}" for name in report.sources)
+        names = [name for name in report.sources if name not in report.not_held_out]
+        changes = (f"{name} {_change(total, HELD_OUT, name)}" for name in names)
         rows.insert(1, ("held out", f"KL {', '.join(changes)}"))
     rows[2:2] = held_out(report)
     rows += unequal(report.weights)
@@ -232,17 +233,21 @@ def calibration_report(report: CalibrationReport, *, verbose: bool) -> Renderabl
 
 
 def held_out(report: RepairReport) -> list[tuple[str, str]]:
-    """Return mismatch and loss on held-out rows, if they were measured."""
+    """Return mismatch and loss on held-out rows if measured, and domains that have none."""
+    rows = []
     figures = report.diagnosis
-    if figures is None:
-        return []
-    before, after = figures["mismatch_before"], figures["mismatch_after"]
-    changes = (f"{name} {percent(before[name])}→{percent(after[name])}" for name in before)
-    rows = [("mismatch", f"{', '.join(changes)} (held out, each model on its own features)")]
-    before, after = figures["loss_before"], figures["loss_after"]
-    if None not in (*before.values(), *after.values()):
-        losses = (f"{name} {before[name]:.3f}→{after[name]:.3f}" for name in before)
-        rows.append(("loss", f"{', '.join(losses)} nats a token"))
+    if figures is not None:
+        before, after = figures["mismatch_before"], figures["mismatch_after"]
+        changes = (f"{name} {percent(before[name])}→{percent(after[name])}" for name in before)
+        on = f"({report.repair.card_holdout}; each model on its own features)"
+        rows.append(("mismatch", f"{', '.join(changes)} {on}"))
+        before, after = figures["loss_before"], figures["loss_after"]
+        if None not in (*before.values(), *after.values()):
+            losses = (f"{name} {before[name]:.3f}→{after[name]:.3f}" for name in before)
+            rows.append(("loss", f"{', '.join(losses)} nats a token"))
+    if report.not_held_out:
+        names = ", ".join(report.not_held_out)
+        rows.append(("not held out", f"{names}: every figure is of rows that were fitted"))
     return rows
 
 
@@ -328,10 +333,11 @@ def refit_report(report: RefitReport, *, verbose: bool) -> RenderableType:
             report.tokens.items(), report.held_out_tokens.values(), strict=True
         )
     ]
-    left = total["error_left"]["held_out"] or total["error_left"]["calibration"]
+    held = total["error_left"]["held_out"]
+    left, on = (held, "held out") if held else (total["error_left"]["calibration"], "fitted")
     rows = [
         ("maps", f"{total['maps']} refitted, {counted(total['routers'], 'router')}{kept}"),
-        ("error left", ", ".join(f"{k} {v:.0%}" for k, v in left.items())),
+        ("error left", ", ".join(f"{k} {v:.0%}" for k, v in left.items()) + f" (rows {on})"),
         ("tokens", ", ".join(tokens)),
         *held_out(report),
         *unequal(report.weights),

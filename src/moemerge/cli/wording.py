@@ -58,7 +58,9 @@ def _words(value: str) -> list[str]:
     except SyntaxError:
         return [value]
     if isinstance(parsed, ast.Dict):
-        return [f"{_word(k)}={_word(v)}" for k, v in zip(parsed.keys, parsed.values, strict=True)]
+        pairs = zip(parsed.keys, parsed.values, strict=True)
+        # `**data` stands for the pairs that were given: flags are added to them.
+        return [f"{_word(key)}={_word(value)}" for key, value in pairs if key is not None]
     return [_word(parsed)]
 
 

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, create_model
 
@@ -28,6 +28,8 @@ from moemerge.config.settings import (
     Share,
 )
 from moemerge.data.settings import NamedTexts
+
+M = TypeVar("M")
 
 
 class RepairSettings(ForwardSettings):
@@ -54,25 +56,49 @@ class RepairKeywords(ForwardKeywords, total=False):
     measure: bool
 
 
-NamedSources = dict[str, ModelRef] | tuple[str, ...]
-SourcesForm = dict[str, ModelForm] | list[str]
+SourceList = tuple[str | dict[str, ModelRef], ...]
+NamedSources = dict[str, ModelRef] | SourceList
+SourcesForm = dict[str, ModelForm] | list[str | dict[str, ModelForm]]
 
 
 def named_sources(raw: object) -> NamedSources:
-    """Read `name: model`, or a list of names of merged models."""
+    """Read sources: `name: model` adds to the merged models, and a list replaces them.
+
+    An entry of a list is the name of a model in the config, or `name: model`.
+    """
     if isinstance(raw, Mapping) and raw:
-        return {str(name): _named(name, model) for name, model in raw.items()}
-    names = raw if isinstance(raw, (list, tuple)) else ()
-    if not names or not all(isinstance(name, str) for name in names):
+        return _named(raw)
+    entries = raw if isinstance(raw, (list, tuple)) else ()
+    if not entries or not all(isinstance(e, str | Mapping) and e for e in entries):
         raise FaultsError.one(f"expected name: model, or a list of model names, not {shown(raw)}")
-    return tuple(names)
+    return tuple(
+        entry if isinstance(entry, str) else _named(entry, number)
+        for number, entry in enumerate(entries)
+    )
 
 
-def _named(name: object, model: object) -> ModelRef:
-    try:
-        return model_ref(model)
-    except FaultsError as error:
-        raise FaultsError([p.under((str(name),)) for p in error.faults]) from None
+def _named(raw: Mapping[object, object], *place: int) -> dict[str, ModelRef]:
+    models = {}
+    for name, model in raw.items():
+        try:
+            models[str(name)] = model_ref(model)
+        except FaultsError as error:
+            faults = [p.under((*place, str(name))) for p in error.faults]
+            raise FaultsError(faults) from None
+    return models
+
+
+def selected_sources(
+    entries: SourceList, models: Mapping[str, M], given: Callable[[str, ModelRef], M]
+) -> dict[str, M]:
+    """Return the sources of a list: those of `models`, and `given` of each `name: model`."""
+    chosen: dict[str, M] = {}
+    for entry in entries:
+        if isinstance(entry, str):
+            chosen |= {entry: models[entry]} if entry in models else {}
+        else:
+            chosen |= {name: given(name, ref) for name, ref in entry.items()}
+    return chosen
 
 
 Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -81,14 +107,17 @@ Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 class RepairBlock(Strict):
     """The fields that the config block of every repair has besides its settings.
 
-    `data` defaults to the config's own `data:`, `sources` to the merged models.
+    `data` defaults to the config's own `data:`, `sources` to the merged models. The name `base`
+    means the config's `base_model`.
     """
 
     data: NamedTexts | None = Field(
         None, description="text of each source, by name: files, or how to make one"
     )
     sources: Annotated[NamedSources, read_by(named_sources, SourcesForm)] | None = Field(
-        None, description="name: model, or names of merged models; default: all but the base"
+        None,
+        description="name: model adds to the merged models; a list of names replaces them; "
+        "default: all merged models but the base",
     )
     weights: dict[str, Weight] | None = Field(
         None, description="how much each source counts, by name (default: 1)"
@@ -109,7 +138,8 @@ class Repair:
     card_title: str  # heading of its section in the model card
     card_done: str  # "Routers calibrated", before "with moemerge 1.0"
     card_summary: str  # of the result, after "2 models merged with `ties`"
-    card_holdout: str = "the held-out rows"  # how the card describes the held-out rows
+    # The held-out rows in summary and card, with every other use of them.
+    card_holdout: str = "rows held out from the fit"
 
     @cached_property
     def block(self) -> type[RepairBlock]:

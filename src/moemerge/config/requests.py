@@ -13,11 +13,22 @@ from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.faults import Fault, Path, listed
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import MethodSchema, StatisticsKind
-from moemerge.config.repairs import Repair, RepairBlock, RepairSettings
+from moemerge.config.repairs import Repair, RepairBlock, RepairSettings, selected_sources
 from moemerge.config.resolve import NormalisedMerge, model_names
 from moemerge.config.schema import REPAIRS, RunConfig
 from moemerge.data.settings import DataRecipe, files_of
 from moemerge.registry import did_you_mean
+
+BASE = "base"  # means `base_model` wherever text is given by name
+
+
+def named_models(config: RunConfig) -> dict[str, ModelRef]:
+    """Return the models of a config by name, and its base model as `base` too."""
+    models = model_names(config)
+    if config.base_model is not None:
+        models.setdefault(BASE, config.base_model)
+    return models
+
 
 # --- the repair ---------------------------------------------------------------------------------
 
@@ -52,7 +63,6 @@ def requested_repair(config: RunConfig) -> RequestedRepair | None:
 def repair_faults(config: RunConfig) -> list[Fault]:
     """Check that each source has text, each text a source, and that there is one repair at most."""
     faults: list[Fault] = []
-    models = model_names(config)
     if len(config.repairs) > 1:
         first, *_, last = config.repairs
         return [Fault((last,), f"a config has one repair: give either `{last}` or `{first}`")]
@@ -61,7 +71,7 @@ def repair_faults(config: RunConfig) -> list[Fault]:
         if repair.key in config.repairs:
             faults += _block_faults(config, repair, config.repairs[repair.key])
     if config.data is not None and (block is None or block.data is not None):
-        known = {**models, **(_sources(config, block)[0] if block else {})}
+        known = {**named_models(config), **(_sources(config, block)[0] if block else {})}
         faults += [
             Fault(("data", name), _no_model(name, known))
             for name in config.data
@@ -72,12 +82,12 @@ def repair_faults(config: RunConfig) -> list[Fault]:
 
 def _block_faults(config: RunConfig, repair: Repair, block: RepairBlock) -> list[Fault]:
     faults: list[Fault] = []
-    models = model_names(config)
+    models = named_models(config)
     if isinstance(block.sources, tuple):
         faults += [
             Fault((repair.key, "sources", i), _no_model(name, models))
             for i, name in enumerate(block.sources)
-            if name not in models
+            if isinstance(name, str) and name not in models
         ]
     faults += _unpaired(config, repair, block) if not faults else []
     sources, optional = _sources(config, block)
@@ -94,16 +104,14 @@ def _sources(
     config: RunConfig, block: RepairBlock
 ) -> tuple[dict[str, ModelRef], dict[str, ModelRef]]:
     """Return sources that need text, and models that may have some (the base, unless chosen)."""
-    models = model_names(config)
-    if isinstance(block.sources, dict):
-        return dict(block.sources), {}
-    if block.sources is not None:
-        return {name: models[name] for name in block.sources if name in models}, {}
+    models = named_models(config)
+    if isinstance(block.sources, tuple):
+        return selected_sources(block.sources, models, lambda _name, ref: ref), {}
+    added = block.sources or {}
     bases = {config.base_model, *(s.base_model for s in config.body.slices or ())}
-    return (
-        {name: model for name, model in models.items() if model not in bases},
-        {name: model for name, model in models.items() if model in bases},
-    )
+    merged = {name: model for name, model in models.items() if model not in bases}
+    optional = {name: model for name, model in models.items() if model in bases}
+    return {**merged, **added}, {n: model for n, model in optional.items() if n not in added}
 
 
 def _unpaired(config: RunConfig, repair: Repair, block: RepairBlock) -> list[Fault]:
@@ -118,7 +126,8 @@ def _unpaired(config: RunConfig, repair: Repair, block: RepairBlock) -> list[Fau
     for name in data:
         if name in sources or name in optional:
             continue
-        faults.append(Fault((*place, name), _no_model(name, sources, missing)))
+        known = {**sources, **optional}
+        faults.append(Fault((*place, name), _no_model(name, known, missing)))
         close = [m for m in missing if repr(m) in did_you_mean(name, missing)]
         missing = [m for m in missing if m not in close]
     if missing:
@@ -142,10 +151,10 @@ class TextRequest:
 
 def text_requests(config: RunConfig) -> dict[str, TextRequest]:
     """Return the recipes of a checked config, by the files that they generate."""
-    models, requests = model_names(config), {}
+    models, requests = named_models(config), {}
     blocks = list(config.repairs.values())
     for block in blocks:
-        models |= block.sources if isinstance(block.sources, dict) else {}
+        models |= _sources(config, block)[0]
     for data in (config.data, *(block.data for block in blocks)):
         for name, text in (data or {}).items():
             if isinstance(text, DataRecipe):
@@ -184,7 +193,7 @@ def statistics_request(config: RunConfig, merge: NormalisedMerge) -> StatisticsR
     needs = _needs(merge)
     if not needs:
         return None
-    files, data = config.statistics or {}, config.data or {}
+    files, data = config.statistics or {}, _own_data(config)
     return StatisticsRequest(
         needs=needs,
         files={name: files[name] for name in needs if name in files},
@@ -195,7 +204,7 @@ def statistics_request(config: RunConfig, merge: NormalisedMerge) -> StatisticsR
 
 def statistics_faults(config: RunConfig, merge: NormalisedMerge) -> Iterator[Fault]:
     """Check that every model of a data-driven method has statistics or text."""
-    needs, files, data = _needs(merge), config.statistics, config.data or {}
+    needs, files, data = _needs(merge), config.statistics, _own_data(config)
     if not needs:
         if files is not None:
             text = f"{merge.schema.name!r} uses no statistics: remove them"
@@ -216,6 +225,15 @@ def statistics_faults(config: RunConfig, merge: NormalisedMerge) -> Iterator[Fau
         missing = [m for m in missing if m not in close]
     if missing:
         yield from _lacking(config, merge, missing)
+
+
+def _own_data(config: RunConfig) -> dict[str, tuple[str, ...] | DataRecipe]:
+    """Return the config's text by the models' own names: that of `base` is the base model's."""
+    data, models = dict(config.data or {}), model_names(config)
+    if BASE in data and BASE not in models and config.base_model is not None:
+        (own,) = (name for name, model in models.items() if model == config.base_model)
+        data.setdefault(own, data.pop(BASE))
+    return data
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,10 @@ class DiagnosisJob:
 
     @property
     def domains(self) -> tuple[Domain, ...]:
-        """The rows to measure on: those held out by a calibration, or all if it held out none."""
+        """The rows to measure on: those that a repair holds out, or all if it holds out none.
+
+        The notices name the domains of which none are held out.
+        """
         if not self.request.settings.holdout:
             return self.text.domains
         return tuple(Domain(d.name, d.holdout or d.rows) for d in self.text.domains)
@@ -134,6 +137,13 @@ def prepare(request: DiagnosisRequest, text: JobText | None = None) -> Diagnosis
             pair_routing(model, source)
     text = text or read_text(model, sources, request.data, settings)
     notices = [*_left_out(routers), *_gates(routers.pairs[0], others), *text.notices]
+    if settings.holdout:
+        notices += [
+            f"{domain.name}: no rows are held out, so its figures are of rows that a repair is "
+            "fitted to; they say little about other text"
+            for domain in text.domains
+            if not domain.holdout
+        ]
     for other in others:
         read = [domain for domain in text.domains if sources.get(domain.name, other) is other]
         read = read or list(text.domains)  # compared models process all domains

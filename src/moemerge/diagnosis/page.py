@@ -92,8 +92,11 @@ class BeforeAndAfter:
         return diagnosis
 
     def figures(self, diagnosis: Diagnosis) -> dict[str, Any]:
-        """Return the mismatch and the loss of each domain, before and after."""
-        names = list(diagnosis.domains)
+        """Return the mismatch and the loss of each domain with held-out rows, before and after.
+
+        The figures of other domains are of rows that were fitted, so only their names are returned.
+        """
+        names = [domain.name for domain in self.text.domains if domain.holdout]
         ends = {"before": MODEL, "after": str(self.out)}
         totals = {
             end: {name: diagnosis.total(name, model) for name in names}
@@ -106,6 +109,7 @@ class BeforeAndAfter:
                 for figure in ("mismatch", "loss")
                 for end in ends
             },
+            "not_held_out": [name for name in diagnosis.domains if name not in names],
         }
 
 

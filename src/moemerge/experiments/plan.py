@@ -13,7 +13,7 @@ from moemerge.config.faults import Fault
 from moemerge.config.load import check_document
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import BasePolicy
-from moemerge.config.repairs import RepairBlock
+from moemerge.config.repairs import RepairBlock, selected_sources
 from moemerge.config.schema import REPAIRS
 from moemerge.data.settings import DataRecipe, files_of
 from moemerge.evaluation.job import BenchmarkTask, find_task
@@ -281,15 +281,14 @@ class _Planner:
     def repair_sources(
         self, merge: str, entry: RepairEntry, block: RepairBlock
     ) -> dict[str, StudyNode]:
-        """Return the named sources, or the merged ones; and the base if it has text."""
-        if isinstance(block.sources, dict):
-            return {name: given_model(name, ref) for name, ref in block.sources.items()}
+        """Return a list's sources, or the merged ones and those added; the base if it has text."""
         if isinstance(block.sources, tuple):
-            return {name: self.models[name] for name in block.sources}
-        merged = {name: self.models[name] for name in self.sources_of(merge)}
+            return selected_sources(block.sources, self.models, given_model)
+        sources = {name: self.models[name] for name in self.sources_of(merge)}
         if BASE in self.models and BASE in self.repair_data(entry, block):
-            merged[BASE] = self.models[BASE]
-        return merged
+            sources[BASE] = self.models[BASE]
+        added = block.sources or {}
+        return {**sources, **{name: given_model(name, ref) for name, ref in added.items()}}
 
     def repair_data(self, entry: RepairEntry, block: RepairBlock) -> Mapping[str, Any]:
         if block.data is not None:

@@ -214,7 +214,8 @@ def _repair_faults(config: StudyConfig, name: str, models: list[str]) -> Iterato
     if block is not None and isinstance(block.sources, tuple):
         for number, one in enumerate(block.sources):
             where = (*place, repair.kind, "sources", number)
-            yield from _unknown(one, models, where, "source")
+            if isinstance(one, str):
+                yield from _unknown(one, models, where, "source")
     yield from _lacks_text(config, name)
     yield from _circle(config, name)
 
@@ -222,7 +223,9 @@ def _repair_faults(config: StudyConfig, name: str, models: list[str]) -> Iterato
 def _lacks_text(config: StudyConfig, name: str) -> Iterator[Fault]:
     repair = config.repairs[name]
     block = repair.block or repair.tune
-    if block is None or block.data is not None or getattr(block, "sources", None) is not None:
+    if block is None or block.data is not None:
+        return
+    if isinstance(getattr(block, "sources", None), tuple):  # a list replaces the merged models
         return
     data = (config.texts.get(repair.text, {}) if repair.text else config.data) or {}
     missing = [source for source in config.sources if source not in data]

@@ -14,6 +14,7 @@ import torch
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelRef
+from moemerge.config.requests import BASE
 from moemerge.config.yaml_lines import read_yaml
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
 from moemerge.registry import did_you_mean
@@ -137,24 +138,41 @@ def check_same_tokens(
     return []
 
 
-BASE = "base"
-
-
 def base_notices(
     merged: OpenModel,
     sources: Mapping[str, OpenModel],
     given: Mapping[str, str | Path | ModelRef],
+    *,
+    in_config: bool,
 ) -> list[str]:
-    """Return a warning if no source is the base: what may be lost, and the remedy."""
+    """Return a warning if no source is the base: what may be lost, and the remedy.
+
+    `in_config` is whether a config with a merge and a repair is run, so that the remedy is a line
+    of it.
+    """
     base = _base_of(merged.checkpoint.path)
-    if BASE in sources or (base is not None and base in map(str, given.values())):
+    if BASE in sources or (base is not None and _is_among(base, sources, given)):
         return []
-    name = base or "BASE"
+    if in_config:
+        remedy = "add `base: general.jsonl` under `data:`"
+        if base is None:
+            remedy += ", and `sources: {base: BASE}` to the block of the repair"
+    else:
+        name = repr(base or "BASE")
+        remedy = f'add `sources={{**sources, "base": {name}}}` '
+        remedy += '`data={**data, "base": "general.jsonl"}`'
     return [
         "no source is the base model, so what it can do beyond these domains may be lost: a few "
-        f'dozen rows of text like that keep it (`sources={{"base": {name!r}}}` '
-        '`data={"base": "general.jsonl"}`)'
+        f"dozen rows of text like that keep it; {remedy}"
     ]
+
+
+def _is_among(
+    base: str, sources: Mapping[str, OpenModel], given: Mapping[str, str | Path | ModelRef]
+) -> bool:
+    """Return whether the base is one of the sources: the same hub id, or the same folder."""
+    folders = {source.checkpoint.path.resolve() for source in sources.values()}
+    return base in map(str, given.values()) or Path(base).resolve() in folders
 
 
 def _base_of(folder: Path) -> str | None:

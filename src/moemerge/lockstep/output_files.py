@@ -72,7 +72,8 @@ def _resolved_config(
         return read_utf8(written), as_flags(needed)
     block = {
         **settings_data(request.settings),
-        "sources": dict(report.sources),
+        # A list, since a mapping would add to the merged models.
+        "sources": [{name: model} for name, model in report.sources.items()],
         "weights": dict(request.weights) or None,
         "data": {name: list(files) for name, files in report.data.items()},
     }
@@ -192,4 +193,7 @@ def diagnosis_table(figures: Mapping[str, Any], rows: str) -> list[str]:
         losses = (figures[f"loss_{end}"][name] for end in ("before", "after"))
         cells = [*shares, *("" if loss is None else f"{loss:.4g}" for loss in losses)]
         lines.append(f"| {in_markdown(name)} | {tokens} | {' | '.join(cells)} |")
+    if figures["not_held_out"]:
+        names = ", ".join(map(in_markdown, figures["not_held_out"]))
+        lines += ["", f"No rows of {names} were held out, so nothing is measured there."]
     return lines

@@ -52,6 +52,11 @@ class RepairReport(ABC):
         }
 
     @property
+    def not_held_out(self) -> tuple[str, ...]:
+        """The domains without held-out rows: all their figures are of rows that were fitted."""
+        return () if self.diagnosis is None else tuple(self.diagnosis["not_held_out"])
+
+    @property
     @abstractmethod
     def totals(self) -> dict[str, Any]: ...
 

@@ -78,7 +78,7 @@ def prepare(opened: OpenedRepair[RefitSettings]) -> RefitJob:
     request, merged, sources = opened.request, opened.merged, opened.sources
     settings = request.settings
     layers = tuple(settings.layers.resolve(merged.architecture.num_layers))
-    notices = base_notices(merged, sources, request.sources)
+    notices = base_notices(merged, sources, request.sources, in_config=request.temporary)
     routers = _routers(settings, merged, sources, layers)
     if routers:
         notices += gate_notices(merged, list(sources.values()), next(iter(routers.values())))

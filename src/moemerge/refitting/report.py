@@ -301,6 +301,10 @@ class RefitReport(RepairReport):
             "drift_after": dict(last[-1]["drift_after"]) if last else {},
         }
 
+    @property
+    def not_held_out(self) -> tuple[str, ...]:
+        return tuple(name for name, tokens in self.held_out_tokens.items() if not tokens)
+
     def own_json(self) -> dict[str, Any]:
         return {
             "tokens": dict(self.tokens),

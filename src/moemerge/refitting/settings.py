@@ -101,5 +101,5 @@ REFIT = Repair(
     card_title="Refit",
     card_done="Refitted",
     card_summary="its linear maps refitted in closed form to the sources' outputs",
-    card_holdout="the held-out rows (no weight was fitted to them, but they chose λ)",
+    card_holdout="rows held out from the fit, used to choose λ and the maps that change",
 )
