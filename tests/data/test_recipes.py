@@ -66,6 +66,16 @@ def test_run_makes_the_text_merges_and_calibrates(config: Config, tmp_path: Path
         assert shard.read_bytes() == (tmp_path / "third" / shard.name).read_bytes()
 
 
+def test_text_that_nothing_reads_is_not_made(config: Config, tmp_path: Path) -> None:
+    assert not any("nothing reads" in word for word in moemerge.validate(config).notices)
+    moemerge.merge(config, tmp_path / "merged")
+    del config["calibration"]
+    moemerge.run(config, tmp_path / "run")
+    assert not (tmp_path / "math.jsonl").exists()
+    unused = [word for word in moemerge.validate(config).notices if "nothing reads" in word]
+    assert [word.partition(":")[0] for word in unused] == ["data.math", "data.code"]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

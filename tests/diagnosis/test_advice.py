@@ -103,7 +103,7 @@ def test_what_is_calibrated_already_is_not_advised_again() -> None:
         "calibrated already; more or other calibration text, --targets source-features or" in text
     )
     done["settings"] = {"targets": "source-features", "objective": "exact"}
-    assert "--" not in advice(spread, calibration=done)
+    assert "--" not in advice(spread, calibration=done).replace("--swaps", "")
 
 
 def test_layers_that_were_not_measured_are_not_meant() -> None:
@@ -157,12 +157,53 @@ def test_swaps_say_how_much_is_routing() -> None:
     assert "nats" not in advice(rows, swaps=swaps)
 
 
+def swapped(repaired: float) -> tuple[Swap, ...]:
+    """Routers of the source win back 2.0 − `repaired` of the 0.2 nats that the merge lost."""
+    return (
+        Swap("math", "model", "model", 0.3, 2.0),
+        Swap("math", "model", "math", 0.1, repaired),
+        Swap("math", "math", "math", 0.0, 1.8),
+    )
+
+
+def test_swaps_bound_what_is_advised() -> None:
+    rows = [row(n, 0.3) for n in range(8)]
+    text = advice(rows, swaps=swapped(1.996))  # 2 %
+    assert "Do not calibrate: the weights cost the loss, not the routers. Refit" in text
+    assert "calibrating them helps" not in text
+    assert "--layers" not in text
+    assert "--swaps" not in text
+    words = verdict_of([total(rows)], swaps=swapped(1.996)).words
+    assert "The routers are not the problem: the sources' own routers win back 2.0%" in words
+    text = advice(rows, swaps=swapped(1.9))
+    assert "calibrating them helps" in text
+    assert "--swaps" not in text
+    assert "The routers cost loss" in verdict_of([total(rows)], swaps=swapped(1.9)).words
+    assert "--swaps bounds what any repair of routers can gain" in advice(rows)
+
+
+def test_a_model_that_routes_no_better_is_recommended_for_its_loss_alone() -> None:
+    mine = total([row(0, 0.3)])
+    same = changed(mine, model="ties", mismatch=0.29999, loss=1.9)
+    verdict = verdict_of([mine, same])
+    assert verdict.recommended == ("ties",)
+    assert "ties routes alike (30.0%) and predicts the text better." in verdict.words
+    assert "no better" not in verdict.words
+    # If the routers are not the problem, less mismatch recommends nothing.
+    routes = changed(mine, model="calibrated", mismatch=0.1, loss=2.05)
+    assert verdict_of([mine, routes], swaps=swapped(1.996)).recommended == ("model",)
+    predicts = changed(mine, model="refitted", mismatch=0.4, loss=1.85)
+    verdict = verdict_of([mine, predicts], swaps=swapped(1.996))
+    assert verdict.recommended == ("refitted",)
+    assert "refitted predicts the text better, with a mismatch of 40.0%." in verdict.words
+
+
 def test_the_quadratic_model_is_doubted_only_where_it_is_wrong() -> None:
     far = [row(0, 0.3, shift_small=0.1, kl_on_features=0.2, quadratic=0.2)]
     assert "Lemma 1" not in advice(far)
     rough = [row(0, 0.3, shift_small=0.1, kl_on_features=0.2, quadratic=0.4)]
     assert "Only 10.0% of the tokens are within Lemma 1's neighbourhood" in advice(rough)
-    assert "gives 2.0 times the true KL. --objective exact" in advice(rough)
+    assert "yields 2.0 times the true KL. --objective exact" in advice(rough)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +287,7 @@ def test_advice_is_about_the_best_of_the_models() -> None:
     )
     first, cause, where, swapped = advise(found)
     assert first == (
-        "Go on with calibrated: 10.0% mismatch instead of 30.0%, loss above the sources' "
+        "Use calibrated: 10.0% mismatch instead of 30.0%, loss above the sources' "
         "+0.050 nats instead of +0.200."
     )
     assert cause.startswith("calibrated: the routers themselves still disagree (10.0%")

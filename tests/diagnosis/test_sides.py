@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moemerge.diagnosis import job
-from moemerge.text.batches import PaddingSide, make_batches
+from moemerge.text.batches import PaddingSide, make_batches, rows_of
 from moemerge.text.domains import Domain
 
 VOCABULARY = 11
@@ -33,6 +33,29 @@ def test_padding_and_chunks_change_nothing(
     for batch in make_batches([Domain("math", rows)], batch_tokens=20, side=side):
         found.add(batch, logits_of(batch.input_ids))
     terms = [-torch.log_softmax(logits_of(a), -1)[b] for r in rows for a, b in pairwise(r)]
+    assert found.mean("math") == pytest.approx(float(torch.stack(terms).mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_prompts_do_not_count(side: PaddingSide) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = tuple(torch.randint(VOCABULARY, (n,), generator=generator) for n in (5, 9, 4))
+    answers = tuple(
+        torch.arange(len(row)) >= start for row, start in zip(rows, (2, 7, 0), strict=True)
+    )
+    domain = Domain("math", (), rows, holdout_answers=answers).held_out
+    found = job.NextTokenLoss()
+    for batch in make_batches([domain], batch_tokens=20, side=side):
+        for part in (slice(0, 1), slice(1, None)):
+            piece = rows_of(batch, part)
+            found.add(piece, logits_of(piece.input_ids))
+    terms = [
+        -torch.log_softmax(logits_of(row[at - 1]), -1)[row[at]]
+        for row, mask in zip(rows, answers, strict=True)
+        for at in range(1, len(row))
+        if mask[at]
+    ]
+    assert len(terms) == 3 + 2 + 3
     assert found.mean("math") == pytest.approx(float(torch.stack(terms).mean()), rel=1e-6)
 
 

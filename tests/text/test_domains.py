@@ -160,6 +160,35 @@ def test_no_token_for_a_domain(tmp_path: Path, chat: Any) -> None:
         tokenizer.chat_template = saved
 
 
+def test_answers_are_found(tmp_path: Path, chat: Any, plain: Any) -> None:
+    rows = [
+        {"prompt": "one plus", "response": "two x"},
+        {"text": "one two"},
+        {"prompt": "one"},  # nothing answers it
+    ]
+    file = write(tmp_path / "a.jsonl", *rows)
+    settings = TextSettings(answers=True)
+    found: dict[str, list[list[str]]] = {}
+    for name, tokenizer in (("chat", chat), ("plain", plain)):
+        domain = load_domain("math", file, tokenizer, settings)
+        assert [len(mask) for mask in domain.answers] == [len(row) for row in domain.rows]
+        found[name] = [
+            tokenizer.convert_ids_to_tokens(row[mask].tolist())
+            for row, mask in zip(domain.rows, domain.answers, strict=True)
+        ]
+    assert found["chat"][0] == ["two", "x", "<|end|>"]
+    assert found["plain"][0] == ["two", "x"]
+    for name in found:
+        assert found[name][1] == ["<s>", "one", "two"]
+        assert "one" in found[name][2]
+    domain = load_domain("math", file, chat, TextSettings(answers=True, holdout=0.34, max_length=5))
+    assert list(map(len, domain.holdout_answers)) == list(map(len, domain.holdout))
+    assert list(map(len, domain.answers)) == list(map(len, domain.rows))
+    assert load_domain("math", file, chat).answers == ()
+    text = write(tmp_path / "b.jsonl", {"text": "one two"})
+    assert load_domain("math", text, chat, settings).answers == ()
+
+
 def numbered(path: Path, count: int) -> Path:
     return write(path, *({"text": "one two three " + " ".join("x" * n)} for n in range(count)))
 

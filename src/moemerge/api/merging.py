@@ -138,7 +138,8 @@ def validate(
 ) -> MergeReport:
     """Plan a merge (into `out`) and check all that can be checked without reading a tensor.
 
-    Reads the first rows of each text file, and checks the sources and layers of the repair.
+    Reads the first rows of each text file, and checks the sources and layers of the repair. Warns
+    of text that nothing reads.
     """
     settings = settings_for(MergeSettings, settings, keywords, "validate")
     loaded = load_config(config, lenient=settings.lenient)
@@ -148,6 +149,7 @@ def validate(
         check_upload(settings.push_to_hub)
     _validate_repair(loaded)
     check_recipes(loaded)
+    loaded = replace(loaded, warnings=(*loaded.warnings, *loaded.unused_text))
     return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
 
 

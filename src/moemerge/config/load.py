@@ -48,6 +48,7 @@ from moemerge.config.resolve import (
 )
 from moemerge.config.schema import REPAIRS, RunConfig, WrapEntry, kept_faults
 from moemerge.config.yaml_lines import Document, FaultReporter, read_document
+from moemerge.data.settings import files_of
 from moemerge.registry import did_you_mean
 
 _NO_METHOD: Final = "(none)"  # replaces a missing merge_method while the rest is checked
@@ -69,13 +70,34 @@ class LoadedConfig:
     merge: NormalisedMerge
     repair: RequestedRepair | None = None
     statistics: StatisticsRequest | None = None
-    texts: Mapping[str, TextRequest] = field(default_factory=dict)  # to be generated, by file
+    recipes: Mapping[str, TextRequest] = field(default_factory=dict)  # all of them, by file
     coefficients: Coefficients | None = None  # they multiply the models' weights
 
     def existing(self, data: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """Return `data` without the text that is still to be generated."""
         made = {file for file in self.texts if not FilePath(file).exists()}
         return {name: files for name, files in data.items() if made.isdisjoint(files)}
+
+    @property
+    def texts(self) -> dict[str, TextRequest]:
+        """The text to be generated, by file: recipes of text that the merge or its repair reads."""
+        return {file: made for file, made in self.recipes.items() if file in self._read}
+
+    @property
+    def unused_text(self) -> list[str]:
+        """Warnings about text that neither the merge nor its repair reads."""
+        return [
+            f"data.{name}: nothing reads this text: no repair uses it, and no statistics are "
+            "computed from it"
+            for name, text in (self.config.data or {}).items()
+            if self._read.isdisjoint(files_of(text))
+        ]
+
+    @property
+    def _read(self) -> set[str]:
+        parts = (self.repair, self.statistics)
+        texts = [part.data for part in parts if part is not None]
+        return {file for data in texts for files in data.values() for file in files}
 
     def merge_alone(self) -> LoadedConfig:
         """Return the config without its repair, and with a warning about that."""
@@ -157,7 +179,7 @@ class _Check:
             merge=merge,
             repair=requested_repair(config),
             statistics=statistics_request(config, merge),
-            texts=text_requests(config),
+            recipes=text_requests(config),
         )
 
     def _coefficients(self, config: RunConfig, merge: NormalisedMerge) -> Coefficients | None:

@@ -23,6 +23,8 @@ NOTICEABLE: Final = 0.01
 # factor of the true KL within which it is still good enough.
 LOCAL: Final = 0.5
 ROUGH: Final = 1.25
+# The share of the lost loss that the sources' routers must win back for routers to be the problem.
+WORTH: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,38 @@ def overall_totals(totals: Sequence[DomainTotal]) -> dict[str, Overall]:
     return {name: Overall(name, [t for t in totals if t.model == name]) for name in names}
 
 
-def recommended(models: Mapping[str, Overall]) -> tuple[str, ...]:
+def won_back(swaps: Sequence[Swap]) -> float | None:
+    """Return the share of the lost loss that the sources' routers win back in the merged weights.
+
+    It bounds what any repair of routers can gain. None if it was not measured, or if the merge lost
+    nothing noticeable.
+    """
+    gains, losses = [], []
+    for domain in dict.fromkeys(swap.domain for swap in swaps):
+        found = {(s.weights_of, s.routers_of): s.loss for s in swaps if s.domain == domain}
+        pairs = ((MODEL, MODEL), (MODEL, domain), (domain, domain))
+        merged, repaired, source = (found.get(pair) for pair in pairs)
+        if merged is None or repaired is None or source is None or merged - source < NOTICEABLE:
+            continue
+        gains.append(merged - repaired)
+        losses.append(merged - source)
+    return max(0.0, math.fsum(gains) / math.fsum(losses)) if losses else None
+
+
+def routers_matter(swaps: Sequence[Swap]) -> bool:
+    """Return False if swaps show that the routers are not the problem."""
+    bound = won_back(swaps)
+    return bound is None or bound >= WORTH
+
+
+def recommended(models: Mapping[str, Overall], swaps: Sequence[Swap] = ()) -> tuple[str, ...]:
     """Return the model with the least mismatch, and another if it predicts noticeably better.
 
     Of models with the same displayed mismatch, the one with the least loss is returned; if that is
-    equal too, the diagnosed model.
+    equal too, the diagnosed model. If the routers are not the problem, the loss alone decides.
     """
+    if not routers_matter(swaps):
+        return (_least_loss(list(models.values())).model,)
     routes_best = min(models.values(), key=lambda one: one.mismatch)
     shown = percent(routes_best.mismatch)
     alike = [one for one in models.values() if percent(one.mismatch) == shown]
@@ -83,14 +111,18 @@ def _least_loss(models: Sequence[Overall]) -> Overall:
     raise AssertionError("unreachable: some model has the least loss")
 
 
-def verdict_of(totals: Sequence[DomainTotal], names: Mapping[str, str] | None = None) -> Verdict:
+def verdict_of(
+    totals: Sequence[DomainTotal],
+    names: Mapping[str, str] | None = None,
+    swaps: Sequence[Swap] = (),
+) -> Verdict:
     """Return the verdict on the diagnosed model: a sentence and three numbers, averaged over
     domains.
 
     `names` are the display names of models, if they differ from those in the totals.
     """
     models = overall_totals(totals)
-    own = models[MODEL]
+    own, best = models[MODEL], recommended(models, swaps)
     mismatch, touched, gap = own.mismatch, own.mean("any_mismatch"), own.loss_gap
     third = (
         KeyNumber("KL of the routing", own.mean("kl"), plain(own.mean("kl")))
@@ -98,13 +130,13 @@ def verdict_of(totals: Sequence[DomainTotal], names: Mapping[str, str] | None = 
         else KeyNumber("next-token loss above the sources'", gap, f"{gap:+.3f} nats")
     )
     return Verdict(
-        " ".join([_state(own), *_compared(models, names or {})]),
+        " ".join([_state(own), *_bound(swaps), *_compared(models, best, names or {})]),
         (
             KeyNumber("expert choices that differ", mismatch, percent(mismatch)),
             KeyNumber("tokens with a changed choice in some layer", touched, percent(touched)),
             third,
         ),
-        recommended(models),
+        best,
         theory(own),
     )
 
@@ -125,14 +157,33 @@ def _state(own: Overall) -> str:
     return f"The routing has broken down: {share}"
 
 
-def _compared(models: Mapping[str, Overall], names: Mapping[str, str]) -> list[str]:
-    """Describe how the best of the other models routes."""
+def _bound(swaps: Sequence[Swap]) -> list[str]:
+    """State what the routers cost, if swaps were measured: the strongest evidence about them."""
+    bound = won_back(swaps)
+    if bound is None:
+        return []
+    share = f"the sources' own routers win back {percent(min(bound, 1))} of the lost loss"
+    if bound < WORTH:
+        return [f"The routers are not the problem: {share}, the most that routers can give."]
+    return [f"The routers cost loss: {share}, the most that routers can give."]
+
+
+def _compared(
+    models: Mapping[str, Overall], recommended: Sequence[str], names: Mapping[str, str]
+) -> list[str]:
+    """Describe the recommended one of the other models, or the one that routes best."""
     others = [one for name, one in models.items() if name != MODEL]
     if not others:
         return []
-    best, own = min(others, key=lambda one: one.mismatch), models[MODEL]
+    own, best = models[MODEL], min(others, key=lambda one: one.mismatch)
+    if MODEL not in recommended:
+        best = models[recommended[0]]
     name, share = names.get(best.model, best.model), percent(best.mismatch)
+    if MODEL not in recommended and best.mismatch >= own.mismatch:
+        return [f"{name} predicts the text better, with a mismatch of {share}."]
     if share == percent(own.mismatch):
+        if MODEL not in recommended:
+            return [f"{name} routes alike ({share}) and predicts the text better."]
         return [f"{name} routes no better: {share}."]
     if best.mismatch < own.mismatch:
         return [f"{name} routes better: {share}."]
@@ -215,14 +266,24 @@ def advise(measured: Measurements) -> tuple[str, ...]:
             *elsewhere,
             "Nothing to repair: no token is routed otherwise than by its source.",
         )
-    best = recommended(models)
+    best = recommended(models, measured.swaps)
     about = _Subject(measured, models[MODEL if MODEL in best else best[0]])
     advice = []
-    if about.overall.mismatch > INTACT:
+    if about.overall.mismatch <= INTACT:
+        advice.append("Little to repair: calibrating the routers cannot gain much here.")
+    elif not routers_matter(measured.swaps):
+        advice.append(
+            "Do not calibrate: the weights cost the loss, not the routers. Refit the linear maps "
+            "to the sources (moemerge refit), or try another merge method."
+        )
+    else:
         advice += _cause(about)
         advice += _where(about)
-    else:
-        advice.append("Little to repair: calibrating the routers cannot gain much here.")
+        if not measured.swaps:
+            advice.append(
+                "Whether the mismatch costs loss is not measured: --swaps bounds what any repair "
+                "of routers can gain."
+            )
     advice += _experts(about.rows)
     advice += _locality(about.overall)
     if MODEL not in best:
@@ -249,7 +310,7 @@ def _choice(best: Sequence[Overall], own: Overall, names: Mapping[str, str]) -> 
                 f", loss above the sources' {first.loss_gap:+.3f} nats instead of "
                 f"{own.loss_gap:+.3f}"
             )
-        return [f"Go on with {called[0]}: {shares}{losses}."]
+        return [f"Use {called[0]}: {shares}{losses}."]
     return [
         f"{called[0]} routes best ({shares}), {called[1]} predicts the text best (loss above the "
         f"sources' {best[1].loss_gap:+.3f} nats; {called[0]} {first.loss_gap:+.3f}). Neither "
@@ -294,9 +355,13 @@ def _cause(about: _Subject) -> list[str]:
     if same <= FEATURES_OWN * mismatch:
         start = f"The routers agree on the same features, but {words} ({numbers}): "
         if about.settings.get("targets") == "source-features":
-            return [start + "the weights are at fault, not the routers; try another merge method."]
+            return [
+                start
+                + "the weights are at fault, not the routers; refit them, or try another merge "
+                "method."
+            ]
         return [
-            start + "the weights are at fault more than the routers; calibrate with "
+            start + "the weights are at fault more than the routers; refit them, calibrate with "
             "--targets source-features, or try another merge method."
         ]
     return [f"Routers and features share the blame ({numbers}; {words})."]

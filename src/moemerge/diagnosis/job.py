@@ -98,7 +98,7 @@ class DiagnosisJob:
         """
         if not self.request.settings.holdout:
             return self.text.domains
-        return tuple(Domain(d.name, d.holdout or d.rows) for d in self.text.domains)
+        return tuple(d.held_out if d.holdout else d for d in self.text.domains)
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
@@ -207,7 +207,10 @@ COMPARED_COPIES = 24
 
 
 class NextTokenLoss:
-    """The mean next-token cross-entropy of each domain in nats, summed on the device."""
+    """The mean next-token cross-entropy of each domain in nats, summed on the device.
+
+    If rows have a prompt and an answer, only the answer's tokens count.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -218,6 +221,8 @@ class NextTokenLoss:
         """Add a batch's logits, (rows, length, vocabulary). Padding is excluded."""
         self._device = logits.device
         counted = batch.mask[:, 1:] & batch.mask[:, :-1]  # (rows, length - 1), on the host
+        if batch.answers is not None:
+            counted &= batch.answers[:, 1:]
         count = int(counted.sum())
         if count == 0:
             return

@@ -117,7 +117,7 @@ def loss_notices(figures: Mapping[str, Any]) -> list[str]:
     """Return notices about domains whose loss a repair raised, from `BeforeAndAfter.figures`.
 
     The routing may still be closer to the source's: the experts of a merge close to its base may
-    not suit the sources' routing. The loss includes prompts, so this is a hint, not a verdict.
+    not suit the sources' routing.
     """
     before, after = figures["loss_before"], figures["loss_after"]
     return [

@@ -258,7 +258,7 @@ def _diagnosis(
         calibration_of=next(iter(calibrations), None),
         refit=next(iter(refits.values()), None),
         refit_of=next(iter(refits), None),
-        verdict=verdict_of(with_source, names),
+        verdict=verdict_of(with_source, names, measured.swaps),
         advice=advise(measured),
         settings=settings_data(request.settings),
         device=str(job.stream.device),

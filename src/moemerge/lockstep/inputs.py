@@ -93,7 +93,7 @@ def read_text(
     tokenizer = load_tokenizer(model.checkpoint.tokenizer_folder)
     # In the sources' order, so that the order of --data does not matter.
     chosen = {name: data[name] for name in sources}
-    domains = load_domains(chosen, tokenizer, TextSettings.of(settings))
+    domains = load_domains(chosen, tokenizer, TextSettings.of(settings, answers=True))
     return JobText(domains, tokenizer, time.perf_counter() - begin)
 
 

@@ -384,7 +384,13 @@ def flow(choices: Choices) -> tuple[tuple[int, int, float], ...]:
     return choices.flow
 
 
-given("loss", "loss", "next-token loss on the domain's text, in nats", Quantity.LOSS, summary=True)
+given(
+    "loss",
+    "loss",
+    "next-token loss on the domain's text, in nats; of the answers if rows have them",
+    Quantity.LOSS,
+    summary=True,
+)
 given(
     "loss_source",
     "source's loss",

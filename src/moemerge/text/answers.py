@@ -10,7 +10,7 @@ import random
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
@@ -20,18 +20,15 @@ from moemerge.runtime.progress import counted
 from moemerge.text.domains import TextSettings
 from moemerge.text.reading import Rows
 from moemerge.text.rows import TextSource, UnreadKeys, source_names
-from moemerge.text.templates import render_turns
+from moemerge.text.spans import Span, answer_spans, mask_by_prefixes
 from moemerge.text.tokens import (
     CHARACTERS_PER_TOKEN,
     MARGIN,
     RowText,
-    contents_of,
     row_text,
 )
 
-ASSISTANT: Final = "assistant"
 LAST_TOKENS: Final = 3  # tokens at the end of an answer in which its end token is searched
-Span = tuple[int, int]  # characters of a text, end excluded
 
 
 @dataclass(frozen=True)
@@ -118,40 +115,17 @@ class _Reader:
         """Return the character ranges of answers."""
         if not text.turns:
             return [(0, len(text.text))] if text.text else []
-        at = [n for n, turn in enumerate(text.turns) if turn.get("role") == ASSISTANT]
-        spans = [span for n in at if (span := self._span(text, n)) is not None]
-        if at and len(spans) < len(at):
-            # Some templates render an earlier turn differently once a later one follows.
+        found = answer_spans(text, self._tokenizer)
+        spans = [span for span in found if span is not None]
+        if len(spans) < len(found):
             self._rewritten += 1
-            if self._span(text, at[-1]) is None:
+            if found[-1] is None:
                 raise DataError(
                     f"{text.where}: the chat template does not begin this row as it begins the "
                     "prompt of its last answer, so where the answer begins is not known",
                     hint="give the row as plain text, or the model another chat_template.jinja",
                 )
         return spans
-
-    def _span(self, text: RowText, turn: int) -> Span | None:
-        """Return the range of one answer; None if the template has changed the text before it."""
-        before, after = text.turns[:turn], text.turns[: turn + 1]
-        if not text.templated:
-            return len(contents_of(before)) + 1 if before else 0, len(contents_of(after))
-        ends = turn + 1 == len(text.turns)
-        end = text.text if ends else self._rendered(text, after, add_generation_prompt=False)
-        for add_generation_prompt in (True, False):
-            start = (
-                self._rendered(text, before, add_generation_prompt=add_generation_prompt)
-                if before
-                else ""
-            )
-            if end.startswith(start) and text.text.startswith(end):
-                return len(start), len(end)
-        return None
-
-    def _rendered(self, text: RowText, turns: Any, *, add_generation_prompt: bool) -> str:
-        return render_turns(
-            turns, self._tokenizer, text.where, add_generation_prompt=add_generation_prompt
-        )
 
     def _tokens(self, text: RowText, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Return the tokens of a text, or of a beginning with enough tokens."""
@@ -170,7 +144,9 @@ class _Reader:
         special = not text.templated
         with library_errors(TokenizerError, f"{text.where}: the tokenizer cannot take this text"):
             if not self._tokenizer.is_fast:
-                return self._by_prefixes(part, spans, special)
+                ids = list(self._tokenizer(part, add_special_tokens=special)["input_ids"])
+                shown = replace(text, text=part)
+                return ids, mask_by_prefixes(ids, shown, spans, self._tokenizer)
             made = self._tokenizer(part, add_special_tokens=special, return_offsets_mapping=True)
             inner = made.sequence_ids(0)  # None for special tokens that the tokenizer adds
             ids = [int(token) for token in made["input_ids"]]
@@ -184,23 +160,6 @@ class _Reader:
         for n in range(last + 1, len(ids)):
             learnt[n] = last >= 0 and learnt[last]
         return ids, learnt
-
-    def _by_prefixes(
-        self, part: str, spans: Sequence[Span], special: bool
-    ) -> tuple[list[int], list[bool]]:
-        """Without token offsets: a prefix has the tokens that it shares with the full text."""
-        ids = list(self._tokenizer(part, add_special_tokens=special)["input_ids"])
-        learnt = [False] * len(ids)
-        for start, end in spans:
-            first = self._shared(ids, part[:start], special)
-            stop = len(ids) if end >= len(part) else self._shared(ids, part[:end], special)
-            learnt[first:stop] = [True] * (stop - first)
-        return ids, learnt
-
-    def _shared(self, ids: Sequence[int], beginning: str, special: bool) -> int:
-        own = self._tokenizer(beginning, add_special_tokens=special)["input_ids"]
-        pairs = enumerate(zip(own, ids, strict=False))
-        return next((n for n, (a, b) in pairs if a != b), min(len(own), len(ids)))
 
     def _end(self, tokens: list[int], learnt: list[bool]) -> None:
         """Return the end token, which ends an answer if there is no template."""

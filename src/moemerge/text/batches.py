@@ -37,6 +37,7 @@ class Batch:
     input_ids: Tensor  # (rows, length), int64
     mask: Tensor  # (rows, length), bool: True for real tokens
     places: tuple[int, ...]  # each row's index in the domain's rows (or holdout rows)
+    answers: Tensor | None = None  # (rows, length), bool: tokens whose loss counts; None: all
 
     @cached_property
     def tokens(self) -> int:
@@ -103,6 +104,7 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
         input_ids=batch.input_ids[rows],
         mask=batch.mask[rows],
         places=batch.places[rows],
+        answers=None if batch.answers is None else batch.answers[rows],
     )
 
 
@@ -125,9 +127,17 @@ def make_batches(
         raise DataError(f"domain names must differ, got {', '.join(names)}")
     batches: list[Batch] = []
     for domain in domains:
-        for rows, holdout in ((domain.rows, False), (domain.holdout, True)):
+        for rows, answers, holdout in (
+            (domain.rows, domain.answers, False),
+            (domain.holdout, domain.holdout_answers, True),
+        ):
             for places in _split(rows, batch_tokens):
-                batches.append(_pad(domain.name, holdout, rows, places, pad, side))
+                batch = _pad(domain.name, holdout, rows, places, pad, side)
+                if answers:
+                    own = [answers[place] for place in places]
+                    padded = pad_sequence(own, batch_first=True, padding_side=side).bool()
+                    batch = replace(batch, answers=padded)
+                batches.append(batch)
     return tuple(batches)
 
 

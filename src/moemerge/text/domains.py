@@ -17,7 +17,8 @@ from moemerge.errors import DataError, UsageError
 from moemerge.runtime.progress import counted
 from moemerge.text.reading import Rows
 from moemerge.text.rows import MOST_TEXT_BYTES, TextSource, UnreadKeys, source_names, too_large
-from moemerge.text.tokens import tokenize
+from moemerge.text.spans import answer_spans, mask_by_prefixes
+from moemerge.text.tokens import RowText, tokenize
 
 Holdout = float | Literal["auto"]
 # The share that `auto` holds out, if a domain has at least this many rows.
@@ -47,6 +48,7 @@ class TextSettings:
     limit: int | None = None  # rows of one domain
     holdout: Holdout = 0.0  # share of the rows held out of every solve
     seed: int = 0
+    answers: bool = False  # whether to find the tokens of answers
 
     def __post_init__(self) -> None:
         for name in ("max_length", "max_tokens", "limit"):
@@ -57,7 +59,7 @@ class TextSettings:
             raise UsageError(f"holdout is {self.holdout}, expected 0 <= holdout < 1")
 
     @classmethod
-    def of(cls, settings: JobSettings) -> Self:
+    def of(cls, settings: JobSettings, *, answers: bool = False) -> Self:
         """Return those of a job; without a holdout setting, no rows are held out."""
         return cls(
             max_length=settings.max_length,
@@ -65,6 +67,7 @@ class TextSettings:
             limit=settings.limit,
             holdout=getattr(settings, "holdout", 0.0),
             seed=settings.seed,
+            answers=answers,
         )
 
 
@@ -76,6 +79,15 @@ class Domain:
     rows: tuple[Tensor, ...]  # each (tokens,), int64
     holdout: tuple[Tensor, ...] = ()
     notices: tuple[str, ...] = ()  # unread keys, cut rows
+    # A mask of each row's answers, (tokens,) bool, in the order of the rows; of plain text all is
+    # True. Empty if no row has a prompt and an answer, or if they were not searched.
+    answers: tuple[Tensor, ...] = ()
+    holdout_answers: tuple[Tensor, ...] = ()
+
+    @property
+    def held_out(self) -> Domain:
+        """The held-out rows as a domain."""
+        return Domain(self.name, self.holdout, answers=self.holdout_answers)
 
     @property
     def tokens(self) -> int:
@@ -107,7 +119,7 @@ def load_domain(
     rng = random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(name.encode()))
     unread = UnreadKeys()
     where = ", ".join(source_names(sources))
-    taken, cut = _take(rows, tokenizer, settings, rng, unread, where)
+    taken, answers, cut = _take(rows, tokenizer, settings, rng, unread, where)
     if not taken:
         raise DataError(
             f"{where}: no token for domain {name!r} in {counted(len(rows), 'row')}",
@@ -125,6 +137,8 @@ def load_domain(
         rows=tuple(row for at, row in enumerate(taken) if at not in held),
         holdout=tuple(row for at, row in enumerate(taken) if at in held),
         notices=tuple(notices),
+        answers=tuple(row for at, row in enumerate(answers) if at not in held),
+        holdout_answers=tuple(row for at, row in enumerate(answers) if at in held),
     )
 
 
@@ -135,9 +149,9 @@ def _take(
     rng: random.Random,
     unread: UnreadKeys,
     where: str,
-) -> tuple[list[Tensor], int]:
-    """Draw rows in a seeded order until a bound is met, and return them in file order, with the
-    number of rows that were too long.
+) -> tuple[list[Tensor], list[Tensor], int]:
+    """Draw rows in a seeded order until a bound is met, and return them in file order, with masks
+    of their answers and the number of rows that were too long.
     """
     order: Sequence[int] = range(len(rows))
     ordered = iter(rows)
@@ -147,19 +161,38 @@ def _take(
     elif rows.size > MOST_TEXT_BYTES:
         raise too_large(where)
     taken: dict[int, Tensor] = {}
+    answers: dict[int, Tensor] = {}
     left, cut = settings.max_tokens, 0
     tokenized = tokenize(ordered, tokenizer, unread, lambda: _lesser(settings.max_length, left))
     for at in order:
         if len(taken) == settings.limit or left == 0:
             break
-        whole = next(tokenized)
+        text, whole = next(tokenized)
         tokens = whole[: settings.max_length][:left]
         if not tokens:
             continue
         cut += settings.max_length is not None and len(whole) > settings.max_length
         taken[at] = torch.tensor(tokens, dtype=torch.int64)
         left = None if left is None else left - len(tokens)
-    return [taken[at] for at in sorted(taken)], cut
+        if settings.answers and (mask := _answers(text, tokens, tokenizer)) is not None:
+            answers[at] = mask
+    kept = sorted(taken)
+    masks = [answers.get(at, torch.ones_like(taken[at], dtype=torch.bool)) for at in kept]
+    return [taken[at] for at in kept], masks if answers else [], cut
+
+
+def _answers(
+    text: RowText, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> Tensor | None:
+    """Return a mask of the tokens of answers; None if all count: plain text, or a lone prompt.
+
+    All count too if the chat template hides where the last answer begins.
+    """
+    spans = answer_spans(text, tokenizer)
+    if not spans or spans[-1] is None:
+        return None
+    known = [span for span in spans if span is not None]
+    return torch.tensor(mask_by_prefixes(tokens, text, known, tokenizer), dtype=torch.bool)
 
 
 def _lesser(*bounds: int | None) -> int | None:

@@ -84,8 +84,9 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     unread: UnreadKeys,
     most: Callable[[], int | None],
-) -> Iterator[list[int]]:
-    """Yield tokens row by row, tokenised in groups. A bad row raises an error when it is reached.
+) -> Iterator[tuple[RowText, list[int]]]:
+    """Yield text and tokens row by row, tokenised in groups. A bad row raises an error when it is
+    reached.
 
     `most` returns the number of tokens still needed. A longer row has at least one more, so that it
     is recognised as longer.
@@ -106,7 +107,7 @@ def tokenize(
                 size += len(texts[-1].text)
             except DataError as bad:
                 error = bad
-        yield from _ids_of(texts, tokenizer, most())
+        yield from zip(texts, _ids_of(texts, tokenizer, most()), strict=True)
         if error is not None:
             raise error
 
