@@ -45,7 +45,10 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "diagnosis.md":
         markdown = _FIGURES.sub(lambda _: figures_table(), markdown)
-    return markdown if page.file.src_uri in PAGES else _rewrite_links(markdown, from_root=False)
+    # Pages in folders, such as data/, link relative to their own place.
+    if page.file.src_uri in PAGES or "/" in page.file.src_uri:
+        return markdown
+    return _rewrite_links(markdown, from_root=False)
 
 
 def figures_table() -> str:

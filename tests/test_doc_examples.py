@@ -68,6 +68,7 @@ def models(
     return {
         **fp8,
         "allenai/OLMoE-1B-7B-0125": base,
+        "Qwen/Qwen3-30B-A3B": base,
         "base": base,
         "org/base": base,
         **tuned,
