@@ -391,16 +391,17 @@ def results() -> str:
 
 
 def gains() -> str:
-    """Return a sentence on HARC over all merge methods."""
-    parts = []
-    for regime in ("soft", "plain"):
+    """Return a sentence for each regime on HARC over all merge methods."""
+    sentences = []
+    for regime in tables.REGIMES:
         found = list(measured("two", regime).values())
         up = sum(one.gain > 0 for one in found)
         gain = statistics.fmean(one.gain for one in found)
-        parts.append(
-            f"{up} of {len(found)} merge methods ({regime}), by {gain:.1f} points on average"
+        sentences.append(
+            f"Of {len(found)} merge methods for {regime} synthetic specialists, HARC raised {up}; "
+            f"the mean gain is {gain:.1f} points of accuracy."
         )
-    return f"Of synthetic specialists, HARC raised the accuracy of {', and '.join(parts)}."
+    return "\n".join(sentences)
 
 
 LABELS = {
@@ -589,7 +590,13 @@ def file_of_recorded() -> str:
 
 def file_of_benchmarks() -> str:
     parts = ["# Benchmarks, details\n"]
-    for name in (*(f"methods-{group}" for group in GROUPS), "merge-gpu", "refit-parts", "evaluate"):
+    for name in (
+        *(f"methods-{group}" for group in GROUPS),
+        "merge-gpu",
+        "refit-parts",
+        "evaluate",
+        "tune",
+    ):
         parts.append(f"## {recorded('benchmarks')[name]['title']}\n\n{benchmark(name)}\n")
     return "\n".join(parts)
 
