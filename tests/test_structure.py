@@ -171,6 +171,7 @@ WITH_FLAGS = (
     "cli/",
     "diagnosis/advice.py",
     "diagnosis/run.py",
+    "diagnosis/verdict.py",
     "report/page/",
     "verification/sandbox/",
 )

@@ -242,6 +242,8 @@ def test_every_layer_is_told(case_of: CaseOf, tmp_path: Path) -> None:
     assert "no source is the base model" in notes[0]
     pattern = r"layer 2: \d+ steps, residual \d\.\de-\d\d, KL \S+ → \S+, 0 s left"
     assert re.fullmatch(pattern, notes[-1])
+    # The time of the first layer has the warm-up, so it is no estimate of the others'.
+    assert [note.endswith("s left") for note in notes[1:]] == [False, True, True]
 
 
 def test_the_report_and_the_card(case_of: CaseOf, tmp_path: Path) -> None:

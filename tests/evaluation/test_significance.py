@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from moemerge.evaluation.report import TaskScores, compare_models
+from moemerge.evaluation.report import EvaluationReport, TaskScores, compare_models
 from moemerge.evaluation.significance import (
     drawn_means,
     flipped_means,
@@ -189,3 +191,37 @@ def test_one_problem_says_nothing_about_others():
     assert row.scores["b"].interval == (0.0, 1.0)
     assert row.pairs[0].interval == (-1.0, 1.0)
     assert not row.pairs[0].significant
+
+
+def report_of(*solved: Sequence[int], draws: int = 2000) -> EvaluationReport:
+    """Models `a`, `b`, … on one task with one sample per problem."""
+    names = "abc"[: len(solved)]
+    scores = np.array(solved, dtype=float)
+    problems = tuple(map(str, range(scores.shape[1])))
+    task = TaskScores("t", "Task", "math", problems, scores, True)
+    rows = compare_models([task], names, draws=draws, seed=0)
+    return EvaluationReport("p", {}, {name: name for name in names}, (task,), rows)
+
+
+def test_a_winner_needs_the_paired_test() -> None:
+    few, more, many = [0] * 40, [1] * 2 + [0] * 38, [1] * 30 + [0] * 10
+    assert report_of(few, many).headline == "b is better than a, by 75.0 points of Task"
+    told = "b is not distinguishable from a: they differ by 5.0 points of Task"
+    assert report_of(few, more).headline == told
+    told = "b scores most, 5.0% of Task, but is not distinguishable from a, c"
+    assert report_of(few, more, few).headline == told
+    assert report_of(few, many, more).headline == "b is best: 75.0% of Task"
+    told = "c scores most, 75.0% of Task, but is not distinguishable from b"
+    assert report_of(few, [1] * 29 + [0] * 11, many).headline == told
+
+
+def test_p_is_shown_to_the_resolution_of_its_draws() -> None:
+    (pair,) = report_of([0] * 40, [1] * 30 + [0] * 10).rows[0].pairs
+    assert pair.mcnemar is not None
+    assert pair.decisive_p == pair.mcnemar.p
+    assert pair.p_text == pair.to_json()["p_text"] == "< 1e-4"
+    drawn = replace(pair, mcnemar=None)
+    assert drawn.p == pytest.approx(1 / 2001)
+    assert drawn.p_text == "< 5e-4"
+    assert replace(drawn, p=1 / 10_001, draws=10_000).p_text == "< 1e-4"
+    assert replace(drawn, p=0.04).p_text == "0.040"

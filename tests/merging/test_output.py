@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -184,6 +185,17 @@ def test_an_adapter_is_never_overwritten(models, tmp_path):
     with pytest.raises(CheckpointError, match="is the input folder"):
         moemerge.merge(linear([one]), tmp_path / "lora", overwrite=True)
     assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
+
+
+def test_the_card_does_not_count_the_base(models, tmp_path):
+    base = shutil.copytree(models[0], tmp_path / "base")
+    config = linear([models[0]], base_model=str(base)) | {"merge_method": "task_arithmetic"}
+    report = moemerge.merge(config, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "1 model merged with `task_arithmetic`" in card
+    assert f"- `{base}` (base, the base)" in card
+    assert [m.base for m in report.models] == [False, True]
+    assert report.to_json()["inputs"]["base"]["base"] is True
 
 
 def test_the_card_names_hub_models_alone(models, tmp_path):

@@ -14,6 +14,7 @@ from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.checkpoint.writer import CheckpointWriter
 from moemerge.errors import ResourceError
 from moemerge.runtime import process
+from moemerge.runtime.devices import is_out_of_memory
 from moemerge.runtime.process import run_in_threads, start_thread, thread_pool
 
 HOLES = """
@@ -181,3 +182,11 @@ def test_works_are_done_side_by_side_to_their_end() -> None:
         run_in_threads([lambda n=n: work(n) for n in range(3)], "tests")  # type: ignore[misc]
     assert sorted(done) == [0, 2]
     run_in_threads([], "tests")
+
+
+def test_libraries_of_cuda_run_out_of_memory_too() -> None:
+    failed = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    assert is_out_of_memory(RuntimeError(failed))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(ValueError(failed))

@@ -113,3 +113,12 @@ def test_the_block_that_defines_the_function_is_the_program():
     assert program.startswith("from math import floor")
     future = "```python\nfrom __future__ import annotations\ndef half(x): return 1\n```"
     assert str(program_of(future, tests)).startswith("from __future__")
+
+
+def test_a_program_that_waits_is_not_said_to_compute() -> None:
+    limits = Limits(cpu_seconds=1, wall_seconds=2)
+    judged = CodeVerifier(allow_code=True, limits=limits).check(
+        PLAIN, "import time\ntime.sleep(60)"
+    )
+    assert judged.grade is Grade.TIMEOUT
+    assert judged.detail == "stopped after 2 s on the clock: it waited"

@@ -11,6 +11,7 @@ from moemerge.verification.judgement import Grade
 from moemerge.verification.mathematics import (
     MathVerifier,
     boxed,
+    compare_numbers,
     conflict,
     gold_of,
     numbers_in,
@@ -182,3 +183,9 @@ def test_units_conflict_only_where_both_are_known():
     assert not conflict("5 cm", "5")
     assert not conflict("5 apples", "5 m")
     assert not conflict("5 hours", "5 h")
+
+
+def test_numbers_that_look_alike_are_told_apart() -> None:
+    judged = compare_numbers(Fraction(1, 3), "The answer is 0.333333.")
+    assert judged is not None
+    assert judged.detail == "333333/1000000 instead of 1/3"

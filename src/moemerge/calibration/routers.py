@@ -40,7 +40,7 @@ class RouterCalibrator(Visitor):
         self._progress = run.progress
         self._left = len(job.routers.pairs)
         self._solved = 0
-        self._begun = time.perf_counter()
+        self._first = 0.0  # when the first router was solved
 
     def visit(self, pair: PairedRouter, stops: Stops) -> Entry:
         """Solve for the router that all models stopped at."""
@@ -89,13 +89,21 @@ class RouterCalibrator(Visitor):
         row = entry.row
         self._left -= 1
         self._solved += 1
-        seconds = (time.perf_counter() - self._begun) / self._solved * self._left
         before, after = (_mean(row[key]) for key in ("kl_before", "kl_after"))
         residual = "?" if row["residual"] is None else f"{row['residual']:.1e}"
         self._progress.note(
             f"layer {row['layer']}: {counted(row['iterations'], 'step')}, residual {residual}, "
-            f"KL {before:.3g} → {after:.3g}, {seconds:.0f} s left"
+            f"KL {before:.3g} → {after:.3g}{self._remaining()}"
         )
+
+    def _remaining(self) -> str:
+        """Estimate the remaining time. The first router is excluded: its time has the warm-up."""
+        now = time.perf_counter()
+        if self._solved == 1:
+            self._first = now
+            return "" if self._left else ", 0 s left"
+        seconds = (now - self._first) / (self._solved - 1) * self._left
+        return f", {seconds:.0f} s left"
 
 
 def _mean(values: Mapping[str, float | None]) -> float:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from moemerge.cli.render import NumberTable, facts
-from moemerge.report.words import p_value, short
+from moemerge.report.words import short
 
 if TYPE_CHECKING:
     from moemerge.evaluation.report import EvaluationReport, MeanScore, PairedDifference, ResultRow
@@ -51,12 +51,11 @@ def _pairs(rows: tuple[ResultRow, ...]) -> NumberTable:
 
 def _pair_cells(pair: PairedDifference) -> list[str | Text]:
     low, high = (f"{100 * end:+.1f}" for end in pair.interval)
-    p = pair.p if pair.mcnemar is None else pair.mcnemar.p
     sure = Text("significant", "bold green" if pair.difference > 0 else "bold red")
     return [
         f"{100 * pair.difference:+.1f}",
         f"{low} to {high}",
-        p_value(p),
+        pair.p_text,
         str(pair.won),
         str(pair.lost),
         sure if pair.significant else "",
@@ -71,7 +70,9 @@ def score_text(score: MeanScore) -> str:
 def _background(report: EvaluationReport) -> list[tuple[str, str]]:
     settings = report.settings
     samples = f"{settings['samples']} a problem at temperature {settings['temperature']:g}"
+    result = [("result", report.headline)] if len(report.models) > 1 else []
     return [
+        *result,
         ("protocol", report.protocol),
         ("samples", samples if settings["samples"] > 1 or settings["temperature"] else "greedy"),
         ("±", "standard error over problems; differences are paired problem by problem"),

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from moemerge.cli.render import FirstThatFits, NumberTable, facts, requantised
 from moemerge.cli.wording import in_flags
-from moemerge.diagnosis.advice import DAMAGED, INTACT, SLIGHT
+from moemerge.diagnosis.verdict import DAMAGED, INTACT, SLIGHT
 from moemerge.report.words import Quantity, display_names, percent
 from moemerge.routing.figures import FIGURES, Figure
 from moemerge.runtime.progress import counted

@@ -116,6 +116,7 @@ class KeptDocument(FileSchema):
 
 class MergedModel(FileSchema):
     model: str
+    base: bool = False
 
 
 class NeededSettings(FileSchema):

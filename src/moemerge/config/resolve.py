@@ -206,6 +206,12 @@ class NormalisedMerge:
         return self.router_reader.schema if self.router_reader else None
 
     @property
+    def bases(self) -> set[str]:
+        """The names of models that are bases in some slice and merged in none."""
+        merged = {model.name for one in self.slices for model in one.inputs}
+        return {one.base.name for one in self.slices if one.base is not None} - merged
+
+    @property
     def whole(self) -> bool:
         """Whether every layer of the models is merged in place (no stacking of slices)."""
         return len(self.slices) == 1 and all(s.layer_range is None for s in self.slices[0].models)

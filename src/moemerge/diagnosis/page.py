@@ -9,11 +9,11 @@ from typing import Any
 
 from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
-from moemerge.diagnosis.advice import NOTICEABLE
 from moemerge.diagnosis.job import DiagnosisRequest, prepare
 from moemerge.diagnosis.results import MODEL, Diagnosis
 from moemerge.diagnosis.run import diagnose
 from moemerge.diagnosis.settings import DiagnosisSettings
+from moemerge.diagnosis.verdict import NOTICEABLE
 from moemerge.errors import MoeMergeError
 from moemerge.lockstep.inputs import JobText
 from moemerge.report.files import check_page_path

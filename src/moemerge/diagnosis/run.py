@@ -17,7 +17,7 @@ from moemerge.architectures.describe import describe_gate
 from moemerge.architectures.opened import OpenModel
 from moemerge.config.documents import CalibrationDocument, RefitDocument, parse_document
 from moemerge.config.settings import as_flags, plugin_flags
-from moemerge.diagnosis.advice import Measurements, advise, verdict_of
+from moemerge.diagnosis.advice import Measurements, advise
 from moemerge.diagnosis.job import (
     DiagnosisJob,
     DiagnosisRequest,
@@ -38,6 +38,7 @@ from moemerge.diagnosis.results import (
     Swap,
 )
 from moemerge.diagnosis.settings import DiagnosisSettings
+from moemerge.diagnosis.verdict import verdict_of
 from moemerge.errors import ArchitectureError, MoeMergeError
 from moemerge.features.router_stream import RouterStop
 from moemerge.lockstep.inputs import settings_data

@@ -30,30 +30,13 @@ def page_document(
         **report.to_json(),
         "version": header["moemerge"],
         "created": header["created"],
-        "headline": headline(report),
+        "headline": report.headline,
         "drawn": "greedy" if greedy else drawn,
         "answers": {
             "models": list(report.models),
             "tasks": [_task(task, list(report.models)) for task in scored],
         },
     }
-
-
-def headline(report: EvaluationReport) -> str:
-    """Return the most general comparison in a sentence; for one model, its score."""
-    last = next((row for row in report.rows if row.kind == "overall"), report.rows[-1])
-    if not last.pairs:
-        model, score = next(iter(last.scores.items()))
-        return f"{model} solves {100 * score.mean:.1f}% of {last.title}"
-    if len(last.pairs) > 1:
-        best = max(last.scores, key=lambda model: last.scores[model].mean)
-        return f"{best} is best: {100 * last.scores[best].mean:.1f}% of {last.title}"
-    pair = last.pairs[0]
-    by = f"{100 * abs(pair.difference):.1f} points of {last.title}"
-    better, worse = (pair.second, pair.first)[:: 1 if pair.difference >= 0 else -1]
-    if pair.significant:
-        return f"{better} is better than {worse}, by {by}"
-    return f"{pair.second} and {pair.first} differ by {by}, which may be chance"
 
 
 def _task(task: ScoredTask, models: Sequence[str]) -> dict[str, Any]:

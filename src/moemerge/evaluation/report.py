@@ -22,6 +22,7 @@ from moemerge.evaluation.significance import (
     weighted,
 )
 from moemerge.generation.run import Counts
+from moemerge.report.words import LEAST_P, p_value
 
 ALPHA: Final = 0.05
 OVERALL: Final = "overall"
@@ -71,11 +72,24 @@ class PairedDifference:
     won: int  # problems on which the second is better
     lost: int
     mcnemar: McNemar | None = None  # if every score is 0 or 1
+    draws: int = 10_000  # behind p
+
+    @property
+    def decisive_p(self) -> float:
+        """McNemar's exact p if there is one, otherwise that of the draws."""
+        return self.p if self.mcnemar is None else self.mcnemar.p
+
+    @property
+    def p_text(self) -> str:
+        """The decisive p as text; a p that the draws cannot resolve is `< 1e-4`."""
+        if self.mcnemar is not None:
+            return p_value(self.mcnemar.p)
+        return p_value(self.p, max(LEAST_P, 1 / self.draws))
 
     @property
     def significant(self) -> bool:
-        """Return whether p is below 5 %; McNemar's exact p is used if there is one."""
-        return (self.p if self.mcnemar is None else self.mcnemar.p) < ALPHA
+        """Return whether the decisive p is below 5 %."""
+        return self.decisive_p < ALPHA
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -84,6 +98,7 @@ class PairedDifference:
             "difference": self.difference,
             "interval": list(self.interval),
             "p": self.p,
+            "p_text": self.p_text,
             "mcnemar": None if self.mcnemar is None else vars(self.mcnemar),
             "significant": self.significant,
             "won": self.won,
@@ -125,6 +140,34 @@ class EvaluationReport:
     notices: tuple[str, ...] = ()
     reused: int = 0
     seconds: float = 0.0
+
+    @property
+    def headline(self) -> str:
+        """Return the most general comparison in a sentence; for one model, its score."""
+        last = next((row for row in self.rows if row.kind == "overall"), self.rows[-1])
+        if not last.pairs:
+            model, score = next(iter(last.scores.items()))
+            return f"{model} solves {100 * score.mean:.1f}% of {last.title}"
+        best = max(last.scores, key=lambda model: last.scores[model].mean)
+        if len(last.pairs) > 1:
+            # Only models that the paired test separates from the best one are called worse.
+            alike = [
+                pair.first if pair.second == best else pair.second
+                for pair in last.pairs
+                if best in (pair.first, pair.second) and not pair.significant
+            ]
+            shown = f"{100 * last.scores[best].mean:.1f}% of {last.title}"
+            if not alike:
+                return f"{best} is best: {shown}"
+            return (
+                f"{best} scores most, {shown}, but is not distinguishable from {', '.join(alike)}"
+            )
+        pair = last.pairs[0]
+        by = f"{100 * abs(pair.difference):.1f} points of {last.title}"
+        other = pair.first if best == pair.second else pair.second
+        if pair.significant:
+            return f"{best} is better than {other}, by {by}"
+        return f"{pair.second} is not distinguishable from {pair.first}: they differ by {by}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -225,6 +268,7 @@ def _row(
                 won=sum(int((g > 0).sum()) for g in gaps),
                 lost=sum(int((g < 0).sum()) for g in gaps),
                 mcnemar=_mcnemar(drawn, first, second),
+                draws=len(means),
             )
         )
     name, title, kind = words

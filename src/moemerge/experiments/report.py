@@ -59,11 +59,10 @@ def _difference_cells(pair: PairedDifference | None) -> list[str]:
     if pair is None:
         return [""] * 4
     low, high = map(_points, pair.interval)
-    p = pair.p if pair.mcnemar is None else pair.mcnemar.p
     return [
         _points(pair.difference),
         f"{low} to {high}",
-        p_value(p),
+        pair.p_text,
         f"{pair.won} : {pair.lost}",
     ]
 

@@ -17,7 +17,7 @@ from moemerge.features.loading import holds_scores
 from moemerge.features.routers import Anatomy
 from moemerge.features.spill import SMALLEST, Offload
 from moemerge.features.weights import PINNED_BYTES, Weights
-from moemerge.runtime.devices import available_memory, gpu_memory
+from moemerge.runtime.devices import available_memory, gpu_memory, is_out_of_memory
 from moemerge.runtime.dtypes import parse_dtype
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, gpu_batch_tokens
 
@@ -255,10 +255,11 @@ def raise_forward_error(error: BaseException, where: str, memory: MemoryEstimate
     """Raise an error of a model's forward as one of ours; ours and interrupts unchanged."""
     if isinstance(error, MoeMergeError) or not isinstance(error, Exception):
         raise error
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+    if is_out_of_memory(error):
         raise ResourceError(
             f"{where}: out of memory on {memory.device} ({memory.describe()})",
-            hint='use `offload="disk"`, or lower `max_tokens` or `max_length`',
+            hint='use `offload="disk"`, lower `max_tokens` or `max_length`, or run fewer processes '
+            "on this device",
         ) from error
     raise ArchitectureError(
         f"{where}: the model's forward failed: {type(error).__name__}: {error}"

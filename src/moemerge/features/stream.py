@@ -51,7 +51,7 @@ from moemerge.features.stops import Arrival, CallLog, OnCalls, Stop, take_over_i
 from moemerge.features.tokens import check_tokens, finite, flat_tokens, real_rows
 from moemerge.features.weights import Weights
 from moemerge.features.workers import Pause, PauseKind, Worker, current_worker, part_of_a_layer
-from moemerge.runtime.devices import attention_without_plans
+from moemerge.runtime.devices import attention_without_plans, is_out_of_memory
 from moemerge.runtime.process import give_back_freed_memory, limit_kernel_cache, share_one_heap
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.runtime.timing import Stopwatch
@@ -194,7 +194,9 @@ class ModelStream:
     def _run(self) -> Iterator[Stop]:
         try:
             yield from self._schedule()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise_forward_error(error, f"{self.checkpoint.label}: no room", self.memory)
         finally:
             self.close()

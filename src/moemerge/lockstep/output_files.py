@@ -116,16 +116,15 @@ def _card(
     merge = earlier.get("merge", {})
     inputs = merge.get("inputs", {})
     models = [
-        f"- `{in_code(str(m.get('model')))}` ({in_markdown(name)})" for name, m in inputs.items()
+        f"- `{in_code(str(m.get('model')))}` ({in_markdown(name)}"
+        f"{', the base' if m.get('base') else ''})"
+        for name, m in inputs.items()
     ] or [
         f"- `{in_code(report.merged)}` (merged)",
         *(f"- `{in_code(model)}` ({in_markdown(name)})" for name, model in report.sources.items()),
     ]
-    how = (
-        f"{counted(len(inputs), 'model')} merged with `{merge.get('method')}`"
-        if inputs
-        else "A merged model"
-    )
+    merged = counted(sum(not m.get("base") for m in inputs.values()), "model")
+    how = f"{merged} merged with `{merge.get('method')}`" if inputs else "A merged model"
     named = [m.get("model") for m in inputs.values()] or [*report.sources.values()]
     return model_card(
         title=Path(report.output).name,

@@ -21,7 +21,7 @@ from moemerge.lockstep.inputs import JobText, check_names, settings_data, source
 from moemerge.lockstep.models import MERGED, require_same_family
 from moemerge.lockstep.output import FollowingOutput, Output, PatchedOutput
 from moemerge.runtime import ranks
-from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.devices import is_out_of_memory, resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files
@@ -102,7 +102,9 @@ def errors_of(where: str, doing: str, remedy: str) -> Iterator[None]:
         yield
     except NumericalError as error:
         raise NumericalError(f"{where}: {error.message}", hint=error.hint) from error
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise ResourceError(
             f"{where}: out of memory {doing}",
             hint=f"{remedy}; `resume=True` keeps the finished layers if settings stay the same",

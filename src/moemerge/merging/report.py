@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ class ModelAccount:
     merged: int
     copied: dict[str, list[str]] = field(default_factory=dict)
     dropped: dict[str, list[str]] = field(default_factory=dict)
+    base: bool = False  # whether it is the base of the others, and not merged itself
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class MergeReport:
                     "merged": m.merged,
                     "copied": m.copied,
                     "dropped": m.dropped,
+                    **({"base": True} if m.base else {}),
                 }
                 for m in self.models
             },
@@ -93,12 +95,14 @@ class MergeReport:
         }
 
 
-def describe_plan(plan: MergePlan, method: str, router: str | None) -> MergeReport:
-    """Return the report of a plan that has not run."""
+def describe_plan(
+    plan: MergePlan, method: str, router: str | None, bases: Collection[str] = ()
+) -> MergeReport:
+    """Return the report of a plan that has not run; `bases` are models that are bases alone."""
     return MergeReport(
         method=method,
         router=router,
-        models=_accounts(plan),
+        models=_accounts(plan, bases),
         output_tensors=len(plan.tensors),
         output_bytes=plan.bytes_written,
         output_parameters=sum(t.nbytes // t.dtype.itemsize for t in plan.tensors),
@@ -110,7 +114,7 @@ def describe_plan(plan: MergePlan, method: str, router: str | None) -> MergeRepo
     )
 
 
-def _accounts(plan: MergePlan) -> tuple[ModelAccount, ...]:
+def _accounts(plan: MergePlan, bases: Collection[str]) -> tuple[ModelAccount, ...]:
     merged: dict[str, int] = defaultdict(int)
     rest: dict[tuple[str, Fate], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for account in plan.accounts:
@@ -126,6 +130,7 @@ def _accounts(plan: MergePlan) -> tuple[ModelAccount, ...]:
             merged=merged[m.name] + sum(map(len, rest[m.name, Fate.MERGED].values())),
             copied=dict(rest[m.name, Fate.COPIED]),
             dropped=dict(rest[m.name, Fate.DROPPED]),
+            base=m.name in bases,
         )
         for m in plan.models
     )

@@ -36,7 +36,7 @@ from moemerge.merging.kept import ModelKeeper, kept_tensors
 from moemerge.merging.output import OutputFiles, merge_output_files
 from moemerge.merging.plan import MergePlan
 from moemerge.merging.planner import OutputTensors, Planner, open_inputs
-from moemerge.merging.report import MergeReport, describe_plan
+from moemerge.merging.report import MergeReport, ModelAccount, describe_plan
 from moemerge.merging.sharing import gather_results, open_writer, own_part
 from moemerge.merging.statistics import (
     StatisticsFiles,
@@ -117,7 +117,7 @@ class MergeJob:
                 "merge is done"
             )
         merge = self.loaded.merge
-        report = describe_plan(self.plan, merge.schema.name, _describe_router(merge))
+        report = describe_plan(self.plan, merge.schema.name, _describe_router(merge), merge.bases)
         return replace(
             report,
             wraps=tuple(reader.schema.name for reader in merge.wraps),
@@ -323,11 +323,16 @@ def _changed_settings(settings: MergeSettings) -> dict[str, Any]:
     return {n: v for n in names if (v := getattr(settings, n)) != fields[n].default}
 
 
+def _card_line(model: ModelAccount) -> str:
+    base = ", the base" if model.base else ""
+    return f"- `{in_code(model.reference)}` ({in_markdown(model.name)}{base})"
+
+
 def merge_card(report: MergeReport, config: str) -> str:
     """Return the README of a merged model."""
-    inputs = "\n".join(f"- `{in_code(m.reference)}` ({in_markdown(m.name)})" for m in report.models)
+    inputs = "\n".join(_card_line(m) for m in report.models)
     router = f" Routers: {report.router}." if report.router else ""
-    models = counted(len(report.models), "model")
+    models = counted(sum(not m.base for m in report.models), "model")
     wraps = f" within {', '.join(f'`{name}`' for name in report.wraps)}" if report.wraps else ""
     return model_card(
         title=Path(report.output or "merged model").name,

@@ -98,9 +98,15 @@ def percent(share: float | None) -> str:
     return f"{value:.1f}%" if value == 0 or abs(value) >= 1 else f"{value:.2g}%"
 
 
-def p_value(p: float) -> str:
-    """Format a p value; below a thousandth as <0.001."""
-    return f"{p:.3f}" if p >= 0.001 else "<0.001"
+LEAST_P = 1e-4  # p values below are shown as `< 1e-4`
+
+
+def p_value(p: float, least: float = LEAST_P) -> str:
+    """Format a p value; one below `least` as `< 1e-4`."""
+    if p < least:
+        mantissa, exponent = f"{least:.0e}".split("e")
+        return f"< {mantissa}e{int(exponent)}"
+    return f"{p:.3f}" if p >= 0.001 else f"{p:.4f}"
 
 
 def plain(value: float | None, digits: int = 3) -> str:

@@ -159,3 +159,11 @@ def cpu_count() -> int:
     else:
         cores = os.cpu_count() or 1
     return max(1, cores // ranks.neighbours())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory was exhausted. CUDA libraries report it as a RuntimeError of theirs."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("ALLOC_FAILED" in text or "allocate memory" in text)

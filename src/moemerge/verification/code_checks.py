@@ -214,6 +214,8 @@ class CodeVerifier:
             return _ProgramRun(Judgement(Grade.UNDECIDED, str(error)), 0.0)
         if result.ended is Ended.TIME:
             detail = f"stopped after {limits.cpu_seconds:g} s of processor time"
+            if result.seconds >= limits.wall_seconds:
+                detail = f"stopped after {limits.wall_seconds:g} s on the clock: it waited"
             return _ProgramRun(Judgement(Grade.TIMEOUT, detail), result.seconds)
         report = _report(result.answer, secret)
         if report is None:

@@ -228,7 +228,10 @@ def compare_numbers(gold: Fraction, response: str) -> Judgement | None:
 def _compared(gold: Fraction, number: Fraction, percent: bool) -> Judgement:
     if number == gold or (percent and number / 100 == gold):
         return RIGHT
-    return Judgement(Grade.WRONG, f"{_shown(number)} instead of {_shown(gold)}")
+    given, expected = _shown(number), _shown(gold)
+    if given == expected:  # to the digits shown
+        given, expected = str(number), str(gold)
+    return Judgement(Grade.WRONG, f"{given} instead of {expected}")
 
 
 def _bases(gold: str, given: str) -> bool:

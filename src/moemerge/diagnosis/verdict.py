@@ -1,0 +1,211 @@
+"""Judge a model by its figures: a verdict and a recommended model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from moemerge.diagnosis.results import MODEL, DomainTotal, KeyNumber, Swap, Verdict
+from moemerge.report.words import percent, plain
+
+# Mean mismatch up to which a verdict holds. Rounding to bfloat16 alone changes a few in a thousand
+# choices. The paper calls a merge with half of them changed broken down.
+INTACT: Final = 0.02
+SLIGHT: Final = 0.10
+DAMAGED: Final = 0.25
+# Domains whose mismatch differs by less are reported as equal.
+UNLIKE: Final = 0.02
+# Losses that differ by less, in nats, count as equal.
+NOTICEABLE: Final = 0.01
+# Share of tokens within Lemma 1's neighbourhood above which its quadratic model holds, and the
+# factor of the true KL within which it is still good enough.
+LOCAL: Final = 0.5
+ROUGH: Final = 1.25
+# The share of the lost loss that the sources' routers must win back for routers to be the problem.
+WORTH: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Overall:
+    """The totals of one model over all domains."""
+
+    model: str
+    totals: Sequence[DomainTotal]
+
+    def mean(self, figure: str) -> float:
+        return math.fsum(total.figures[figure] for total in self.totals) / len(self.totals)
+
+    @property
+    def mismatch(self) -> float:
+        return self.mean("mismatch")
+
+    @property
+    def loss_gap(self) -> float | None:
+        """The next-token loss minus the sources', in nats; None if unknown."""
+        pairs = [(total.loss, total.loss_source) for total in self.totals]
+        gaps = [own - source for own, source in pairs if own is not None and source is not None]
+        return math.fsum(gaps) / len(gaps) if gaps else None
+
+    @property
+    def routes_exactly(self) -> bool:
+        return all(total.mismatch == 0 and total.kl == 0 for total in self.totals)
+
+
+def overall_totals(totals: Sequence[DomainTotal]) -> dict[str, Overall]:
+    """Return the totals of every model by name, the diagnosed one first."""
+    names = dict.fromkeys(total.model for total in totals)
+    return {name: Overall(name, [t for t in totals if t.model == name]) for name in names}
+
+
+def won_back(swaps: Sequence[Swap]) -> float | None:
+    """Return the share of the lost loss that the sources' routers win back in the merged weights.
+
+    It bounds what any repair of routers can gain. None if it was not measured, or if the merge lost
+    nothing noticeable.
+    """
+    gains, losses = [], []
+    for domain in dict.fromkeys(swap.domain for swap in swaps):
+        found = {(s.weights_of, s.routers_of): s.loss for s in swaps if s.domain == domain}
+        pairs = ((MODEL, MODEL), (MODEL, domain), (domain, domain))
+        merged, repaired, source = (found.get(pair) for pair in pairs)
+        if merged is None or repaired is None or source is None or merged - source < NOTICEABLE:
+            continue
+        gains.append(merged - repaired)
+        losses.append(merged - source)
+    return max(0.0, math.fsum(gains) / math.fsum(losses)) if losses else None
+
+
+def routers_matter(swaps: Sequence[Swap]) -> bool:
+    """Return False if swaps show that the routers are not the problem."""
+    bound = won_back(swaps)
+    return bound is None or bound >= WORTH
+
+
+def recommended(models: Mapping[str, Overall], swaps: Sequence[Swap] = ()) -> tuple[str, ...]:
+    """Return the model with the least mismatch, and another if it predicts noticeably better.
+
+    Of models with the same displayed mismatch, the one with the least loss is returned; if that is
+    equal too, the diagnosed model. If the routers are not the problem, the loss alone decides.
+    """
+    if not routers_matter(swaps):
+        return (_least_loss(list(models.values())).model,)
+    routes_best = min(models.values(), key=lambda one: one.mismatch)
+    shown = percent(routes_best.mismatch)
+    alike = [one for one in models.values() if percent(one.mismatch) == shown]
+    routes_best = _least_loss(alike)
+    predicts_best = _least_loss(list(models.values()))
+    gaps = routes_best.loss_gap, predicts_best.loss_gap
+    if gaps[0] is None or gaps[1] is None or gaps[0] <= gaps[1] + NOTICEABLE:
+        return (routes_best.model,)
+    return (routes_best.model, predicts_best.model)
+
+
+def _least_loss(models: Sequence[Overall]) -> Overall:
+    """Return the first model whose loss is noticeably the least."""
+    least = min((one.loss_gap for one in models if one.loss_gap is not None), default=None)
+    for one in models:
+        if least is None or (one.loss_gap is not None and one.loss_gap <= least + NOTICEABLE):
+            return one
+    raise AssertionError("unreachable: some model has the least loss")
+
+
+def verdict_of(
+    totals: Sequence[DomainTotal],
+    names: Mapping[str, str] | None = None,
+    swaps: Sequence[Swap] = (),
+) -> Verdict:
+    """Return the verdict on the diagnosed model: a sentence and three numbers, averaged over
+    domains.
+
+    `names` are the display names of models, if they differ from those in the totals.
+    """
+    models = overall_totals(totals)
+    own, best = models[MODEL], recommended(models, swaps)
+    mismatch, touched, gap = own.mismatch, own.mean("any_mismatch"), own.loss_gap
+    third = (
+        KeyNumber("KL of the routing", own.mean("kl"), plain(own.mean("kl")))
+        if gap is None
+        else KeyNumber("next-token loss above the sources'", gap, f"{gap:+.3f} nats")
+    )
+    return Verdict(
+        " ".join([_state(own), *_bound(swaps), *_compared(models, best, names or {})]),
+        (
+            KeyNumber("expert choices that differ", mismatch, percent(mismatch)),
+            KeyNumber("tokens with a changed choice in some layer", touched, percent(touched)),
+            third,
+        ),
+        best,
+        theory(own),
+    )
+
+
+def _state(own: Overall) -> str:
+    if own.routes_exactly:
+        return "The model routes exactly as its sources do."
+    mismatch, worst = own.mismatch, max(own.totals, key=lambda total: total.mismatch)
+    stands_out = worst.mismatch - mismatch > UNLIKE
+    where = f", worst on {worst.domain} ({percent(worst.mismatch)})" if stands_out else ""
+    share = f"{percent(mismatch)} of the sources' expert choices are not made{where}."
+    if mismatch <= INTACT:
+        return f"The routing is intact: {share}"
+    if mismatch <= SLIGHT:
+        return f"The routing has shifted a little: {share}"
+    if mismatch <= DAMAGED:
+        return f"The routing is damaged: {share}"
+    return f"The routing has broken down: {share}"
+
+
+def _bound(swaps: Sequence[Swap]) -> list[str]:
+    """State what the routers cost, if swaps were measured: the strongest evidence about them."""
+    bound = won_back(swaps)
+    if bound is None:
+        return []
+    share = f"the sources' own routers win back {percent(min(bound, 1))} of the lost loss"
+    if bound < WORTH:
+        return [f"The routers are not the problem: {share}, the most that routers can give."]
+    return [f"The routers cost loss: {share}, the most that routers can give."]
+
+
+def _compared(
+    models: Mapping[str, Overall], recommended: Sequence[str], names: Mapping[str, str]
+) -> list[str]:
+    """Describe the recommended one of the other models, or the one that routes best."""
+    others = [one for name, one in models.items() if name != MODEL]
+    if not others:
+        return []
+    own, best = models[MODEL], min(others, key=lambda one: one.mismatch)
+    if MODEL not in recommended:
+        best = models[recommended[0]]
+    name, share = names.get(best.model, best.model), percent(best.mismatch)
+    if MODEL not in recommended and best.mismatch >= own.mismatch:
+        return [f"{name} predicts the text better, with a mismatch of {share}."]
+    if share == percent(own.mismatch):
+        if MODEL not in recommended:
+            return [f"{name} routes alike ({share}) and predicts the text better."]
+        return [f"{name} routes no better: {share}."]
+    if best.mismatch < own.mismatch:
+        return [f"{name} routes better: {share}."]
+    return [
+        f"The others route worse; the best of them is {name}: {share}."
+        if len(others) > 1
+        else f"{name} routes worse: {share}."
+    ]
+
+
+def theory(own: Overall) -> str:
+    """State whether the quadratic model that calibration solves holds for these routers."""
+    near, kl = own.mean("shift_small"), own.mean("kl_on_features")
+    if kl == 0:
+        return "There is nothing to model: on the same features the routers agree exactly."
+    ratio = own.mean("quadratic") / kl
+    tokens = (
+        f"{percent(near)} of the tokens are within Lemma 1's neighbourhood (logit shift below 0.1)"
+    )
+    model = f"the quadratic model yields {plain(ratio, 2)} times the true KL"
+    if near >= LOCAL:
+        return f"Yes: {tokens}, and {model}."
+    if 1 / ROUGH <= ratio <= ROUGH:
+        return f"Near enough: only {tokens}, but {model}."
+    return f"No: only {tokens}, and {model}. --objective exact calibrates on the KL itself."
