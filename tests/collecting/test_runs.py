@@ -26,6 +26,7 @@ from moemerge.collecting.run import run_collect
 from moemerge.collecting.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, CheckpointError, DataError, NumericalError
 from moemerge.runtime.progress import Silent
+from moemerge.runtime.ranks import SINGLE
 from moemerge.statistics import Statistics
 
 KINDS = ("gram", "fisher")
@@ -174,7 +175,9 @@ def test_the_dtype_of_the_forward(model_folder: Folder, text: Path, tmp_path: Pa
     def dtype(stored: torch.dtype, **settings: Any) -> str:
         chosen = CollectingSettings(device="cpu", **settings)
         folder = model_folder("olmoe", dtype=stored)
-        return prepare(CollectRequest(folder, tmp_path / "a", [text], chosen)).provenance.dtype
+        return prepare(
+            CollectRequest(folder, tmp_path / "a", [text], chosen), SINGLE
+        ).provenance.dtype
 
     assert dtype(torch.bfloat16, kind="fisher") == "bfloat16"
     assert dtype(torch.float16) == "float16"

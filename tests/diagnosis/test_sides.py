@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moemerge.diagnosis import job
+from moemerge.runtime.ranks import SINGLE
 from moemerge.text.batches import PaddingSide, make_batches, rows_of
 from moemerge.text.domains import Domain
 
@@ -29,7 +30,7 @@ def test_padding_and_chunks_change_nothing(
     generator = torch.Generator().manual_seed(0)
     lengths = (5, 9, 1, 2, 7)
     rows = tuple(torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths)
-    found = job.NextTokenLoss()
+    found = job.NextTokenLoss(SINGLE)
     for batch in make_batches([Domain("math", rows)], batch_tokens=20, side=side):
         found.add(batch, logits_of(batch.input_ids))
     terms = [-torch.log_softmax(logits_of(a), -1)[b] for r in rows for a, b in pairwise(r)]
@@ -44,7 +45,7 @@ def test_prompts_do_not_count(side: PaddingSide) -> None:
         torch.arange(len(row)) >= start for row, start in zip(rows, (2, 7, 0), strict=True)
     )
     domain = Domain("math", (), rows, holdout_answers=answers).held_out
-    found = job.NextTokenLoss()
+    found = job.NextTokenLoss(SINGLE)
     for batch in make_batches([domain], batch_tokens=20, side=side):
         for part in (slice(0, 1), slice(1, None)):
             piece = rows_of(batch, part)
@@ -60,7 +61,7 @@ def test_prompts_do_not_count(side: PaddingSide) -> None:
 
 
 def test_text_without_a_next_token_has_no_loss() -> None:
-    found = job.NextTokenLoss()
+    found = job.NextTokenLoss(SINGLE)
     for batch in make_batches([Domain("math", (torch.tensor([3]), torch.tensor([4])))]):
         found.add(batch, logits_of(batch.input_ids))
     assert found.mean("math") is None

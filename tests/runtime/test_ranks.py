@@ -7,56 +7,48 @@ import torch
 
 from moemerge.errors import UsageError
 from moemerge.runtime import devices, ranks
+from moemerge.runtime.ranks import SINGLE, Ranks
 
 
-def shares(
-    monkeypatch: pytest.MonkeyPatch, groups: list[list[int]], of: int
-) -> list[list[list[int]]]:
-    monkeypatch.setattr(ranks, "count", lambda: of)
-    result = []
-    for rank in range(of):
-        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-        result.append(ranks.share(groups))
-    return result
+def shares(groups: list[list[int]], of: int) -> list[list[list[int]]]:
+    return [Ranks(of, rank).share(groups) for rank in range(of)]
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 8])
-def test_every_piece_is_somebodys_and_everybody_has_one_of_each_group(
-    monkeypatch: pytest.MonkeyPatch, of: int
-) -> None:
+def test_every_piece_is_somebodys_and_everybody_has_one_of_each_group(of: int) -> None:
     groups = [[900, 30, 30, 20, 20, 10, 5, 5, 1], [7] * 12, [50, 40, 30, 20, 10, 9, 8, 7]]
-    dealt = shares(monkeypatch, groups, of)
+    dealt = shares(groups, of)
     for at, sizes in enumerate(groups):
         places = [place for own in dealt for place in own[at]]
         assert sorted(places) == list(range(len(sizes)))
         assert all(own[at] for own in dealt)
 
 
-def test_the_load_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_is_even() -> None:
     sizes = [[100 - n for n in range(60)], [50 - n for n in range(40)]]
-    dealt = shares(monkeypatch, sizes, 4)
+    dealt = shares(sizes, 4)
     loads = [sum(sizes[at][p] for at, own in enumerate(mine) for p in own) for mine in dealt]
     assert max(loads) < 1.05 * min(loads)
 
 
 def test_in_one_process_nothing_happens() -> None:
     values = torch.arange(3.0)
-    ranks.add_up(values)
+    cpu = values.device
+    alone = Ranks.join(cpu)
+    assert alone is SINGLE
+    assert (alone.count, alone.rank, alone.leads, ranks.leads()) == (1, 0, True, True)
+    alone.all_reduce(values)
     assert values.tolist() == [0.0, 1.0, 2.0]
-    assert (ranks.total(5, values.device), ranks.from_lead("word"), ranks.leads()) == (
-        5,
-        "word",
-        True,
-    )
+    assert (alone.total(5, cpu), alone.broadcast_object("word")) == (5, "word")
     assert ranks.own_device(torch.device("cuda")) == torch.device("cuda")
-    ranks.add_up_for(0, values)
-    ranks.spread(0, values)
-    ranks.meet()
+    alone.reduce_to(0, values)
+    alone.broadcast(0, values)
+    alone.barrier()
     assert values.tolist() == [0.0, 1.0, 2.0]
-    assert ranks.all_say(True)
-    assert not ranks.all_say(False)
-    assert (ranks.gathered(3), ranks.made_by_lead(lambda: 4)) == ([3], 4)
-    assert (ranks.sum_of(0.5, values.device), ranks.totals([1, 2], values.device)) == (0.5, [1, 2])
+    assert alone.all_agree(True)
+    assert not alone.all_agree(False)
+    assert (alone.gather(3), alone.call_on_lead(lambda: 4)) == ([3], 4)
+    assert (alone.sum_of(0.5, cpu), alone.totals([1, 2], cpu)) == (0.5, [1, 2])
     assert (ranks.neighbours(), ranks.sharing(values.device)) == (1, 1)
 
 
@@ -102,7 +94,7 @@ def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match="cannot meet"):
-        ranks.join(torch.device("cpu"))
+        Ranks.join(torch.device("cpu"))
 
 
 def test_processes_of_several_machines_are_refused_where_files_are_shared(

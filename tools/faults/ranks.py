@@ -102,13 +102,14 @@ def _become_rank(rank: int, ranks: int, port: int, met: Path) -> None:
         return
     from moemerge.runtime import ranks as several
 
-    join = several.join
+    join = several.Ranks.join
 
-    def join_and_report(device: object) -> None:
-        join(device)
+    def join_and_report(device: object) -> object:
+        joined = join(device)
         met.touch()
+        return joined
 
-    several.join = join_and_report
+    several.Ranks.join = join_and_report
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

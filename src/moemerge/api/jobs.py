@@ -23,8 +23,8 @@ from moemerge.evaluation.settings import (
     EvaluationOutputSettings,
     EvaluationSettings,
 )
-from moemerge.runtime import ranks
 from moemerge.runtime.progress import Progress, Silent, counted
+from moemerge.runtime.ranks import leads
 from moemerge.text.rows import check_files
 from moemerge.tuning.settings import (
     TuningKeywords,
@@ -122,7 +122,7 @@ def diagnose(
         against=(against,) if isinstance(against, str | Path | ModelRef) else tuple(against),
         settings=settings_for(DiagnosisSettings, settings, keywords, "diagnose"),
     )
-    page = None if report is None or not ranks.leads() else page_path(report)
+    page = None if report is None or not leads() else page_path(report)
     diagnosis = run_diagnosis(request, Silent() if progress is None else progress)
     if page is not None:
         write_page(diagnosis.to_json(), page)
@@ -311,7 +311,7 @@ def tune(
         resume=output.resume,
     )
     progress = Silent() if progress is None else progress
-    with uploaded(request.out, output.push_to_hub if ranks.leads() else None, progress):
+    with uploaded(request.out, output.push_to_hub if leads() else None, progress):
         return run_tuning(request, progress)
 
 

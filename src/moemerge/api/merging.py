@@ -48,9 +48,9 @@ from moemerge.lockstep.models import check_sources
 from moemerge.merging.report import MergeReport
 from moemerge.refitting.settings import REFIT, RefitKeywords
 from moemerge.registry import did_you_mean
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress, Silent
+from moemerge.runtime.ranks import SINGLE, Ranks, alone, asked_for, leads, on_one_machine
 from moemerge.text.rows import check_text
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def merge(
     settings = settings_for(MergeSettings, settings, keywords, "merge")
     loaded = load_config(config, lenient=settings.lenient).merge_alone()
     progress = Silent() if progress is None else progress
-    with uploaded(Path(out), settings.push_to_hub if ranks.leads() else None, progress):
+    with uploaded(Path(out), settings.push_to_hub if leads() else None, progress):
         return _merge(loaded, Path(out), settings, progress)
 
 
@@ -109,23 +109,24 @@ def _merge(
     progress: Progress,
 ) -> MergeReport:
     """Merge. Statistics that are not saved are computed first, and removed afterwards."""
-    ranks.on_one_machine("merge")
+    on_one_machine("merge")
     # Plan before models are run for hours. Rank 0 checks OUT.
-    job = merging.plan_merge(loaded, settings, out if ranks.leads() else None)
+    job = merging.plan_merge(loaded, settings, out if leads() else None)
     if not all(Path(file).exists() for file in loaded.texts):
-        ranks.alone("making the text that a config has recipes for")
+        alone("making the text that a config has recipes for")
     make_texts(loaded, progress)
-    if ranks.asked_for() > 1:
-        ranks.join(resolve_device(settings.device))
+    ranks = SINGLE
+    if asked_for() > 1:
+        ranks = Ranks.join(resolve_device(settings.device))
     wanted = loaded.statistics
     if wanted is None or wanted.complete:
-        return merging.run_merge(job, out, progress)
+        return merging.run_merge(job, out, progress, ranks)
     from moemerge.collecting.run import computed_statistics
 
     models, device = loaded.merge.models, settings.device
-    with computed_statistics(wanted, models, out, device, progress) as files:
+    with computed_statistics(wanted, models, out, device, progress, ranks) as files:
         job = job.with_statistics(files)
-        return merging.run_merge(job, out, progress)
+        return merging.run_merge(job, out, progress, ranks)
 
 
 @with_keywords(MergeKeywords, MergeSettings)

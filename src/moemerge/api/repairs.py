@@ -17,9 +17,10 @@ from moemerge.config.repairs import Repair
 from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywords
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError
 from moemerge.refitting.settings import REFIT, RefitKeywords, RefitSettings
-from moemerge.runtime import ranks
+from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.process import init_cuda_context
 from moemerge.runtime.progress import Progress, Silent
+from moemerge.runtime.ranks import SINGLE, Ranks, leads
 
 if TYPE_CHECKING:
     from moemerge.api.jobs import Files
@@ -114,7 +115,7 @@ def _repair_model(
         resume=output.resume,
     )
     progress = Silent() if given["progress"] is None else given["progress"]
-    target = output.push_to_hub if ranks.leads() else None
+    target = output.push_to_hub if leads() else None
     with uploaded(request.out, target, progress):
         return run_repair(repair, request, progress, output.report)
 
@@ -139,7 +140,7 @@ def run_repair(
         report = run(request, progress)
         return report
     try:
-        both = _before_and_after(request, page if ranks.leads() else None, label, command)
+        both = _before_and_after(request, page if leads() else None, label, command)
     except (ArchitectureError, TokenizerError) as error:
         if page is not None:
             raise
@@ -150,12 +151,14 @@ def run_repair(
     report = run(replace(request, text=both.text), progress)
     if page is None and not both.holds_out:
         return report
+    ranks = Ranks.join(resolve_device(request.settings.device))
+    progress = ranks.progress(progress)
     try:
-        diagnosis = _measured(both, ranks.progress_of_lead(progress))
+        diagnosis = _measured(both, progress, ranks)
     except MoeMergeError as error:
         if page is not None:
             raise
-        ranks.progress_of_lead(progress).note(error.message)
+        progress.note(error.message)
         return report
     if diagnosis is None or not measure or not both.holds_out:
         return report
@@ -164,27 +167,25 @@ def run_repair(
 
     figures = both.figures(diagnosis)
     for notice in loss_notices(figures):
-        ranks.progress_of_lead(progress).note(notice)
+        progress.note(notice)
     try:
-        add_diagnosis(report, figures)
+        if ranks.leads:
+            add_diagnosis(report, figures)
     except MoeMergeError as error:  # OUT is complete without it
         progress.note(f"{error.message}, so it lacks the figures measured on held-out rows")
     return replace(report, diagnosis=figures)
 
 
-def _measured(both: BeforeAndAfter, progress: Progress) -> Diagnosis | None:
+def _measured(both: BeforeAndAfter, progress: Progress, ranks: Ranks) -> Diagnosis | None:
     """Diagnose with all ranks if each can read OUT and has a row of every domain.
 
     Otherwise rank 0 does it alone, and the other ranks return None.
     """
-    ranks.from_lead(None)  # rank 0 has written OUT by then
+    ranks.barrier()  # rank 0 has written OUT by then
     fewest = min(len(domain.holdout or domain.rows) for domain in both.text.domains)
-    if ranks.all_say(both.out.is_dir() and fewest >= ranks.count()):
-        return both.measure(progress)
-    if not ranks.leads():
-        return None
-    with ranks.apart():
-        return both.measure(progress)
+    if ranks.all_agree(both.out.is_dir() and fewest >= ranks.count):
+        return both.measure(progress, ranks)
+    return both.measure(progress, SINGLE) if ranks.leads else None
 
 
 def _before_and_after(

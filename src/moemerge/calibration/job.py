@@ -95,6 +95,7 @@ def prepare(opened: OpenedRepair[CalibrationSettings]) -> CalibrationJob:
         merged=merged,
         sources=sources,
         stream=opened.stream,
+        ranks=opened.ranks,
         text=text,
         notices=tuple(notices),
         routers=routers,

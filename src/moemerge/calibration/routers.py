@@ -26,6 +26,7 @@ from moemerge.lockstep.streams import Stops, Visitor
 from moemerge.routing import Curvature, DomainFeatures, Preconditioner, SolveSettings
 from moemerge.routing.curvature import logits_of, working_dtype
 from moemerge.runtime.progress import counted
+from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import Stopwatch
 
 
@@ -49,7 +50,9 @@ class RouterCalibrator(Visitor):
         with self._stopwatch.span("routers"), _errors_of(info.layer):
             merged = stored[MERGED].weights(info)
             sources = {name: stored[name].weights(other) for name, other in pair.sources.items()}
-            problem = layer_problem(pair, stops, merged, sources, self._job.weights)
+            problem = layer_problem(
+                pair, stops, merged, sources, self._job.weights, self._job.ranks
+            )
         with self._stopwatch.span("warm-up"), _errors_of(info.layer):
             self._warm_up.wait()
         with _errors_of(info.layer):
@@ -147,6 +150,7 @@ def layer_problem(
     merged: RouterWeights,
     sources: Mapping[str, RouterWeights],
     weights: Mapping[str, float],
+    ranks: Ranks,
 ) -> LayerProblem:
     """Pair the merged model's features with each source's router, or with its own routing."""
     gate, stop = pair.info.gate, stops.lead
@@ -163,7 +167,7 @@ def layer_problem(
             targets = None
             if name in stops.others:
                 targets = _own_logits(name, router, stop, stops.others[name], holdout=holdout)
-            domains.append(DomainFeatures(name, features, router, targets, weights[name]))
+            domains.append(DomainFeatures(name, features, router, targets, weights[name], ranks))
     return LayerProblem(
         gate=gate,
         merged=merged.matrix.to(device),

@@ -61,7 +61,8 @@ class Calibration(RepairSteps[CalibrationSettings, CalibrationJob, CalibrationRe
             output.begin(job.key, changed, resume=job.request.resume)
             if job.request.resume:
                 run.progress.note(f"{output.resumed} finished routers found, the rest is solved")
-            walk(lockstep, routers.pairs, RouterCalibrator(job, run, stopwatch), output)
+            visitor = RouterCalibrator(job, run, stopwatch)
+            walk(lockstep, routers.pairs, visitor, output, job.ranks)
             report = _report(job, lockstep, output, time.perf_counter() - run.start)
         for notice in holdout_notices(report.totals):
             run.progress.note(notice)

@@ -37,7 +37,6 @@ from moemerge.features.input_hooks import (
 )
 from moemerge.features.tokens import as_sequences, real_tokens
 from moemerge.features.weights import Weights
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import attention_without_plans
 from moemerge.runtime.gpu import deterministic
 from moemerge.runtime.process import give_back_freed_memory
@@ -143,6 +142,7 @@ class _Backward:
         self, job: CollectingJob, forward: Forward, writer: StatisticsWriter | None
     ) -> None:
         self._job = job
+        self._ranks = job.ranks
         self._forward = forward
         self._writer = writer
         self._model = forward.model
@@ -250,7 +250,7 @@ class _Backward:
                 if hook.path in passed:
                     self._write_experts(hook, routed.pop(hook.path))
             elif hook.path in passed:
-                tokens = ranks.total(passed[hook.path], self._device)
+                tokens = self._ranks.total(passed[hook.path], self._device)
                 self._write_linear(hook, totals.pop(hook.path), tokens)
 
     def _sum(
@@ -321,7 +321,7 @@ class _Backward:
             self.notices.append(
                 f"{hook.weight} is stored in parts: nothing is known of its gradient"
             )
-        ranks.add_up_for(0, total)
+        self._ranks.reduce_to(0, total)
         values = self._measure.finish(total)
         for one in placed:
             self._write(one.unit, one.take(values), tokens)
@@ -331,7 +331,7 @@ class _Backward:
         module: Any = self._model.get_submodule(hook.path)
         for expert, x, gradient, counts in routed.by_expert():
             view = ExpertView(module, expert)
-            tokens = ranks.total(x.shape[0], self._device)
+            tokens = self._ranks.total(x.shape[0], self._device)
             sums = None
             if tokens:  # on this rank or another
                 sums = self._expert_sums(view, module, x, gradient, counts)
@@ -351,7 +351,7 @@ class _Backward:
         down = new_total((of_down.shape[1], mid.shape[1]), self._device)
         self._measure.add_ragged(up, of_pre, x, counts)
         self._measure.add_ragged(down, of_down, mid, counts)
-        ranks.add_up_for(0, up, down)
+        self._ranks.reduce_to(0, up, down)
         up = self._measure.finish(up)
         sums: dict[str | None, Tensor] = {None: up, "down": self._measure.finish(down)}
         sums.update(projections(module, up))

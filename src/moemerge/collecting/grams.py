@@ -29,6 +29,7 @@ from moemerge.features.input_hooks import (
 from moemerge.features.stops import Call
 from moemerge.features.stream import ModelStream
 from moemerge.features.tokens import real_tokens
+from moemerge.runtime.ranks import Ranks
 from moemerge.statistics import StatisticsWriter
 from moemerge.statistics.file import pack_symmetric, packed_size
 from moemerge.text.batches import Batch
@@ -52,7 +53,7 @@ class _Layer:
 class Form:
     """A statistic of inputs, and its form in the file."""
 
-    new: Callable[[], TokenSum]
+    new: Callable[[Ranks], TokenSum]
     stored: Callable[[Tensor], Tensor]
     size: Callable[[int], int]  # of what is stored for inputs of a width
 
@@ -67,15 +68,19 @@ INPUT_FORMS = {
 class InputCollector:
     """Records the inputs of a stream and writes Gram matrices or mean sizes."""
 
-    def __init__(self, writer: StatisticsWriter | None, kind: StatisticsKind) -> None:
+    def __init__(self, writer: StatisticsWriter | None, kind: StatisticsKind, ranks: Ranks) -> None:
         """`writer` is rank 0's: other ranks only add to the sums."""
         self._writer = writer
+        self._ranks = ranks
         self._form = INPUT_FORMS[kind]
         self._layer = _Layer()
-        self._head = self._form.new()
+        self._head = self._new_sum()
         self._headless = False
         self.unvisited: list[str] = []  # units of experts that no token was routed to
         self.notices: list[str] = []
+
+    def _new_sum(self) -> TokenSum:
+        return self._form.new(self._ranks)
 
     def attach(self, stream: ModelStream, units: UnitMap) -> None:
         """Start recording."""
@@ -110,7 +115,7 @@ class InputCollector:
         if tokens is None:
             self._layer.unreadable.add(hook.path)
         else:
-            self._layer.moments.setdefault(hook.path, self._form.new()).add(tokens.detach())
+            self._layer.moments.setdefault(hook.path, self._new_sum()).add(tokens.detach())
 
     def _keep(
         self, hook: ExpertsHook, x: Tensor, chosen: Tensor, batch: Batch, rows: Tensor | None
@@ -185,7 +190,7 @@ class InputCollector:
             before = _shapes(units, expert, ("gate", "up", None))
             after = _shapes(units, expert, ("down",))
             view = ExpertView(module, expert)
-            inputs, inner = self._form.new(), self._form.new()
+            inputs, inner = self._new_sum(), self._new_sum()
             for part in torch.split(x, EXPERT_TOKENS):
                 inputs.add(part)
                 with torch.no_grad():

@@ -18,9 +18,9 @@ from moemerge.config.models import ModelRef
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import DataError
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
+from moemerge.runtime.ranks import Ranks, own_device
 from moemerge.statistics import Provenance
 from moemerge.statistics.file import stored_shape
 from moemerge.statistics.provenance import (
@@ -61,28 +61,29 @@ class CollectingJob:
     stream: StreamSettings
     provenance: Provenance
     keys: tuple[str, ...]  # of all units
+    ranks: Ranks
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
         """Return this rank's share of the text."""
         most = min(DEFAULT_BATCH_TOKENS, batch_tokens(self.model, self.stream.device))
-        return own_share(make_batches([self.domain], batch_tokens=most))
+        return own_share(make_batches([self.domain], batch_tokens=most), self.ranks)
 
 
-def prepare(request: CollectRequest) -> CollectingJob:
+def prepare(request: CollectRequest, ranks: Ranks) -> CollectingJob:
     """Check output, files, model and space; read the text."""
     settings = request.settings
-    if ranks.leads():
+    if ranks.leads:
         check_output_file(request.out, overwrite=request.overwrite)
     if not request.data:
         raise DataError("no text given", hint="name at least one file: `data=FILE.jsonl`")
     check_files({DOMAIN: request.data})
-    device = ranks.own_device(resolve_device(settings.device))
+    device = own_device(resolve_device(settings.device))
     model = open_model("model", request.model)
     model.require_readable("dequantise it to bfloat16 first and use that folder")
     units = all_units(model.checkpoint, model.architecture)
     shapes = [unit.shape for unit in units.values() if len(unit.shape) == 2]
-    if ranks.leads():
+    if ranks.leads:
         require_space(request.out, _output_bytes(settings.kind, shapes))
     folder = model.checkpoint.tokenizer_folder
     domain = load_domain(DOMAIN, request.data, load_tokenizer(folder), TextSettings.of(settings))
@@ -106,6 +107,7 @@ def prepare(request: CollectRequest) -> CollectingJob:
             device=device.type,
         ),
         keys=tuple(units),
+        ranks=ranks,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moemerge.features.tokens import sort_by_expert
 from moemerge.kernels.long_sums import add_up
-from moemerge.runtime import ranks
+from moemerge.runtime.ranks import SINGLE, Ranks
 
 # Tokens whose products are summed in float32; sums over chunks are float64. A GPU's tensor cores
 # truncate at every step: the relative error is 5e-5 for 25 000 tokens at once, 3e-6 for 1024.
@@ -58,7 +58,8 @@ def transposed_product(a: Tensor, b: Tensor) -> Tensor:
 class TokenSum(ABC):
     """A running sum over tokens and their number; call `add_up` before `mean`."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks = SINGLE) -> None:
+        self._ranks = ranks
         self.tokens = 0
         self._sum: Tensor | None = None
 
@@ -68,7 +69,7 @@ class TokenSum(ABC):
 
     def add(self, x: Tensor) -> None:
         """Add the rows of x (tokens, d)."""
-        if x.shape[0] == 0 and ranks.count() == 1:  # other ranks may have tokens
+        if x.shape[0] == 0 and self._ranks.count == 1:  # other ranks may have tokens
             return
         part = self.of(x)
         self._sum = part if self._sum is None else self._sum.add_(part)
@@ -77,8 +78,8 @@ class TokenSum(ABC):
     def add_up(self) -> None:
         """Reduce over all ranks: rank 0 gets the sum, all get the number of tokens."""
         if self._sum is not None:
-            self.tokens = ranks.total(self.tokens, self._sum.device)
-            ranks.add_up_for(0, self._sum)
+            self.tokens = self._ranks.total(self.tokens, self._sum.device)
+            self._ranks.reduce_to(0, self._sum)
 
     def mean(self) -> Tensor | None:
         """Return the mean in float32; None before the first token."""

@@ -17,9 +17,9 @@ from moemerge.config.models import ModelRef
 from moemerge.config.requests import StatisticsRequest
 from moemerge.features.input_hooks import UnitMap
 from moemerge.features.stream import ModelStream
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.ranks import Ranks
 from moemerge.statistics import Provenance, Statistics, StatisticsWriter
 from moemerge.text.rows import check_files
 
@@ -48,9 +48,9 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
     Under torchrun each process runs a share of the text, and rank 0 writes.
     """
     begin = time.perf_counter()
-    ranks.join(resolve_device(request.settings.device))
-    progress = ranks.progress_of_lead(progress)
-    job = prepare(request)
+    ranks = Ranks.join(resolve_device(request.settings.device))
+    progress = ranks.progress(progress)
+    job = prepare(request, ranks)
     with _writer(job) as writer:
         collect = _inputs if request.settings.kind in INPUT_FORMS else collect_gradients
         notices, unvisited = collect(job, writer, progress)
@@ -73,13 +73,13 @@ def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:
             notices=(*job.domain.notices, *notices),
         )
 
-    return ranks.made_by_lead(report)
+    return ranks.call_on_lead(report)
 
 
 @contextlib.contextmanager
 def _writer(job: CollectingJob) -> Iterator[StatisticsWriter | None]:
     """Return rank 0's writer; None on other ranks."""
-    if not ranks.leads():
+    if not job.ranks.leads:
         yield None
         return
     request = job.request
@@ -97,7 +97,7 @@ def _writer(job: CollectingJob) -> Iterator[StatisticsWriter | None]:
 def _inputs(
     job: CollectingJob, writer: StatisticsWriter | None, progress: Progress
 ) -> tuple[list[str], list[str]]:
-    collector = InputCollector(writer, job.request.settings.kind)
+    collector = InputCollector(writer, job.request.settings.kind, job.ranks)
     with ModelStream(
         job.model.checkpoint,
         job.batches,
@@ -122,6 +122,7 @@ def computed_statistics(
     out: Path,
     device: str,
     progress: Progress,
+    ranks: Ranks,
 ) -> Iterator[Mapping[str, Sequence[Path]]]:
     """Compute statistics of the models with text; the files exist while the context lasts.
 
@@ -132,7 +133,7 @@ def computed_statistics(
     if device != "auto":
         settings = settings.model_copy(update={"device": device})
     with temporary_sibling(out) as folder:
-        folder = ranks.from_lead(folder)  # on whose disk the files are
+        folder = ranks.broadcast_object(folder)  # on whose disk the files are
         made: dict[str, list[Path]] = {}
         for number, (name, files) in enumerate(wanted.data.items()):
             for kind in wanted.needs[name]:

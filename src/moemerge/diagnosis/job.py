@@ -33,8 +33,8 @@ from moemerge.lockstep.models import (
     with_routers_of,
 )
 from moemerge.lockstep.streams import Need, Side
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.ranks import Ranks, own_device
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches, own_share
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files
@@ -85,6 +85,7 @@ class DiagnosisJob:
     text: JobText
     stream: StreamSettings
     notices: tuple[str, ...]
+    ranks: Ranks
 
     @property
     def model(self) -> OpenModel:
@@ -105,10 +106,11 @@ class DiagnosisJob:
         """This rank's share of the text."""
         fit = LOGITS_BYTES // (vocabulary(self.model) * self.stream.dtype.itemsize)
         most = min(batch_tokens(self.model, self.stream.device), DEFAULT_BATCH_TOKENS, fit)
-        return own_share(make_batches(self.domains, batch_tokens=max(1, most)))
+        batches = make_batches(self.domains, batch_tokens=max(1, most))
+        return own_share(batches, self.ranks)
 
 
-def prepare(request: DiagnosisRequest, text: JobText | None = None) -> DiagnosisJob:
+def prepare(request: DiagnosisRequest, ranks: Ranks, text: JobText | None = None) -> DiagnosisJob:
     """Check names, files, models and text. The text may be passed if it was read before."""
     settings = request.settings
     references = request.references
@@ -124,7 +126,7 @@ def prepare(request: DiagnosisRequest, text: JobText | None = None) -> Diagnosis
             hint="that name is reserved for the diagnosed model",
         )
     check_files(request.data)
-    device = ranks.own_device(resolve_device(settings.device))
+    device = own_device(resolve_device(settings.device))
     subjects = _subjects(request)
     sources = {name: open_model(name, ref) for name, ref in references.items()}
     model, others = subjects[0], [*subjects[1:], *sources.values()]
@@ -149,7 +151,7 @@ def prepare(request: DiagnosisRequest, text: JobText | None = None) -> Diagnosis
         read = read or list(text.domains)  # compared models process all domains
         notices += check_same_tokens(read, text.tokenizer, other, what=other.what, hint=SAME_MODELS)
     stream = StreamSettings(device, forward_dtype(settings.dtype, model), settings.offload)
-    return DiagnosisJob(request, subjects, sources, routers, text, stream, tuple(notices))
+    return DiagnosisJob(request, subjects, sources, routers, text, stream, tuple(notices), ranks)
 
 
 def _subjects(request: DiagnosisRequest) -> tuple[OpenModel, ...]:
@@ -212,7 +214,8 @@ class NextTokenLoss:
     If rows have a prompt and an answer, only the answer's tokens count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._device = torch.device("cpu")  # dtype of the logits
@@ -247,8 +250,8 @@ class NextTokenLoss:
         """Return the mean over all ranks; None if no token has a successor."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         total += self._sums.get(domain, 0.0)
-        count = ranks.total(self._counts.get(domain, 0), self._device)
-        ranks.add_up(total)
+        count = self._ranks.total(self._counts.get(domain, 0), self._device)
+        self._ranks.all_reduce(total)
         return float(total) / count if count else None
 
 
@@ -256,7 +259,7 @@ class NextTokenLoss:
 class MeasuredSide(Side):
     """A model that runs to its end, where its loss is measured."""
 
-    loss: NextTokenLoss = field(default_factory=NextTokenLoss)
+    loss: NextTokenLoss = field(kw_only=True)
 
     @property
     def on_output(self) -> Callable[[Batch, Tensor], None]:
@@ -273,15 +276,19 @@ class SwappedSide(MeasuredSide):
 
 def sides_of(job: DiagnosisJob) -> dict[str, MeasuredSide]:
     """Return every model that is run, by name; the diagnosed one first."""
-    sides: dict[str, MeasuredSide] = {model.name: MeasuredSide(model) for model in job.subjects}
+    ranks = job.ranks
+    sides: dict[str, MeasuredSide] = {
+        model.name: MeasuredSide(model, loss=NextTokenLoss(ranks)) for model in job.subjects
+    }
     for name, source in job.sources.items():
-        sides[name] = MeasuredSide(source, name)
+        sides[name] = MeasuredSide(source, name, loss=NextTokenLoss(ranks))
     if job.request.settings.swaps:
         for name, source in job.sources.items():
             for weights, routers in ((job.model, source), (source, job.model)):
                 sides[f"{name}: {weights.name} with the routers of {routers.name}"] = SwappedSide(
                     with_routers_of(weights, routers),
                     name,
+                    loss=NextTokenLoss(ranks),
                     weights_of=weights.name,
                     routers_of=routers.name,
                 )

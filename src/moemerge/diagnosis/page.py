@@ -19,6 +19,7 @@ from moemerge.lockstep.inputs import JobText
 from moemerge.report.files import check_page_path
 from moemerge.report.page import require_page, write_page
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.ranks import SINGLE, Ranks
 from moemerge.text.rows import TextSource
 
 
@@ -68,17 +69,17 @@ class BeforeAndAfter:
             command=command,
         )
         path = None if report is None else page_path(report)
-        return cls(request, prepare(request).text, models[1], path)
+        return cls(request, prepare(request, SINGLE).text, models[1], path)
 
     @property
     def holds_out(self) -> bool:
         """Whether there are held-out rows."""
         return any(domain.holdout for domain in self.text.domains)
 
-    def measure(self, progress: Progress) -> Diagnosis:
+    def measure(self, progress: Progress, ranks: Ranks) -> Diagnosis:
         """Diagnose both and write the page. A failure here does not affect the result."""
         try:
-            job = prepare(replace(self.request, against=(self.out,)), self.text)
+            job = prepare(replace(self.request, against=(self.out,)), ranks, self.text)
             diagnosis = diagnose(job, progress, seen=self.text.notices)  # reported by the repair
             if self.path is not None:
                 write_page(diagnosis.to_json(), self.path)

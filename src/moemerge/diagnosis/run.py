@@ -48,19 +48,19 @@ from moemerge.lockstep.streams import Stops, Visitor, open_lockstep, walk
 from moemerge.report.files import REPORT_NAME
 from moemerge.report.words import display_names
 from moemerge.routing.measure import FigureSums, RouterView, compare
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.files import read_object
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.ranks import Ranks
 from moemerge.text.rows import source_names
 from moemerge.version import __version__
 
 
 def run_diagnosis(request: DiagnosisRequest, progress: Progress) -> Diagnosis:
     """Stream all models over the text, and compare their routing."""
-    ranks.join(resolve_device(request.settings.device))
-    return diagnose(prepare(request), ranks.progress_of_lead(progress))
+    ranks = Ranks.join(resolve_device(request.settings.device))
+    return diagnose(prepare(request, ranks), ranks.progress(progress))
 
 
 def diagnose(job: DiagnosisJob, progress: Progress, seen: Collection[str] = ()) -> Diagnosis:
@@ -79,7 +79,7 @@ def diagnose(job: DiagnosisJob, progress: Progress, seen: Collection[str] = ()) 
         need=memory_need(job, sides),
         progress=progress,
     ) as lockstep:
-        walk(lockstep, job.routers.pairs, comparison, Output())
+        walk(lockstep, job.routers.pairs, comparison, Output(), job.ranks)
     for model in (*job.subjects, *job.sources.values()):
         model.checkpoint.require_unchanged()
     return _diagnosis(job, sides, comparison, job.text.seconds + time.perf_counter() - start)
@@ -107,7 +107,7 @@ class RoutingComparison(Visitor):
             for subject in self.job.subjects:
                 info = pair.info if subject.name == MODEL else pair.sources[subject.name]
                 view = router_view(subject, info, stops[subject.name])
-                sums = FigureSums()
+                sums = FigureSums(ranks=self.job.ranks)
                 missed = []
                 for (batch, x), (same, y) in zip(
                     stops[subject.name].by_batch(name), own, strict=True
@@ -143,15 +143,16 @@ class RoutingComparison(Visitor):
                 continue
             info = pair.info if side.weights_of == MODEL else pair.sources[name]
             view = router_view(side.model, info, stops[key])
-            sums = self._swap_sums.setdefault(key, FigureSums(["mismatch"]))
+            sums = self._swap_sums.setdefault(key, FigureSums(["mismatch"], self.job.ranks))
             for (_, x), (_, y) in zip(stops[key].by_batch(name), own, strict=True):
                 sums.add(compare(wanted, view, y, x))
 
     def any_mismatch(self, subject: str, domain: str) -> float:
         """Return the share of tokens with a mismatch at any router."""
         missed = torch.cat(self._missed[subject, domain])
-        count, device = ranks.total(int(missed.sum()), missed.device), missed.device
-        return count / ranks.total(len(missed), device)
+        counts = [int(missed.sum()), len(missed)]
+        count, tokens = self.job.ranks.totals(counts, missed.device)
+        return count / tokens
 
     def swap_mismatch(self, key: str) -> float:
         """Return a swapped model's mean mismatch over tokens and routers."""

@@ -28,9 +28,9 @@ from moemerge.lockstep.output_files import output_files
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.request import RepairRequest, open_models, open_output
 from moemerge.lockstep.warm_up import WarmUp
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.ranks import Ranks, own_device
 from moemerge.text.batches import Batch, make_batches, own_share
 
 S = TypeVar("S", bound=ForwardSettings)
@@ -44,6 +44,7 @@ class OpenedRepair(Generic[S]):
     merged: OpenModel
     sources: Mapping[str, OpenModel]
     stream: StreamSettings
+    ranks: Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class RepairJob(OpenedRepair[S], ABC):
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
         """The batches of this rank."""
-        return tuple(own_share(self.all_batches))
+        return tuple(own_share(self.all_batches, self.ranks))
 
     @property
     def batch_tokens(self) -> int:
@@ -131,23 +132,25 @@ def run_repair(request: RepairRequest[S], progress: Progress, steps: RepairSteps
     """
     start = time.perf_counter()
     settings = request.settings
-    ranks.join(resolve_device(settings.device))
-    progress = ranks.progress_of_lead(progress)
+    ranks = Ranks.join(resolve_device(settings.device))
+    progress = ranks.progress(progress)
     with WarmUp() as warm_up:
         merged, sources = open_models(request, steps.require)
-        device = ranks.own_device(resolve_device(settings.device))
+        device = own_device(resolve_device(settings.device))
         stream = StreamSettings(device, forward_dtype(settings.dtype, merged), settings.offload)
-        opened = OpenedRepair(request=request, merged=merged, sources=sources, stream=stream)
+        opened = OpenedRepair(
+            request=request, merged=merged, sources=sources, stream=stream, ranks=ranks
+        )
         steps.check(opened)
         warm_up.begin(device, partial(steps.rehearse, opened))
-        with open_output(request, merged, sources, steps.stored_as(settings)) as output:
+        with open_output(request, merged, sources, ranks, steps.stored_as(settings)) as output:
             job = steps.prepare(opened)
             for notice in job.notices:
                 progress.note(notice)
             report = steps.compute(job, RepairRun(output, warm_up, progress, start))
             computed = time.perf_counter()
-            ranks.meet()  # other ranks may still read the journal
-            report = steps.with_rounding(report, ranks.from_lead(output.write()))
+            ranks.barrier()  # other ranks may still read the journal
+            report = steps.with_rounding(report, ranks.broadcast_object(output.write()))
             output.finish(output_files(request, merged, report))
     timings = report.timings.written(time.perf_counter() - computed, output.copied)
     return replace(report, timings=timings, seconds=time.perf_counter() - start)

@@ -18,8 +18,8 @@ from moemerge.errors import (
     UsageError,
 )
 from moemerge.lockstep.journal import Entry, Journal
-from moemerge.runtime import ranks
 from moemerge.runtime.process import thread_pool
+from moemerge.runtime.ranks import SINGLE, Ranks
 
 # Space for report, card and config next to the weights.
 COMPANION_BYTES = 16 * 2**20
@@ -93,12 +93,16 @@ class Output:
 class FollowingOutput(Output):
     """The output in ranks other than 0, which writes: it has the finished entries of rank 0."""
 
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+
     def begin(self, key: Mapping[str, Any], names: Collection[str], *, resume: bool) -> None:
         nothing: tuple[list[Entry], str | None] = [], None
-        self.entries, folder = ranks.from_lead(nothing)
+        self.entries, folder = self._ranks.broadcast_object(nothing)
         self.resumed = len(self.entries)
-        if not ranks.all_say(folder is None or Path(folder).is_dir()):
-            self.entries = ranks.from_lead([])  # with their tensors
+        if not self._ranks.all_agree(folder is None or Path(folder).is_dir()):
+            self.entries = self._ranks.broadcast_object([])  # with their tensors
 
 
 class PatchedOutput(Output):
@@ -118,6 +122,7 @@ class PatchedOutput(Output):
         link: bool = False,
         in_background: bool = False,
         quantised: Quantised = "keep",
+        ranks: Ranks = SINGLE,
     ) -> None:
         """Refuse an output that must not be written, or does not fit on the disk.
 
@@ -125,6 +130,7 @@ class PatchedOutput(Output):
         they must not change. `link` makes hard links for unchanged shards.
         """
         super().__init__()
+        self._ranks = ranks
         self._out = out
         self._journal: Journal | None = None
         # A GPU computes the next entry while the disk makes one durable.
@@ -156,16 +162,16 @@ class PatchedOutput(Output):
         self._journal = Journal.open(self._out, key, resume=resume)
         self.entries = self._journal.entries
         self.resumed = len(self.entries)
-        if ranks.count() > 1:
+        if self._ranks.count > 1:
             self._send_to_others(self._journal)
         self._patch.begin(names)
 
     def _send_to_others(self, journal: Journal) -> None:
         """Send the finished entries; other ranks read the tensors if they can read the journal."""
         entries = list(self.entries)
-        ranks.from_lead((entries, str(journal.folder) if entries else None))
-        if not ranks.all_say(True):
-            ranks.from_lead([replace(e, tensors=dict(e.tensors)) for e in entries])
+        self._ranks.broadcast_object((entries, str(journal.folder) if entries else None))
+        if not self._ranks.all_agree(True):
+            self._ranks.broadcast_object([replace(e, tensors=dict(e.tensors)) for e in entries])
 
     def add(self, entry: Entry) -> None:
         assert self._journal is not None

@@ -29,7 +29,6 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
-from moemerge.runtime import ranks
 from moemerge.runtime.files import read_file, read_object, read_utf8, write_whole
 from moemerge.runtime.progress import counted
 from moemerge.version import __version__
@@ -164,8 +163,6 @@ def merge_config(path: Path, blocks: Mapping[str, Any]) -> RunConfig | None:
 
 def add_diagnosis(report: RepairReport, figures: Mapping[str, Any]) -> None:
     """Add figures that were measured afterwards to the report and the card in OUT."""
-    if not ranks.leads():
-        return
     folder = Path(report.output)
     path = folder / REPORT_NAME
     document = read_object(path)

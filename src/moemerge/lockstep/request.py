@@ -20,9 +20,9 @@ from moemerge.features.known_configs import require_loadable
 from moemerge.lockstep.inputs import JobText, check_names, settings_data, source_weights
 from moemerge.lockstep.models import MERGED, require_same_family
 from moemerge.lockstep.output import FollowingOutput, Output, PatchedOutput
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import is_out_of_memory, resolve_device
 from moemerge.runtime.dtypes import dtype_name
+from moemerge.runtime.ranks import Ranks
 from moemerge.text.domains import Domain
 from moemerge.text.rows import TextSource, check_files
 
@@ -77,13 +77,14 @@ def open_output(
     request: RepairRequest[S],
     merged: OpenModel,
     sources: Mapping[str, OpenModel],
+    ranks: Ranks,
     quantised: Quantised = "keep",
 ) -> Output:
     """Open OUT for writing, or refuse it."""
     if not request.write:
         return Output()
-    if not ranks.leads():
-        return FollowingOutput()
+    if not ranks.leads:
+        return FollowingOutput(ranks)
     return PatchedOutput(
         merged.checkpoint,
         request.out,
@@ -92,6 +93,7 @@ def open_output(
         link=request.temporary,
         in_background=resolve_device(request.settings.device).type != "cpu",
         quantised=quantised,
+        ranks=ranks,
     )
 
 

@@ -2,7 +2,7 @@
 
     with open_output(...) as output, open_lockstep(sides, batches, settings, ...) as lockstep:
         output.begin(key, names, resume=resume)     # a journal, and OUT under a temporary name
-        walk(lockstep, routers, visitor, output)
+        walk(lockstep, routers, visitor, output, ranks)
         output.finish(files)
 
 A visitor gets a router with its counterparts in the sources when all models have stopped at it. It
@@ -39,9 +39,9 @@ from moemerge.features.spill import Offload
 from moemerge.lockstep.journal import Entry
 from moemerge.lockstep.models import PairedRouter
 from moemerge.lockstep.output import Output
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
 
@@ -295,7 +295,11 @@ class Visitor:
 
 
 def walk(
-    lockstep: Lockstep, routers: Sequence[PairedRouter], visitor: Visitor, output: Output
+    lockstep: Lockstep,
+    routers: Sequence[PairedRouter],
+    visitor: Visitor,
+    output: Output,
+    ranks: Ranks,
 ) -> None:
     """Visit every router in the order in which the models run them."""
     label, left = lockstep.model.label, {pair.info.weight: pair for pair in routers}
@@ -312,7 +316,7 @@ def walk(
         if entry is not None:
             visitor.resumed(entry)
         else:
-            entry = ranks.from_lead(visitor.visit(pair, stops))
+            entry = ranks.broadcast_object(visitor.visit(pair, stops))
             if entry is not None:
                 with lockstep.stopwatch.span("journal"):
                     output.add(entry)

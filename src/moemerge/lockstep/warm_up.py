@@ -13,7 +13,6 @@ from torch import Tensor
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.rules import Gate
 from moemerge.routing import DomainFeatures
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import gpu_memory, prepare_for_threads
 from moemerge.runtime.process import start_thread
 
@@ -60,8 +59,7 @@ class WarmUp:
     def _run(self, device: torch.device, work: Callable[[], object]) -> None:
         try:
             prepare_for_threads(device)
-            with ranks.thread_apart():
-                work()
+            work()
         except torch.OutOfMemoryError:
             pass  # a rehearsal only saves time; the run checks its memory itself
         except BaseException as error:  # raised again in the waiting thread

@@ -55,9 +55,9 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import check_device, resolve_device
 from moemerge.runtime.progress import Progress, counted
+from moemerge.runtime.ranks import Ranks, alone, own_device
 from moemerge.text.rows import check_text
 from moemerge.version import __version__
 
@@ -244,23 +244,24 @@ def run_merge(
     job: MergeJob,
     out: Path,
     progress: Progress,
+    ranks: Ranks,
 ) -> MergeReport:
     """Merge into `out`, which appears complete or not at all.
 
     Under torchrun each process merges a part of the tensors.
     """
-    device = ranks.own_device(resolve_device(job.settings.device))
-    with open_writer(job.plan, out, job.settings) as writer:
+    device = own_device(resolve_device(job.settings.device))
+    with open_writer(job.plan, out, job.settings, ranks) as writer:
         report = replace(job.report, device=str(device), output=str(out))
-        if ranks.leads():  # before the weights, while the disk is idle
+        if ranks.leads:  # before the weights, while the disk is idle
             _write_companions(writer, job, report)
-        plan = own_part(job.plan)
+        plan = own_part(job.plan, ranks)
         execution = ExecutionSettings(device, allow_nonfinite=job.settings.allow_nonfinite)
         target = QuantisingWriter(writer, plan.quantised_tensors())
         with keeping(job, writer.folder) as keeper:
-            outcome = execute(plan, target, execution, ranks.progress_of_lead(progress), keeper)
+            outcome = execute(plan, target, execution, ranks.progress(progress), keeper)
             tasks = {} if keeper is None else keeper.commit()
-        gather_results(writer, outcome, target)
+        gather_results(writer, outcome, target, ranks)
         report = replace(
             report,
             remarks=outcome.remarks.to_json(),
@@ -269,10 +270,10 @@ def run_merge(
             notices=(*report.notices, *outcome.notices()),
             seconds=time.perf_counter() - job.started,
         )
-        if ranks.leads():
+        if ranks.leads:
             _commit(writer, job, report)
     report = replace(report, seconds=time.perf_counter() - job.started)
-    return ranks.from_lead(report)
+    return ranks.broadcast_object(report)
 
 
 def _commit(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> None:
@@ -285,7 +286,7 @@ def _commit(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> Non
 
 def _require_keepable(requantise: bool) -> None:
     """Refuse `tasks:` if the merged weights are requantised or computed by several processes."""
-    ranks.alone("merge (a config with `tasks:`)")
+    alone("merge (a config with `tasks:`)")
     if requantise:
         raise UsageError(
             '`requantize="same"` rounds what `tasks:` of the config refer to',

@@ -16,12 +16,12 @@ from moemerge.config.settings import MergeSettings
 from moemerge.merging.execute import MergeOutcome
 from moemerge.merging.method import Facts, Remark
 from moemerge.merging.plan import MergePlan
-from moemerge.runtime import ranks
+from moemerge.runtime.ranks import Ranks
 
 
-def own_part(plan: MergePlan) -> MergePlan:
+def own_part(plan: MergePlan, ranks: Ranks) -> MergePlan:
     """Return the plan of this rank's tensors. All ranks get about the same amount of work."""
-    if ranks.count() == 1:
+    if ranks.count == 1:
         return plan
     work: dict[str, int] = {}
     for block in plan.blocks:
@@ -36,7 +36,9 @@ def own_part(plan: MergePlan) -> MergePlan:
     )
 
 
-def open_writer(plan: MergePlan, out: Path, settings: MergeSettings) -> CheckpointWriter:
+def open_writer(
+    plan: MergePlan, out: Path, settings: MergeSettings, ranks: Ranks
+) -> CheckpointWriter:
     """Return the writer of OUT. Rank 0 creates the hidden folder, the others write into it."""
 
     def writer(folder: Path | None) -> CheckpointWriter:
@@ -49,11 +51,11 @@ def open_writer(plan: MergePlan, out: Path, settings: MergeSettings) -> Checkpoi
             folder=folder,
         )
 
-    if not ranks.leads():
-        return writer(Path(ranks.from_lead("")))
+    if not ranks.leads:
+        return writer(Path(ranks.broadcast_object("")))
     made = writer(None)
     try:
-        ranks.from_lead(str(made.folder))
+        ranks.broadcast_object(str(made.folder))
     except BaseException:
         made.abort()
         raise
@@ -71,15 +73,15 @@ class _RankResult:
 
 
 def gather_results(
-    writer: CheckpointWriter, outcome: MergeOutcome, target: QuantisingWriter
+    writer: CheckpointWriter, outcome: MergeOutcome, target: QuantisingWriter, ranks: Ranks
 ) -> None:
     """Collect on rank 0 what the other ranks wrote and found."""
-    if ranks.count() == 1:
+    if ranks.count == 1:
         return
-    written = () if ranks.leads() else writer.hand_over()
+    written = () if ranks.leads else writer.hand_over()
     own = _RankResult(written, outcome.remarks.entries(), outcome.finite.noted, target.errors.sums)
-    for done in ranks.gathered(own)[1:]:
-        if ranks.leads():
+    for done in ranks.gather(own)[1:]:
+        if ranks.leads:
             writer.take_over(done.written)
             for remark in done.remarks:
                 outcome.remarks.add(*remark)

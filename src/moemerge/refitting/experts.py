@@ -28,8 +28,8 @@ from moemerge.refitting.least_squares import (
     joined,
 )
 from moemerge.refitting.linear import blocks
-from moemerge.runtime import ranks
 from moemerge.runtime.gpu import Overlap
+from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
 
 # Number of experts whose held-out tokens choose λ for all experts of the layer. It is lower, but
@@ -153,6 +153,7 @@ class ProjectionFit:
     count: int
     stored: torch.dtype
     scales: DomainScales
+    ranks: Ranks
 
     def run(
         self, routings: Sequence[RoutedDomain], problem: Problem, rule: RidgeRule
@@ -165,20 +166,21 @@ class ProjectionFit:
         device = routings[0].x.device
         ready: dict[int, tuple[FitSums, FitSums]] = {}
         if rule.fixed is None:
-            sampled = _sample(routings, self.count, self.stack.weight(self.which, 0).shape)
+            shape = self.stack.weight(self.which, 0).shape
+            sampled = _sample(routings, self.count, shape, self.ranks)
             ready = {expert: self._sums(routings, problem, expert) for expert in sampled}
-        own = [sums for expert, sums in ready.items() if _is_own(expert)]
-        ridge = rule.choose(self.kind, own, partial(ranks.sum_of, device=device))
+        own = [sums for expert, sums in ready.items() if self._is_own(expert)]
+        ridge = rule.choose(self.kind, own, partial(self.ranks.sum_of, device=device))
         # A factorisation leaves most of a GPU idle, so a fit overlaps with the next experts' sums.
         overlap = Overlap(device)
         fits: dict[int, Fit] = {}
         waiting: list[tuple[int, tuple[FitSums, FitSums], Any]] = []
         for expert in range(self.count):
             sums = ready.pop(expert, None) or self._sums(routings, problem, expert)
-            if _is_own(expert):
+            if self._is_own(expert):
                 waiting.append((expert, sums, overlap.mark()))
             # Every rank has the sums of its next expert now, so all ranks fit at once.
-            if _ends_turn(expert) and len(waiting) > overlap.ahead:
+            if self._ends_turn(expert) and len(waiting) > overlap.ahead:
                 fits |= self._fit(*waiting.pop(0), ridge, overlap)
         for last in waiting:
             fits |= self._fit(*last, ridge, overlap)
@@ -187,12 +189,13 @@ class ProjectionFit:
 
     def _of_all(self, fits: dict[int, Fit]) -> tuple[Fit, ...]:
         """Exchange weights and fits, so that every rank has all of them."""
-        if ranks.count() > 1:
+        if self.ranks.count > 1:
             for expert in range(self.count):
                 weight = self.stack.weight(self.which, expert).contiguous()
-                ranks.spread(_owner(expert), weight)
+                self.ranks.broadcast(self._owner(expert), weight)
                 self.stack.put(self.which, expert, weight)
-            fits = {expert: fit for own in ranks.gathered(fits) for expert, fit in own.items()}
+            gathered = self.ranks.gather(fits)
+            fits = {expert: fit for own in gathered for expert, fit in own.items()}
         return tuple(fits[expert] for expert in range(self.count))
 
     def _fit(
@@ -221,22 +224,19 @@ class ProjectionFit:
                 scale = rows.root * self.scales(first)
                 sums[first.holdout].add(rows.x, rows.missing, scale, factor=rows.factor)
         for one in sums:
-            one.add_up(_owner(expert))
+            one.add_up(self.ranks, self._owner(expert))
         return sums
 
+    def _owner(self, expert: int) -> int:
+        """Return the rank that fits an expert."""
+        return expert % self.ranks.count
 
-def _owner(expert: int) -> int:
-    """Return the rank that fits an expert."""
-    return expert % ranks.count()
+    def _is_own(self, expert: int) -> bool:
+        return self._owner(expert) == self.ranks.rank
 
-
-def _is_own(expert: int) -> bool:
-    return ranks.count() == 1 or _owner(expert) == ranks.rank()
-
-
-def _ends_turn(expert: int) -> bool:
-    """Return whether every rank has been assigned one more expert."""
-    return _owner(expert) == ranks.count() - 1
+    def _ends_turn(self, expert: int) -> bool:
+        """Return whether every rank has been assigned one more expert."""
+        return self._owner(expert) == self.ranks.count - 1
 
 
 def sample_size(shape: Sequence[int]) -> int:
@@ -246,7 +246,9 @@ def sample_size(shape: Sequence[int]) -> int:
     return max(2, min(SAMPLED, SAMPLED_BYTES // max(1, nbytes)))  # a config may contain 0
 
 
-def _sample(routings: Sequence[RoutedDomain], count: int, shape: Sequence[int]) -> list[int]:
+def _sample(
+    routings: Sequence[RoutedDomain], count: int, shape: Sequence[int], ranks: Ranks
+) -> list[int]:
     """Return experts whose token counts are spread evenly, in ascending order."""
     own = [sum(r.bounds[e + 1] - r.bounds[e] for r in routings) for e in range(count)]
     tokens = ranks.totals(own, routings[0].x.device)

@@ -89,6 +89,7 @@ def prepare(opened: OpenedRepair[RefitSettings]) -> RefitJob:
         merged=merged,
         sources=sources,
         stream=opened.stream,
+        ranks=opened.ranks,
         text=text,
         notices=tuple(notices),
         layers=layers,

@@ -36,6 +36,7 @@ from moemerge.refitting.targets import (
     of_output,
     roundings_of,
 )
+from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
 
 
@@ -67,6 +68,7 @@ class LayerFitter:
     scales: DomainScales
     ridge: RidgeRule
     stored: Callable[[str], torch.dtype]  # of a parameter by its name in memory
+    ranks: Ranks
     notices: list[str] = field(default_factory=list)
     _shared: Inputs | None = None
 
@@ -97,13 +99,14 @@ class LayerFitter:
         place = self.structure.place(hook.path)
         inputs = self._inputs(stop, alone=place is not None)
         missing = self._own(hook) if place is None else self._residual(stop, hook, place)
-        sums = sum_up(inputs, hook.shape[0], missing, self.scales)
+        sums = sum_up(inputs, hook.shape[0], missing, self.scales, self.ranks)
         old = parameter(self.merged.model, hook.weight)
         stored = self.stored(hook.weight)
         weight, fit = fitted_by_lead(
             lambda: fit_linear(
                 old, sums, self.ridge.choose(kind_of_map(hook.weight), [sums]), stored
-            )
+            ),
+            self.ranks,
         )
         with torch.no_grad():
             old.copy_(weight)
@@ -155,7 +158,7 @@ class LayerFitter:
         check = RoundingCheck(self.sources)
         for arrival in stop.arrivals:
             check.compare(arrival.batch, partial(compared, arrival.batch, arrival.given[0]))
-        matching = check.matching()
+        matching = check.matching(self.ranks)
 
         def missing(batch: Batch, rows: slice, x: Tensor) -> tuple[Tensor, Tensor | float]:
             output, factor = written(batch, rows, x)
@@ -193,7 +196,13 @@ class LayerFitter:
         for which in ("up", "down"):
             name = getattr(hook, which)
             fitting = ProjectionFit(
-                stack, which, kind_of_map(name), hook.count, self.stored(name), self.scales
+                stack=stack,
+                which=which,
+                kind=kind_of_map(name),
+                count=hook.count,
+                stored=self.stored(name),
+                scales=self.scales,
+                ranks=self.ranks,
             )
             if which == "up":
                 problem, target = first_projection(stack, source), "output"
@@ -254,7 +263,7 @@ class LayerFitter:
             shares[key][filled[key] : filled[key] + gap.shape[0]] = gap
             filled[key] += gap.shape[0]
             factors.setdefault(key, []).append(factor)
-        matching = check.matching()
+        matching = check.matching(self.ranks)
         for (domain, _), gaps in shares.items():
             if domain in matching:
                 gaps.zero_()

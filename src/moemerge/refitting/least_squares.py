@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moemerge.errors import NumericalError
 from moemerge.kernels import long_sums
-from moemerge.runtime import ranks
+from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
 
 HALF = (torch.bfloat16, torch.float16)
@@ -109,12 +109,12 @@ class FitSums:
         if gram:
             long_sums.add_gram(self.gram, x, TERMS, (s * factor).square())
 
-    def add_up(self, owner: int = 0, *, gram: bool = True) -> None:
+    def add_up(self, ranks: Ranks, owner: int = 0, *, gram: bool = True) -> None:
         """Sum over all ranks: rank `owner` gets the sums, and all ranks the number of tokens."""
         if gram:
             self.tokens = ranks.total(self.tokens, self.gram.device)
         if self.tokens:
-            ranks.add_up_for(owner, self.cross, self.energy, *([self.gram] if gram else []))
+            ranks.reduce_to(owner, self.cross, self.energy, *([self.gram] if gram else []))
 
     def error(self, update: Tensor) -> float:
         """Return Σ s² ‖r − Δ x‖² at Δ = `update` (out, in)."""

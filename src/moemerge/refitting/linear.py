@@ -17,7 +17,7 @@ from moemerge.refitting.least_squares import (
     RidgeRule,
     fit_map,
 )
-from moemerge.runtime import ranks
+from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
 
 # Values of one block of outputs.
@@ -45,7 +45,7 @@ class Inputs:
 
 
 def sum_up(
-    inputs: Inputs, outputs: int, missing: Missing, scales: DomainScales
+    inputs: Inputs, outputs: int, missing: Missing, scales: DomainScales, ranks: Ranks
 ) -> tuple[FitSums, FitSums]:
     """Return sums over calibration rows and over held-out rows; rank 0 gets those of all ranks."""
     fresh = inputs.calibration is None
@@ -62,7 +62,7 @@ def sum_up(
             residual, factor = missing(batch, rows, part)
             sums[batch.holdout].add(part, residual, scale, factor=factor, gram=fresh)
     for one in sums:
-        one.add_up(gram=fresh)
+        one.add_up(ranks, gram=fresh)
     return sums
 
 
@@ -80,16 +80,16 @@ def fit_linear(
     return fit_map(merged, calibration, held, Factor(calibration.gram, ridge), stored)
 
 
-def fitted_by_lead(fit: Callable[[], tuple[Tensor, Fit]]) -> tuple[Tensor, Fit]:
+def fitted_by_lead(fit: Callable[[], tuple[Tensor, Fit]], ranks: Ranks) -> tuple[Tensor, Fit]:
     """Run a fit on rank 0, which alone has the sums, and return the result in every rank."""
-    if ranks.count() == 1:
+    if ranks.count == 1:
         return fit()
 
     def made() -> tuple[Tensor, Fit]:
         weight, worth = fit()
         return weight.cpu(), worth
 
-    return ranks.made_by_lead(made)
+    return ranks.call_on_lead(made)
 
 
 # --- the head: logits of the sources, from the merged model's final states ------------------------
@@ -107,6 +107,7 @@ def fit_head(
     scales: DomainScales,
     rule: RidgeRule,
     stored: torch.dtype,
+    ranks: Ranks,
 ) -> tuple[Tensor, Fit]:
     """Return the head's new weight. `theirs` are the sources' final states, by id of the batch."""
 
@@ -124,14 +125,14 @@ def fit_head(
     if rule.fixed is None:
         some = slice(0, count, max(1, count // SAMPLED))
         rows = len(range(*some.indices(count)))
-        sampled = [sum_up(inputs, rows, missing(some), scales)]
-    ridge = ranks.made_by_lead(lambda: rule.choose("head", sampled))
+        sampled = [sum_up(inputs, rows, missing(some), scales, ranks)]
+    ridge = ranks.call_on_lead(lambda: rule.choose("head", sampled))
     factor: Factor | None = None
     new, fits = torch.empty_like(merged.weight, dtype=stored), []
     for begin in range(0, count, GROUP):
         group = slice(begin, min(begin + GROUP, count))
-        sums = sum_up(inputs, group.stop - group.start, missing(group), scales)
-        if not ranks.leads():
+        sums = sum_up(inputs, group.stop - group.start, missing(group), scales, ranks)
+        if not ranks.leads:
             continue
         factor = factor or Factor(sums[0].gram, ridge)
         new[group], fit = fit_map(merged.weight[group], *sums, factor, stored, keep=False)
@@ -141,7 +142,7 @@ def fit_head(
         fit = _together(fits)
         return merged.weight.to(stored) if fit.kept else new, fit
 
-    return fitted_by_lead(chosen)
+    return fitted_by_lead(chosen, ranks)
 
 
 def _rows(affine: Affine, rows: slice) -> Affine:

@@ -23,6 +23,7 @@ from moemerge.refitting.records import AsMerged, followed_batches, layer_drift
 from moemerge.refitting.report import LayerRow, MapRow, RouterRow, Row
 from moemerge.refitting.routers import RouterJob
 from moemerge.refitting.streams import RefitStreams
+from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import memory_in_use
 from moemerge.text.batches import Batch
 
@@ -48,6 +49,7 @@ class RefitLoop:
     routers: RouterJob
     scales: DomainScales
     ridge: RidgeRule
+    ranks: Ranks
     on_done: Callable[[FinishedLayer], None]
     before_fits: Callable[[], None] = lambda: (
         None
@@ -108,6 +110,7 @@ class RefitLoop:
             scales=self.scales,
             ridge=self.ridge,
             stored=self._stored,
+            ranks=self.ranks,
         )
 
     def _fit(self, stop: Stop) -> None:
@@ -168,11 +171,14 @@ class RefitLoop:
         def as_merged(batch: Batch) -> Tensor | None:
             return self._as_merged.states(batch, real_rows(batch, device))
 
+        def drift(states: Callable[[Batch], Tensor | None]) -> dict[str, float]:
+            return layer_drift(self._followed, states, source, self.ranks)
+
         row = LayerRow(
             layer=fitter.plan.number,
             rows=tuple(rows),
-            drift_before=layer_drift(self._followed, as_merged, source),
-            drift_after=layer_drift(self._followed, lambda b: merged[id(b)].left, source),
+            drift_before=drift(as_merged),
+            drift_after=drift(lambda batch: merged[id(batch)].left),
             notices=tuple(fitter.notices),
         )
         self.on_done(FinishedLayer(self._stored_tensors(fitter.plan), row))
@@ -231,6 +237,7 @@ class RefitLoop:
             self.scales,
             self.ridge,
             self._stored(head.weight),
+            self.ranks,
         )
         checkpoint = self.streams.merged.stream.checkpoint
         tensors = stored_linear(checkpoint, self.units.linear(head), weight)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moemerge.features.stops import Call
 from moemerge.features.tokens import real_tokens
-from moemerge.runtime import ranks
+from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
 
 Key = int  # id of a batch: models that run side by side share their batches
@@ -174,9 +174,9 @@ class Drift:
         own[0] += float((states.double() - wanted.double()).square().sum())
         own[1] += float(wanted.double().square().sum())
 
-    def add_up(self) -> None:
+    def add_up(self, ranks: Ranks) -> None:
         """Sum over all ranks."""
-        parts = ranks.gathered(self._sums)
+        parts = ranks.gather(self._sums)
         self._sums = {
             domain: [sum(part[domain][at] for part in parts if domain in part) for at in (0, 1)]
             for domain in self._sums
@@ -199,6 +199,7 @@ def layer_drift(
     batches: Sequence[Batch],
     states: Callable[[Batch], Tensor | None],
     source: Callable[[Batch], Record],
+    ranks: Ranks,
 ) -> dict[str, float]:
     """Return the drift of one model after the last layer; {} if a rank does not know it."""
     drift, known = Drift(), True
@@ -208,7 +209,7 @@ def layer_drift(
             known = False
             break
         drift.add(batch.domain, mine, theirs)
-    if not ranks.all_say(known):
+    if not ranks.all_agree(known):
         return {}
-    drift.add_up()
+    drift.add_up(ranks)
     return drift.by_domain()

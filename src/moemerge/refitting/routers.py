@@ -21,7 +21,7 @@ from moemerge.routing import DomainFeatures, SolveSettings, minimise_divergence
 from moemerge.routing.gates import divergence
 from moemerge.routing.products import features_of, logits_of, working_dtype
 from moemerge.routing.solve import build_operator, solve_system
-from moemerge.runtime import ranks
+from moemerge.runtime.ranks import Ranks
 
 LEAST_SHARE = 1 / 16  # smallest share of the way to a solution that is tried
 
@@ -64,7 +64,7 @@ def fit_router(
 ) -> RouterFit:
     """Solve, then move towards the solution as far as held-out tokens gain; round as stored."""
     settings = SolveSettings()
-    merged = problem.merged
+    merged, ranks = problem.merged, problem.domains[0].ranks
     solution = solve_system(
         build_operator(problem.gate, problem.domains, settings), merged, settings
     )
@@ -88,7 +88,7 @@ def fit_router(
         kept=share == 0.0,
         share=share,
     )
-    return fit if ranks.count() == 1 else ranks.from_lead(replace(fit, weight=weight.cpu()))
+    return fit if ranks.count == 1 else ranks.broadcast_object(replace(fit, weight=weight.cpu()))
 
 
 def _as_far_as_it_helps(
@@ -153,8 +153,9 @@ def _divergences(gate: Gate, domains: Sequence[DomainFeatures], weight: Tensor) 
             )
             mine = features.working_logits(weight.to(x.device))
             total += divergence(gate, target.double(), mine.double()).sum()
-        tokens = ranks.total(domain.tokens, weight.device)
-        divergences[domain.name] = ranks.sum_of(float(total), weight.device) / max(1, tokens)
+        tokens = domain.ranks.total(domain.tokens, weight.device)
+        summed = domain.ranks.sum_of(float(total), weight.device)
+        divergences[domain.name] = summed / max(1, tokens)
     return divergences
 
 
@@ -167,6 +168,7 @@ class RouterJob:
     pairs: Mapping[str, PairedRouter]  # by the merged router's weight on disk
     weights: Mapping[str, float]  # of every source
     exact: bool
+    ranks: Ranks
 
     def fit(
         self, stop: Stop, place: RouterInfo, sources: Mapping[str, LayerView]
@@ -199,7 +201,8 @@ class RouterJob:
                     targets = [joined([logits_of(x.to(working_dtype(x)), matrix) for x in states])]
                 # Concatenated, so that a product is one kernel launch, not one per batch.
                 features = [joined([x for _, x in own])]
-                domains.append(DomainFeatures(name, features, matrix, targets, self.weights[name]))
+                weight = self.weights[name]
+                domains.append(DomainFeatures(name, features, matrix, targets, weight, self.ranks))
         bias_dtype = None if merged.bias is None else merged.bias.dtype
         problem = RouterProblem(gate, merged.matrix.to(device), kept[False], kept[True])
         fit = fit_router(problem, (merged.weight.dtype, bias_dtype), exact=self.exact)

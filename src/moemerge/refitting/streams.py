@@ -23,9 +23,9 @@ from moemerge.refitting.layer import LayerStructure
 from moemerge.refitting.plan import LayerPlan
 from moemerge.refitting.records import LayerRecorder, Record
 from moemerge.refitting.targets import LayerView, ResidualWrite, find_writes
-from moemerge.runtime import ranks
 from moemerge.runtime.process import give_back_large_buffers
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import Stopwatch
 from moemerge.text.batches import Batch
 
@@ -34,6 +34,7 @@ from moemerge.text.batches import Batch
 class Needs:
     """What must be recorded in the current layer; the first batch reduces it."""
 
+    ranks: Ranks
     plan: LayerPlan | None = None
     structure: LayerStructure | None = None
 
@@ -67,7 +68,7 @@ class Needs:
         if self.plan is None or self.structure is not None:
             return
         # The factors come from one batch: rank 0's.
-        self.structure = ranks.from_lead(_structure(self.plan, record))
+        self.structure = self.ranks.broadcast_object(_structure(self.plan, record))
         record.inputs = {p: x for p, x in record.inputs.items() if self.source_input(p)}
         record.outputs = {p: x for p, x in record.outputs.items() if self.source_output(p)}
 
@@ -208,7 +209,7 @@ def build_streams(
 
     `merged` is the merged model's checkpoint, with the layers that a killed run had finished.
     """
-    needs = Needs()
+    needs = Needs(job.ranks)
     stopwatch = Stopwatch(job.stream.device)
     settings = replace(job.stream, offload=offload, gather=False)
     runners: dict[str, Runner] = {}

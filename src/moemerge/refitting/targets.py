@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from moemerge.refitting.least_squares import Affine
 from moemerge.refitting.records import Key, Record
-from moemerge.runtime import ranks
+from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
 
 # Units in the last place that rounding of the hidden state may amount to.
@@ -254,6 +254,6 @@ class RoundingCheck:
             if not bool((residual.abs() <= bound).all()):
                 self._differing.add(batch.domain)
 
-    def matching(self) -> frozenset[str]:
+    def matching(self, ranks: Ranks) -> frozenset[str]:
         """Return the domains that match, over all ranks and compared batches."""
-        return frozenset(d for d in self._domains if ranks.all_say(d not in self._differing))
+        return frozenset(d for d in self._domains if ranks.all_agree(d not in self._differing))

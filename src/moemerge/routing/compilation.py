@@ -30,8 +30,8 @@ from moemerge.routing.products import (
     features_of,
     working_dtype,
 )
-from moemerge.runtime import ranks
 from moemerge.runtime.process import run_in_threads
+from moemerge.runtime.ranks import SINGLE
 
 TOKENS = 512  # at least a tile of every kernel
 Launch = Callable[[], object]
@@ -42,18 +42,10 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels that solving for a router of the domain's shape may need."""
     domain.check()
-    few = replace(domain, features=[domain.features[0][:TOKENS]], targets=None)
-    launches = [_apart(launch) for launch in _launches(gate, few, curvature)]
+    few = replace(domain, features=[domain.features[0][:TOKENS]], targets=None, ranks=SINGLE)
+    launches = list(_launches(gate, few, curvature))
     with suppress(ResourceError):  # too many threads: then each is compiled at its first use
         run_in_threads(launches, "compilers")
-
-
-def _apart(launch: Launch) -> Launch:
-    def launched() -> None:
-        with ranks.thread_apart():
-            launch()
-
-    return launched
 
 
 def _launches(gate: Gate, domain: DomainFeatures, curvature: Curvature) -> Iterator[Launch]:

@@ -43,7 +43,6 @@ from moemerge.routing.products import (
     rows_at_once,
     working_dtype,
 )
-from moemerge.runtime import ranks
 
 __all__ = [
     "Curvature",
@@ -85,7 +84,8 @@ class DomainCurvature:
     ) -> None:
         domain.check()
         self.domain = domain
-        self.tokens = ranks.total(domain.tokens, domain.features[0].device)
+        self.ranks = domain.ranks
+        self.tokens = self.ranks.total(domain.tokens, domain.features[0].device)
         self.divisor = self.tokens / domain.weight
         self.router = domain.router.to(domain.features[0].device, torch.float64)  # (K, d)
         self.working = working_dtype(domain.features[0])
@@ -107,7 +107,7 @@ class DomainCurvature:
             self.pull += features.outer(pull)
             self.diagonal += features.squares(weights.own(z))
         self.parts = list(coalesced(parts))
-        ranks.add_up(self.pull, self.diagonal, kl)
+        self.ranks.all_reduce(self.pull, self.diagonal, kl)
         self.pull /= self.divisor
         self.diagonal /= self.divisor
         self.kl = float(kl) / self.divisor
@@ -155,7 +155,7 @@ class DomainCurvature:
             total += torch.diag(weights.diagonal.sum(dim=0, dtype=torch.float64))
             if weights.rank_one is not None:
                 total -= (weights.rank_one.T @ weights.rank_one).double()
-        ranks.add_up(total)
+        self.ranks.all_reduce(total)
         return total / self.divisor
 
     def gram(self, weight: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -165,7 +165,7 @@ class DomainCurvature:
         for features, weights in self.chunks():
             like = total.new_empty(features.x.shape[0], experts)
             total += features.gram(None if weight is None else weight(weights.own(like)))
-        ranks.add_up(total)
+        self.ranks.all_reduce(total)
         return total / self.divisor
 
 
@@ -189,6 +189,7 @@ class RouterCurvature(LinearOperator):
         first = curvatures[0].router
         super().__init__((first.shape[0], first.shape[1]), first.device)
         self.curvatures = tuple(curvatures)
+        self.ranks = curvatures[0].ranks
         self.dense = dense
         self.damping = diagonal
         self.dtype = curvatures[0].working
@@ -232,12 +233,12 @@ class RouterCurvature(LinearOperator):
         out = self.damping_of(vector.contiguous())
         for domain in self.curvatures:
             domain.add_product(out, vector, self.precision, factor=self.dense)
-        ranks.add_up(out)
+        self.ranks.all_reduce(out)
         return out
 
     def damping_of(self, vector: Tensor) -> Tensor:
         """Return c diag Σ v on the leading rank and 0 on others, since ranks are summed."""
-        return self.damped * vector if ranks.leads() else torch.zeros_like(self.damped)
+        return self.damped * vector if self.ranks.leads else torch.zeros_like(self.damped)
 
     def representable(self, vector: Tensor) -> Tensor:
         return self.curvatures[0].representable(vector, self.precision)

@@ -37,7 +37,6 @@ from moemerge.routing.preconditioners import (
     steps_to_build,
 )
 from moemerge.routing.products import DomainFeatures, chunks_of, features_of, rows_at_once
-from moemerge.runtime import ranks
 
 ARMIJO = 1e-4
 HALVINGS = 12
@@ -274,7 +273,7 @@ def _line_search(
             ]
             values.append(torch.stack(sums).sum())
         sums_of_domains = torch.stack(values)
-        ranks.add_up(sums_of_domains)
+        domains[0].ranks.all_reduce(sums_of_domains)
         shares = zip(sums_of_domains.tolist(), divisors, strict=True)
         value = sum(number / divisor for number, divisor in shares)
         if value <= kl - ARMIJO * length * promise:

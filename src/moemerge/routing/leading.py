@@ -30,7 +30,6 @@ from moemerge.routing.curvature import DomainCurvature, RouterCurvature
 from moemerge.routing.gates import TokenWeights
 from moemerge.routing.inverses import KroneckerFactors, cholesky
 from moemerge.routing.products import Precision, features_of
-from moemerge.runtime import ranks
 
 # Added to A_Z's unit diagonal, since A may be singular (for a softmax without damping it is).
 LEAST_DAMPING = 1e-6
@@ -101,7 +100,7 @@ class LeadingDirections(Deflation):
                 moment = features.moment(weights, parts[-1], along)
                 product.add_(moment, alpha=operator.dense / domain.divisor)
             logits.append(parts)
-        ranks.add_up(product)
+        operator.ranks.all_reduce(product)
         return logits, product
 
     def _other_half(
@@ -122,7 +121,7 @@ class LeadingDirections(Deflation):
                 features = features_of(x, operator.shape[1])
                 shift = Shift(along, coefficients)
                 features.add_weighted(out, weights, z, shift, operator.dense / domain.divisor)
-        ranks.add_up(out)
+        operator.ranks.all_reduce(out)
         return out
 
 
@@ -172,14 +171,15 @@ def _gram_product(operator: RouterCurvature, rows: Tensor, stride: int) -> Tenso
     """Return rows · Σ_i mean tr H x xᵀ over every `stride`th token, (J, d)."""
     out = torch.zeros_like(rows)
     for domain in operator.curvatures:
-        taken = ranks.total(sum(-(-len(x) // stride) for x, _ in domain.parts), out.device)
+        own_taken = sum(-(-len(x) // stride) for x, _ in domain.parts)
+        taken = operator.ranks.total(own_taken, out.device)
         for x, weights in domain.parts:
             features = features_of(x[::stride], operator.shape[1])
             along = features.working_logits(rows)
             own = weights.every(stride).own(along.new_empty(len(along), operator.shape[0]))
             along *= own.sum(dim=-1, keepdim=True)
             features.add_weighted(out, TokenWeights(None, None), along, None, 1.0 / taken)
-    ranks.add_up(out)
+    operator.ranks.all_reduce(out)
     return out
 
 
@@ -268,7 +268,7 @@ def _sums(
                 cross = own.new_zeros(experts * count, experts * count)
             both = _spread(weights.rank_one, along)
             _add_symmetric(cross, both, share, fused=domain.coarse_is_cheaper)
-    ranks.add_up(own, *([] if cross is None else [cross]))
+    operator.ranks.all_reduce(own, *([] if cross is None else [cross]))
     return own, None if cross is None else torch.triu(cross) + torch.triu(cross, 1).T
 
 

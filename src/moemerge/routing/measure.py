@@ -22,7 +22,7 @@ from moemerge.routing.figures import (
     Tokens,
 )
 from moemerge.routing.products import DomainFeatures, chunks_of, features_of
-from moemerge.runtime import ranks
+from moemerge.runtime.ranks import SINGLE, Ranks
 
 # All figures of a router, and those in a calibration's report.
 ROUTER_FIGURES = tuple(n for n, f in FIGURES.items() if f.of_tokens or f.of_choices)
@@ -68,10 +68,11 @@ def compare(
 class FigureSums:
     """Sums figures over blocks of tokens; synchronises with the device once, at the end."""
 
-    def __init__(self, names: Iterable[str] = ROUTER_FIGURES) -> None:
+    def __init__(self, names: Iterable[str] = ROUTER_FIGURES, ranks: Ranks = SINGLE) -> None:
         figures = [FIGURES[name] for name in names]
         self._of_tokens = {f.name: f.of_tokens for f in figures if f.of_tokens}
         self._of_choices = {f.name: f.of_choices for f in figures if f.of_choices}
+        self._ranks = ranks
         self._tokens = self._choices = 0
         # Figures of tokens, (figures,); if choices are counted, also loads (2, K), flow (K, K).
         self._sums: list[Tensor] = []
@@ -90,10 +91,10 @@ class FigureSums:
         """Return the figures so far; this synchronises with the device."""
         if not self._tokens:
             raise DataError("routing figures over no token", hint="give the domain some text")
-        ranks.add_up(*self._sums)
+        self._ranks.all_reduce(*self._sums)
         device, count = self._sums[0].device, len(self._of_tokens)
         self._tokens, self._choices = (
-            ranks.total(number, device) for number in (self._tokens, self._choices)
+            self._ranks.total(number, device) for number in (self._tokens, self._choices)
         )
         numbers = torch.cat([self._sums[0], *_largest_flows(*self._sums[1:])]).tolist()
         values: dict[str, Any] = {
@@ -163,7 +164,7 @@ def measure_routers(
     Both use the domain's features, unless the target is a source's own routing. The selection
     biases may differ: a merged model has its own.
     """
-    sums = [FigureSums(CALIBRATION_FIGURES) for _ in weights]
+    sums = [FigureSums(CALIBRATION_FIGURES, domain.ranks) for _ in weights]
     device = domain.features[0].device
     target_router, *routers = (w.to(device) for w in (domain.router, *weights))
     for x, given in chunks_of(domain):

@@ -21,7 +21,7 @@ from moemerge.kernels import fused, splitting
 from moemerge.kernels.fused import Shift
 from moemerge.kernels.splitting import representable
 from moemerge.routing.gates import TokenWeights
-from moemerge.runtime import ranks
+from moemerge.runtime.ranks import SINGLE, Ranks
 
 # Rows per chunk. On a CPU the (rows, experts) temporaries stay in a core's cache. A GPU needs long
 # products and has the memory for them.
@@ -40,6 +40,7 @@ class DomainFeatures:
         None  # blocks of (tokens, K) logits; None: router on features
     )
     weight: float = 1.0  # relative to other domains
+    ranks: Ranks = SINGLE  # the processes that share the domain's tokens
 
     @property
     def tokens(self) -> int:
@@ -48,7 +49,7 @@ class DomainFeatures:
     @property
     def divisor(self) -> float:
         """The divisor that turns a sum over tokens into the domain's weighted mean."""
-        return ranks.total(self.tokens, self.features[0].device) / self.weight
+        return self.ranks.total(self.tokens, self.features[0].device) / self.weight
 
     @property
     def has_bias(self) -> bool:

@@ -1,17 +1,20 @@
-"""Several processes on one job (torchrun): each runs a share of the text, and sums are of all.
+"""The processes that share one job (torchrun): each processes a share of the text.
 
-The only place that knows torch.distributed. In a process of its own everything here does nothing.
-Every decision of a job is taken from summed numbers, which are the same bits in all ranks, so that
-they cannot part ways; rank 0 alone writes and prints.
+This is the only module that uses torch.distributed. A job joins the process group once and passes
+the `Ranks` object along. Every decision of a job is computed from all-reduced sums, which have the
+same bits in all ranks, so all ranks decide alike. Only rank 0 writes and prints.
+
+The functions of this module read torchrun's environment variables. They can be called before the
+processes have met.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -23,134 +26,50 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-# A rank may take long for its share of a layer, and rank 0 for writing OUT; one that has died is
+# A rank may take long for its share of a layer, and rank 0 for writing OUT. A rank that has died is
 # noticed at once.
 TIME_LIMIT: Final = timedelta(hours=2)
-# In which all must have begun. torchrun ends the others if one does not come that far.
+# Until then all processes must have started. torchrun ends the others if one does not.
 MEETING_LIMIT: Final = timedelta(minutes=5)
 
-_apart = False
-_thread = threading.local()  # the same for one thread: `apart`
-# Where objects pass through a GPU: this rank's own. A thread's current one may be another.
-_passage: torch.device | None = None
 
-
-class LostRankError(ResourceError):
-    """Another process of the job is gone."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(
-            f"rank {rank()} of {count()}: another rank ended or could not be reached",
-            hint="its own message says why; what rank 0 has finished is in its journal, and resume "
-            "goes on with it, with any number of ranks",
-        )
-        self.__cause__ = error
+# --- torchrun's environment ---------------------------------------------------------------------
 
 
 def asked_for() -> int:
-    """How many processes torchrun has started for this job."""
+    """Return the number of processes that torchrun started for this job."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def count() -> int:
-    """How many processes share this job."""
-    if asked_for() == 1 or _apart or getattr(_thread, "apart", False):
-        return 1
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_initialized() else 1
-
-
 def rank() -> int:
+    """Return the rank that torchrun gave to this process."""
     return int(os.environ.get("RANK", "0")) if asked_for() > 1 else 0
 
 
 def leads() -> bool:
-    """Whether this process writes and prints."""
+    """Return whether this process writes and prints."""
     return rank() == 0
 
 
-def progress_of_lead(progress: Progress) -> Progress:
-    """What rank 0 shows; the others work in silence."""
-    return progress if leads() else Silent()
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """For what rank 0 does by itself: no sum inside is one of all ranks."""
-    global _apart
-    _apart = True
-    try:
-        yield
-    finally:
-        _apart = False
-
-
-@contextmanager
-def thread_apart() -> Iterator[None]:
-    """The same for what this thread does beside others: their sums must not meet."""
-    _thread.apart = True
-    try:
-        yield
-    finally:
-        _thread.apart = False
-
-
 def own_device(device: torch.device) -> torch.device:
-    """A GPU without a number is the one that belongs to this rank."""
+    """Return the GPU of this rank if the device is a GPU without an index."""
     if str(device) != "cuda" or asked_for() == 1:
         return device
     return torch.device("cuda", _local("RANK", 0) % torch.cuda.device_count())
 
 
 def _local(name: str, default: int) -> int:
-    """What torchrun says of this machine's processes."""
+    """Return torchrun's value for the processes on this machine."""
     return int(os.environ.get(f"LOCAL_{name}", default))
 
 
-def _backend(device: torch.device) -> str:
-    """NCCL where every process of this machine has a GPU of its own."""
-    if str(device) != "cuda":  # one with a number is shared by all
-        return "gloo"
-    return "nccl" if _local("WORLD_SIZE", 1) <= torch.cuda.device_count() else "gloo"
-
-
-def join(device: torch.device) -> None:
-    """Meet the other processes that torchrun started, once and for the life of this one.
-
-    With one process, or where the caller has met them already, nothing happens.
-    """
-    if asked_for() == 1 or count() > 1:
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(own_device(device))
-    global _passage
-    backend = _backend(device)
-    _passage = own_device(device) if backend == "nccl" else None
-    from torch.distributed.rendezvous import rendezvous  # when there are others to meet
-
-    distributed = torch.distributed
-    try:
-        store, own, size = next(iter(rendezvous("env://", timeout=MEETING_LIMIT)))
-        store.set(f"rank {own} is here", "")
-        store.wait([f"rank {n} is here" for n in range(size)], MEETING_LIMIT)
-        distributed.init_process_group(
-            backend, store=store, rank=own, world_size=size, timeout=TIME_LIMIT
-        )
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"{asked_for()} processes were asked for, but they cannot meet: {error}",
-            hint="start them by torchrun, which says where they meet",
-        ) from error
-    atexit.register(torch.distributed.destroy_process_group)
-
-
 def neighbours() -> int:
-    """How many processes of the job share this machine, this one among them."""
+    """Return the number of processes of the job on this machine, this one included."""
     return min(_local("WORLD_SIZE", asked_for()), asked_for())
 
 
 def sharing(device: torch.device) -> int:
-    """How many processes of the job work on this device: all of the machine, or some on a GPU."""
+    """Return how many processes of the job use this device. All of the machine share its CPU."""
     if device.type != "cuda":
         return neighbours()
     return max(1, -(-neighbours() // torch.cuda.device_count()))
@@ -167,7 +86,7 @@ def on_one_machine(job: str) -> None:
 
 
 def alone(job: str) -> None:
-    """Refuse several processes for a job that is made for one."""
+    """Refuse several processes for a job that runs in one."""
     if asked_for() > 1:
         raise UsageError(
             f"{job} runs in one process, and torchrun started {asked_for()}",
@@ -175,124 +94,200 @@ def alone(job: str) -> None:
         )
 
 
-def add_up(*tensors: Tensor) -> None:
-    """Each becomes its sum over all ranks, in place, with the same bits everywhere."""
-    if count() == 1:
-        return
-    with _exchange():
-        for tensor in tensors:
-            torch.distributed.all_reduce(tensor)
+# --- the processes of a job ---------------------------------------------------------------------
 
 
-def add_up_for(owner: int, *tensors: Tensor) -> None:
-    """Each becomes its sum over all ranks in rank `owner`, and is used up in the others."""
-    if count() == 1:
-        return
-    with _exchange():
-        for tensor in tensors:
-            if tensor.is_cuda and _passage is None:  # gloo promises no other sum on a GPU
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share a job. With one process, all methods return what they were given."""
+
+    count: int = 1
+    rank: int = 0
+    # The GPU of this rank, if objects are sent with NCCL. A thread's current GPU may be another.
+    gpu: torch.device | None = None
+
+    @classmethod
+    def single(cls) -> Ranks:
+        """Return a group of one process, for work that it does without the others."""
+        return cls()
+
+    @classmethod
+    def join(cls, device: torch.device) -> Ranks:
+        """Meet the other processes that torchrun started, if this has not happened before."""
+        if asked_for() == 1:
+            return SINGLE
+        distributed = torch.distributed
+        if not distributed.is_initialized():
+            _meet(device)
+        by_nccl = distributed.get_backend() == "nccl"
+        gpu = own_device(torch.device("cuda")) if by_nccl else None
+        return cls(distributed.get_world_size(), distributed.get_rank(), gpu)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes and prints."""
+        return self.rank == 0
+
+    def progress(self, progress: Progress) -> Progress:
+        """Return the progress bar on rank 0, and a silent one on the others."""
+        return progress if self.leads else Silent()
+
+    # --- tensors and numbers ---
+
+    def all_reduce(self, *tensors: Tensor) -> None:
+        """Replace each tensor by its sum over all ranks, with the same bits in every rank."""
+        if self.count == 1:
+            return
+        with self._exchange():
+            for tensor in tensors:
                 torch.distributed.all_reduce(tensor)
-            else:
-                torch.distributed.reduce(tensor, dst=owner)
+
+    def reduce_to(self, owner: int, *tensors: Tensor) -> None:
+        """Replace each tensor by its sum on rank `owner`. On other ranks it is undefined."""
+        if self.count == 1:
+            return
+        with self._exchange():
+            for tensor in tensors:
+                if tensor.is_cuda and self.gpu is None:  # gloo reduces GPU tensors to all only
+                    torch.distributed.all_reduce(tensor)
+                else:
+                    torch.distributed.reduce(tensor, dst=owner)
+
+    def broadcast(self, owner: int, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by that of rank `owner`."""
+        if self.count == 1:
+            return
+        with self._exchange():
+            torch.distributed.broadcast(tensor.view(torch.uint8), src=owner)
+
+    def total(self, number: int, device: torch.device) -> int:
+        """Return the sum of an integer over all ranks."""
+        return self.totals([number], device)[0]
+
+    def totals(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """Return the sums of several integers over all ranks."""
+        if self.count == 1:
+            return list(numbers)
+        sums = torch.tensor(numbers, dtype=torch.int64, device=device)
+        self.all_reduce(sums)
+        added: list[int] = sums.tolist()
+        return added
+
+    def sum_of(self, number: float, device: torch.device) -> float:
+        """Return the sum of a number over all ranks, with the same bits in every rank."""
+        if self.count == 1:
+            return number
+        total = torch.tensor(number, dtype=torch.float64, device=device)
+        self.all_reduce(total)
+        return float(total)
+
+    def all_agree(self, condition: bool) -> bool:
+        """Return whether the condition holds in every rank."""
+        if self.count == 1:
+            return condition
+        return self.total(int(not condition), self.gpu or torch.device("cpu")) == 0
+
+    # --- objects ---
+
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's value in every rank."""
+        if self.count == 1:
+            return value
+        box: list[Any] = [value if self.leads else None]
+        with self._exchange():
+            torch.distributed.broadcast_object_list(box, src=0, device=self.gpu)
+        first: T = box[0]
+        return first
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks in every rank."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        with self._exchange():
+            torch.distributed.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.gather(None)
+
+    def call_on_lead(self, function: Callable[[], T]) -> T:
+        """Call the function on rank 0 and return its result in every rank."""
+        if self.count == 1:
+            return function()
+        result = self.broadcast_object(function() if self.leads else None)
+        assert result is not None
+        return result
+
+    # --- work ---
+
+    def share(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return which pieces of work belong to this rank, as places in each group of sizes.
+
+        The largest pieces of a group are assigned first, each to the rank with the least work. No
+        rank gets a second piece of a group before all have one. The assignment needs no exchange.
+        """
+        loads = [0] * self.count
+        mine: list[list[int]] = []
+        for sizes in groups:
+            own, without = [], set(range(self.count))
+            for place in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+                least = min(without or range(self.count), key=lambda at: (loads[at], at))
+                loads[least] += sizes[place]
+                without.discard(least)
+                if least == self.rank:
+                    own.append(place)
+            mine.append(sorted(own))
+        return mine
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # of the connection
+            raise LostRankError(self, error) from error
 
 
-def spread(owner: int, tensor: Tensor) -> None:
-    """It becomes that of rank `owner`, in place; it must lie in one block."""
-    if count() == 1:
-        return
-    with _exchange():
-        torch.distributed.broadcast(tensor.view(torch.uint8), src=owner)
+SINGLE: Final = Ranks.single()
 
 
-def total(number: int, device: torch.device) -> int:
-    """The sum of a count over all ranks."""
-    return totals([number], device)[0]
+class LostRankError(ResourceError):
+    """Another process of the job is gone."""
+
+    def __init__(self, ranks: Ranks, error: Exception) -> None:
+        super().__init__(
+            f"rank {ranks.rank} of {ranks.count}: another rank ended or could not be reached",
+            hint="its own message says why; what rank 0 has finished is in its journal, and resume "
+            "goes on with it, with any number of ranks",
+        )
+        self.__cause__ = error
 
 
-def totals(numbers: Sequence[int], device: torch.device) -> list[int]:
-    """The sums of several counts."""
-    if count() == 1:
-        return list(numbers)
-    sums = torch.tensor(numbers, dtype=torch.int64, device=device)
-    add_up(sums)
-    added: list[int] = sums.tolist()
-    return added
+def _backend(device: torch.device) -> str:
+    """Return NCCL if every process on this machine has its own GPU."""
+    if str(device) != "cuda":  # a GPU with an index is shared by all
+        return "gloo"
+    return "nccl" if _local("WORLD_SIZE", 1) <= torch.cuda.device_count() else "gloo"
 
 
-def sum_of(number: float, device: torch.device) -> float:
-    """The sum of a number over all ranks, the same bits in each."""
-    if count() == 1:
-        return number
-    total = torch.tensor(number, dtype=torch.float64, device=device)
-    add_up(total)
-    return float(total)
+def _meet(device: torch.device) -> None:
+    """Start the process group, for the life of this process."""
+    if device.type == "cuda":
+        torch.cuda.set_device(own_device(device))
+    from torch.distributed.rendezvous import rendezvous  # only if there are others to meet
 
-
-def all_say(word: bool) -> bool:
-    """Whether this is so in every rank."""
-    if count() == 1:
-        return word
-    return total(int(not word), _passage or torch.device("cpu")) == 0
-
-
-def from_lead(value: T) -> T:
-    """Rank 0's value, in every rank."""
-    if count() == 1:
-        return value
-    box: list[Any] = [value if leads() else None]
-    with _exchange():
-        torch.distributed.broadcast_object_list(box, src=0, device=_passage)
-    first: T = box[0]
-    return first
-
-
-def gathered(value: T) -> list[T]:
-    """Every rank's value, in every rank."""
-    if count() == 1:
-        return [value]
-    values: list[Any] = [None] * count()
-    with _exchange():
-        torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def meet() -> None:
-    """Go on when all ranks are here."""
-    gathered(None)
-
-
-def made_by_lead(make: Callable[[], T]) -> T:
-    """What rank 0 makes, in every rank; the others wait for it."""
-    if count() == 1:
-        return make()
-    made = from_lead(make() if leads() else None)
-    assert made is not None
-    return made
-
-
-def share(groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Which pieces of work are this rank's, by their sizes: places in each group.
-
-    The largest of a group go first, to whoever has least so far, and nobody gets a second piece of
-    a group before all have one. Every rank comes to the same answer, so all know who has what.
-    """
-    loads = [0] * count()
-    mine: list[list[int]] = []
-    for sizes in groups:
-        own, without = [], set(range(count()))
-        for place in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
-            least = min(without or range(count()), key=lambda at: (loads[at], at))
-            loads[least] += sizes[place]
-            without.discard(least)
-            if least == rank():
-                own.append(place)
-        mine.append(sorted(own))
-    return mine
-
-
-@contextmanager
-def _exchange() -> Iterator[None]:
+    distributed = torch.distributed
     try:
-        yield
-    except RuntimeError as error:  # of the connection
-        raise LostRankError(error) from error
+        store, own, size = next(iter(rendezvous("env://", timeout=MEETING_LIMIT)))
+        store.set(f"rank {own} is here", "")
+        store.wait([f"rank {n} is here" for n in range(size)], MEETING_LIMIT)
+        distributed.init_process_group(
+            _backend(device), store=store, rank=own, world_size=size, timeout=TIME_LIMIT
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{asked_for()} processes were asked for, but they cannot meet: {error}",
+            hint="start them by torchrun, which says where they meet",
+        ) from error
+    atexit.register(distributed.destroy_process_group)

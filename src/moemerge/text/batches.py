@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from moemerge.errors import DataError, UsageError
-from moemerge.runtime import ranks
+from moemerge.runtime.ranks import Ranks
 from moemerge.text.domains import Domain
 
 # Enough tokens to fill an accelerator's matrix units, few enough for one batch's temporaries.
@@ -56,11 +56,11 @@ def gpu_batch_tokens(width: int, memory: int) -> int:
     return max(1, min(BATCH_VALUES, 1 << (fitting.bit_length() - 1)) // width)
 
 
-def own_share(batches: Sequence[Batch]) -> tuple[Batch, ...]:
+def own_share(batches: Sequence[Batch], ranks: Ranks) -> tuple[Batch, ...]:
     """Return this rank's batches: some of every domain and split, with similar token counts."""
-    if ranks.count() == 1:
+    if ranks.count == 1:
         return tuple(batches)
-    groups = divided(batches, ranks.count())
+    groups = divided(batches, ranks.count)
     mine = ranks.share([[batch.tokens for batch in group] for group in groups])
     return tuple(
         group[place] for group, places in zip(groups, mine, strict=True) for place in places

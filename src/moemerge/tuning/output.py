@@ -25,9 +25,9 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
-from moemerge.runtime import ranks
 from moemerge.runtime.files import write_file
 from moemerge.runtime.progress import counted
+from moemerge.runtime.ranks import Ranks
 from moemerge.tuning.job import TuningJob
 from moemerge.version import __version__
 
@@ -281,9 +281,9 @@ class AdapterOutput(TunedOutput):
         self._folder.abort()
 
 
-def open_tuned_output(job: TuningJob) -> TunedOutput:
+def open_tuned_output(job: TuningJob, ranks: Ranks) -> TunedOutput:
     """Open the output; refuse one that must not be written."""
-    if not ranks.leads():
+    if not ranks.leads:
         return NoOutput(job)
     return AdapterOutput(job) if job.settings.adapter else ModelOutput(job)
 

@@ -22,9 +22,9 @@ from moemerge.errors import (
     in_one_line,
 )
 from moemerge.lockstep.inputs import settings_data
-from moemerge.runtime import ranks
 from moemerge.runtime.dtypes import dtype_name
-from moemerge.runtime.progress import Progress, Silent
+from moemerge.runtime.progress import Progress
+from moemerge.runtime.ranks import Ranks
 from moemerge.text.rows import source_names
 from moemerge.tuning.job import TuningJob, TuningRequest, check_request
 from moemerge.tuning.output import CurvePoint, TunedOutput, TuningReport, open_tuned_output
@@ -47,24 +47,23 @@ def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
     """
     begun = time.monotonic()
     job = check_request(request)
-    ranks.join(job.device)
-    with open_tuned_output(job) as output, _states(job) as states:
-        saved = ranks.from_lead(states.latest() if states is not None else None)
-        folder = ranks.from_lead(states.folder if states is not None else None)
+    ranks = Ranks.join(job.device)
+    with open_tuned_output(job, ranks) as output, _states(job, ranks) as states:
+        saved = ranks.broadcast_object(states.latest() if states is not None else None)
+        folder = ranks.broadcast_object(states.folder if states is not None else None)
         assert folder is not None
-        shown = progress if ranks.leads() else Silent()
-        trained = _train(job, folder, saved, shown)
+        trained = _train(job, folder, saved, ranks.progress(progress), ranks)
         report = _report(job, trained, time.monotonic() - begun)
-        _write(trained, output, report)
+        _write(trained, output, report, ranks)
         if states is not None:
             states.finished = True
     return report
 
 
 @contextmanager
-def _states(job: TuningJob) -> Iterator[SavedStates | None]:
+def _states(job: TuningJob, ranks: Ranks) -> Iterator[SavedStates | None]:
     """Open the folder of saved states, on rank 0."""
-    if not ranks.leads():
+    if not ranks.leads:
         yield None
         return
     states = SavedStates(job.request.out, job.key(), resume=job.request.resume)
@@ -85,13 +84,15 @@ class _Trained:
     seconds: float
 
 
-def _train(job: TuningJob, folder: Path, saved: Path | None, progress: Progress) -> _Trained:
+def _train(
+    job: TuningJob, folder: Path, saved: Path | None, progress: Progress, ranks: Ranks
+) -> _Trained:
     from moemerge.tuning.trainer import make_trainer, quiet  # trl takes seconds to import
 
     model = load_trainable(job.model, job.layout, job.weights_dtype, lora=job.lora)
     try:
         with quiet():
-            trainer = make_trainer(job, model, folder, progress)
+            trainer = make_trainer(job, model, folder, progress, ranks)
             begun = time.monotonic()
             trainer.train(resume_from_checkpoint=None if saved is None else str(saved))
     except OSError as error:
@@ -115,11 +116,11 @@ def _train(job: TuningJob, folder: Path, saved: Path | None, progress: Progress)
     return _Trained(trainer, resumed, time.monotonic() - begun)
 
 
-def _write(trained: _Trained, output: TunedOutput, report: TuningReport) -> None:
+def _write(trained: _Trained, output: TunedOutput, report: TuningReport, ranks: Ranks) -> None:
     """Write the trained weights to OUT. With a sharded model every process contributes."""
     accelerator: Any = trained.trainer.accelerator
     state = accelerator.get_state_dict(trained.trainer.model_wrapped)
-    if ranks.leads():
+    if ranks.leads:
         model = accelerator.unwrap_model(trained.trainer.model)
         output.write(model, state)
         output.finish(report)
@@ -146,7 +147,7 @@ def _report(job: TuningJob, trained: _Trained, seconds: float) -> TuningReport:
         kind="adapter" if settings.adapter else "model",
         device=str(job.device),
         dtype=dtype_name(torch.bfloat16 if job.half else torch.float32),
-        processes=ranks.asked_for(),
+        processes=ranks.count,
         micro_batch=job.micro_batch,
         parameters=sum(int(p.numel()) for p in model.parameters() if p.requires_grad),
         rows=len(job.answers.rows),

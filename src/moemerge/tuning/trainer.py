@@ -24,9 +24,9 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from moemerge.errors import NumericalError
 from moemerge.features.compat import use_one_gpu
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import multiplies_bfloat16
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.ranks import Ranks
 from moemerge.tuning.adapters import check_adapter, lora_config
 from moemerge.tuning.job import TuningJob
 from moemerge.tuning.states import mark_complete
@@ -125,7 +125,9 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def make_trainer(job: TuningJob, model: PreTrainedModel, folder: Path, progress: Progress) -> Tuner:
+def make_trainer(
+    job: TuningJob, model: PreTrainedModel, folder: Path, progress: Progress, ranks: Ranks
+) -> Tuner:
     """Return a trainer for this job that saves its states in `folder`."""
     trainer = Tuner(
         model=model,
@@ -136,7 +138,7 @@ def make_trainer(job: TuningJob, model: PreTrainedModel, folder: Path, progress:
         callbacks=[_Watch(progress)],
     )
     trainer.remove_callback(PrinterCallback)
-    if job.lora and ranks.leads():
+    if job.lora and ranks.leads:
         check_adapter(trainer.model, job)
     return trainer
 
