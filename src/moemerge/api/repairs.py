@@ -162,18 +162,23 @@ def run_repair(
         return report
     if diagnosis is None or not measure or not both.holds_out:
         return report
+    figures = both.figures(diagnosis)
+    if ranks.leads:
+        _report_figures(report, figures, progress)
+    return replace(report, diagnosis=figures)
+
+
+def _report_figures(report: RepairReport, figures: Mapping[str, Any], progress: Progress) -> None:
+    """Add the figures to OUT, and warn if a loss rose."""
     from moemerge.diagnosis.page import loss_notices
     from moemerge.lockstep.output_files import add_diagnosis
 
-    figures = both.figures(diagnosis)
     for notice in loss_notices(figures):
         progress.note(notice)
     try:
-        if ranks.leads:
-            add_diagnosis(report, figures)
+        add_diagnosis(report, figures)
     except MoeMergeError as error:  # OUT is complete without it
         progress.note(f"{error.message}, so it lacks the figures measured on held-out rows")
-    return replace(report, diagnosis=figures)
 
 
 def _measured(both: BeforeAndAfter, progress: Progress, ranks: Ranks) -> Diagnosis | None:

@@ -24,7 +24,7 @@ from moemerge.errors import (
 from moemerge.lockstep.inputs import settings_data
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
-from moemerge.runtime.ranks import Ranks
+from moemerge.runtime.ranks import Ranks, asked_for
 from moemerge.text.rows import source_names
 from moemerge.tuning.job import TuningJob, TuningRequest, check_request
 from moemerge.tuning.output import CurvePoint, TunedOutput, TuningReport, open_tuned_output
@@ -147,7 +147,7 @@ def _report(job: TuningJob, trained: _Trained, seconds: float) -> TuningReport:
         kind="adapter" if settings.adapter else "model",
         device=str(job.device),
         dtype=dtype_name(torch.bfloat16 if job.half else torch.float32),
-        processes=ranks.count,
+        processes=asked_for(),
         micro_batch=job.micro_batch,
         parameters=sum(int(p.numel()) for p in model.parameters() if p.requires_grad),
         rows=len(job.answers.rows),
