@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moemerge.architectures.rules import (
     CORRECTED,
     MIXTRAL,
@@ -45,78 +47,42 @@ def _one_convolution(attention: str) -> tuple[Concat, ...]:
     return (Concat(f"{attention}.conv1d.weight", parts),)
 
 
+_EIGHT_OF_GROUPS = _sigmoid(top_k=8)
+
+
+def _like_deepseek(
+    names: tuple[str, ...], title: str, gate: GateRule = _EIGHT_OF_GROUPS, **others: Any
+) -> Family:
+    """Return a family with DeepSeek-V3's names of the router, its bias and the shared experts."""
+    return Family(names, title, gate, routers=CORRECTED, shared=SHARED_EXPERTS, **others)
+
+
 SIGMOID_FAMILIES: tuple[Family, ...] = (
     # sigmoid scores
-    Family(
-        ("deepseek_v3", "kimi_k2"),
-        "DeepSeek-V3",
-        _sigmoid(top_k=8),
-        routers=CORRECTED,
-        shared=SHARED_EXPERTS,
-        dense="first_k_dense_replace",
+    _like_deepseek(("deepseek_v3", "kimi_k2"), "DeepSeek-V3", dense="first_k_dense_replace"),
+    _like_deepseek(("deepseek_v32",), "DeepSeek-V3.2", dense="mlp_layer_types"),
+    _like_deepseek(
+        ("glm4_moe", "glm4v_moe", "glm4v_moe_text"), "GLM-4.5", dense="first_k_dense_replace"
     ),
-    Family(
-        ("deepseek_v32",),
-        "DeepSeek-V3.2",
-        _sigmoid(top_k=8),
-        routers=CORRECTED,
-        shared=SHARED_EXPERTS,
-        dense="mlp_layer_types",
-    ),
-    Family(
-        ("glm4_moe", "glm4v_moe", "glm4v_moe_text"),
-        "GLM-4.5",
-        _sigmoid(top_k=8),
-        routers=CORRECTED,
-        shared=SHARED_EXPERTS,
-        dense="first_k_dense_replace",
-    ),
-    Family(
-        ("glm4_moe_lite",),
-        "GLM-4.7 Flash",
-        _sigmoid(top_k=4),
-        routers=CORRECTED,
-        shared=SHARED_EXPERTS,
-        dense="mlp_layer_types",
-    ),
-    Family(
-        ("glm_moe_dsa",),
-        "GLM-5",
-        _sigmoid(top_k=8),
-        routers=CORRECTED,
-        shared=SHARED_EXPERTS,
-        dense="mlp_layer_types",
-    ),
-    Family(
-        ("solar_open",),
-        "Solar Open",
-        _sigmoid(top_k=8),
-        routers=CORRECTED,
-        shared=SHARED_EXPERTS,
-    ),
-    Family(
+    _like_deepseek(("glm4_moe_lite",), "GLM-4.7 Flash", _sigmoid(top_k=4), dense="mlp_layer_types"),
+    _like_deepseek(("glm_moe_dsa",), "GLM-5", dense="mlp_layer_types"),
+    _like_deepseek(("solar_open",), "Solar Open"),
+    _like_deepseek(
         ("dots1",),
         "dots.llm1",
         _sigmoid(top_k=2, norm=False),
-        routers=CORRECTED,
-        shared=SHARED_EXPERTS,
         dense="first_k_dense_replace",
     ),
-    Family(
+    _like_deepseek(
         ("axk1",),
         "A.X-K1",
-        _sigmoid(top_k=8),
-        routers=CORRECTED,
-        shared=SHARED_EXPERTS,
         renames=((".mlp.post_mlp_layernorm.", ".post_mlp_layernorm."),),
         dense="mlp_layer_types",
     ),
-    Family(
+    _like_deepseek(
         ("axk2",),
         "A.X-K2",
         _sigmoid(top_k=8, groups=TOP_GROUPS_OR_ZERO),
-        routers=CORRECTED,
-        shared=SHARED_EXPERTS,
         renames=(
             ("norm.mlp.fc1.", "norm.W_down."),
             ("norm.mlp.fc2.", "norm.W_up."),
@@ -185,12 +151,9 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         container="backbone.layers",
         dense="layers_block_type",
     ),
-    Family(
+    _like_deepseek(
         ("hy_v4",),
         "HunYuan v4",
-        _sigmoid(top_k=8),
-        routers=CORRECTED,
-        shared=SHARED_EXPERTS,
         renames=(
             (".attn_hc.", ".hc_pre.hc_attn_layer.hc_"),
             (".ffn_hc.", ".hc_pre.hc_mlp_layer.hc_"),
@@ -316,12 +279,9 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         shared=("feed_forward.shared_expert.",),
         dense="moe_layers",
     ),
-    Family(
+    _like_deepseek(
         ("glm5_next_text", "glm5_next"),
         "GLM-5.3 Flash",
-        _sigmoid(top_k=8),
-        routers=CORRECTED,
-        shared=SHARED_EXPERTS,
         container="model.language_model.layers",
         renames=(
             (".self_attn.forget_gate.", ".self_attn."),

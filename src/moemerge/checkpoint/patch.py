@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from moemerge.checkpoint.folder import (
     CARRIED_FOLDERS,
@@ -39,25 +39,6 @@ if TYPE_CHECKING:
 Quantised = Literal["keep", "floats", "same"]
 DEFAULT_SHARD_BYTES: Final = 5_000_000_000
 _COPY_BLOCK_BYTES: Final = 64 * 2**20
-
-
-class _Target(Protocol):
-    def write(self, name: str, tensor: Tensor, row: int) -> None: ...
-
-    def add_bytes(self, filename: str, data: bytes) -> None: ...
-
-    def add_file(self, source: Path, name: str | None) -> None: ...
-
-    def begin(self, names: Collection[str]) -> None: ...
-
-    def poll(self) -> None: ...
-
-    @property
-    def copied(self) -> tuple[float, int]: ...
-
-    def commit(self) -> None: ...
-
-    def abort(self) -> None: ...
 
 
 class CheckpointPatch:
@@ -98,7 +79,7 @@ class CheckpointPatch:
         if source.quantisation is not None and quantised == "floats":
             in_place = False
         self._in_place = in_place
-        self._target: _Target = (
+        self._target: _PatchedCopy | _Rewritten = (
             _PatchedCopy(source, out, overwrite=overwrite, link=link, inputs=inputs)
             if in_place
             else _Rewritten(

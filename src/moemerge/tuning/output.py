@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -165,127 +165,66 @@ COMPANION_BYTES: Final = 16 * 2**20  # report, card and config next to the weigh
 STATE_BYTES: Final = 2 * 3 * 4
 
 
-class TunedOutput(ABC):
-    """The output that rank 0 writes. Without `finish`, nothing is left behind."""
+class TunedOutput:
+    """OUT as a model folder with the trained tensors, or as an adapter in peft's format.
+
+    Without `finish`, nothing is left behind.
+    """
 
     def __init__(self, job: TuningJob) -> None:
         self._job = job
+        request, base, needed = job.request, job.model.checkpoint, needed_bytes(job)
+        self._place: OutputFolder | CheckpointPatch
+        if job.settings.adapter:
+            self._place = OutputFolder(
+                request.out, overwrite=request.overwrite, inputs=base.folders
+            )
+        else:
+            self._place = CheckpointPatch(
+                base, request.out, overwrite=request.overwrite, inputs=base.folders
+            )
+            needed += self._place.nbytes
+        try:
+            require_space(request.out, needed)
+        except BaseException:
+            self._place.abort()
+            raise
 
-    @abstractmethod
     def write(self, model: Any, state: Mapping[str, Tensor]) -> None:
-        """Write the trained weights to OUT: `model` is the trained model, `state` its tensors."""
+        """Write the trained weights: `model` is the trained model, `state` its tensors."""
+        from moemerge.tuning.adapters import adapted_tensors, save_adapter
 
-    @abstractmethod
-    def add(self, name: str, data: bytes) -> None: ...
-
-    @abstractmethod
-    def commit(self) -> None: ...
-
-    @abstractmethod
-    def abort(self) -> None: ...
+        if isinstance(self._place, OutputFolder):
+            save_adapter(model, state, self._place.path, self._job)
+        elif not self._job.lora:
+            for name, tensor in self._job.layout.written(state):
+                self._place.write(name, tensor)
+        else:
+            with temporary_sibling(self._job.request.out) as folder:
+                save_adapter(model, state, folder, self._job)
+                for name, tensor in adapted_tensors(self._job, folder):
+                    self._place.write(name, tensor)
 
     def finish(self, report: TuningReport) -> None:
         """Write the report and rename the folder to OUT."""
         for name, data in tuning_files(report, self._job.model.checkpoint.path).items():
-            self.add(name, data)
-        self.commit()
+            if isinstance(self._place, OutputFolder):
+                with writing(self._job.request.out):
+                    write_file(self._place.path / name, data)
+            else:
+                self._place.add_bytes(name, data)
+        self._place.commit()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.abort()
+        self._place.abort()
 
 
-class NoOutput(TunedOutput):
-    """The output of all other ranks: nothing."""
-
-    def write(self, model: Any, state: Mapping[str, Tensor]) -> None: ...
-
-    def add(self, name: str, data: bytes) -> None: ...
-
-    def commit(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
-class ModelOutput(TunedOutput):
-    """The base's folder, file by file, with the trained tensors."""
-
-    def __init__(self, job: TuningJob) -> None:
-        super().__init__(job)
-        request = job.request
-        self._patch = CheckpointPatch(
-            job.model.checkpoint,
-            request.out,
-            overwrite=request.overwrite,
-            inputs=job.model.checkpoint.folders,
-        )
-        try:
-            require_space(request.out, self._patch.nbytes + needed_bytes(job))
-        except BaseException:
-            self.abort()
-            raise
-
-    def write(self, model: Any, state: Mapping[str, Tensor]) -> None:
-        if not self._job.lora:
-            for name, tensor in self._job.layout.written(state):
-                self._patch.write(name, tensor)
-            return
-        from moemerge.tuning.adapters import adapted_tensors, save_adapter
-
-        with temporary_sibling(self._job.request.out) as folder:
-            save_adapter(model, state, folder, self._job)
-            for name, tensor in adapted_tensors(self._job, folder):
-                self._patch.write(name, tensor)
-
-    def add(self, name: str, data: bytes) -> None:
-        self._patch.add_bytes(name, data)
-
-    def commit(self) -> None:
-        self._patch.commit()
-
-    def abort(self) -> None:
-        self._patch.abort()
-
-
-class AdapterOutput(TunedOutput):
-    """A folder in peft's format."""
-
-    def __init__(self, job: TuningJob) -> None:
-        super().__init__(job)
-        request = job.request
-        self._folder = OutputFolder(
-            request.out, overwrite=request.overwrite, inputs=job.model.checkpoint.folders
-        )
-        try:
-            require_space(request.out, needed_bytes(job))
-        except BaseException:
-            self.abort()
-            raise
-
-    def write(self, model: Any, state: Mapping[str, Tensor]) -> None:
-        from moemerge.tuning.adapters import save_adapter
-
-        save_adapter(model, state, self._folder.path, self._job)
-
-    def add(self, name: str, data: bytes) -> None:
-        path: Path = self._folder.path / name
-        with writing(self._job.request.out):
-            write_file(path, data)
-
-    def commit(self) -> None:
-        self._folder.commit()
-
-    def abort(self) -> None:
-        self._folder.abort()
-
-
-def open_tuned_output(job: TuningJob, ranks: Ranks) -> TunedOutput:
-    """Open the output; refuse one that must not be written."""
-    if not ranks.leads:
-        return NoOutput(job)
-    return AdapterOutput(job) if job.settings.adapter else ModelOutput(job)
+def open_tuned_output(job: TuningJob, ranks: Ranks) -> AbstractContextManager[TunedOutput | None]:
+    """Open the output on rank 0, which writes it; refuse one that must not be written."""
+    return TunedOutput(job) if ranks.leads else nullcontext()
 
 
 def needed_bytes(job: TuningJob) -> int:

@@ -54,7 +54,7 @@ def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
         assert folder is not None
         trained = _train(job, folder, saved, ranks.progress(progress), ranks)
         report = _report(job, trained, time.monotonic() - begun)
-        _write(trained, output, report, ranks)
+        _write(trained, output, report)
         if states is not None:
             states.finished = True
     return report
@@ -116,11 +116,11 @@ def _train(
     return _Trained(trainer, resumed, time.monotonic() - begun)
 
 
-def _write(trained: _Trained, output: TunedOutput, report: TuningReport, ranks: Ranks) -> None:
+def _write(trained: _Trained, output: TunedOutput | None, report: TuningReport) -> None:
     """Write the trained weights to OUT. With a sharded model every process contributes."""
     accelerator: Any = trained.trainer.accelerator
     state = accelerator.get_state_dict(trained.trainer.model_wrapped)
-    if ranks.leads:
+    if output is not None:
         model = accelerator.unwrap_model(trained.trainer.model)
         output.write(model, state)
         output.finish(report)
