@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from moemerge.coefficients.acm import acm
@@ -45,15 +45,7 @@ class CoefficientsReport:
     notices: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "method": self.method,
-            "output": self.output,
-            "coefficients": {name: dict(places) for name, places in self.coefficients.items()},
-            "measured": dict(self.measured),
-            "tokens": dict(self.tokens),
-            "seconds": round(self.seconds, 3),
-            "notices": list(self.notices),
-        }
+        return {**asdict(self), "seconds": round(self.seconds, 3)}
 
 
 def run_coefficients(request: CoefficientsRequest, progress: Progress) -> CoefficientsReport:

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moemerge.data.job import DataRequest
-from moemerge.generation.engine import Completion, Finish
 from moemerge.generation.journal import CompletionJournal
 from moemerge.generation.prompts import PromptRow, tokenized
-from moemerge.generation.run import Generated, complete, engine_maker, made_by
+from moemerge.generation.run import Answer, Generated, complete, engine_maker, judge, made_by
 from moemerge.runtime.journals import completions_path, judgements_path
 from moemerge.runtime.progress import Progress
 from moemerge.text.templates import has_template
 from moemerge.text.tokens import Tokenizer
 from moemerge.verification.code_checks import CodeVerifier
-from moemerge.verification.judgement import Judgement, Verifier
-from moemerge.verification.verifiers import CachedVerifier, check_all, check_rows
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer to one prompt; `judged` is None if it was not judged."""
-
-    prompt: PromptRow
-    completion: Completion
-    response: str  # including the prefill
-    judged: Judgement | None = None
-
-    @property
-    def usable(self) -> bool:
-        """Whether it is right and ended by itself."""
-        ended = self.completion.finish is Finish.STOP
-        return ended and self.judged is not None and self.judged.right
+from moemerge.verification.judgement import Verifier
+from moemerge.verification.verifiers import CachedVerifier, check_rows
 
 
 def answer_prompts(
@@ -63,19 +45,9 @@ def answer_prompts(
         for completion in completions
     ]
     if verifier is not None:
-        answers = _judged(request, answers, verifier, progress)
+        with CachedVerifier(verifier, judgements_path(request.out)) as cached:
+            answers = judge(answers, cached, settings.workers, progress)
     return answers, generated
-
-
-def _judged(
-    request: DataRequest, answers: Sequence[Answer], verifier: Verifier, progress: Progress
-) -> list[Answer]:
-    made = [answer for answer in answers if answer.completion.finish is not Finish.FAILED]
-    items = [(answer.prompt.fields, answer.response) for answer in made]
-    with CachedVerifier(verifier, judgements_path(request.out)) as cached:
-        judged = check_all(cached, items, workers=request.settings.workers, progress=progress)
-    judgements = {id(answer): judgement for answer, judgement in zip(made, judged, strict=True)}
-    return [replace(answer, judged=judgements.get(id(answer))) for answer in answers]
 
 
 def delete_unfinished(out: Path) -> None:

@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, TypeVar
@@ -130,12 +130,13 @@ class DataRequest:
 
 @dataclass(frozen=True)
 class Selected:
-    """The selected prompts, and counts of the others."""
+    """Indices of the selected rows, in order, and counts of the others."""
 
-    prompts: tuple[PromptRow, ...]
+    places: list[int]
     read: int
     repeated: int
     contaminated: Mapping[str, int]
+    prompts: tuple[PromptRow, ...] = ()
 
 
 def check_request(request: DataRequest) -> None:
@@ -178,7 +179,7 @@ def select_prompts(request: DataRequest) -> Selected:
             f"{sum(chosen.contaminated.values())} overlap with benchmarks"
         )
     taken = read_prompts(rows.take(chosen.places), settings, settings.balance)
-    return Selected(tuple(taken), chosen.read, chosen.repeated, chosen.contaminated)
+    return replace(chosen, prompts=tuple(taken))
 
 
 def select_texts(request: DataRequest) -> tuple[list[tuple[str, str]], Selected]:
@@ -187,20 +188,10 @@ def select_texts(request: DataRequest) -> tuple[list[tuple[str, str]], Selected]
     rows = Rows(located(request.text))
     chosen = _choose((text_of(row, settings) for row in rows), settings)
     taken = [text_of(row, settings) for row in rows.take(chosen.places)]
-    return taken, Selected((), chosen.read, chosen.repeated, chosen.contaminated)
+    return taken, chosen
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """Indices of the selected rows, in order, and counts of the others."""
-
-    places: list[int]
-    read: int
-    repeated: int
-    contaminated: Mapping[str, int]
-
-
-def _choose(items: Iterable[tuple[str, str]], settings: DataSettings) -> _Chosen:
+def _choose(items: Iterable[tuple[str, str]], settings: DataSettings) -> Selected:
     """Select from (group, text) pairs: no repetitions, no benchmark problems, equal shares.
 
     Texts are not kept, because they may not fit into memory.
@@ -223,7 +214,7 @@ def _choose(items: Iterable[tuple[str, str]], settings: DataSettings) -> _Chosen
             hits[name] += 1
     rng = random.Random(settings.seed)
     taken = balanced(clean, lambda pair: pair[1], settings.limit, rng)
-    return _Chosen([place for place, _ in taken], read, read - len(seen), dict(hits))
+    return Selected([place for place, _ in taken], read, read - len(seen), dict(hits))
 
 
 def _benchmarks(settings: DataSettings) -> list[Benchmark]:

@@ -6,12 +6,11 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
 from moemerge.data.answers import (
-    Answer,
     answer_prompts,
     answered_row,
     delete_unfinished,
@@ -31,7 +30,7 @@ from moemerge.data.job import (
 from moemerge.errors import DataError
 from moemerge.generation.engine import Finish
 from moemerge.generation.prompts import PromptRow, open_tokenizer
-from moemerge.generation.run import Counts, Generated, count_answers
+from moemerge.generation.run import Answer, Counts, Generated, count_answers
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.rows import write_rows
 from moemerge.text.tokens import Tokenizer
@@ -59,24 +58,10 @@ class DataReport:
     notices: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "output": self.output,
-            "keep": self.keep,
-            "verify": self.verify,
-            "read": self.read,
-            "repeated": self.repeated,
-            "contaminated": dict(self.contaminated),
-            "prompts": self.prompts,
-            "answers": self.answers.to_json(),
-            "by_group": {name: counts.to_json() for name, counts in self.by_group.items()},
-            "kept": self.kept,
-            "kept_by_group": dict(self.kept_by_group),
-            "reused": self.reused,
-            "tokens": self.tokens,
-            "tokens_per_second": round(self.tokens / max(self.generating_seconds, 1e-9), 1),
-            "seconds": round(self.seconds, 3),
-            "notices": list(self.notices),
-        }
+        values = asdict(self)
+        generating = values.pop("generating_seconds")
+        rate = round(self.tokens / max(generating, 1e-9), 1)
+        return {**values, "tokens_per_second": rate, "seconds": round(self.seconds, 3)}
 
 
 Grouped = tuple[str, dict[str, Any]]  # a row and its group
@@ -143,17 +128,8 @@ def _row(request: DataRequest, answer: Answer, tokenizer: Tokenizer) -> dict[str
 
 
 def _described(answer: Answer) -> dict[str, Any]:
-    judged = answer.judged
-    return {
-        "where": answer.prompt.where,
-        "prompt": answer.prompt.user_text,
-        "sample": answer.completion.sample,
-        "response": answer.response,
-        "tokens": answer.completion.tokens,
-        "finish": answer.completion.finish.value,
-        "grade": None if judged is None else judged.grade.value,
-        "detail": answer.completion.detail if judged is None else judged.detail,
-    }
+    prompt = answer.prompt
+    return {"where": prompt.where, "prompt": prompt.user_text, **answer.to_json()}
 
 
 def _finish(
@@ -165,7 +141,7 @@ def _finish(
     begun: float,
 ) -> DataReport:
     settings = request.settings
-    counts = count_answers((a.completion, a.judged) for a in answers)
+    counts = count_answers(answers)
     if not rows:
         raise DataError(
             f"nothing to keep: {_describe(counts)}" if answers else "nothing to keep",
@@ -187,8 +163,7 @@ def _finish(
         prompts=len(selected.prompts),
         answers=counts,
         by_group={
-            name: count_answers((a.completion, a.judged) for a in answers if a.prompt.group == name)
-            for name in groups
+            name: count_answers(a for a in answers if a.prompt.group == name) for name in groups
         },
         kept=len(kept),
         kept_by_group=dict(Counter(group for group, _row in kept)),

@@ -12,8 +12,9 @@ from typing import Any, Final
 from moemerge.checkpoint.locate import is_hub_id
 from moemerge.errors import DataError
 from moemerge.evaluation.report import EvaluationReport
-from moemerge.evaluation.scoring import JudgedAnswer, ScoredTask
+from moemerge.evaluation.scoring import ScoredTask
 from moemerge.generation.engine import Finish
+from moemerge.generation.run import Answer
 from moemerge.report.files import CARD_NAME
 from moemerge.runtime.files import write_whole
 from moemerge.runtime.progress import counted
@@ -64,7 +65,7 @@ def _expected(fields: Mapping[str, Any]) -> str:
     return str(answer)
 
 
-def _texts(samples: Sequence[JudgedAnswer]) -> list[dict[str, Any]]:
+def _texts(samples: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return the first right and the first wrong sample."""
     first = {one.right: one for one in reversed(samples)}
     return [

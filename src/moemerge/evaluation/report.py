@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, Final
 
@@ -56,9 +56,6 @@ class MeanScore:
     error: float | None
     interval: tuple[float, float]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"mean": self.mean, "error": self.error, "interval": list(self.interval)}
-
 
 @dataclass(frozen=True)
 class PairedDifference:
@@ -92,18 +89,7 @@ class PairedDifference:
         return self.decisive_p < ALPHA
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "first": self.first,
-            "second": self.second,
-            "difference": self.difference,
-            "interval": list(self.interval),
-            "p": self.p,
-            "p_text": self.p_text,
-            "mcnemar": None if self.mcnemar is None else vars(self.mcnemar),
-            "significant": self.significant,
-            "won": self.won,
-            "lost": self.lost,
-        }
+        return {**asdict(self), "p_text": self.p_text, "significant": self.significant}
 
 
 @dataclass(frozen=True)
@@ -118,14 +104,7 @@ class ResultRow:
     pairs: tuple[PairedDifference, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "title": self.title,
-            "kind": self.kind,
-            "tasks": list(self.tasks),
-            "scores": {model: score.to_json() for model, score in self.scores.items()},
-            "pairs": [pair.to_json() for pair in self.pairs],
-        }
+        return {**asdict(self), "pairs": [pair.to_json() for pair in self.pairs]}
 
 
 @dataclass(frozen=True)

@@ -132,13 +132,4 @@ def _keep(job: EvaluationJob, scored: Sequence[ScoredTask], report: EvaluationRe
 def _answers(task: ScoredTask, model: str) -> Iterator[dict[str, Any]]:
     for name, samples in zip(task.posed.names, task.answers[model], strict=True):
         for one in samples:
-            yield {
-                "problem": name,
-                "sample": one.completion.sample,
-                "prompt": one.prompt,
-                "response": one.response,
-                "tokens": one.completion.tokens,
-                "finish": one.completion.finish.value,
-                "grade": None if one.judged is None else one.judged.grade.value,
-                "detail": one.completion.detail if one.judged is None else one.judged.detail,
-            }
+            yield {"problem": name, "prompt": one.text, **one.to_json()}

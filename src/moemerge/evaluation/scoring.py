@@ -11,27 +11,12 @@ import numpy as np
 from moemerge.evaluation.answers import AnswersByModel, file_name
 from moemerge.evaluation.job import EvaluationJob, PosedTask
 from moemerge.evaluation.significance import Array
-from moemerge.generation.engine import Completion, Finish
-from moemerge.generation.run import Counts, count_answers
+from moemerge.generation.run import Answer, Counts, count_answers, judge
 from moemerge.runtime.files import make_folder
 from moemerge.runtime.progress import Progress
 from moemerge.verification.code_checks import CodeVerifier
-from moemerge.verification.judgement import Judgement, Verifier
-from moemerge.verification.verifiers import CachedVerifier, check_all, check_rows, make_verifier
-
-
-@dataclass(frozen=True)
-class JudgedAnswer:
-    """One sample of one problem; `judged` is None if the completion failed."""
-
-    prompt: str
-    response: str  # including the prefill
-    completion: Completion
-    judged: Judgement | None
-
-    @property
-    def right(self) -> bool:
-        return self.judged is not None and self.judged.right
+from moemerge.verification.judgement import Verifier
+from moemerge.verification.verifiers import CachedVerifier, check_rows, make_verifier
 
 
 @dataclass(frozen=True)
@@ -39,7 +24,7 @@ class ScoredTask:
     """A task with the judged answers of all models: model -> problem -> sample."""
 
     posed: PosedTask
-    answers: Mapping[str, tuple[tuple[JudgedAnswer, ...], ...]]
+    answers: Mapping[str, tuple[tuple[Answer, ...], ...]]
 
     def scores(self) -> Array:
         """Return the share of right samples, (models, problems)."""
@@ -51,9 +36,7 @@ class ScoredTask:
         )
 
     def counts(self, model: str) -> Counts:
-        return count_answers(
-            (one.completion, one.judged) for samples in self.answers[model] for one in samples
-        )
+        return count_answers(one for samples in self.answers[model] for one in samples)
 
 
 @contextmanager
@@ -99,32 +82,21 @@ def _scored(
     answers: AnswersByModel,
     progress: Progress,
 ) -> ScoredTask:
-    prefill = posed.task.settings.prefill
-    asked = [
-        (row.fields, prefill + completion.text, completion)
-        for tasks in answers.values()
-        for row, samples in zip(posed.problems, tasks[posed.name].completions, strict=True)
-        for completion in samples[: posed.samples]
-        if completion.finish is not Finish.FAILED
-    ]
-    items = [(fields, response) for fields, response, _completion in asked]
-    judged = check_all(verifier, items, workers=job.settings.workers, progress=progress)
-    by_completion = {
-        id(completion): judgement
-        for (_fields, _response, completion), judgement in zip(asked, judged, strict=True)
-    }
+    prefill, answered = posed.task.settings.prefill, {}
+    for model, tasks in answers.items():
+        task = tasks[posed.name]
+        answered[model] = [
+            [Answer(row, one, prefill + one.text, text) for one in samples[: posed.samples]]
+            for row, text, samples in zip(
+                posed.problems, task.prompts, task.completions, strict=True
+            )
+        ]
+    made = [one for problems in answered.values() for samples in problems for one in samples]
+    judged = iter(judge(made, verifier, job.settings.workers, progress))
     return ScoredTask(
         posed,
         {
-            model: tuple(
-                tuple(
-                    JudgedAnswer(prompt, prefill + one.text, one, by_completion.get(id(one)))
-                    for one in samples[: posed.samples]
-                )
-                for prompt, samples in zip(
-                    tasks[posed.name].prompts, tasks[posed.name].completions, strict=True
-                )
-            )
-            for model, tasks in answers.items()
+            model: tuple(tuple(next(judged) for _ in samples) for samples in problems)
+            for model, problems in answered.items()
         },
     )

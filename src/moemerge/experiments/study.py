@@ -101,8 +101,8 @@ def run_study(
     known = Known(journal, plan)
     sets = [StudySet(seed=seed) for seed in plan.config.seeds] or [SET]
     summaries = tuple(summarise(t.form, t.rows, sets, known) for t in plan.tables)
-    words = {"title": plan.config.title, "about": plan.config.about}
-    written = write_report(out, summaries, figures=settings.figures, **words)
+    title, about = plan.config.title, plan.config.about
+    written = write_report(out, summaries, figures=settings.figures, title=title, about=about)
     measured = len(left) - len(left_to_measure(plan, journal))
     return StudyReport(
         summaries, tuple(failures), tuple(written), measured, len(plan.cells) - len(left)

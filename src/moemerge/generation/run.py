@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,12 +15,14 @@ from moemerge.config.models import ModelLike
 from moemerge.errors import MoeMergeError, ResourceError, UsageError
 from moemerge.generation.engine import Completion, CompletionRequest, Engine, Finish
 from moemerge.generation.journal import CompletionJournal
+from moemerge.generation.prompts import PromptRow
 from moemerge.generation.server import ServerEngine, check_urls
 from moemerge.generation.settings import GenerationSettings
 from moemerge.generation.transformers_engine import TransformersEngine
 from moemerge.generation.vllm_engine import VllmEngine, check_installed
 from moemerge.runtime.progress import Progress, counted
-from moemerge.verification.judgement import Judgement
+from moemerge.verification.judgement import Judgement, Verifier
+from moemerge.verification.verifiers import check_all
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,54 @@ def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens / max(seconds, 1e-9):.0f} tokens/s"
 
 
-# --- what became of them --------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to one prompt; `judged` is None if it failed or was not judged."""
+
+    prompt: PromptRow
+    completion: Completion
+    response: str  # including the prefill
+    text: str = ""  # the prompt as the model saw it
+    judged: Judgement | None = None
+
+    @property
+    def right(self) -> bool:
+        return self.judged is not None and self.judged.right
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is right and ended by itself."""
+        return self.right and self.completion.finish is Finish.STOP
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer without its prompt."""
+        judged = self.judged
+        return {
+            "sample": self.completion.sample,
+            "response": self.response,
+            "tokens": self.completion.tokens,
+            "finish": self.completion.finish.value,
+            "grade": None if judged is None else judged.grade.value,
+            "detail": self.completion.detail if judged is None else judged.detail,
+        }
+
+
+def judge(
+    answers: Sequence[Answer], verifier: Verifier, workers: int | None, progress: Progress
+) -> list[Answer]:
+    """Return the answers with their judgements, in the same order."""
+    made = [answer for answer in answers if answer.completion.finish is not Finish.FAILED]
+    items = [(answer.prompt.fields, answer.response) for answer in made]
+    judged = iter(check_all(verifier, items, workers=workers, progress=progress))
+    return [
+        answer
+        if answer.completion.finish is Finish.FAILED
+        else replace(answer, judged=next(judged))
+        for answer in answers
+    ]
 
 
 @dataclass(frozen=True)
@@ -107,19 +156,13 @@ class Counts:
         return self.grades.get("right", 0)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "asked": self.asked,
-            "answered": self.answered,
-            "cut": self.cut,
-            "failed": self.failed,
-            "grades": dict(self.grades),
-        }
+        return asdict(self)
 
 
-def count_answers(answers: Iterable[tuple[Completion, Judgement | None]]) -> Counts:
+def count_answers(answers: Iterable[Answer]) -> Counts:
     answers = list(answers)
-    finishes = Counter(completion.finish for completion, _ in answers)
-    grades = Counter(judged.grade.value for _, judged in answers if judged is not None)
+    finishes = Counter(answer.completion.finish for answer in answers)
+    grades = Counter(a.judged.grade.value for a in answers if a.judged is not None)
     return Counts(
         asked=len(answers),
         answered=finishes[Finish.STOP],
