@@ -6,13 +6,11 @@ import ast
 import json
 import re
 import secrets
-import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
-from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
+from moemerge.verification.judgement import RIGHT, ComputedOnce, Fields, Grade, Judgement, Verifier
 from moemerge.verification.sandbox.process import Ended, Limits, Sandbox, SandboxError
 from moemerge.verification.sandbox.protections import Protections, strongest
 
@@ -142,7 +140,7 @@ class _ProgramRun:
     seconds: float  # processor time
 
 
-class CodeVerifier:
+class CodeVerifier(Verifier):
     """Runs the program of a response with the row's tests, if the user allows it."""
 
     name = "code"
@@ -157,8 +155,7 @@ class CodeVerifier:
         self.protections: Protections
         self._sandbox, self.protections = strongest()
         self._limits = limits or Limits()
-        self._lock = threading.Lock()
-        self._references: dict[Tests, Future[float]] = {}
+        self._references: ComputedOnce[Tests, float] = ComputedOnce()
 
     def tests_of(self, row: Fields) -> Tests:
         return row_tests(row)
@@ -184,26 +181,15 @@ class CodeVerifier:
             return first.judgement
         return self._run(program, tests, self._limits.with_time(needed)).judgement
 
-    def close(self) -> None:
-        """Do nothing: no process is kept."""
-
     def _reference_seconds(self, tests: Tests) -> float:
         """Return the time of the reference, measured once. A failing reference adds no time."""
-        with self._lock:
-            future = self._references.get(tests)
-            mine = future is None
-            if future is None:
-                future = self._references[tests] = Future()
-        if mine:
+
+        def measured() -> float:
             assert tests.reference is not None
-            limits = self._limits.with_time(LONGEST_REFERENCE)
-            try:
-                run = self._run(tests.reference, tests, limits)
-            except BaseException as error:
-                future.set_exception(error)
-                raise
-            future.set_result(run.seconds if run.judgement.right else 0.0)
-        return future.result()
+            run = self._run(tests.reference, tests, self._limits.with_time(LONGEST_REFERENCE))
+            return run.seconds if run.judgement.right else 0.0
+
+        return self._references.get(tests, measured)
 
     def _run(self, program: str, tests: Tests, limits: Limits) -> _ProgramRun:
         secret = secrets.token_hex(16)

@@ -6,14 +6,14 @@ import importlib.util
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
-from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier
 from moemerge.verification.workers import WorkerPool
 
 INSTRUCTIONS_SECONDS: Final = 20.0  # per answer
 NEEDED: Final = ("lm_eval", "nltk", "langdetect", "immutabledict")
 
 
-class InstructionsVerifier:
+class InstructionsVerifier(Verifier):
     """Checks that a response follows all instructions of its row."""
 
     name = "instructions"

@@ -1,11 +1,14 @@
-"""The result of checking one answer, and the protocol of verifiers."""
+"""The result of checking one answer, and the interface of verifiers."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 Fields = Mapping[str, Any]
 
@@ -43,19 +46,51 @@ class Judgement:
 RIGHT = Judgement(Grade.RIGHT)
 
 
-class Verifier(Protocol):
+class Verifier(ABC):
     """Checks answers. `check` may be called from several threads at once."""
 
     name: str
 
+    @abstractmethod
     def relevant(self, row: Fields) -> Any:
         """Return the part of a row that a judgement depends on, as JSON. Raise DataError if it is
         missing.
         """
-        ...
 
+    @abstractmethod
     def check(self, row: Fields, response: str) -> Judgement: ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most verifiers keep no process)
         """End worker processes."""
-        ...
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class ComputedOnce(Generic[K, V]):
+    """Values by key. Each is computed once, also if several threads request it together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[K, Future[V]] = {}
+
+    def put(self, key: K, value: V) -> None:
+        self._known[key] = Future()
+        self._known[key].set_result(value)
+
+    def get(self, key: K, compute: Callable[[], V]) -> V:
+        with self._lock:
+            future = self._known.get(key)
+            mine = future is None
+            if future is None:
+                future = self._known[key] = Future()
+        if mine:
+            try:
+                future.set_result(compute())
+            except BaseException as error:
+                with self._lock:
+                    del self._known[key]
+                future.set_exception(error)
+                raise
+        return future.result()

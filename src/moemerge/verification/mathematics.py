@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from moemerge.errors import DataError, UsageError
-from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier
 from moemerge.verification.workers import WorkerPool
 
 _NAMES: Final = {
@@ -140,7 +140,7 @@ _BASE: Final = re.compile(r"\d_\{?(\d+)\}?$")
 _COMMAND: Final = re.compile(r"\\[A-Za-z]")
 
 
-class MathVerifier:
+class MathVerifier(Verifier):
     """Compares the final answer of a response with the row's `answer`."""
 
     name = "math"

@@ -9,7 +9,7 @@ import re
 from typing import Any, Final
 
 from moemerge.verification.code_checks import CodeVerifier, Tests, row_tests
-from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier
 from moemerge.verification.mathematics import MathVerifier, text_answer
 from moemerge.verification.sandbox.process import Limits
 from moemerge.verification.words import ChoiceVerifier
@@ -19,7 +19,7 @@ _CHOICE: Final = re.compile(r"\(([A-Z])\)")
 _SECONDS: Final = 3.0
 
 
-class LastNumberVerifier:
+class LastNumberVerifier(Verifier):
     """Compares the text of the last number: 18.00 is not 18, and `...` is a number."""
 
     name = "last-number"
@@ -35,9 +35,6 @@ class LastNumberVerifier:
         if given == expected:
             return RIGHT
         return Judgement(Grade.WRONG, f"{given[:40]!r} instead of {expected[:40]!r}")
-
-    def close(self) -> None:
-        """Do nothing: no process is kept."""
 
 
 def _bare(number: str) -> str:

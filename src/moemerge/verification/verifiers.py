@@ -14,7 +14,6 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +25,7 @@ from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress, Silent
 from moemerge.verification.code_checks import CodeVerifier
 from moemerge.verification.instructions import InstructionsVerifier
-from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier
+from moemerge.verification.judgement import RIGHT, ComputedOnce, Fields, Grade, Judgement, Verifier
 from moemerge.verification.mathematics import MathVerifier
 from moemerge.verification.published import (
     BareMathVerifier,
@@ -100,7 +99,7 @@ def check_all(
         progress.finish()
 
 
-class CustomVerifier:
+class CustomVerifier(Verifier):
     """Calls `function(row, response)` in this process; it returns a bool or a Judgement."""
 
     def __init__(self, name: str) -> None:
@@ -124,9 +123,6 @@ class CustomVerifier:
         raise UsageError(
             f"{self.name} returned {type(result).__name__}, expected True, False or a Judgement"
         )
-
-    def close(self) -> None:
-        """Do nothing: no process is kept."""
 
 
 def _load(name: str) -> Callable[[dict[str, Any], str], object]:
@@ -166,14 +162,14 @@ LASTING: Final = frozenset(Grade) - {Grade.TIMEOUT, Grade.UNDECIDED}
 JUDGEMENTS_EDITION: Final = 1
 
 
-class CachedVerifier:
+class CachedVerifier(Verifier):
     """A verifier with a cache, in memory and optionally in a `LineStore`. Thread-safe."""
 
     def __init__(self, verifier: Verifier, path: Path | None = None) -> None:
         self.name = verifier.name
         self.inner = verifier
         self._lock = threading.Lock()
-        self._known: dict[str, Future[Judgement]] = {}
+        self._known: ComputedOnce[str, Judgement] = ComputedOnce()
         self._file: LineStore | None = None
         if path is not None:
             self._file = LineStore(path, {"kind": JUDGEMENTS_KIND, "edition": JUDGEMENTS_EDITION})
@@ -184,22 +180,7 @@ class CachedVerifier:
 
     def check(self, row: Fields, response: str) -> Judgement:
         key = self._key(row, response)
-        with self._lock:
-            future = self._known.get(key)
-            mine = future is None
-            if future is None:
-                future = self._known[key] = Future()
-        if mine:
-            try:
-                judgement = self.inner.check(row, response)
-            except BaseException as error:
-                with self._lock:
-                    del self._known[key]
-                future.set_exception(error)
-                raise
-            future.set_result(judgement)
-            self._remember(key, judgement)
-        return future.result()
+        return self._known.get(key, lambda: self._judged(key, row, response))
 
     def close(self) -> None:
         self.inner.close()
@@ -218,18 +199,17 @@ class CachedVerifier:
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def _remember(self, key: str, judgement: Judgement) -> None:
-        if self._file is None or judgement.grade not in LASTING:
-            return
-        with self._lock:
-            self._file.add({"key": key, **judgement.to_json()})
+    def _judged(self, key: str, row: Fields, response: str) -> Judgement:
+        judgement = self.inner.check(row, response)
+        if self._file is not None and judgement.grade in LASTING:
+            with self._lock:
+                self._file.add({"key": key, **judgement.to_json()})
+        return judgement
 
     def _load(self, file: LineStore) -> None:
         try:
             for values in file.lines:
-                future: Future[Judgement] = Future()
-                future.set_result(Judgement.from_json(values))
-                self._known[values["key"]] = future
+                self._known.put(values["key"], Judgement.from_json(values))
         except (ValueError, KeyError, TypeError) as error:
             file.close()
             raise DataError(

@@ -7,14 +7,14 @@ from string import ascii_uppercase
 from typing import Any, Final
 
 from moemerge.errors import DataError
-from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier
 
 _STATED: Final = re.compile(r"\banswer\s*(?:is|:|=)+\s*[\"'*_(\[]*([A-Za-z])\b(?![.'’]\w)", re.I)
 _BRACKETED: Final = re.compile(r"[(\[]([A-Za-z])[)\]]")
 _ALONE: Final = re.compile(r"\s*[\"'*_(\[]*([A-Za-z])(?:[)\].:,*_\"']+|\s*$)")
 
 
-class ExactVerifier:
+class ExactVerifier(Verifier):
     """Checks that the response equals the row's `answer`, apart from surrounding space."""
 
     name = "exact"
@@ -30,11 +30,8 @@ class ExactVerifier:
             return Judgement(Grade.NO_ANSWER, "an empty response")
         return Judgement(Grade.WRONG, f"{given[:40]!r} instead of {expected[:40]!r}")
 
-    def close(self) -> None:
-        """Do nothing: no process is kept."""
 
-
-class ChoiceVerifier:
+class ChoiceVerifier(Verifier):
     """Checks that the response chooses the letter in the row's `answer`.
 
     The last "the answer is X" counts, then the last (X), then a letter at the start of the
@@ -59,9 +56,6 @@ class ChoiceVerifier:
         if given == expected:
             return RIGHT
         return Judgement(Grade.WRONG, f"{given} instead of {expected}")
-
-    def close(self) -> None:
-        """Do nothing: no process is kept."""
 
 
 def chosen(response: str) -> str | None:
