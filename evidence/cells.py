@@ -35,9 +35,9 @@ from evidence.texts import (
     validation_problems,
     write_texts,
 )
-from moemerge.experiments.problems import pack
+from moemerge.experiments.summary import pack
 from moemerge.testbed import BASE, MANIFEST, open_set
-from moemerge.testbed.accuracy import LONGEST_ANSWER, compare_routing
+from moemerge.testbed.demo import LONGEST_ANSWER, compare_routing
 from moemerge.testbed.tasks import DOMAINS, check_all
 
 VALIDATION = 500  # problems per domain for choosing one of several fine-tunings

@@ -18,7 +18,7 @@ from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.output import check_output
 from moemerge.errors import UsageError
 from moemerge.runtime.devices import resolve_device
-from moemerge.testbed.accuracy import LONGEST_ANSWER
+from moemerge.testbed.demo import LONGEST_ANSWER
 from moemerge.testbed.tasks import Problem, check_all
 
 FINETUNING_BATCH = 128

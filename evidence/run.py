@@ -16,8 +16,7 @@ from evidence.methods import EVERY, chosen
 from evidence.seed_tables import BY_SEEDS
 from evidence.training import Job, check_choice, train
 from moemerge.errors import UsageError
-from moemerge.experiments.cells import Failure, SetCells, run_cells
-from moemerge.experiments.journal import CellJournal
+from moemerge.experiments.cells import CellJournal, Failure, SetCells, run_cells
 from moemerge.experiments.plots import require_matplotlib
 from moemerge.experiments.report import write_report
 from moemerge.experiments.summary import Summary, summarise

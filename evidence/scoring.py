@@ -16,7 +16,7 @@ from evidence.layout import EOS, IDS, PAD, SPECIAL, Shape, encode, from_tensors,
 from moemerge.checkpoint import Checkpoint
 from moemerge.errors import ArchitectureError
 from moemerge.runtime.devices import resolve_device
-from moemerge.testbed.accuracy import LONGEST_ANSWER
+from moemerge.testbed.demo import LONGEST_ANSWER
 from moemerge.testbed.tasks import Problem, check_all
 
 # Prompts per batch; on a CPU the states of a small batch stay in its cache.

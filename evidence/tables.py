@@ -22,7 +22,7 @@ from evidence.methods import AVERAGE, EVERY
 from evidence.run import TableRequest, plan_tables
 from evidence.seed_tables import comparison_table, main_table
 from moemerge.evaluation.significance import paired_t
-from moemerge.experiments.journal import CELLS, CellJournal
+from moemerge.experiments.cells import CELLS, CellJournal
 from moemerge.experiments.report import difference as seed_difference
 from moemerge.experiments.report import with_error
 from moemerge.experiments.summary import RowSummary, Summary

@@ -22,7 +22,7 @@ from moemerge.evaluation.significance import (
     student_two_sided,
     two_sided,
 )
-from moemerge.experiments.problems import pack, unpack
+from moemerge.experiments.summary import pack, unpack
 
 
 def test_mean_and_its_standard_error():

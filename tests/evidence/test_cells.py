@@ -33,10 +33,10 @@ from evidence.texts import (
 from evidence.training import write_model
 from moemerge import api
 from moemerge.errors import UsageError
-from moemerge.experiments.journal import CellJournal
+from moemerge.experiments.cells import CellJournal
 from moemerge.runtime.progress import Silent
 from moemerge.testbed import bundled_set
-from moemerge.testbed.accuracy import compare_routing
+from moemerge.testbed.demo import compare_routing
 from moemerge.testbed.tasks import DOMAINS, problems
 from testbed import whole_models
 

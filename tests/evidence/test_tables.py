@@ -13,10 +13,9 @@ from evidence.cells import Scale, SetKey
 from evidence.experiments import EXPERIMENTS, Scope
 from evidence.seed_tables import BY_SEEDS, comparison_table, main_table, verdicts
 from moemerge.errors import DataError
-from moemerge.experiments.journal import CellJournal
-from moemerge.experiments.problems import pack
+from moemerge.experiments.cells import CellJournal
 from moemerge.experiments.report import markdown, write_report
-from moemerge.experiments.summary import summarise
+from moemerge.experiments.summary import pack, summarise
 from moemerge.experiments.tables import AS_MERGED, AVERAGED, HARC, SOURCE
 from moemerge.testbed.tasks import DOMAINS
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moemerge.errors import DataError
-from moemerge.experiments.journal import CELLS, CellJournal
+from moemerge.experiments.cells import CELLS, CellJournal
 
 SCALE = {"problems": 3}
 

@@ -14,10 +14,10 @@ import moemerge
 from moemerge.cli.app import app
 from moemerge.config.faults import parse_settings
 from moemerge.experiments.plan import plan_study
-from moemerge.experiments.problems import overall, packed, paired, pooled, scores_of
 from moemerge.experiments.settings import StudySettings
 from moemerge.experiments.study import IN_MEMORY, workers_for
 from moemerge.experiments.study_file import load_study
+from moemerge.experiments.summary import overall, packed, paired, pooled, scores_of
 from moemerge.experiments.tables import TableForm
 from moemerge.runtime.devices import available_memory, cpu_count, resolve_device
 from moemerge.testbed import bundled_set

@@ -11,7 +11,6 @@ from evidence import training
 from moemerge import api
 from moemerge.cli.app import app
 from moemerge.testbed import bundled_set
-from moemerge.testbed.accuracy import RoutingAgreement, compare_routing
 from moemerge.testbed.demo import (
     AS_MERGED,
     AVERAGED,
@@ -20,6 +19,8 @@ from moemerge.testbed.demo import (
     SOURCE,
     SPECIALIST,
     DemoRow,
+    RoutingAgreement,
+    compare_routing,
     draw_test_problems,
     findings,
 )

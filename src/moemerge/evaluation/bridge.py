@@ -18,9 +18,8 @@ from moemerge.errors import DataError, UsageError
 from moemerge.evaluation.answers import CompletionIndex
 from moemerge.evaluation.job import TASK_SUFFIXES, EvaluationJob
 from moemerge.evaluation.report import TaskScores
-from moemerge.generation.journal import CompletionJournal
 from moemerge.generation.prompts import open_tokenizer
-from moemerge.generation.run import complete, engine_maker, made_by
+from moemerge.generation.run import CompletionJournal, complete, engine_maker, made_by
 from moemerge.generation.settings import GenerationSettings
 from moemerge.generation.transformers_engine import Likelihood, TransformersEngine
 from moemerge.runtime.progress import Progress

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from moemerge.checkpoint.locate import is_hub_id
 from moemerge.errors import DataError
+from moemerge.evaluation.answers import ScoredTask
 from moemerge.evaluation.report import EvaluationReport
-from moemerge.evaluation.scoring import ScoredTask
 from moemerge.generation.engine import Finish
 from moemerge.generation.run import Answer
 from moemerge.report.files import CARD_NAME

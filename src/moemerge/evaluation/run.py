@@ -10,9 +10,12 @@ from typing import Any
 from moemerge.evaluation.answers import (
     AnswersByModel,
     PromptedModel,
+    ScoredTask,
     answer,
     failures,
     file_name,
+    judge_answers,
+    opened_verifiers,
     prompt_models,
     recall,
     remaining_work,
@@ -21,7 +24,6 @@ from moemerge.evaluation.bridge import bridged_scores, require_lm_eval
 from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation_settings, prepare
 from moemerge.evaluation.page import check_cards, page_document, write_cards
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare_models
-from moemerge.evaluation.scoring import ScoredTask, judge_answers, opened_verifiers
 from moemerge.evaluation.settings import EvaluationSettings
 from moemerge.report.files import check_page_path, report_bytes, report_document
 from moemerge.report.scores import write_scores_page

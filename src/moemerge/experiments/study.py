@@ -11,9 +11,8 @@ from typing import Any, Unpack
 from moemerge.config.faults import parse_settings
 from moemerge.config.settings import with_keywords
 from moemerge.errors import CheckpointError
-from moemerge.experiments.cells import Failure, SetCells, run_cells
+from moemerge.experiments.cells import CellJournal, Failure, SetCells, run_cells
 from moemerge.experiments.estimate import StudyEstimate, estimate, largest_model
-from moemerge.experiments.journal import CellJournal
 from moemerge.experiments.plan import StudyPlan, plan_study
 from moemerge.experiments.plots import require_matplotlib
 from moemerge.experiments.report import write_report

@@ -15,8 +15,8 @@ from moemerge.checkpoint.locate import locate_data
 from moemerge.config.faults import parse_settings
 from moemerge.data.settings import DataRecipe
 from moemerge.evaluation.answers import file_name
-from moemerge.experiments.problems import packed
 from moemerge.experiments.settings import BY_VERB, DiagnoseBlock, EvaluateBlock
+from moemerge.experiments.summary import packed
 from moemerge.experiments.tree import StudyCell, StudyNode
 from moemerge.runtime.journals import journal_path, saved_path
 from moemerge.text.rows import stream_rows

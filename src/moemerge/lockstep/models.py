@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES
-from moemerge.checkpoint.overlay import OverlaidCheckpoint
+from moemerge.checkpoint.reader import OverlaidCheckpoint
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelRef

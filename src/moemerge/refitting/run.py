@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.opened import OpenModel
-from moemerge.checkpoint.overlay import OverlaidCheckpoint
 from moemerge.checkpoint.patch import Quantised
+from moemerge.checkpoint.reader import OverlaidCheckpoint
 from moemerge.features.input_hooks import ExpertsHook, UnitMap
 from moemerge.features.settings import StreamSettings
 from moemerge.linalg.cg import Status

@@ -7,7 +7,7 @@ import torch
 
 from moemerge.architectures.roles import Role
 from moemerge.merging.method import UnitStatistics
-from moemerge.merging.methods.slta import equal_share_ridge
+from moemerge.merging.methods.regmean import equal_share_ridge
 
 OUT, WIDTH = 5, 7
 

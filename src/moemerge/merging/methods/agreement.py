@@ -1,0 +1,306 @@
+"""Methods that compare models element by element: consensus, PCB, RAM and SCE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moemerge.config.parameters import BasePolicy
+from moemerge.merging.method import ModelTensor, NoParams, UnitInfo, merge_method, param
+from moemerge.merging.methods._arithmetic import chunks, flat, gram, scratch
+from moemerge.merging.methods._selection import keep_largest_, kept_count, ordered_at
+from moemerge.merging.methods._sparsify import trim_
+from moemerge.merging.methods._task_vectors import (
+    TaskVector,
+    Thinned,
+    add_elected,
+    flat_difference,
+    task_vector,
+)
+from moemerge.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ConsensusParams:
+    weight: float = param(1.0, help="this model's share of the sum")
+    threshold: float = param(
+        0.4, minimum=0, help="an element matters to this model where |δ_i| > threshold·|Δ - δ_i|"
+    )
+
+
+@dataclass(frozen=True)
+class ConsensusTiesParams(Thinned):
+    weight: float = param(1.0, help="this model's share of the sum")
+    density: float = param(
+        0.2, minimum=0, maximum=1, help="fraction of the task vector's elements that is kept"
+    )
+    threshold: float = param(
+        0.4, minimum=0, help="an element matters to this model where |δ_i| > threshold·|Δ - δ_i|"
+    )
+
+
+@dataclass(frozen=True)
+class ConsensusOptions:
+    k: int = param(2, minimum=1, help="how many models an element must matter to")
+    lambda_: float = param(1.0, key="lambda", help="factor on the merged task vector")
+
+
+@merge_method(
+    "consensus_ta",
+    base=BasePolicy.REQUIRED,
+    per_model=ConsensusParams,
+    options=ConsensusOptions,
+    models=(2, None),
+    elementwise=True,
+)
+def consensus_ta(
+    inputs: Sequence[ModelTensor], base: Tensor, options: ConsensusOptions, unit: UnitInfo
+) -> Tensor:
+    """Keep the elements of the task vectors' sum that at least k models find important.
+
+    With Δ = Σ w_i δ_i, element by element: θ_0 + λ Δ·[#{i : |δ_i| > t_i |Δ - δ_i|} ≥ k]. Intended
+    for three models or more. With two models, k = 2 keeps elements that both changed similarly.
+    """
+    vectors = [task_vector(i, base) for i in inputs]
+    total = torch.zeros_like(vectors[0].values)
+    for vector in vectors:
+        total.add_(vector.values, alpha=vector.weight)
+    deltas = [v.values for v in vectors]
+    return _where_agreed(base, total, deltas, [i.params.threshold for i in inputs], options)
+
+
+@merge_method(
+    "consensus_ties",
+    base=BasePolicy.REQUIRED,
+    per_model=ConsensusTiesParams,
+    options=ConsensusOptions,
+    models=(2, None),
+)
+def consensus_ties(
+    inputs: Sequence[ModelTensor], base: Tensor, options: ConsensusOptions, unit: UnitInfo
+) -> Tensor:
+    """As `consensus_ta`, with the task vectors merged by TIES (trimmed, signs elected, summed)."""
+    vectors = [task_vector(i, base) for i in inputs]
+    for vector, model in zip(vectors, inputs, strict=True):
+        trim_(vector, model.params.density, rescale=False)
+    total = flat(add_elected(torch.zeros_like(base), vectors, normalize=False, factor=1.0))
+    deltas = [flat_difference(i.tensor, base) for i in inputs]  # masks use untrimmed vectors
+    return _where_agreed(base, total, deltas, [i.params.threshold for i in inputs], options)
+
+
+def _where_agreed(
+    base: Tensor,
+    total: Tensor,
+    deltas: Sequence[Tensor],
+    thresholds: Sequence[float],
+    options: ConsensusOptions,
+) -> Tensor:
+    """Return θ_0 + λ Δ for elements that enough models find important. Only `base` is not flat."""
+    origin = flat(base)
+    out = torch.empty_like(origin)
+    for at in chunks(origin):
+        votes = torch.zeros_like(origin[at], dtype=torch.int8)
+        for delta, threshold in zip(deltas, thresholds, strict=True):
+            votes += delta[at].abs() > threshold * (total[at] - delta[at]).abs()
+        kept = torch.where(votes >= options.k, total[at], 0.0)
+        torch.add(origin[at], kept, alpha=options.lambda_, out=out[at])
+    return out.view(base.shape)
+
+
+_LEAST_DIVISOR = 1e-12
+
+
+@dataclass(frozen=True)
+class PcbOptions:
+    density: float = param(
+        0.1, minimum=0, maximum=1, help="fraction of each task vector's elements that competes"
+    )
+    clip: float = param(
+        1e-4, minimum=0, maximum=0.5, help="share of the elements clipped at each end beforehand"
+    )
+    lambda_: float = param(1.2, key="lambda", help="factor on the merged task vector")
+
+
+@merge_method("pcb", base=BasePolicy.REQUIRED, per_model=NoParams, options=PcbOptions)
+def pcb(inputs: Sequence[ModelTensor], base: Tensor, options: PcbOptions, unit: UnitInfo) -> Tensor:
+    """Weigh each element by its size within its model and its agreement with the others.
+
+    With a_i the squares of |δ_i| scaled to [0, 1] and T models, an element scores
+    exp(T a_i)·tanh(δ_i Σ_j δ_j). Each model's lowest scores count as the cut at `density`; scaled
+    to [0, 1] the scores are weights w_i, and the result is θ_0 + λ Σ w_i δ_i / Σ w_i.
+    All cuts and scales are per unit; the paper takes them over the whole model.
+    """
+    origin = flat(base)
+    deltas = [_clipped(flat(i.tensor) - origin, options.clip) for i in inputs]
+    total = deltas[0].clone()
+    for delta in deltas[1:]:
+        total += delta
+    weighted, weights = torch.zeros_like(origin), torch.zeros_like(origin)
+    for delta in deltas:
+        if not bool(delta.any()):
+            continue  # a model that did not change this weight
+        # In place, to avoid temporaries as large as the unit.
+        score = _to_unit_(delta.abs()).square_().mul_(len(deltas)).exp_()
+        score.mul_((delta * total).tanh_())
+        weight = _to_unit_(score.clamp_min_(_cut(score, options.density)))
+        weighted.addcmul_(weight, delta)
+        weights += weight
+    merged = weighted.div_(weights.clamp_min_(_LEAST_DIVISOR))
+    return (origin + merged.mul_(options.lambda_)).view(base.shape)
+
+
+def _clipped(values: Tensor, share: float) -> Tensor:
+    """Clip a fraction of the elements at either end."""
+    count = int(share * values.numel())
+    if count == 0:
+        return values
+    low, high = ordered_at(values, [count, values.numel() - 1 - count])
+    return values.clamp_(low, high)
+
+
+def _to_unit_(values: Tensor) -> Tensor:
+    """Scale to [0, 1] in place; set all to one if they are equal."""
+    low, high = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
+    if not bool(high > low):
+        return values.fill_(1.0)
+    return values.sub_(low).div_(high - low)
+
+
+def _cut(score: Tensor, density: float) -> float:
+    """Return the smallest score among the leading `density` of the elements.
+
+    It is exactly one of the scores, so that its weight is zero and not rounding error.
+    """
+    kept = max(1, kept_count(density, score.numel()))
+    return ordered_at(score, [score.numel() - kept])[0]
+
+
+@dataclass(frozen=True)
+class RamOptions:
+    epsilon: float = param(1e-5, minimum=0, help="a change counts beyond this size")
+
+
+@dataclass(frozen=True)
+class RamPlusOptions(RamOptions):
+    r: float = param(0.1, minimum=0, help="gain on changes that a model alone made")
+    alpha: float = param(0.2, minimum=0, help="upper limit of the ratio of shared to own changes")
+
+
+@merge_method("ram", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamOptions)
+def ram(inputs: Sequence[ModelTensor], base: Tensor, options: RamOptions, unit: UnitInfo) -> Tensor:
+    """Keep changes of one model alone, average changes that several made.
+
+    Element by element, over the models with |δ_i| > epsilon: θ_0 + mean δ_i. Intended for models
+    trained by reinforcement learning, whose changes are sparse.
+    """
+    return _by_overlap(inputs, base, options.epsilon, [1.0] * len(inputs))
+
+
+@merge_method("ramplus_tl", base=BasePolicy.REQUIRED, per_model=NoParams, options=RamPlusOptions)
+def ramplus_tl(
+    inputs: Sequence[ModelTensor], base: Tensor, options: RamPlusOptions, unit: UnitInfo
+) -> Tensor:
+    """As `ram`, with each model's own changes amplified, more so the more changes it shares.
+
+    Elements that model i alone changed are multiplied by 1 + r·min(shared_i / own_i, alpha), with
+    the numbers of elements of this tensor that it changed together with others, and alone.
+    """
+    deltas = [flat(i.tensor) - flat(base) for i in inputs]
+    changed = [delta.abs() > options.epsilon for delta in deltas]
+    count = torch.stack(changed).sum(0)
+    factors = []
+    for mask in changed:
+        own = int((mask & (count == 1)).sum())
+        shared = int((mask & (count > 1)).sum())
+        ratio = shared / own if own else 0.0
+        factors.append(1 + options.r * min(ratio, options.alpha))
+    return _by_overlap(inputs, base, options.epsilon, factors)
+
+
+def _by_overlap(
+    inputs: Sequence[ModelTensor], base: Tensor, epsilon: float, factors: Sequence[float]
+) -> Tensor:
+    """Merge element by element; `factors` multiply changes that one model alone made."""
+    origin, tensors = flat(base), [flat(i.tensor) for i in inputs]
+    out = torch.empty_like(origin)
+    for at in chunks(origin):
+        total, own = torch.zeros_like(origin[at]), torch.zeros_like(origin[at])
+        count = torch.zeros_like(origin[at])
+        for tensor, factor in zip(tensors, factors, strict=True):
+            delta = tensor[at] - origin[at]
+            changed = delta.abs() > epsilon
+            delta *= changed
+            total += delta
+            own.add_(delta, alpha=factor)
+            count += changed
+        merged = torch.where(count > 1, total / count.clamp_min(1), own)
+        torch.add(origin[at], merged, out=out[at])
+    return out.view(base.shape)
+
+
+_LEAST_SHARE = 1e-6  # mergekit's; affects only models with a smaller share
+
+
+@dataclass(frozen=True)
+class SceOptions:
+    select_topk: float = param(
+        1.0, minimum=0, maximum=1, help="fraction of the varying elements that is kept"
+    )
+    int8_mask: bool = param(False, help="accepted for mergekit's configs; has no effect here")
+
+
+@merge_method("sce", base=BasePolicy.REQUIRED, per_model=NoParams, options=SceOptions)
+def sce(inputs: Sequence[ModelTensor], base: Tensor, options: SceOptions, unit: UnitInfo) -> Tensor:
+    """Keep where task vectors vary most, weigh models by their size there, erase minority signs.
+
+    An element on which all models agree does not vary, so below `select_topk` 1 it is never kept:
+    a tensor that is equal in all models becomes the base's.
+    """
+    deltas = [flat_difference(i.tensor, base) for i in inputs]
+    if options.select_topk < 1:
+        _select_(deltas, options.select_topk)
+    sizes = [gram([d]).item() for d in deltas]
+    total = sum(sizes)
+    if total == 0:
+        return base.clone(memory_format=torch.contiguous_format)
+    return add_elected(
+        base,
+        [TaskVector(d, size / total) for d, size in zip(deltas, sizes, strict=True)],
+        normalize=True,
+        factor=1.0,
+        election="unweighted",
+        floor=_LEAST_SHARE,
+    )
+
+
+def _select_(deltas: Sequence[Tensor], fraction: float) -> None:
+    """Zero all but the given fraction of the elements whose variance over models is largest."""
+    variance = _variance(deltas)
+    varying = int(torch.count_nonzero(variance))
+    keep_largest_(variance, int(varying * fraction))
+    for at in chunks(variance):
+        dropped = variance[at] == 0
+        for delta in deltas:
+            delta[at].masked_fill_(dropped, 0.0)
+
+
+def _variance(deltas: Sequence[Tensor]) -> Tensor:
+    """Return the biased variance over models, per element; exactly zero if they agree."""
+    variance = torch.zeros_like(deltas[0])
+    buffers = scratch(variance, 2)
+    share = 1 / len(deltas)
+    for at in chunks(variance):
+        mean, deviation = (x[: at.stop - at.start] for x in buffers)
+        mean.zero_()
+        # Subtract the first model: the mean of three equal numbers may differ from them by
+        # rounding, but their variance must be zero.
+        for delta in deltas[1:]:
+            mean.add_(torch.sub(delta[at], deltas[0][at], out=deviation), alpha=share)
+        for delta in deltas:
+            torch.sub(delta[at], deltas[0][at], out=deviation).sub_(mean)
+            variance[at].addcmul_(deviation, deviation, value=share)
+    return variance
