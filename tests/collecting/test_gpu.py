@@ -19,13 +19,9 @@ TOLERANCE = 1e-4
 
 
 def values(found: Statistics, key: str) -> torch.Tensor:
-    if found.kind == "gram":
-        gram = found.gram(key)
-        assert gram is not None
-        return gram.matrix
-    fisher = found.fisher(key)
-    assert fisher is not None
-    return fisher.values
+    mean = found.read(found.kind, key)
+    assert mean is not None
+    return mean.values
 
 
 @pytest.mark.parametrize("kind", ["gram", "fisher"])

@@ -58,16 +58,10 @@ def test_layouts_share_their_statistics(
         assert set(one.units) == set(other.units)
         for key in one.units:
             assert one.tokens(key) == other.tokens(key)
-            if kind == "gram":
-                ours, theirs = one.gram(key), other.gram(key)
-                assert ours is not None
-                assert theirs is not None
-                assert torch.equal(ours.matrix, theirs.matrix), key
-            else:
-                values, others = one.fisher(key), other.fisher(key)
-                assert values is not None
-                assert others is not None
-                assert torch.equal(values.values, others.values), key
+            ours, theirs = one.read(kind, key), other.read(kind, key)
+            assert ours is not None
+            assert theirs is not None
+            assert torch.equal(ours.values, theirs.values), key
         checkpoint = Checkpoint.open(fused)
         architecture = Architecture.of(checkpoint.config, checkpoint.tensors)
         one.check_fits("math", checkpoint, architecture)
@@ -108,7 +102,7 @@ def test_an_expert_without_a_token_is_named(
         with Statistics.open(tmp_path / kind) as found:
             for key in report.unvisited_experts:
                 assert found.tokens(key) == 0
-                value = found.gram(key) if kind == "gram" else found.fisher(key)
+                value = found.read(kind, key)
                 assert value is not None
         assert len(report.unvisited_experts) >= 3 * 3 * (8 - 2 * zoo.TOP_K)
 

@@ -95,18 +95,18 @@ def test_what_is_written_comes_back(olmoe: Path, tmp_path: Path) -> None:
         assert found.provenance == provenance(olmoe)
         assert found.notices == ("a word",)
         for key in (Q, K):
-            gram = found.gram(key)
+            gram = found.read("gram", key)
             assert gram is not None
-            assert torch.equal(gram.matrix, symmetric(WIDTH, 0))
+            assert torch.equal(gram.values, symmetric(WIDTH, 0))
             assert gram.tokens == found.tokens(key) == 11
-        empty = found.gram(OUT)
+        empty = found.read("gram", OUT)
         assert empty is not None
         assert empty.tokens == 0
-        assert not empty.matrix.any()
-        assert found.gram("model.norm.weight") is None
+        assert not empty.values.any()
+        assert found.read("gram", "model.norm.weight") is None
         assert found.tokens("model.norm.weight") is None
         with pytest.raises(CheckpointError, match=r"holds gram statistics, but fisher"):
-            found.fisher(Q)
+            found.read("fisher", Q)
         checkpoint, architecture = opened(olmoe)
         found.check_fits("math", checkpoint, architecture)
 

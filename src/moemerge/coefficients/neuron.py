@@ -91,7 +91,7 @@ def _powers(
         tokens = statistics.provenance.tokens
         for key in statistics.units:
             unit = units.get(key)
-            mean = statistics.power(key)
+            mean = statistics.read("power", key)
             if unit is None or mean is None or projection_of(unit) != "down":
                 continue
             if _place(key) in served:

@@ -58,7 +58,8 @@ def _sensitivities(
         for key in statistics.units:
             place = next((p for p in job.places if key.startswith(f"{p}.")), None)
             if place is not None:
-                totals[place] += statistics.sensitivity(key) or 0.0
+                found = statistics.read("sensitivity", key)
+                totals[place] += 0.0 if found is None else float(found.values)
     return list(totals.values())
 
 

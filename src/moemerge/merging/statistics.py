@@ -125,32 +125,17 @@ def read_statistics(
     """Return one model's statistics of a unit, on the tensor's device; None if it has none."""
     if kind is None or source.statistics is None:
         return None
-    assert kind != "sensitivity"  # no method uses it
     statistics = plan.statistics[source.model, kind]
-    expected: tuple[int, ...]
-    if kind == "gram":
-        gram = statistics.gram(source.statistics, tensor.device)
-        if gram is None:
-            return None
-        values, tokens = gram.matrix, gram.tokens
-        expected = (tensor.shape[-1], tensor.shape[-1])
-    elif kind in ("activation", "power"):
-        of = statistics.activation if kind == "activation" else statistics.power
-        activation = of(source.statistics)
-        if activation is None:
-            return None
-        values, tokens = activation.values, activation.tokens
-        expected = (tensor.shape[-1],)
-    else:
-        fisher = statistics.fisher(source.statistics)
-        if fisher is None:
-            return None
+    found = statistics.read(kind, source.statistics, tensor.device)
+    if found is None:
+        return None
+    if kind == "fisher" and merge.prepare is not None:
         # Rows mapped to another vocabulary have no counterpart in the statistics.
-        if merge.prepare is not None:
-            unit.remark(Remark.AVERAGED, {"why": "its rows were brought to another vocabulary"})
-            return None
-        values, tokens = fisher.values, fisher.tokens
-        expected = tuple(tensor.shape)
+        unit.remark(Remark.AVERAGED, {"why": "its rows were brought to another vocabulary"})
+        return None
+    width = tensor.shape[-1]
+    shapes: dict[str, tuple[int, ...]] = {"gram": (width, width), "fisher": tuple(tensor.shape)}
+    values, tokens, expected = found.values, found.tokens, shapes.get(kind, (width,))
     _check(values, expected, source.statistics, plan.models[source.model].name)
     # Means over sequences exclude rows of one token, which predict nothing.
     sequences, domain_tokens = statistics.sequences, statistics.provenance.tokens

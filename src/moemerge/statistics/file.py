@@ -7,7 +7,6 @@ same in every on-disk layout of a model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,33 +74,17 @@ _MAKE_AGAIN: Final = "make it again with `moemerge stats`"
 
 
 @dataclass(frozen=True)
-class Gram:
-    """The mean of x xᵀ over the tokens that a unit read."""
+class UnitMean:
+    """One unit's statistics, in float32 on the CPU; zeros if no token passed the unit.
 
-    matrix: Tensor  # (in, in), float32, CPU; zeros where tokens is 0
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Fisher:
-    """The diagonal of the empirical Fisher information, as a mean over sequences.
-
-    values = mean over sequences of (d loss / d w)², with the summed next-token loss of a sequence,
-    -log p(sequence). They grow with the length of the sequences; `values * sequences / tokens` is
-    per token.
+    gram: (in, in), the mean of x xᵀ over the tokens that the unit read. activation and power:
+    (in,), the mean of |x| and x². fisher: the unit's shape, the mean over all sequences of
+    (d loss / d w)² with the summed next-token loss, so it grows with their length; times
+    sequences / tokens it is per token. sensitivity: (1,), Σ |W · d loss / d W| over the text.
     """
 
-    values: Tensor  # the unit's shape (out, in), float32, CPU
+    values: Tensor
     tokens: int  # that passed this unit
-    sequences: int  # that the mean is over: all of them, also those that passed it by
-
-
-@dataclass(frozen=True)
-class Activation:
-    """The mean of |x|, or of x², over the tokens that a unit read."""
-
-    values: Tensor  # (in,), float32, CPU; zeros where tokens is 0
-    tokens: int
 
 
 def stored_shape(kind: StatisticsKind, unit: tuple[int, ...]) -> tuple[int, ...]:
@@ -169,72 +152,39 @@ class Statistics:
         shapes = {key: unit.shape for key, unit in self.units.items()}
         check_fits(str(self.path), self.provenance, shapes, name, checkpoint, architecture)
 
-    def gram(self, unit_key: str, device: torch.device | None = None) -> Gram | None:
-        """Return the Gram matrix of a unit's input on a device; None if it has none."""
-        self._require("gram")
-        unit = self.units.get(unit_key)
-        if unit is None:
-            return None
-        packed = self._file.read(unit.tensor)
-        matrix = unpack_symmetric(packed if device is None else packed.to(device), unit.shape[-1])
-        if bool((matrix.diagonal() < 0).any()):
-            raise self._damaged(unit, "its diagonal, a mean of squares, is negative")
-        return Gram(matrix, self.counts[unit.tensor])
+    def read(
+        self, kind: StatisticsKind, unit_key: str, device: torch.device | None = None
+    ) -> UnitMean | None:
+        """Return a unit's statistics, which must be of this kind; None if it has none.
 
-    def fisher(self, unit_key: str) -> Fisher | None:
-        """Return the Fisher values of a unit; None if it has none."""
-        self._require("fisher")
-        unit = self.units.get(unit_key)
-        if unit is None:
-            return None
-        values = self._file.read(unit.tensor).reshape(unit.shape)
-        if bool((values < 0).any()):
-            raise self._damaged(unit, "a mean of squares is negative")
-        return Fisher(values, self.counts[unit.tensor], self.sequences)
-
-    def activation(self, unit_key: str) -> Activation | None:
-        """Return the mean |x| of a unit's inputs; None if it has none."""
-        return self._mean("activation", unit_key)
-
-    def power(self, unit_key: str) -> Activation | None:
-        """Return the mean x² of a unit's inputs; None if it has none."""
-        return self._mean("power", unit_key)
-
-    def _mean(self, kind: StatisticsKind, unit_key: str) -> Activation | None:
-        self._require(kind)
-        unit = self.units.get(unit_key)
-        if unit is None:
-            return None
-        values = self._file.read(unit.tensor)
-        if bool((values < 0).any()):
-            raise self._damaged(unit, "a mean of sizes or squares is negative")
-        return Activation(values, self.counts[unit.tensor])
-
-    def sensitivity(self, unit_key: str) -> float | None:
-        """Return Σ |W · d loss / d W| of a unit over the text; None if it has none."""
-        self._require("sensitivity")
-        unit = self.units.get(unit_key)
-        if unit is None:
-            return None
-        value = float(self._file.read(unit.tensor))
-        if not 0 <= value < math.inf:
-            raise self._damaged(unit, "a sum of sizes is negative or not finite")
-        return value
-
-    def _damaged(self, unit: StoredUnit, reason: str) -> NumericalError:
-        return NumericalError(f"{self.path}: {unit.tensor}: {reason}", hint=_MAKE_AGAIN)
-
-    def tokens(self, unit_key: str) -> int | None:
-        """Return the number of tokens through this unit; 0 for an expert without tokens."""
-        unit = self.units.get(unit_key)
-        return None if unit is None else self.counts[unit.tensor]
-
-    def _require(self, kind: StatisticsKind) -> None:
+        A Gram matrix is unpacked on `device`.
+        """
         if self.kind != kind:
             raise CheckpointError(
                 f"{self.path} holds {self.kind} statistics, but {kind} ones are needed",
                 hint=f"make them with `moemerge stats MODEL OUT --data FILE --kind {kind}`",
             )
+        unit = self.units.get(unit_key)
+        if unit is None:
+            return None
+        values = self._file.read(unit.tensor)
+        if kind == "gram":
+            packed = values if device is None else values.to(device)
+            values = unpack_symmetric(packed, unit.shape[-1])
+        elif kind == "fisher":
+            values = values.reshape(unit.shape)
+        sizes = values.diagonal() if kind == "gram" else values
+        if bool((sizes < 0).any()) or (kind == "sensitivity" and not bool(sizes.isfinite().all())):
+            raise NumericalError(
+                f"{self.path}: {unit.tensor}: a sum of sizes or squares is negative or not finite",
+                hint=_MAKE_AGAIN,
+            )
+        return UnitMean(values, self.counts[unit.tensor])
+
+    def tokens(self, unit_key: str) -> int | None:
+        """Return the number of tokens through this unit; 0 for an expert without tokens."""
+        unit = self.units.get(unit_key)
+        return None if unit is None else self.counts[unit.tensor]
 
     def _check_tensors(self) -> None:
         """Refuse a file in which a unit's tensor is missing or has another dtype or size."""
