@@ -169,7 +169,8 @@ def write_report(
     written: list[Path] = []
     drawn: dict[str, Path] = {}
     for summary in summaries:
-        written.append(_write(folder / f"{summary.name}.json", _json(summary)))
+        text = json.dumps(summary.to_json(), indent=1, ensure_ascii=False) + "\n"
+        written.append(_write(folder / f"{summary.name}.json", text))
         if figures and summary.rows and summary.form.figure != "none":
             files = draw_figure(summary, folder / summary.name)
             drawn[summary.name] = files[0]
@@ -242,10 +243,6 @@ def _part(summary: Summary, drawn: Path | None, style: TableStyle) -> dict[str, 
         "compared": style.compared(summary) if summary.comparisons else None,
         "missing": summary.missing,
     }
-
-
-def _json(summary: Summary) -> str:
-    return json.dumps(summary.to_json(), indent=1, ensure_ascii=False) + "\n"
 
 
 def _write(path: Path, text: str) -> Path:

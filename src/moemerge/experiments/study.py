@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -141,7 +141,8 @@ def left_to_measure(plan: StudyPlan, journal: CellJournal) -> list[StudyCell]:
 
 def bench_of(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyBench:
     config = plan.config
-    asked = dict(zip((task.name for task in plan.tasks), _words(plan), strict=True))
+    given = dict.fromkeys(config.evaluate.tasks)
+    asked = dict(zip((task.name for task in plan.tasks), given, strict=True))
     tasks: dict[str, tuple[str, ...]] = {}
     for task in plan.tasks:
         domain = task.settings.domain
@@ -156,10 +157,6 @@ def bench_of(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyBench:
         device="cuda" if settings.device.startswith("cuda:") else settings.device,
         keep_models=(settings.keep or config.keep) == MODELS,
     )
-
-
-def _words(plan: StudyPlan) -> Sequence[str]:
-    return list(dict.fromkeys(plan.config.evaluate.tasks))
 
 
 def workers_for(settings: StudySettings, cells: int, largest: int) -> Workers:

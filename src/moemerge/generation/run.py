@@ -169,7 +169,8 @@ def complete(
                 journal.add(prompts[completion.prompt], completion)
                 finished[completion.prompt, completion.sample] = completion
                 tokens_made += completion.tokens
-                progress.status(_rate(tokens_made, time.monotonic() - begun))
+                rate = tokens_made / max(time.monotonic() - begun, 1e-9)
+                progress.status(f"{rate:.0f} tokens/s")
                 progress.advance(1)
         except MoeMergeError:
             raise
@@ -187,10 +188,6 @@ def complete(
         for place in range(len(prompts))
     )
     return Generated(completions, reused, tokens_made, time.monotonic() - begun)
-
-
-def _rate(tokens: int, seconds: float) -> str:
-    return f"{tokens / max(seconds, 1e-9):.0f} tokens/s"
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -208,7 +208,8 @@ def check_urls(settings: GenerationSettings) -> list[str]:
 def _model_at(url: str, settings: GenerationSettings) -> str:
     """Return the served model's name, and check that the server answers."""
     try:
-        listed = [str(entry["id"]) for entry in _get(f"{url}/models")["data"]]
+        answer = _opened(urllib.request.Request(f"{url}/models"), 30.0)
+        listed = [str(entry["id"]) for entry in answer["data"]]
     except (*_PROBLEMS, RefusalError, KeyError, TypeError, ValueError) as problem:
         if settings.served_model is not None and isinstance(problem, RefusalError):
             return settings.served_model  # a server without a list of models
@@ -245,10 +246,6 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     data = json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     return _opened(urllib.request.Request(url, data=data, headers=headers), ANSWER_SECONDS)
-
-
-def _get(url: str) -> dict[str, Any]:
-    return _opened(urllib.request.Request(url), 30.0)
 
 
 def _opened(request: urllib.request.Request, seconds: float) -> dict[str, Any]:
