@@ -10,18 +10,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final
 
 from moemerge.checkpoint.pickled import PickledFile
 from moemerge.checkpoint.safetensors_file import SafetensorsFile
-from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.registry import did_you_mean
 from moemerge.runtime.files import read_object
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -31,24 +26,7 @@ ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _SHARD: Final = re.compile(r"(.*)-(\d+)-of-(\d+)\.(safetensors|bin)")
 
 
-class TensorFile(Protocol):
-    """One file of tensors. Reading is thread-safe."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def read(
-        self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None
-    ) -> Tensor: ...
-
-    def prefetch(self, name: str, rows: tuple[int, int] | None = None) -> None: ...
-
-    def sample(self, name: str, limit: int) -> bytes: ...
-
-    def close(self) -> None: ...
+TensorFile = SafetensorsFile | PickledFile  # reading is thread-safe
 
 
 def config_hint(folder: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,21 +45,10 @@ from moemerge.statistics import StatisticsWriter
 from moemerge.statistics.file import stored_shape
 from moemerge.text.batches import Batch, rows_of
 
-
-class Measure(Protocol):
-    """Accumulates a statistic of d loss / d W = Σ_t δ_t x_tᵀ into `total` (out, in)."""
-
-    def add(self, total: Tensor, delta: Tensor, x: Tensor) -> None:
-        """Add gradients (sequences, tokens, out) and inputs (sequences, tokens, in)."""
-
-    def add_ragged(self, total: Tensor, delta: Tensor, x: Tensor, counts: Sequence[int]) -> None:
-        """Add rows (tokens, out) and (tokens, in), ordered by sequence."""
-
-    def finish(self, total: Tensor) -> Tensor:
-        """Return the statistic of the sum, (out, in)."""
-
-    def of_unit(self, unit: Unit, values: Tensor) -> Tensor:
-        """Return a unit's stored value: float32, in its stored shape."""
+# A measure sums a statistic of d loss / d W = Σ_t δ_t x_tᵀ into `total` (out, in): `add` takes
+# gradients (sequences, tokens, out) and inputs (sequences, tokens, in), `add_ragged` rows
+# (tokens, out) and (tokens, in), ordered by sequence. `finish` returns the statistic of the sum,
+# and `of_unit` a unit's value as it is stored, in float32.
 
 
 class Squares:
@@ -148,7 +137,7 @@ class _Backward:
         self._model = forward.model
         self._device = job.stream.device
         checkpoint = job.model.checkpoint
-        self._measure: Measure = (
+        self._measure: Squares | Sensitivity = (
             Squares(predicting(job))
             if job.request.settings.kind == "fisher"
             else Sensitivity(checkpoint)
