@@ -10,7 +10,7 @@ import os
 import select
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -276,7 +276,11 @@ def parse_row(row: TextRow, unread: UnreadKeys | None = None) -> str | Conversat
         raise DataError(f"{row.where}: unknown form, keys found: {keys}", hint=ROW_FORMATS)
     if unread is not None:
         unread.add(row.where, form, fields)
-    return _PARSERS[form](fields, row.where)
+    if form == "text":
+        return _string(fields, form, row.where)
+    if form in ("messages", "conversations"):
+        return Conversation(turns_of(fields, form, row.where), form)
+    return _prompt(fields, row.where) if form == "prompt" else _alpaca(fields, row.where)
 
 
 def row_fields(row: TextRow) -> dict[str, Any]:
@@ -297,18 +301,6 @@ def row_fields(row: TextRow) -> dict[str, Any]:
             kind = type(content).__name__
             raise DataError(f"{row.where}: got a JSON {kind}, expected an object", hint=ROW_FORMATS)
     return {str(key): value for key, value in content.items() if value is not None}
-
-
-def _text(fields: Mapping[str, Any], where: str) -> str:
-    return _string(fields, "text", where)
-
-
-def _messages(fields: Mapping[str, Any], where: str) -> Conversation:
-    return Conversation(turns_of(fields, "messages", where), "messages")
-
-
-def _sharegpt(fields: Mapping[str, Any], where: str) -> Conversation:
-    return Conversation(turns_of(fields, "conversations", where), "conversations")
 
 
 def _prompt(fields: Mapping[str, Any], where: str) -> Conversation:
@@ -332,15 +324,6 @@ def _alpaca(fields: Mapping[str, Any], where: str) -> Conversation:
     if "output" in fields:
         turns += said(fields, "output", "assistant", where)
     return Conversation(turns, "instruction", joinable=True)
-
-
-_PARSERS: Mapping[str, Callable[[Mapping[str, Any], str], str | Conversation]] = {
-    "messages": _messages,
-    "conversations": _sharegpt,
-    "prompt": _prompt,
-    "instruction": _alpaca,
-    "text": _text,
-}
 
 
 def _string(fields: Mapping[str, Any], key: str, where: str) -> str:
