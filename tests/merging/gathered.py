@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -76,7 +76,7 @@ def gather(
         dtype="float32",
         device="cpu",
     )
-    provenance = replace(provenance, **changed)
+    provenance = provenance.model_copy(update=changed)
     found = Gathered(out, tokens=tokens)
     with StatisticsWriter(out, kind=kind, provenance=provenance, keys=units) as writer:
         if kind == "gram":

@@ -58,29 +58,23 @@ _BASE_CHANGING_INITS: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The settings of `adapter_config.json` that define the merged weight."""
+    """What `adapter_config.json` states about the merged weight."""
 
-    rank: int
-    alpha: float
-    rslora: bool
-    dora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
-    fan_in_fan_out: bool
-    target_parameters: tuple[str, ...]
+    document: AdapterDocument
 
     def rank_of(self, key: str) -> int:
-        return int(_by_pattern(self.rank_pattern, key, self.rank))
+        return int(_by_pattern(self.document.rank_pattern, key, self.document.r))
 
     def scaling_of(self, key: str) -> float:
-        rank, alpha = self.rank_of(key), float(_by_pattern(self.alpha_pattern, key, self.alpha))
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
+        document, rank = self.document, self.rank_of(key)
+        alpha = float(_by_pattern(document.alpha_pattern, key, document.lora_alpha))
+        return alpha / (math.sqrt(rank) if document.use_rslora else rank)
 
     def parameters_of(self, module: str) -> list[str]:
         """Return the parameters of a module that `target_parameters` names, in declared order."""
         names = {
             target.rpartition(".")[2]
-            for target in self.target_parameters
+            for target in self.document.target_parameters or ()
             for owner in [target.rpartition(".")[0]]
             if module == owner or module.endswith(f".{owner}") or not owner
         }
@@ -92,8 +86,8 @@ class LoraSettings:
         return sorted(names, key=lambda n: _DECLARED.index(n) if n in _DECLARED else 0)
 
 
-def _by_pattern(patterns: Mapping[str, float], key: str, default: float) -> float:
-    for pattern, value in patterns.items():
+def _by_pattern(patterns: Mapping[str, float] | None, key: str, default: float) -> float:
+    for pattern, value in (patterns or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", key):
             return value
     return default
@@ -169,16 +163,7 @@ def _settings(config: Mapping[str, Any], path: Path) -> LoraSettings:
     patterns = {**(document.rank_pattern or {}), **(document.alpha_pattern or {})}
     for pattern in patterns:
         _check_pattern(pattern, path)
-    return LoraSettings(
-        rank=document.r,
-        alpha=document.lora_alpha,
-        rslora=document.use_rslora,
-        dora=document.use_dora,
-        rank_pattern=document.rank_pattern or {},
-        alpha_pattern=document.alpha_pattern or {},
-        fan_in_fan_out=document.fan_in_fan_out,
-        target_parameters=tuple(document.target_parameters or ()),
-    )
+    return LoraSettings(document)
 
 
 def _check_pattern(pattern: str, path: Path) -> None:
@@ -244,7 +229,7 @@ def _pair(adapter: Adapter, parameter: str, parts: Mapping[str, str]) -> LoraPai
             "other half of the pair",
             hint="the adapter is incomplete; save it again",
         )
-    if adapter.settings.dora and parts.get("lora_magnitude_vector") is None:
+    if adapter.settings.document.use_dora and parts.get("lora_magnitude_vector") is None:
         raise CheckpointError(
             f"{adapter.file.path} has no magnitudes of {parameter}, although use_dora is set",
             hint="the adapter is incomplete; save it again",

@@ -259,7 +259,7 @@ class LoraChanges:
         return None
 
     def _orientations(self, pair: LoraPair, place: Place) -> tuple[bool, ...]:
-        transposed = pair.embedding or self._adapter.settings.fan_in_fan_out
+        transposed = pair.embedding or self._adapter.settings.document.fan_in_fan_out
         if pair.magnitude is not None and (transposed or place != Place(place.tensor)):
             raise CheckpointError(
                 f"the adapter uses DoRA on {pair.parameter!r}, an embedding, a transposed matrix "
@@ -269,7 +269,7 @@ class LoraChanges:
         if pair.embedding:  # A is (rank, vocabulary), B is (width, rank)
             return (True,)
         if place.row is None:
-            return (self._adapter.settings.fan_in_fan_out,)
+            return (self._adapter.settings.document.fan_in_fan_out,)
         transposed = self._config.get("model_type") in _TRANSPOSED_STACKS
         return (transposed, not transposed)
 

@@ -39,7 +39,7 @@ class CollectReport:
     notices: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "provenance": self.provenance.to_json()}
+        return {**asdict(self), "provenance": self.provenance.model_dump()}
 
 
 def run_collect(request: CollectRequest, progress: Progress) -> CollectReport:

@@ -55,27 +55,27 @@ class AdapterDocument(FileSchema):
     target_parameters: list[str] | None = None
 
 
-class ProvenanceDocument(FileSchema):
-    """The origin of saved statistics."""
+class Provenance(FileSchema):
+    """The model, the text and the settings of collected statistics."""
 
-    model: str
+    model: str  # as the user named it
     family: str
     model_fingerprint: str
-    tokenizer_fingerprint: str | None
-    data_fingerprint: str
+    tokenizer_fingerprint: str | None  # None: a model without a tokenizer
+    data_fingerprint: str  # of the tokens themselves, in their order
     tokens: Count
     sequences: Count
     seed: int
-    version: str
-    dtype: str
-    device: str
+    version: str  # of moemerge
+    dtype: str  # of the forward pass
+    device: str  # cpu or cuda: the last bits depend on it
 
 
 class StatisticsDocument(FileSchema):
     """The metadata of a file of statistics."""
 
     kind: StatisticsKind
-    provenance: ProvenanceDocument
+    provenance: Provenance
     # Tensor and shape of each unit.
     units: dict[str, Annotated[list[str | list[Count]], Field(min_length=2, max_length=2)]]
     tokens: dict[str, Count]

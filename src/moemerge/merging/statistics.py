@@ -109,7 +109,7 @@ def describe_statistics(
             described[name][kind] = {
                 "file": str(statistics.path) if saved and statistics is not None else None,
                 "computed_from": None if saved else list(wanted.data[name]),
-                **({} if statistics is None else statistics.provenance.to_json()),
+                **({} if statistics is None else statistics.provenance.model_dump()),
             }
     return described
 

@@ -21,7 +21,7 @@ from moemerge.errors import CheckpointError, NumericalError
 from moemerge.runtime.dtypes import Dtype
 from moemerge.runtime.files import parse_object
 from moemerge.runtime.lazy import torch
-from moemerge.statistics.provenance import Provenance, check_fits
+from moemerge.statistics.provenance import check_fits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +110,7 @@ class Statistics:
         self._file = file
         self.path: Path = file.path
         self.kind: StatisticsKind = content.kind
-        self.provenance = Provenance(**content.provenance.model_dump())
+        self.provenance = content.provenance
         self.units: Mapping[str, StoredUnit] = {
             key: StoredUnit(str(tensor), tuple(map(int, shape)))
             for key, (tensor, shape) in content.units.items()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moemerge.architectures.architecture import Architecture
 from moemerge.architectures.roles import Unit
 from moemerge.checkpoint import Checkpoint
 from moemerge.checkpoint.tensors import as_bytes
+from moemerge.config.documents import Provenance
 from moemerge.errors import CheckpointError, TokenizerError
 from moemerge.runtime.files import read_file
 from moemerge.runtime.lazy import torch
@@ -36,26 +36,6 @@ _VOCABULARIES = (
     "spiece.model",
     "sentencepiece*.model",
 )
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """The model, the text and the settings of collected statistics."""
-
-    model: str  # as the user named it
-    family: str
-    model_fingerprint: str
-    tokenizer_fingerprint: str | None  # None: a model without a tokenizer
-    data_fingerprint: str  # of the tokens themselves, in their order
-    tokens: int
-    sequences: int
-    seed: int
-    version: str  # of moemerge
-    dtype: str  # of the forward pass
-    device: str  # cpu or cuda: the last bits depend on it
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def family_name(architecture: Architecture) -> str:

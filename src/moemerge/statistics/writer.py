@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 from moemerge.checkpoint.output import check_output_file, output_error, writing
 from moemerge.checkpoint.safetensors_file import HEADER_ALIGNMENT, LENGTH_BYTES, METADATA
 from moemerge.checkpoint.tensors import as_bytes
+from moemerge.config.documents import Provenance
 from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.runtime.files import remove_stale, sync_folder
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import thread_pool
 from moemerge.statistics.file import FORMAT_NUMBER, STATISTICS_FORMAT
-from moemerge.statistics.provenance import Provenance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,7 +189,7 @@ class StatisticsWriter:
     def _header(self, sequences: int, notices: Sequence[str]) -> bytes:
         content = {
             "kind": self._kind,
-            "provenance": self._provenance.to_json(),
+            "provenance": self._provenance.model_dump(),
             "sequences": sequences,
             "units": self._units,
             "tokens": self._tokens,
