@@ -17,7 +17,13 @@ from moemerge.experiments.plan import plan_study
 from moemerge.experiments.settings import StudySettings
 from moemerge.experiments.study import IN_MEMORY, workers_for
 from moemerge.experiments.study_file import load_study
-from moemerge.experiments.summary import overall, packed, paired, pooled, scores_of
+from moemerge.experiments.summary import (
+    overall_by_problems,
+    packed,
+    paired_by_problems,
+    pooled,
+    scores_of,
+)
 from moemerge.experiments.tables import TableForm
 from moemerge.runtime.devices import available_memory, cpu_count, resolve_device
 from moemerge.testbed import bundled_set
@@ -235,17 +241,17 @@ def test_scores_over_problems_by_hand():
     first = entry([0.0, 0.0], [0.5, 0.5], [1.0, 0.0])
     second = entry([1.0, 0.0], [0.5, 1.0], [1.0, 1.0])
     # Domain a: (0 + 0.5) / 2, b: 0.5.
-    assert overall(form, first).value == pytest.approx(0.375)
+    assert overall_by_problems(form, first).value == pytest.approx(0.375)
     # Standard errors: x 0, y 0 and z 0.5, which has half the weight.
-    assert overall(form, first).error == pytest.approx(0.25)
-    pair = paired(form, first, second)
+    assert overall_by_problems(form, first).error == pytest.approx(0.25)
+    pair = paired_by_problems(form, first, second)
     assert pair.difference == pytest.approx((0.5 + 0.25) / 4 + 0.5 / 2)
     assert (pair.won, pair.lost) == (3, 0)
     # Two seeds: a problem's score is its mean over them.
     both = pooled(form, [first, second])
     assert scores_of(both["domains"]["a"]["tasks"]["x"]) == [0.5, 0.0]
     assert scores_of(both["domains"]["b"]["tasks"]["z"]) == [1.0, 0.5]
-    assert paired(form, first, both).difference == pytest.approx(pair.difference / 2)
+    assert paired_by_problems(form, first, both).difference == pytest.approx(pair.difference / 2)
 
 
 def test_a_study_is_repeated_over_seeds(config, tmp_path):
