@@ -11,7 +11,7 @@ import torch
 import zoo
 from moemerge.architectures.opened import open_model
 from moemerge.architectures.roles import Role
-from moemerge.tuning.weights import TrainedLayout, load_trainable
+from moemerge.features.trainable import TrainedLayout, load_trainable
 
 # One of each kind of layout: one by one, stacks, transposed, interleaved, flat, renamed, joined.
 FAMILIES = [

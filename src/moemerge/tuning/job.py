@@ -24,8 +24,8 @@ from moemerge.text.answers import Answers, load_answers
 from moemerge.text.domains import TextSettings
 from moemerge.text.rows import TextSource, check_files
 from moemerge.text.tokens import Tokenizer, load_tokenizer
+from moemerge.features.trainable import TrainedLayout
 from moemerge.tuning.settings import TuningSettings
-from moemerge.tuning.weights import TrainedLayout
 
 PACKAGES: Final = ("trl", "peft")
 NOT_IN_KEY: Final = ("preset", "save_every", "device", "adapter", "recompute")

@@ -28,8 +28,8 @@ from moemerge.runtime.ranks import Ranks, asked_for
 from moemerge.text.rows import source_names
 from moemerge.tuning.job import TuningJob, TuningRequest, check_request
 from moemerge.tuning.output import CurvePoint, TunedOutput, TuningReport, open_tuned_output
-from moemerge.tuning.states import SavedStates
-from moemerge.tuning.weights import load_trainable
+from moemerge.lockstep.states import SavedStates
+from moemerge.features.trainable import load_trainable
 
 if TYPE_CHECKING:
     from moemerge.tuning.trainer import Tuner

@@ -29,7 +29,7 @@ from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks
 from moemerge.tuning.adapters import check_adapter, lora_config
 from moemerge.tuning.job import TuningJob
-from moemerge.tuning.states import mark_complete
+from moemerge.lockstep.states import mark_complete
 
 TRAINED: Final = "trained.pt"
 IGNORED: Final = -100  # the label of tokens without loss

@@ -122,11 +122,16 @@ def _rows(tensor: Tensor, unit: Unit) -> Tensor:
 
 
 def load_trainable(
-    opened: OpenModel, layout: TrainedLayout, dtype: torch.dtype, *, lora: bool
+    opened: OpenModel,
+    layout: TrainedLayout,
+    dtype: torch.dtype,
+    *,
+    lora: bool,
+    device: torch.device = CPU,
 ) -> PreTrainedModel:
-    """Load the model on the CPU with its trained parameters trainable; with a LoRA none is."""
+    """Load the model with its trained parameters trainable; with a LoRA none is."""
     model = build_skeleton(opened.checkpoint, dtype)
-    weights = Weights(model, opened.checkpoint, CPU, dtype)
+    weights = Weights(model, opened.checkpoint, device, dtype)
     try:
         names = tuple(model.state_dict())
         weights.place(weights.fetch(names))

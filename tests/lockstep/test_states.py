@@ -10,7 +10,7 @@ import pytest
 import zoo
 from moemerge.errors import UsageError
 from moemerge.runtime.journals import saved_path
-from moemerge.tuning.states import SavedStates, mark_complete
+from moemerge.lockstep.states import SavedStates, mark_complete
 from tuning.cases import InterruptedAt, changed, rows, tune
 
 

@@ -1,0 +1,1 @@
+"""Train a merged model on the next-token distributions of its sources."""

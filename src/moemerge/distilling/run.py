@@ -1,0 +1,364 @@
+"""Run a distillation, from the merged folder to the distilled folder."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.opened import OpenModel
+from moemerge.checkpoint import format_size
+from moemerge.distilling.report import DistillReport
+from moemerge.distilling.settings import DistillSettings
+from moemerge.distilling.student import STATE_BYTES, OptimiserName, Student
+from moemerge.distilling.teachers import TeacherRows, positions, run_teacher
+from moemerge.distilling.training import Progressed, Trainer, TrainingOptions
+from moemerge.errors import ArchitectureError, NumericalError, ResourceError
+from moemerge.features.settings import HEADROOM
+from moemerge.features.trainable import TrainedLayout
+from moemerge.lockstep.inputs import base_notices, check_same_tokens, read_text, require_streamable
+from moemerge.lockstep.job import OpenedRepair, RepairJob, RepairRun, RepairSteps, run_repair
+from moemerge.lockstep.journal import Entry
+from moemerge.lockstep.output import RefusedResultError
+from moemerge.lockstep.report import RepairReport
+from moemerge.lockstep.request import RepairRequest, request_key
+from moemerge.lockstep.states import SavedStates, mark_complete
+from moemerge.runtime import ranks
+from moemerge.runtime.devices import available_memory
+from moemerge.runtime.dtypes import dtype_name
+from moemerge.runtime.progress import Progress
+from moemerge.runtime.timing import Stopwatch, Timings, peak_memory
+
+LEAST_STEPS: Final = 100
+EPOCHS: Final = 2
+MOST_EPOCHS: Final = 16
+# Padded tokens that run at once, and bytes that their logits may take with their gradient.
+MICRO_TOKENS: Final = {"cpu": 4096, "cuda": 16384}
+LOGITS_BYTES: Final = {"cpu": 2**30, "cuda": 2**33}
+LOGITS_COPIES: Final = 4  # in float32: the logits, their exponentials and two gradients
+# A checkpointed layer stores its input; the layer that is recomputed stores about this many more.
+LAYER_COPIES: Final = 40
+STATE_FILE: Final = "state.pt"
+STUDENT: Final = "student"  # the only entry of the journal
+
+DistillRequest = RepairRequest[DistillSettings]
+
+
+def run_distillation(request: DistillRequest, progress: Progress) -> DistillReport:
+    """Distil into `request.out`. Stored distributions and training states allow a resume."""
+    return run_repair(request, progress, Distillation())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillJob(RepairJob[DistillSettings]):
+    """A distillation that can be run."""
+
+    layout: TrainedLayout
+    vocabulary: int
+
+    @cached_property
+    def steps(self) -> int:
+        settings = self.request.settings
+        if settings.steps != "auto":
+            return int(settings.steps)
+        epoch = max(1.0, sum(len(d.rows) for d in self.text.domains) / settings.batch)
+        return round(min(max(LEAST_STEPS, EPOCHS * epoch), max(1.0, MOST_EPOCHS * epoch)))
+
+    @property
+    def micro_tokens(self) -> int:
+        """Return how many padded tokens run at once."""
+        kind = self.stream.device.type
+        logits = LOGITS_BYTES.get(kind, LOGITS_BYTES["cuda"]) // (
+            LOGITS_COPIES * 4 * self.vocabulary
+        )
+        return max(1, min(MICRO_TOKENS.get(kind, MICRO_TOKENS["cuda"]), logits))
+
+    def needed_bytes(self, optimiser: OptimiserName) -> int:
+        """Return the estimated peak memory of the training on its device."""
+        size = self.stream.dtype.itemsize
+        weights = sum(info.numel for info in self.merged.checkpoint.tensors.values()) * size
+        masters = 4 if size < 4 else 0
+        states = self.layout.numel * (size + masters + STATE_BYTES[optimiser])
+        architecture = self.merged.architecture
+        width = architecture.hidden_size or 0
+        saved = architecture.num_layers if self.request.settings.recompute else (
+            LAYER_COPIES * architecture.num_layers
+        )
+        activations = self.micro_tokens * width * size * (saved + LAYER_COPIES)
+        logits = self.micro_tokens * self.vocabulary * 4 * LOGITS_COPIES
+        return weights + states + activations + logits
+
+    @cached_property
+    def optimiser(self) -> OptimiserName:
+        """Return the optimiser; `auto` takes AdamW if the device has the memory."""
+        chosen = self.request.settings.optimiser
+        if chosen != "auto":
+            return chosen
+        fits = self.needed_bytes("adamw") <= available_memory(self.stream.device) * HEADROOM
+        return ranks.from_lead("adamw" if fits else "adafactor")
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {
+            "merged": self.merged.checkpoint.fingerprint(),
+            "sources": {
+                name: hashlib.sha256(source.checkpoint.fingerprint().encode()).hexdigest()
+                for name, source in self.sources.items()
+            },
+            "steps": self.steps,
+            "micro_tokens": self.micro_tokens,
+            "optimiser": self.optimiser,
+            **request_key(self.request, self.text.domains, self.stream.device, self.stream.dtype),
+        }
+
+
+class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
+    """The steps of a distillation."""
+
+    def require(self, merged: OpenModel) -> None:
+        if merged.checkpoint.quantisation is not None or merged.architecture.quantised:
+            raise ArchitectureError(
+                f"{merged.label} is quantised, and training needs floats",
+                hint="write it in floats first: `moemerge merge` with passthrough does",
+            )
+
+    def rehearse(self, opened: OpenedRepair[DistillSettings]) -> None:
+        """Training has no kernels of ours to compile."""
+
+    def prepare(self, opened: OpenedRepair[DistillSettings]) -> DistillJob:
+        request, merged, sources = opened.request, opened.merged, opened.sources
+        settings = request.settings
+        text = request.text or read_text(merged, sources, request.data, settings)
+        notices = base_notices(merged, sources, request.sources)
+        notices += text.notices
+        size = vocabulary(merged)
+        for domain in text.domains:
+            source = sources[domain.name]
+            what, hint = f"source {source.name!r}", "a source is a model that was merged"
+            require_streamable(merged, source, what=what, hint=hint)
+            notices += check_same_tokens([domain], text.tokenizer, source, what=what, hint=hint)
+            if vocabulary(source) != size:
+                raise ArchitectureError(
+                    f"{what} predicts {vocabulary(source)} tokens, {merged.label} {size}",
+                    hint="a teacher needs the student's vocabulary",
+                )
+        job = DistillJob(
+            request=request,
+            merged=merged,
+            sources=sources,
+            stream=opened.stream,
+            text=text,
+            notices=tuple(notices),
+            layout=TrainedLayout(merged, settings.only),
+            vocabulary=size,
+        )
+        _check_text(job)
+        _check_memory(job)
+        return job
+
+    def compute(self, job: DistillJob, run: RepairRun) -> DistillReport:
+        output, settings = run.output, job.request.settings
+        output.begin(job.key, job.layout.stored, resume=job.request.resume)
+        stopwatch = Stopwatch(job.stream.device)
+        stopwatch.count("prepare", time.perf_counter() - run.start - job.text.seconds)
+        stopwatch.count("text", job.text.seconds)
+        finished = output.finished(STUDENT)
+        if finished is None:
+            run.progress.note(_estimate(job))
+            with saved_states(job) as states:
+                row, student = _distil(job, states, stopwatch, run.progress)
+                tensors = dict(job.layout.written(student.state_dict())) if ranks.leads() else {}
+                output.add(Entry(STUDENT, tensors if job.request.write else {}, row))
+                states.finished = True
+        report = _report(job, output, stopwatch, time.perf_counter() - run.start)
+        if settings.strict and report.kept_step == 0:
+            raise RefusedResultError(
+                report.notices[-1], hint="give more text, or leave `strict` out"
+            )
+        return report
+
+
+def _distil(
+    job: DistillJob, states: TrainingStates, stopwatch: Stopwatch, progress: Progress
+) -> tuple[dict[str, Any], Student]:
+    """Return the row of the report, and the student with the weights that are kept."""
+    settings, stream = job.request.settings, job.stream
+    with stopwatch.span("teachers"):
+        teachers = {
+            domain.name: run_teacher(
+                job.sources[domain.name],
+                domain,
+                states.targets / f"{number}-rank{ranks.rank()}",
+                stream,
+                k=settings.top_tokens,
+                vocabulary=job.vocabulary,
+                progress=progress,
+            )
+            for number, domain in enumerate(job.text.domains)
+        }
+    with stopwatch.span("load"):
+        student = Student(
+            job.merged, job.layout, stream.device, stream.dtype, recompute=settings.recompute
+        )
+    options = TrainingOptions(
+        steps=job.steps,
+        batch=settings.batch,
+        micro_tokens=job.micro_tokens,
+        optimiser=job.optimiser,
+        next_token=settings.next_token,
+        seed=settings.seed,
+    )
+    trainer = Trainer(student, teachers, job.weights, options, progress)
+    rate, tried = settings.learning_rate, {}
+    state, optimiser = states.load(trainer)
+    if state is None and rate == "auto":
+        with stopwatch.span("search for the rate"):
+            rate, tried = trainer.choose_rate()
+    if state is None:
+        state = Progressed(float(rate), tried)
+        optimiser = trainer.optimiser(state.rate)
+    with stopwatch.span("train"):
+        trainer.train(state, optimiser, states.save)
+    return state.to_json(), student
+
+
+class TrainingStates:
+    """The folder next to OUT with the teachers' distributions and the last training state."""
+
+    def __init__(self, job: DistillJob) -> None:
+        self.finished = False
+        self._saved: SavedStates | None = None
+        if ranks.leads():
+            self._saved = SavedStates(job.request.out, job.key, resume=job.request.resume)
+        folder = ranks.from_lead(self._saved.folder if self._saved is not None else None)
+        assert folder is not None
+        self.folder: Path = folder
+
+    @property
+    def targets(self) -> Path:
+        return self.folder / "teachers"
+
+    def save(self, state: Progressed, optimiser: torch.optim.Optimizer, student: Student) -> None:
+        """Store a training state. Every rank has the same one, and rank 0 writes it."""
+        if self._saved is None:
+            return
+        folder = self.folder / f"checkpoint-{state.step}"
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(
+                {
+                    "state": state.to_json(),
+                    "best": state.best,
+                    "weights": student.snapshot(),
+                    "optimiser": optimiser.state_dict(),
+                },
+                folder / STATE_FILE,
+            )
+            mark_complete(folder)
+            self._saved.prune()
+
+    def load(self, trainer: Trainer) -> tuple[Progressed | None, torch.optim.Optimizer]:
+        """Return the last state and its optimiser, and set the student's weights to it."""
+        latest = ranks.from_lead(None if self._saved is None else self._saved.latest())
+        if latest is None:
+            return None, trainer.optimiser(0.0)
+        stored = torch.load(latest / STATE_FILE, map_location="cpu", weights_only=True)
+        state = Progressed.from_json(stored["state"], stored["best"])
+        trainer.student.load(stored["weights"])
+        optimiser = trainer.optimiser(state.rate)
+        optimiser.load_state_dict(stored["optimiser"])
+        return state, optimiser
+
+    def close(self, *, keep: bool) -> None:
+        ranks.meet()  # other ranks may still read the folder
+        if self._saved is not None:
+            self._saved.close(keep=keep and not self.finished)
+
+
+@contextmanager
+def saved_states(job: DistillJob) -> Iterator[TrainingStates]:
+    """Open the folder of states. It stays after an interrupt, and goes after a hopeless error."""
+    states = TrainingStates(job)
+    keep = True
+    try:
+        yield states
+    except HOPELESS:
+        keep = False
+        raise
+    finally:
+        states.close(keep=keep)
+
+
+# --- checks and report --------------------------------------------------------------------------
+
+
+def _check_text(job: DistillJob) -> None:
+    for domain in job.text.domains:
+        for kind, rows in (("rows", domain.rows), ("held-out rows", domain.holdout)):
+            if rows and not any(map(positions, rows)):
+                raise DataError(
+                    f"domain {domain.name!r}: none of its {kind} has two tokens",
+                    hint="a next token is predicted from those before it: give longer text",
+                )
+
+
+def _check_memory(job: DistillJob) -> None:
+    device = job.stream.device
+    needed, free = job.needed_bytes(job.optimiser), available_memory(device)
+    if needed > free * HEADROOM:
+        raise ResourceError(
+            f"distillation needs about {format_size(needed)} on {device}, and "
+            f"{format_size(int(free * HEADROOM))} are usable",
+            hint='train a part of the model (`only="experts"`), use `optimiser="adafactor"`, or '
+            "give shorter rows (`max_length`)",
+        )
+
+
+def _estimate(job: DistillJob) -> str:
+    tokens = sum(domain.tokens for domain in job.text.domains)
+    return (
+        f"distilling {job.layout.numel:,} parameters in {job.steps} steps over {tokens:,} tokens; "
+        f"about {format_size(job.needed_bytes(job.optimiser))} on {job.stream.device} "
+        f"({job.optimiser})"
+    )
+
+
+def _report(
+    job: DistillJob, output: Output, stopwatch: Stopwatch, seconds: float
+) -> DistillReport:
+    stopwatch.aside("copy", *output.copied)
+    state = Progressed.from_json(output.entries[0].row)
+    notices = [*job.notices]
+    if state.held_out and state.best_step == 0:
+        notices.append(
+            "no step lowered the divergence on held-out rows, so the merged weights are kept"
+        )
+    return DistillReport(
+        **RepairReport.request_fields(job.request),
+        device=str(job.stream.device),
+        dtype=dtype_name(job.stream.dtype),
+        offload="device",
+        memory=job.needed_bytes(job.optimiser),
+        resumed=output.resumed,
+        layers=(),
+        notices=tuple(notices),
+        seconds=seconds,
+        timings=Timings.of(stopwatch, seconds, peak_memory(job.stream.device)),
+        parameters=job.layout.numel,
+        optimiser=job.optimiser,
+        learning_rate=state.rate,
+        tried_rates=state.tried_rates,
+        steps=state.step,
+        kept_step=state.best_step,
+        losses=tuple(state.losses),
+        held_out=state.held_out,
+        tokens={domain.name: domain.tokens for domain in job.text.domains},
+    )

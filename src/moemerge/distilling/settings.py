@@ -1,0 +1,108 @@
+"""Settings of a distillation, and its declaration as a repair."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from moemerge.config.faults import FaultsError, shown
+from moemerge.config.fields import PositiveInt, read_by
+from moemerge.config.repairs import Repair, RepairKeywords, RepairSettings
+from moemerge.config.settings import Flag, Share
+
+Only = Literal["routers", "experts", "attention"]
+OptimiserChoice = Literal["auto", "adamw", "adafactor"]
+StepCount = int | Literal["auto"]
+Rate = float | Literal["auto"]
+UnitShare = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+
+
+def step_count(raw: object) -> StepCount:
+    """Read `auto`, or a whole number above zero."""
+    if raw == "auto" or (isinstance(raw, int) and not isinstance(raw, bool) and raw > 0):
+        return raw  # type: ignore[return-value]
+    raise FaultsError.one(f"expected auto, or a whole number above 0, not {shown(raw)}")
+
+
+def learning_rate(raw: object) -> Rate:
+    """Read `auto`, or a number above zero."""
+    if raw == "auto":
+        return "auto"
+    if isinstance(raw, int | float) and not isinstance(raw, bool) and 0.0 < raw < float("inf"):
+        return float(raw)
+    raise FaultsError.one(f"expected auto, or a number above 0, not {shown(raw)}")
+
+
+class DistillSettings(RepairSettings):
+    """How a model is trained on the distributions of its sources."""
+
+    steps: Annotated[StepCount, read_by(step_count, StepCount)] = Field(
+        "auto",
+        description="optimiser steps (auto: two epochs, at least 100 steps, at most 16 epochs)",
+    )
+    learning_rate: Annotated[Rate, read_by(learning_rate, Rate)] = Field(
+        "auto",
+        description="highest learning rate (auto: the one with the lowest held-out divergence "
+        "after short trials)",
+    )
+    batch: PositiveInt = Field(32, description="rows of a step, over all processes")
+    only: Only | None = Field(
+        None, description="train only the routers, the experts or the attention (default: all)"
+    )
+    next_token: UnitShare = Field(
+        0.0, description="share of the next-token loss in the loss; the rest is the divergence"
+    )
+    top_tokens: PositiveInt = Field(
+        64, description="most probable next tokens of a teacher that are stored per position"
+    )
+    optimiser: OptimiserChoice = Field(
+        "auto",
+        description="adamw, or adafactor with a small state (auto: adamw if the device holds it)",
+    )
+    recompute: Flag = Field(
+        True, description="recompute activations in the backward pass (gradient checkpointing)"
+    )
+    holdout: Share = Field(
+        0.1,
+        description="share of the rows kept out of training: they choose the rate and the step "
+        "whose weights are kept",
+    )
+    strict: Flag = Field(False, description="fail if the held-out divergence does not fall")
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Refuse `auto` without held-out rows, which choose the rate."""
+        if data.get("holdout") == 0 and data.get("learning_rate", "auto") == "auto":
+            raise FaultsError.one(
+                "held-out rows choose the learning rate: give a holdout above 0, or a rate",
+                "holdout",
+            )
+        return data
+
+
+class DistillKeywords(RepairKeywords, total=False):
+    """`DistillSettings` one by one."""
+
+    steps: StepCount
+    learning_rate: Rate
+    batch: int
+    only: Only | None
+    next_token: float
+    top_tokens: int
+    optimiser: OptimiserChoice
+    recompute: bool
+
+
+DISTILLATION = Repair(
+    key="distill",
+    verb="distill",
+    settings=DistillSettings,
+    runner="moemerge.distilling.run:run_distillation",
+    block_help="train the merge on its sources' next-token distributions",
+    text_use="distils from",
+    needs_routers=False,
+    card_title="Distillation",
+    card_done="Distilled from its sources",
+    card_summary="then distilled from them",
+)
