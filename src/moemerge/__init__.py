@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from moemerge.api import calibrate as calibrate
     from moemerge.api import collect_statistics as collect_statistics
     from moemerge.api import diagnose as diagnose
+    from moemerge.api import distill as distill
     from moemerge.api import evaluate as evaluate
     from moemerge.api import extract as extract
     from moemerge.api import find_coefficients as find_coefficients
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from moemerge.config.settings import MergeSettings as MergeSettings
     from moemerge.data.settings import DataSettings as DataSettings
     from moemerge.diagnosis.settings import DiagnosisSettings as DiagnosisSettings
+    from moemerge.distilling.settings import DistillSettings as DistillSettings
     from moemerge.errors import ArchitectureError as ArchitectureError
     from moemerge.errors import CheckpointError as CheckpointError
     from moemerge.errors import ConfigError as ConfigError
@@ -55,12 +57,13 @@ if TYPE_CHECKING:
 # The public names of each room.
 _PUBLIC = {
     "moemerge.api": (
-        "calibrate collect_statistics diagnose evaluate extract find_coefficients inspect "
+        "calibrate collect_statistics diagnose distill evaluate extract find_coefficients inspect "
         "load_config make_data merge refit run swap_routers tune validate"
     ),
     "moemerge.checkpoint": "Checkpoint",
     "moemerge.calibration.settings": "CalibrationSettings",
     "moemerge.data.settings": "DataSettings",
+    "moemerge.distilling.settings": "DistillSettings",
     "moemerge.evaluation.settings": "EvaluationSettings",
     "moemerge.refitting.settings": "RefitSettings",
     "moemerge.collecting.settings": "CollectingSettings",

@@ -15,6 +15,7 @@ from moemerge.api.jobs import Model, files_of, output_for, settings_for, uploade
 from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords, CalibrationSettings
 from moemerge.config.repairs import Repair
 from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywords
+from moemerge.distilling.settings import DISTILLATION, DistillKeywords, DistillSettings
 from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError
 from moemerge.refitting.settings import REFIT, RefitKeywords, RefitSettings
 from moemerge.runtime.devices import resolve_device
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from moemerge.calibration.report import CalibrationReport
     from moemerge.diagnosis.page import BeforeAndAfter
     from moemerge.diagnosis.results import Diagnosis
+    from moemerge.distilling.report import DistillReport
     from moemerge.lockstep.report import RepairReport
     from moemerge.lockstep.request import RepairRequest
     from moemerge.refitting.report import RefitReport
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 
 class CalibrateKeywords(CalibrationKeywords, OutputKeywords, total=False):
     """Keywords of `calibrate`."""
+
+
+class DistillOutKeywords(DistillKeywords, OutputKeywords, total=False):
+    """Keywords of `distill`."""
 
 
 class RefitOutKeywords(RefitKeywords, OutputKeywords, total=False):
@@ -86,6 +92,29 @@ def refit(
     """
     given = {"sources": sources, "data": data, "weights": weights, "progress": progress}
     report: RefitReport = _repair_model(REFIT, merged, out, settings, given, keywords)
+    return report
+
+
+@with_keywords(DistillOutKeywords, DistillSettings, OutputSettings)
+def distill(
+    merged: Model,
+    out: str | Path,
+    *,
+    sources: Mapping[str, Model],
+    data: Mapping[str, Files],
+    weights: Mapping[str, float] | None = None,
+    settings: DistillSettings | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[DistillOutKeywords],
+) -> DistillReport:
+    """Train `merged` on the next-token distributions of its sources; write the model to `out`.
+
+    Arguments are those of `calibrate`, with other settings:
+    `distill(..., steps=60, learning_rate=1e-4, only="experts")`. Under torchrun every process must
+    call this function: each trains on a share of the rows, and rank 0 writes.
+    """
+    given = {"sources": sources, "data": data, "weights": weights, "progress": progress}
+    report: DistillReport = _repair_model(DISTILLATION, merged, out, settings, given, keywords)
     return report
 
 

@@ -20,6 +20,7 @@ from moemerge.runtime.progress import counted
 if TYPE_CHECKING:
     from moemerge.calibration.report import CalibrationReport
     from moemerge.diagnosis.results import Diagnosis, Swap
+    from moemerge.distilling.report import DistillReport
     from moemerge.lockstep.report import RepairReport
     from moemerge.refitting.report import RefitReport
 
@@ -348,6 +349,29 @@ def refit_report(report: RefitReport, *, verbose: bool) -> RenderableType:
     rows += [("note", in_flags(notice)) for notice in report.notices] if verbose else []
     rows += timing(report, "fitted", "map") if verbose else []
     return Group(_table(report, verbose=verbose), "", facts(rows))
+
+
+def distill_report(report: DistillReport, *, verbose: bool) -> RenderableType:
+    """Return the held-out divergence of each domain before and after, then totals."""
+    table = NumberTable(
+        ["domain", "tokens", "before", "after"],
+        title="KL to the source on held-out rows, which chose rate and step",
+    )
+    before, after = report.totals["divergence_before"], report.totals["divergence_after"]
+    for name, tokens in report.tokens.items():
+        values = ["", ""] if before is None else [f"{before[name]:.4g}", f"{after[name]:.4g}"]
+        table.add(name, str(tokens), *values)
+    rows = [
+        ("trained", f"{report.parameters:,} parameters with {report.optimiser}"),
+        ("learning rate", f"{report.learning_rate:.2g}"),
+        ("steps", f"{report.steps}; the weights are those of step {report.kept_step}"),
+        *held_out(report),
+        *unequal(report.weights),
+        ("time", f"{report.seconds:.1f} s on {report.device}, {report.dtype}"),
+        ("folder", report.output),
+    ]
+    rows += [("note", in_flags(notice)) for notice in report.notices] if verbose else []
+    return Group(table, "", facts(rows))
 
 
 def _table(report: RefitReport, *, verbose: bool) -> NumberTable:

@@ -33,10 +33,11 @@ from moemerge.config.models import ModelRef
 from moemerge.config.parameters import BasePolicy, MethodSchema
 from moemerge.config.repairs import Repair, RepairBlock
 from moemerge.data.settings import NamedTexts
+from moemerge.distilling.settings import DISTILLATION
 from moemerge.refitting.settings import REFIT
 
 # All repairs. An earlier one may be followed by a later one, whose report then keeps its part.
-REPAIRS: Final[tuple[Repair, ...]] = (CALIBRATION, REFIT)
+REPAIRS: Final[tuple[Repair, ...]] = (CALIBRATION, REFIT, DISTILLATION)
 M = TypeVar("M", bound=Strict)
 Keep = Literal["tall", "emr", "twin"]
 TASKS: Path = ("tasks",)

@@ -30,6 +30,7 @@ from moemerge.lockstep.models import (
     pair_routing,
     require_calibratable,
     require_same_family,
+    vocabulary_size,
     with_routers_of,
 )
 from moemerge.lockstep.streams import Need, Side
@@ -104,7 +105,7 @@ class DiagnosisJob:
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
         """This rank's share of the text."""
-        fit = LOGITS_BYTES // (vocabulary(self.model) * self.stream.dtype.itemsize)
+        fit = LOGITS_BYTES // (vocabulary_size(self.model) * self.stream.dtype.itemsize)
         most = min(batch_tokens(self.model, self.stream.device), DEFAULT_BATCH_TOKENS, fit)
         batches = make_batches(self.domains, batch_tokens=max(1, most))
         return own_share(batches, self.ranks)
@@ -170,13 +171,6 @@ def _subjects(request: DiagnosisRequest) -> tuple[OpenModel, ...]:
             )
         subjects[label] = open_model(label, ref)
     return tuple(subjects.values())
-
-
-def vocabulary(model: OpenModel) -> int:
-    """Return the rows of the output head, from headers."""
-    names = model.architecture.embedding_names()
-    name = names.head or names.input
-    return model.checkpoint.tensors[name].rows if name else 1
 
 
 def _left_out(routers: ChosenRouters) -> list[str]:
@@ -298,7 +292,7 @@ def sides_of(job: DiagnosisJob) -> dict[str, MeasuredSide]:
 def memory_need(job: DiagnosisJob, sides: Mapping[str, Side]) -> Need:
     """Return the larger of one batch's logits and one batch's comparison."""
     largest = max(batch.input_ids.numel() for batch in job.batches)
-    words = vocabulary(job.model)
+    words = vocabulary_size(job.model)
     logits = largest * words * job.stream.dtype.itemsize + 2 * 4 * LOSS_TOKENS * words
     experts = max(pair.info.rows for pair in job.routers.pairs)
     hints = ["lower `max_tokens` or `max_length`"]

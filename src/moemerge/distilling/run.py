@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,22 +13,23 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import format_size
+from moemerge.checkpoint.output import writing
 from moemerge.distilling.report import DistillReport
 from moemerge.distilling.settings import DistillSettings
 from moemerge.distilling.student import STATE_BYTES, OptimiserName, Student
-from moemerge.distilling.teachers import TeacherRows, positions, run_teacher
+from moemerge.distilling.teachers import positions, run_teacher
 from moemerge.distilling.training import Progressed, Trainer, TrainingOptions
-from moemerge.errors import ArchitectureError, NumericalError, ResourceError
+from moemerge.errors import ArchitectureError, DataError, ResourceError
 from moemerge.features.settings import HEADROOM
 from moemerge.features.trainable import TrainedLayout
 from moemerge.lockstep.inputs import base_notices, check_same_tokens, read_text, require_streamable
 from moemerge.lockstep.job import OpenedRepair, RepairJob, RepairRun, RepairSteps, run_repair
 from moemerge.lockstep.journal import Entry
-from moemerge.lockstep.output import RefusedResultError
+from moemerge.lockstep.models import vocabulary_size
+from moemerge.lockstep.output import PERMANENT, Output, RefusedResultError
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.request import RepairRequest, request_key
 from moemerge.lockstep.states import SavedStates, mark_complete
@@ -84,13 +86,17 @@ class DistillJob(RepairJob[DistillSettings]):
     def needed_bytes(self, optimiser: OptimiserName) -> int:
         """Return the estimated peak memory of the training on its device."""
         size = self.stream.dtype.itemsize
-        weights = sum(info.numel for info in self.merged.checkpoint.tensors.values()) * size
+        weights = (
+            sum(math.prod(info.shape) for info in self.merged.checkpoint.tensors.values()) * size
+        )
         masters = 4 if size < 4 else 0
         states = self.layout.numel * (size + masters + STATE_BYTES[optimiser])
         architecture = self.merged.architecture
         width = architecture.hidden_size or 0
-        saved = architecture.num_layers if self.request.settings.recompute else (
-            LAYER_COPIES * architecture.num_layers
+        saved = (
+            architecture.num_layers
+            if self.request.settings.recompute
+            else (LAYER_COPIES * architecture.num_layers)
         )
         activations = self.micro_tokens * width * size * (saved + LAYER_COPIES)
         logits = self.micro_tokens * self.vocabulary * 4 * LOGITS_COPIES
@@ -139,15 +145,15 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
         text = request.text or read_text(merged, sources, request.data, settings)
         notices = base_notices(merged, sources, request.sources)
         notices += text.notices
-        size = vocabulary(merged)
+        size = vocabulary_size(merged)
         for domain in text.domains:
             source = sources[domain.name]
             what, hint = f"source {source.name!r}", "a source is a model that was merged"
             require_streamable(merged, source, what=what, hint=hint)
             notices += check_same_tokens([domain], text.tokenizer, source, what=what, hint=hint)
-            if vocabulary(source) != size:
+            if vocabulary_size(source) != size:
                 raise ArchitectureError(
-                    f"{what} predicts {vocabulary(source)} tokens, {merged.label} {size}",
+                    f"{what} predicts {vocabulary_size(source)} tokens, {merged.label} {size}",
                     hint="a teacher needs the student's vocabulary",
                 )
         job = DistillJob(
@@ -204,6 +210,7 @@ def _distil(
             )
             for number, domain in enumerate(job.text.domains)
         }
+    states.keep_teachers()
     with stopwatch.span("load"):
         student = Student(
             job.merged, job.layout, stream.device, stream.dtype, recompute=settings.recompute
@@ -217,7 +224,8 @@ def _distil(
         seed=settings.seed,
     )
     trainer = Trainer(student, teachers, job.weights, options, progress)
-    rate, tried = settings.learning_rate, {}
+    rate = settings.learning_rate
+    tried: dict[float, float] = {}
     state, optimiser = states.load(trainer)
     if state is None and rate == "auto":
         with stopwatch.span("search for the rate"):
@@ -246,6 +254,15 @@ class TrainingStates:
     def targets(self) -> Path:
         return self.folder / "teachers"
 
+    def keep_teachers(self) -> None:
+        """Mark the stored distributions as step 0, so that a resumed run uses them."""
+        ranks.meet()
+        if self._saved is not None and self._saved.latest() is None:
+            folder = self.folder / "checkpoint-0"
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                mark_complete(folder)
+
     def save(self, state: Progressed, optimiser: torch.optim.Optimizer, student: Student) -> None:
         """Store a training state. Every rank has the same one, and rank 0 writes it."""
         if self._saved is None:
@@ -268,7 +285,7 @@ class TrainingStates:
     def load(self, trainer: Trainer) -> tuple[Progressed | None, torch.optim.Optimizer]:
         """Return the last state and its optimiser, and set the student's weights to it."""
         latest = ranks.from_lead(None if self._saved is None else self._saved.latest())
-        if latest is None:
+        if latest is None or not (latest / STATE_FILE).exists():
             return None, trainer.optimiser(0.0)
         stored = torch.load(latest / STATE_FILE, map_location="cpu", weights_only=True)
         state = Progressed.from_json(stored["state"], stored["best"])
@@ -290,7 +307,7 @@ def saved_states(job: DistillJob) -> Iterator[TrainingStates]:
     keep = True
     try:
         yield states
-    except HOPELESS:
+    except PERMANENT:
         keep = False
         raise
     finally:
@@ -331,9 +348,7 @@ def _estimate(job: DistillJob) -> str:
     )
 
 
-def _report(
-    job: DistillJob, output: Output, stopwatch: Stopwatch, seconds: float
-) -> DistillReport:
+def _report(job: DistillJob, output: Output, stopwatch: Stopwatch, seconds: float) -> DistillReport:
     stopwatch.aside("copy", *output.copied)
     state = Progressed.from_json(output.entries[0].row)
     notices = [*job.notices]

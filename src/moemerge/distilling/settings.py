@@ -18,14 +18,16 @@ Rate = float | Literal["auto"]
 UnitShare = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 
 
-def step_count(raw: object) -> StepCount:
+def read_steps(raw: object) -> StepCount:
     """Read `auto`, or a whole number above zero."""
-    if raw == "auto" or (isinstance(raw, int) and not isinstance(raw, bool) and raw > 0):
-        return raw  # type: ignore[return-value]
+    if raw == "auto":
+        return "auto"
+    if isinstance(raw, int) and not isinstance(raw, bool) and raw > 0:
+        return raw
     raise FaultsError.one(f"expected auto, or a whole number above 0, not {shown(raw)}")
 
 
-def learning_rate(raw: object) -> Rate:
+def read_rate(raw: object) -> Rate:
     """Read `auto`, or a number above zero."""
     if raw == "auto":
         return "auto"
@@ -37,11 +39,11 @@ def learning_rate(raw: object) -> Rate:
 class DistillSettings(RepairSettings):
     """How a model is trained on the distributions of its sources."""
 
-    steps: Annotated[StepCount, read_by(step_count, StepCount)] = Field(
+    steps: Annotated[StepCount, read_by(read_steps, StepCount)] = Field(
         "auto",
         description="optimiser steps (auto: two epochs, at least 100 steps, at most 16 epochs)",
     )
-    learning_rate: Annotated[Rate, read_by(learning_rate, Rate)] = Field(
+    learning_rate: Annotated[Rate, read_by(read_rate, Rate)] = Field(
         "auto",
         description="highest learning rate (auto: the one with the lowest held-out divergence "
         "after short trials)",

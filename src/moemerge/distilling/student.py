@@ -49,9 +49,7 @@ class Student:
 
     def logits(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         """Return the next-token logits (rows, length, vocabulary) of rows padded on the right."""
-        out: Tensor = self.model(
-            input_ids=input_ids, attention_mask=mask, use_cache=False
-        ).logits
+        out: Tensor = self.model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
         return out
 
     def gradients(self) -> list[Tensor]:
@@ -115,6 +113,4 @@ def make_optimiser(
     if name == "adafactor":
         return torch.optim.Adafactor(list(parameters), lr=rate, weight_decay=0.0)
     fused = parameters[0].is_cuda
-    return torch.optim.AdamW(
-        list(parameters), lr=rate, betas=BETAS, weight_decay=0.0, fused=fused
-    )
+    return torch.optim.AdamW(list(parameters), lr=rate, betas=BETAS, weight_decay=0.0, fused=fused)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from moemerge.architectures.opened import OpenModel
-from moemerge.checkpoint.output import write_file, writing
+from moemerge.checkpoint.output import writing
+from moemerge.distilling.targets import TopTokens, top_tokens
 from moemerge.features.settings import StreamSettings
 from moemerge.features.stream import ModelStream
+from moemerge.runtime.files import write_file
 from moemerge.runtime.progress import Progress
 from moemerge.text.batches import DEFAULT_BATCH_TOKENS, Batch, make_batches
 from moemerge.text.domains import Domain
-from moemerge.distilling.targets import TopTokens, top_tokens
 
 COMPLETE: Final = "complete"
 # A batch's logits, (tokens, vocabulary), may take this much in the forward dtype.

@@ -1,8 +1,8 @@
 """Train a student on its teachers' stored distributions.
 
 Every step takes rows of every domain. A domain's loss is the mean over its positions in the step,
-and the step's loss is the weighted mean over domains, as in every other repair. Held-out rows choose
-the learning rate, the step whose weights are kept, and when to stop.
+and the step's loss is the weighted mean over domains, as in every other repair. Held-out rows
+choose the learning rate, the step whose weights are kept, and when to stop.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from moemerge.errors import NumericalError
-from moemerge.runtime import ranks
-from moemerge.runtime.progress import Progress
 from moemerge.distilling.student import OptimiserName, Student, make_optimiser
 from moemerge.distilling.targets import TopTokens, divergence, next_token_loss
 from moemerge.distilling.teachers import TeacherRows, positions
+from moemerge.errors import NumericalError
+from moemerge.runtime import ranks
+from moemerge.runtime.progress import Progress
 
 WARMUP: Final = 0.1  # share of the steps in which the rate rises
 LAST_RATE: Final = 0.1  # of the highest rate, at the last step
@@ -246,7 +246,8 @@ class Trainer:
         """Return the rate with the lowest held-out divergence after a short training, and the
         divergence after each rate that was tried.
 
-        The search walks downhill over `RATES`. A rate at which training diverges counts as infinitely bad.
+        The search walks downhill over `RATES`. A rate at which training diverges counts as
+        infinitely bad.
         """
         start = self.student.snapshot()
         tried: dict[float, float] = {}

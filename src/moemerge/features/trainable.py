@@ -24,7 +24,12 @@ from moemerge.features.loading import build_skeleton
 from moemerge.features.weights import Weights
 
 CPU = torch.device("cpu")
-ROUTERS = frozenset({Role.ROUTER, Role.ROUTER_BIAS})
+# The roles that each part of a model consists of.
+PART_ROLES: Mapping[str, frozenset[Role]] = {
+    "routers": frozenset({Role.ROUTER, Role.ROUTER_BIAS}),
+    "experts": frozenset({Role.EXPERT, Role.SHARED_EXPERT}),
+    "attention": frozenset({Role.ATTENTION}),
+}
 # A selection bias has no gradient: families update it by other means.
 UNTRAINED = frozenset({Role.SELECTION_BIAS})
 
@@ -49,7 +54,7 @@ class TrainedLayout:
         state = skeleton.state_dict()
         infos = {n: TensorInfo.of(n, t.dtype, tuple(t.shape)) for n, t in state.items()}
         self.in_memory = Architecture.of(opened.checkpoint.config, infos)
-        wanted = ROUTERS if only == "routers" else frozenset(Role) - UNTRAINED
+        wanted = frozenset(Role) - UNTRAINED if only is None else PART_ROLES[only]
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
         self.trained: frozenset[str] = frozenset(
             name
@@ -62,7 +67,7 @@ class TrainedLayout:
         if not self.trained:
             raise ArchitectureError(
                 f"{opened.label} has no {only or 'parameters'} to train",
-                hint='without `only="routers"` the whole model is trained',
+                hint="without `only` the whole model is trained",
             )
         self._check_places(parameters)
 

@@ -35,7 +35,7 @@ class SavedStates:
             try:
                 if self._place.lock() and resume and self.latest() is not None:
                     self._check()
-                    self._prune()
+                    self.prune()
                 else:
                     self._place.create()
             except BaseException:
@@ -59,7 +59,7 @@ class SavedStates:
     def _all(self) -> list[Path]:
         return [p for p in self.folder.glob(f"{_PREFIX}*") if p.name[len(_PREFIX) :].isdigit()]
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
         """Delete all but the last complete state."""
         last = self.latest()
         for path in self._all():
@@ -69,7 +69,7 @@ class SavedStates:
     def close(self, *, keep: bool) -> None:
         """Release the folder. With `keep` the last complete state stays, if there is one."""
         if keep and self.latest() is not None:
-            self._prune()
+            self.prune()
             self._place.close()
         else:
             self._place.remove()

@@ -17,6 +17,7 @@ from moemerge.checkpoint.reader import AdaptedCheckpoint
 from moemerge.config.models import ModelLike
 from moemerge.errors import ArchitectureError, UsageError
 from moemerge.features.settings import stored_dtype
+from moemerge.features.trainable import TrainedLayout
 from moemerge.runtime import ranks
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
@@ -24,7 +25,6 @@ from moemerge.text.answers import Answers, load_answers
 from moemerge.text.domains import TextSettings
 from moemerge.text.rows import TextSource, check_files
 from moemerge.text.tokens import Tokenizer, load_tokenizer
-from moemerge.features.trainable import TrainedLayout
 from moemerge.tuning.settings import TuningSettings
 
 PACKAGES: Final = ("trl", "peft")

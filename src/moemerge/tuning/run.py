@@ -21,15 +21,15 @@ from moemerge.errors import (
     UsageError,
     in_one_line,
 )
+from moemerge.features.trainable import load_trainable
 from moemerge.lockstep.inputs import settings_data
+from moemerge.lockstep.states import SavedStates
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks, asked_for
 from moemerge.text.rows import source_names
 from moemerge.tuning.job import TuningJob, TuningRequest, check_request
 from moemerge.tuning.output import CurvePoint, TunedOutput, TuningReport, open_tuned_output
-from moemerge.lockstep.states import SavedStates
-from moemerge.features.trainable import load_trainable
 
 if TYPE_CHECKING:
     from moemerge.tuning.trainer import Tuner
