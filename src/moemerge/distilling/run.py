@@ -183,6 +183,7 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
                 row, student = _distil(job, states, stopwatch, run.progress)
                 tensors = dict(job.layout.written(student.state_dict())) if ranks.leads() else {}
                 output.add(Entry(STUDENT, tensors if job.request.write else {}, row))
+                output.check()  # a GPU's journal is written in the background
                 states.finished = True
         report = _report(job, output, stopwatch, time.perf_counter() - run.start)
         if settings.strict and report.kept_step == 0:
