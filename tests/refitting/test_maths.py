@@ -116,8 +116,21 @@ def test_inputs_of_zeros_move_nothing() -> None:
 
 def test_a_matrix_that_cannot_be_factored_says_so() -> None:
     broken = torch.diag(torch.tensor([1.0, -2.0, 3.0])).double()
-    with pytest.raises(NumericalError, match=r"cannot be factored at ridge 0\.01"):
+    with pytest.raises(NumericalError, match=r"cannot be factored at any ridge from 0\.01"):
         Factor(broken, 0.01)
+    with pytest.raises(NumericalError, match="cannot be factored"):
+        Factor(torch.full((2, 2), float("nan")).double(), 0.01)
+
+
+def test_the_ridge_is_raised_above_rounding_errors_of_the_sums() -> None:
+    """A negative eigenvalue of 5e-5 of the mean diagonal, as bf16 sums leave it."""
+    gram = torch.diag(torch.tensor([2.0, 1.0, -5e-5]).double())
+
+    factor = Factor(gram, 1e-5)
+
+    assert factor.ridge == pytest.approx(10**-3.5)
+    assert float(factor.update(torch.tensor([[0.0, 0.0, 1e-7]]).double()).abs().max()) < 1e-3
+    assert Factor(gram, 1e-3).ridge == 1e-3
 
 
 def test_what_does_not_fit_the_stored_dtype_is_refused() -> None:

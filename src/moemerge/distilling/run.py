@@ -33,7 +33,6 @@ from moemerge.lockstep.output import PERMANENT, Output, RefusedResultError
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.request import RepairRequest, request_key
 from moemerge.lockstep.states import SavedStates, mark_complete
-from moemerge.runtime import ranks
 from moemerge.runtime.devices import available_memory
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
@@ -109,7 +108,8 @@ class DistillJob(RepairJob[DistillSettings]):
         if chosen != "auto":
             return chosen
         fits = self.needed_bytes("adamw") <= available_memory(self.stream.device) * HEADROOM
-        return ranks.from_lead("adamw" if fits else "adafactor")
+        chosen = "adamw" if fits else "adafactor"
+        return self.ranks.broadcast_object(chosen)
 
     @property
     def key(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
         request, merged, sources = opened.request, opened.merged, opened.sources
         settings = request.settings
         text = request.text or read_text(merged, sources, request.data, settings)
-        notices = base_notices(merged, sources, request.sources)
+        notices = base_notices(merged, sources, request.sources, in_config=request.temporary)
         notices += text.notices
         size = vocabulary_size(merged)
         for domain in text.domains:
@@ -161,6 +161,7 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
             merged=merged,
             sources=sources,
             stream=opened.stream,
+            ranks=opened.ranks,
             text=text,
             notices=tuple(notices),
             layout=TrainedLayout(merged, settings.only),
@@ -181,9 +182,10 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
             run.progress.note(_estimate(job))
             with saved_states(job) as states:
                 row, student = _distil(job, states, stopwatch, run.progress)
-                tensors = dict(job.layout.written(student.state_dict())) if ranks.leads() else {}
+                tensors = dict(job.layout.written(student.state_dict())) if job.ranks.leads else {}
                 output.add(Entry(STUDENT, tensors if job.request.write else {}, row))
                 output.check()  # a GPU's journal is written in the background
+                job.ranks.barrier()  # other ranks may still read the folder
                 states.finished = True
         report = _report(job, output, stopwatch, time.perf_counter() - run.start)
         if settings.strict and report.kept_step == 0:
@@ -203,7 +205,7 @@ def _distil(
             domain.name: run_teacher(
                 job.sources[domain.name],
                 domain,
-                states.targets / f"{number}-rank{ranks.rank()}",
+                states.targets / f"{number}-rank{job.ranks.rank}",
                 stream,
                 k=settings.top_tokens,
                 vocabulary=job.vocabulary,
@@ -224,7 +226,7 @@ def _distil(
         next_token=settings.next_token,
         seed=settings.seed,
     )
-    trainer = Trainer(student, teachers, job.weights, options, progress)
+    trainer = Trainer(student, teachers, job.weights, options, job.ranks, progress)
     rate = settings.learning_rate
     tried: dict[float, float] = {}
     state, optimiser = states.load(trainer)
@@ -244,10 +246,11 @@ class TrainingStates:
 
     def __init__(self, job: DistillJob) -> None:
         self.finished = False
+        self._ranks = job.ranks
         self._saved: SavedStates | None = None
-        if ranks.leads():
+        if job.ranks.leads:
             self._saved = SavedStates(job.request.out, job.key, resume=job.request.resume)
-        folder = ranks.from_lead(self._saved.folder if self._saved is not None else None)
+        folder = job.ranks.broadcast_object(self._saved.folder if self._saved is not None else None)
         assert folder is not None
         self.folder: Path = folder
 
@@ -257,7 +260,7 @@ class TrainingStates:
 
     def keep_teachers(self) -> None:
         """Mark the stored distributions as step 0, so that a resumed run uses them."""
-        ranks.meet()
+        self._ranks.barrier()
         if self._saved is not None and self._saved.latest() is None:
             folder = self.folder / "checkpoint-0"
             with writing(folder):
@@ -285,7 +288,7 @@ class TrainingStates:
 
     def load(self, trainer: Trainer) -> tuple[Progressed | None, torch.optim.Optimizer]:
         """Return the last state and its optimiser, and set the student's weights to it."""
-        latest = ranks.from_lead(None if self._saved is None else self._saved.latest())
+        latest = self._ranks.broadcast_object(None if self._saved is None else self._saved.latest())
         if latest is None or not (latest / STATE_FILE).exists():
             return None, trainer.optimiser(0.0)
         stored = torch.load(latest / STATE_FILE, map_location="cpu", weights_only=True)
@@ -296,7 +299,6 @@ class TrainingStates:
         return state, optimiser
 
     def close(self, *, keep: bool) -> None:
-        ranks.meet()  # other ranks may still read the folder
         if self._saved is not None:
             self._saved.close(keep=keep and not self.finished)
 

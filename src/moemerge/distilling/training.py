@@ -21,8 +21,8 @@ from moemerge.distilling.student import OptimiserName, Student, make_optimiser
 from moemerge.distilling.targets import TopTokens, divergence, next_token_loss
 from moemerge.distilling.teachers import TeacherRows, positions
 from moemerge.errors import NumericalError
-from moemerge.runtime import ranks
 from moemerge.runtime.progress import Progress
+from moemerge.runtime.ranks import Ranks
 
 WARMUP: Final = 0.1  # share of the steps in which the rate rises
 LAST_RATE: Final = 0.1  # of the highest rate, at the last step
@@ -87,6 +87,7 @@ class Trainer:
         teachers: Mapping[str, TeacherRows],
         weights: Mapping[str, float],
         options: TrainingOptions,
+        ranks: Ranks,
         progress: Progress,
     ) -> None:
         self.student = student
@@ -94,6 +95,7 @@ class Trainer:
         total = sum(weights.values())
         self.weights = {name: weight / total for name, weight in weights.items()}
         self.options = options
+        self.ranks = ranks
         self.progress = progress
         self.holds_out = all(rows.domain.holdout for rows in teachers.values())
 
@@ -108,7 +110,7 @@ class Trainer:
                 total = torch.zeros((), dtype=torch.float64, device=self.student.device)
                 for part in self._micro_batches(rows, places, holdout=True):
                     total += self._loss(rows, part, holdout=True, next_token=0.0).double()
-                ranks.add_up(total)
+                self.ranks.all_reduce(total)
                 means[name] = float(total) / sum(map(positions, rows.domain.holdout))
         return means
 
@@ -141,7 +143,9 @@ class Trainer:
     ) -> Iterator[list[int]]:
         """Yield this rank's rows in groups of at most `micro_tokens` padded tokens."""
         own = rows.domain.holdout if holdout else rows.domain.rows
-        mine = [at for at in places if at % ranks.count() == ranks.rank() and len(own[at]) > 1]
+        mine = [
+            at for at in places if at % self.ranks.count == self.ranks.rank and len(own[at]) > 1
+        ]
         group: list[int] = []
         for at in sorted(mine, key=lambda at: -len(own[at])):
             longest = len(own[group[0]]) if group else 0
@@ -168,7 +172,7 @@ class Trainer:
                 )
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach().double()
-        ranks.add_up(total, *self.student.gradients())
+        self.ranks.all_reduce(total, *self.student.gradients())
         loss_value = float(total)
         if not math.isfinite(loss_value):
             raise NumericalError(

@@ -206,14 +206,21 @@ class Affine:
 # --- the closed form ----------------------------------------------------------------------------
 
 
-# λ that `auto` chooses from: half-decades. Smaller values gain nothing, and float64 can factorise G
-# at all of them despite rounding.
+# λ that `auto` chooses from: half-decades. Smaller values gain nothing.
 RIDGES: tuple[float, ...] = tuple(10.0 ** (exponent / 2) for exponent in range(-10, 3))
+RIDGE_STEP = math.sqrt(10.0)
+LARGEST_ROUNDING = 0.01  # a λ above this is never needed because of rounding errors
 FIRST_GUESS = 0.003
 
 
 class Factor:
-    """The factorised G + λ mean(diag G) I, for every map with these inputs."""
+    """The factorised G + λ mean(diag G) I, for every map with these inputs.
+
+    Sums of bf16 products leave errors of 1e-7 of G's largest eigenvalue. If the inputs have few
+    distinct values, G then has negative eigenvalues of up to 1e-4 of its mean diagonal. A λ below
+    that level would fit the rounding errors, so `ridge` is raised above it: by half-decades until G
+    can be factorised, and once more to be clear of it.
+    """
 
     def __init__(self, gram: Tensor, ridge: float) -> None:
         self.ridge = ridge
@@ -221,13 +228,18 @@ class Factor:
         self._lower: Tensor | None = None
         if mean == 0.0:
             return  # no token, or inputs of zeros: the update is zero
-        damped = gram.clone()
-        damped.diagonal().add_(ridge * mean)
-        lower, info = torch.linalg.cholesky_ex(damped)
-        if int(info) != 0:
+        lower = _cholesky(gram, ridge * mean)
+        if lower is None:
+            while lower is None and self.ridge < LARGEST_ROUNDING:
+                self.ridge *= RIDGE_STEP
+                lower = _cholesky(gram, self.ridge * mean)
+            self.ridge *= RIDGE_STEP
+            lower = _cholesky(gram, self.ridge * mean)
+        if lower is None:
             raise NumericalError(
-                f"the Gram matrix of {gram.shape[0]} inputs cannot be factored at ridge {ridge:g}",
-                hint="the inputs hardly vary: use a larger `ridge`",
+                f"the Gram matrix of {gram.shape[0]} inputs cannot be factored at any ridge from "
+                f"{ridge:g} to {self.ridge:g}",
+                hint="the sums are not finite, or the checkpoint is damaged",
             )
         self._lower = lower
 
@@ -236,6 +248,14 @@ class Factor:
         if self._lower is None:
             return torch.zeros_like(cross)
         return torch.cholesky_solve(cross.T, self._lower).T
+
+
+def _cholesky(gram: Tensor, damping: float) -> Tensor | None:
+    """Return the lower Cholesky factor of G + damping I, or None if it is not positive definite."""
+    damped = gram.clone()
+    damped.diagonal().add_(damping)
+    lower, info = torch.linalg.cholesky_ex(damped)
+    return lower if int(info) == 0 else None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,167 @@
+"""A whole distillation: the written weights, the report, refusals and resumed runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moemerge
+from calibration import cases
+from moemerge.distilling import run as running
+from moemerge.errors import ConfigError, ResourceError, UsageError
+
+FAST: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "steps": 10,
+    "learning_rate": 1e-3,
+    "holdout": 0.2,
+    "measure": False,
+    "batch": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def case(zoo_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    base = zoo_folder("olmoe", num_hidden_layers=2)
+    return cases.make_case(base, tmp_path_factory.mktemp("case"), rows=30, scale=0.3)
+
+
+def distill(case: cases.Case, out: Path, **options: Any) -> Any:
+    given = {"sources": case.sources, "data": case.data, **FAST, **options}
+    return moemerge.distill(case.merged, out, **given)
+
+
+@pytest.fixture(scope="module")
+def distilled(case: cases.Case, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    out = tmp_path_factory.mktemp("distilled") / "out"
+    return out, distill(case, out)
+
+
+def test_the_divergence_falls_and_the_model_loads(
+    case: cases.Case, distilled: tuple[Path, Any]
+) -> None:
+    out, report = distilled
+
+    for name in case.sources:
+        assert report.held_out[report.kept_step][name] < report.held_out[0][name]
+    assert report.kept_step > 0
+    assert cases.changed_tensors(case.merged, out)
+    assert cases.leftovers(out) == []
+    assert moemerge.inspect(out) is not None
+
+
+def test_the_written_weights_have_the_reported_divergence(
+    case: cases.Case, distilled: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """The divergence of OUT before another training is that of the step that was kept."""
+    out, report = distilled
+    again = moemerge.distill(
+        out, tmp_path / "again", sources=case.sources, data=case.data, **{**FAST, "steps": 1}
+    )
+
+    for name, value in report.held_out[report.kept_step].items():
+        assert again.held_out[0][name] == pytest.approx(value, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("only", "part"),
+    [("routers", "mlp.gate."), ("experts", ".experts."), ("attention", "self_attn")],
+)
+def test_only_a_part_is_trained(case: cases.Case, tmp_path: Path, only: str, part: str) -> None:
+    distill(case, tmp_path / "out", only=only, steps=2)
+
+    changed = cases.changed_tensors(case.merged, tmp_path / "out")
+    assert changed
+    assert all(part in name for name in changed)
+
+
+def test_a_hopeless_rate_keeps_the_merged_weights(case: cases.Case, tmp_path: Path) -> None:
+    report = distill(case, tmp_path / "out", learning_rate=10.0, steps=4)
+
+    assert report.kept_step == 0
+    assert cases.changed_tensors(case.merged, tmp_path / "out") == set()
+    assert "merged weights are kept" in report.notices[-1]
+
+
+def test_held_out_rows_choose_the_rate(case: cases.Case, tmp_path: Path) -> None:
+    report = distill(case, tmp_path / "out", learning_rate="auto", steps=8)
+
+    best = min(report.tried_rates, key=lambda rate: report.tried_rates[rate])
+    assert report.learning_rate == best
+    assert len(report.tried_rates) >= 3
+
+
+def test_a_killed_run_resumes_to_the_same_bytes(
+    case: cases.Case,
+    distilled: tuple[Path, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    step = running.Trainer.step
+
+    def killed_at_seven(self: Any, number: int, optimiser: Any) -> float:
+        if number == 7:
+            raise KilledError
+        return step(self, number, optimiser)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running.Trainer, "step", killed_at_seven)
+        with pytest.raises(KilledError):
+            distill(case, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+    def no_teacher(*_: Any, **__: Any) -> None:
+        raise AssertionError("the stored distributions should be used")
+
+    monkeypatch.setattr("moemerge.distilling.teachers._fill", no_teacher)
+    report = distill(case, tmp_path / "out", resume=True)
+
+    assert cases.weights(tmp_path / "out") == cases.weights(distilled[0])
+    assert report.losses == distilled[1].losses
+    assert cases.leftovers(tmp_path / "out") == []
+
+
+def test_the_resolved_config_repeats_the_run(
+    case: cases.Case, distilled: tuple[Path, Any], tmp_path: Path
+) -> None:
+    moemerge.run(distilled[0] / "moemerge_config.yml", tmp_path / "again")
+
+    assert cases.changed_tensors(distilled[0], tmp_path / "again") == set()
+
+
+def test_what_is_refused(case: cases.Case, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="held-out rows choose the learning rate"):
+        distill(case, tmp_path / "out", holdout=0, learning_rate="auto")
+    with pytest.raises(ConfigError, match="steps"):
+        distill(case, tmp_path / "out", steps=0)
+    with pytest.raises(UsageError, match="no data"):
+        distill(case, tmp_path / "out", data={"math": case.data["math"]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_memory_is_refused(
+    case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "available_memory", lambda device: 1000)
+
+    with pytest.raises(ResourceError, match="distillation needs about"):
+        distill(case, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bfloat16_weights_are_trained_in_float32(case: cases.Case, tmp_path: Path) -> None:
+    """Steps far below the spacing of bfloat16 add up."""
+    report = distill(case, tmp_path / "out", dtype="bfloat16", learning_rate=1e-4)
+
+    assert report.kept_step > 0
+    assert all(
+        torch.isfinite(value).all() for value in cases.zoo.tensors(tmp_path / "out").values()
+    )
