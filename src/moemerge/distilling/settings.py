@@ -107,4 +107,5 @@ DISTILLATION = Repair(
     card_title="Distillation",
     card_done="Distilled from its sources",
     card_summary="then distilled from them",
+    card_holdout="the held-out rows, which chose the learning rate and the step",
 )
