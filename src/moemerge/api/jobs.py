@@ -13,7 +13,7 @@ from moemerge.checkpoint.locate import is_local
 from moemerge.collecting.settings import CollectingKeywords, CollectingSettings
 from moemerge.config.faults import parse_settings
 from moemerge.config.fields import LayerSelection, Strict
-from moemerge.config.models import ModelRef
+from moemerge.config.models import ModelLike, ModelRef
 from moemerge.config.settings import with_keywords
 from moemerge.data.settings import DataKeywords, DataSettings
 from moemerge.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 
 S = TypeVar("S", bound=Strict)
-Model = str | Path | ModelRef
 if TYPE_CHECKING:
     Files = str | Path | Sequence[TextSource]  # files, or rows in memory
 
@@ -93,11 +92,11 @@ def uploaded(out: Path, repo: str | None, progress: Progress) -> Iterator[None]:
 
 @with_keywords(DiagnosisKeywords, DiagnosisSettings)
 def diagnose(
-    model: Model,
+    model: ModelLike,
     *,
-    sources: Mapping[str, Model],
+    sources: Mapping[str, ModelLike],
     data: Mapping[str, Files],
-    against: Sequence[Model] = (),
+    against: Sequence[ModelLike] = (),
     settings: DiagnosisSettings | None = None,
     report: str | Path | None = None,
     progress: Progress | None = None,
@@ -130,8 +129,8 @@ def diagnose(
 
 
 def swap_routers(
-    model: Model,
-    donor: Model,
+    model: ModelLike,
+    donor: ModelLike,
     out: str | Path,
     *,
     layers: object = "all",
@@ -158,11 +157,11 @@ def swap_routers(
 
 
 def extract(
-    shared: Model,
+    shared: ModelLike,
     task: str,
     out: str | Path,
     *,
-    base: Model | None = None,
+    base: ModelLike | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ExtractReport:
@@ -179,7 +178,7 @@ def extract(
 
 @with_keywords(CollectingKeywords, CollectingSettings)
 def collect_statistics(
-    model: Model,
+    model: ModelLike,
     out: str | Path,
     *,
     data: Files,
@@ -210,7 +209,7 @@ def collect_statistics(
 
 @with_keywords(DataKeywords, DataSettings)
 def make_data(
-    model: Model,
+    model: ModelLike,
     out: str | Path,
     *,
     prompts: Files = (),
@@ -284,7 +283,7 @@ class TuneKeywords(TuningKeywords, TuningOutputKeywords, total=False):
 
 @with_keywords(TuneKeywords, TuningSettings, TuningOutputSettings)
 def tune(
-    model: Model,
+    model: ModelLike,
     out: str | Path,
     *,
     data: Files,
@@ -317,7 +316,7 @@ def tune(
 
 @with_keywords(EvaluationOutKeywords, EvaluationSettings, EvaluationOutputSettings)
 def evaluate(
-    models: Model | Sequence[Model],
+    models: ModelLike | Sequence[ModelLike],
     tasks: str | Sequence[str] = (),
     *,
     data: Mapping[str, Files] | None = None,
@@ -337,7 +336,7 @@ def evaluate(
 
     output, values = output_for(EvaluationOutputSettings, keywords, "evaluate")
     request = EvaluationRequest(
-        models=[models] if isinstance(models, Model) else list(models),
+        models=[models] if isinstance(models, ModelLike) else list(models),
         tasks=[tasks] if isinstance(tasks, str) else list(tasks),
         settings=settings_for(EvaluationSettings, settings, values, "evaluate"),
         output=output,

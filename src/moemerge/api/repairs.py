@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from moemerge.api.jobs import Model, files_of, output_for, settings_for, uploaded
+from moemerge.api.jobs import files_of, output_for, settings_for, uploaded
 from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords, CalibrationSettings
+from moemerge.config.models import ModelLike
 from moemerge.config.repairs import Repair
 from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywords
 from moemerge.distilling.settings import DISTILLATION, DistillKeywords, DistillSettings
@@ -48,10 +49,10 @@ class RefitOutKeywords(RefitKeywords, OutputKeywords, total=False):
 
 @with_keywords(CalibrateKeywords, CalibrationSettings, OutputSettings)
 def calibrate(
-    merged: Model,
+    merged: ModelLike,
     out: str | Path,
     *,
-    sources: Mapping[str, Model],
+    sources: Mapping[str, ModelLike],
     data: Mapping[str, Files],
     weights: Mapping[str, float] | None = None,
     settings: CalibrationSettings | None = None,
@@ -74,10 +75,10 @@ def calibrate(
 
 @with_keywords(RefitOutKeywords, RefitSettings, OutputSettings)
 def refit(
-    merged: Model,
+    merged: ModelLike,
     out: str | Path,
     *,
-    sources: Mapping[str, Model],
+    sources: Mapping[str, ModelLike],
     data: Mapping[str, Files],
     weights: Mapping[str, float] | None = None,
     settings: RefitSettings | None = None,
@@ -97,10 +98,10 @@ def refit(
 
 @with_keywords(DistillOutKeywords, DistillSettings, OutputSettings)
 def distill(
-    merged: Model,
+    merged: ModelLike,
     out: str | Path,
     *,
-    sources: Mapping[str, Model],
+    sources: Mapping[str, ModelLike],
     data: Mapping[str, Files],
     weights: Mapping[str, float] | None = None,
     settings: DistillSettings | None = None,
@@ -120,7 +121,7 @@ def distill(
 
 def _repair_model(
     repair: Repair,
-    merged: Model,
+    merged: ModelLike,
     out: str | Path,
     settings: Any,
     given: Mapping[str, Any],

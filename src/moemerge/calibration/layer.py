@@ -12,7 +12,7 @@ from torch import Tensor
 from moemerge.architectures.rules import Gate
 from moemerge.errors import NumericalError
 from moemerge.linalg.cg import Status
-from moemerge.lockstep.models import joined
+from moemerge.lockstep.models import with_bias_column
 from moemerge.routing import (
     DomainFeatures,
     ExactResult,
@@ -130,7 +130,7 @@ def calibrate_layer(
             solved = newton.weight
     weight, bias = _rounded(solved, problem)
     with stopwatch.span("measure"):
-        new = joined(weight, bias).to(device)
+        new = with_bias_column(weight, bias).to(device)
         on_features = [replace(d, targets=None) for d in problem.domains if d.targets is not None]
         return LayerResult(
             weight=weight,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemerge.cli.console import GOES_ON, interruptible, waiting
-from moemerge.cli.flags import Model, Overwrite, Reporting, add_verb
+from moemerge.cli.flags import ModelArgument, Overwrite, Reporting, add_verb
 from moemerge.data.settings import DataSettings
 from moemerge.runtime.journals import completions_path
 from moemerge.runtime.progress import counted
@@ -46,7 +46,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def data(
-    model: Model,
+    model: ModelArgument,
     out_file: Annotated[
         Path, typer.Argument(metavar="OUT.jsonl", help="File to write; appears whole or not.")
     ],

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moemerge.cli.flags import Model, Page, Reporting, Sources, Texts, add_verb
+from moemerge.cli.flags import ModelArgument, Page, Reporting, Sources, Texts, add_verb
 from moemerge.diagnosis.settings import DiagnosisSettings
 
 EXAMPLES = """
@@ -25,7 +25,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def diagnose(
-    model: Model,
+    model: ModelArgument,
     source: Sources,
     data: Texts,
     settings: DiagnosisSettings,

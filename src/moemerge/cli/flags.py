@@ -31,7 +31,9 @@ from moemerge.runtime import ranks
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A merge config (YAML).")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; appears whole or not.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a hub id org/name@rev.")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, or a hub id org/name@rev.")
+]
 Sources = Annotated[
     dict[str, str],
     typer.Option("--source", metavar="NAME=MODEL", help="A model that was merged. Repeat it."),
@@ -226,7 +228,7 @@ def _alone(name: str, command: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-Values = Mapping[str, Any]
+FlagValues = Mapping[str, Any]
 
 
 def with_flags(
@@ -237,7 +239,7 @@ def with_flags(
     kind = inspect.Parameter.KEYWORD_ONLY
     plugin = inspect.Parameter("plugin", kind, default=None, annotation=Plugins)
     flags: dict[str, inspect.Parameter] = {}
-    build: dict[str, Callable[[Values], Any]] = {}
+    build: dict[str, Callable[[FlagValues], Any]] = {}
     signature = inspect.signature(function, eval_str=True).parameters.values()
     declared = [parameter for parameter in signature if parameter.kind is not parameter.VAR_KEYWORD]
     declared += [inspect.Parameter(n, kind, annotation=form) for n, form in settings.items()]
@@ -260,7 +262,7 @@ def with_flags(
 
 def _declare(
     parameter: inspect.Parameter,
-) -> tuple[list[inspect.Parameter], Callable[[Values], Any]]:
+) -> tuple[list[inspect.Parameter], Callable[[FlagValues], Any]]:
     """The flags that stand for a parameter, and how its value is made of theirs."""
     kind, name = parameter.annotation, parameter.name
     if inspect.isclass(kind) and issubclass(kind, Strict):
@@ -336,7 +338,7 @@ def _help(setting: Setting) -> str:
     return f"{words}." if unsaid else f"{words} (default: {shown})."
 
 
-def _settings(model: type[Strict], values: Values) -> Strict:
+def _settings(model: type[Strict], values: FlagValues) -> Strict:
     given = {n: values[n] for n in model.model_fields if values[n] not in (None, ())}
     return parse_settings(model, given, "command line", lambda name: f"--{name.replace('_', '-')}")
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import typer
 
 from moemerge.cli.console import out, show_json
-from moemerge.cli.flags import Json, Model, add_verb
+from moemerge.cli.flags import Json, ModelArgument, add_verb
 
 EXAMPLES = """
   moemerge inspect merged/
@@ -19,7 +19,7 @@ def add_to(app: typer.Typer) -> None:
     add_verb(app, inspect, EXAMPLES)
 
 
-def inspect(model: Model, json: Json = False) -> None:
+def inspect(model: ModelArgument, json: Json = False) -> None:
     """Describe MODEL: family, layers, experts, gate, layout, bytes. Reads no tensor."""
     from moemerge import api
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 BAR, NARROW_BAR = 8, 5  # characters of a full bar
 WIDE = 3  # models times domains up to which the wide bar fits
-PARTS = " ▏▎▍▌▋▊▉█"
+BAR_PARTS = " ▏▎▍▌▋▊▉█"
 # The colour of a bar is that of the verdict on its share alone.
 COLOURS = ((INTACT, "green"), (SLIGHT, "yellow"), (DAMAGED, "dark_orange"), (1.0, "red"))
 
@@ -58,7 +58,7 @@ def bar(share: float, width: int = BAR) -> str:
     if share > 0:
         eighths = max(1, eighths)
     full, part = divmod(eighths, 8)
-    return ("█" * full + (PARTS[part] if part else "")).ljust(width)
+    return ("█" * full + (BAR_PARTS[part] if part else "")).ljust(width)
 
 
 def _colour(share: float) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemerge.cli.flags import Model, Overwrite, Reporting, add_verb
+from moemerge.cli.flags import ModelArgument, Overwrite, Reporting, add_verb
 from moemerge.collecting.settings import CollectingSettings
 from moemerge.runtime.progress import counted
 
@@ -29,7 +29,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def stats(
-    model: Model,
+    model: ModelArgument,
     out_file: Annotated[
         Path, typer.Argument(metavar="OUT.stats", help="File to write; appears whole or not.")
     ],

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moemerge.cli.flags import Model, Out, Overwrite, Reporting, add_verb
+from moemerge.cli.flags import ModelArgument, Out, Overwrite, Reporting, add_verb
 from moemerge.runtime.progress import counted
 
 EXAMPLES = """
@@ -20,7 +20,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def swap_routers(
-    model: Model,
+    model: ModelArgument,
     out_folder: Out,
     donor: Annotated[
         str, typer.Option("--from", metavar="OTHER", help="The model whose routers are taken.")

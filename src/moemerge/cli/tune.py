@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemerge.cli.console import interruptible, waiting
-from moemerge.cli.flags import Model, Out, Reporting, add_verb, given
+from moemerge.cli.flags import ModelArgument, Out, Reporting, add_verb, given
 from moemerge.runtime.journals import saved_path
 from moemerge.runtime.progress import counted
 from moemerge.tuning.settings import TuningOutputSettings, TuningSettings
@@ -39,7 +39,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def tune(
-    model: Model,
+    model: ModelArgument,
     out_folder: Out,
     *,
     data: Files,

@@ -158,7 +158,7 @@ class InputCollector:
                 self._write_linear(hook, number, layer)
         for path in sorted(layer.unreadable):
             self.notices.append(
-                f"{path} reads other than the text's tokens: nothing is known of its input"
+                f"{path} gets inputs that are not the text's tokens: it has no statistics"
             )
 
     def finish(self) -> None:

@@ -14,6 +14,7 @@ from moemerge.config.parameter_values import (
     ParameterReader,
     ParameterValue,
     TensorContext,
+    Values,
     leaves,
 )
 from moemerge.config.parameters import (
@@ -26,8 +27,6 @@ from moemerge.config.parameters import (
 from moemerge.config.resolve import NormalisedMerge, entries, normalise, shared_range
 from moemerge.config.schema import RunConfig, SliceEntry
 from moemerge.registry import did_you_mean
-
-Values = Mapping[str, ParameterValue]
 
 
 def body_prefix(config: RunConfig) -> Path:

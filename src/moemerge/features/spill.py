@@ -155,19 +155,19 @@ def as_bytes(storage: torch.UntypedStorage) -> Tensor:
 # into one block. A batch's own storage is emptied while it waits, and refilled from the block
 # before it continues, so that hidden states are held once.
 
-Key = tuple[str, bool]  # domain, holdout
+DomainSplit = tuple[str, bool]  # domain, holdout
 
 
 class Gathered:
     """One block per domain, into which the batches' inputs are copied in order."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
-        self._tokens: dict[Key, int] = {}
+        self._tokens: dict[DomainSplit, int] = {}
         for batch in batches:
             key = (batch.domain, batch.holdout)
             self._tokens[key] = self._tokens.get(key, 0) + batch.tokens
-        self._blocks: dict[Key, Tensor] = {}
-        self._used: dict[Key, int] = {}
+        self._blocks: dict[DomainSplit, Tensor] = {}
+        self._used: dict[DomainSplit, int] = {}
 
     def take(self, batch: Batch, tokens: Tensor, rows: Tensor | None) -> Tensor:
         """Copy the batch's real tokens into the block; return their part of it, (tokens, d)."""

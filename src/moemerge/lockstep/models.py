@@ -135,7 +135,7 @@ class RouterWeights:
     @property
     def matrix(self) -> Tensor:
         """The unknowns of a solve: (rows, d), or (rows, d + 1) with the bias; float64."""
-        return joined(
+        return with_bias_column(
             self.weight[: self.rows], None if self.bias is None else self.bias[: self.rows]
         )
 
@@ -152,7 +152,7 @@ class RouterWeights:
         return tensors
 
 
-def joined(weight: Tensor, bias: Tensor | None) -> Tensor:
+def with_bias_column(weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return [W b] in float64."""
     if bias is None:
         return weight.double()

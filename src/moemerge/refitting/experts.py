@@ -24,8 +24,8 @@ from moemerge.refitting.least_squares import (
     Fit,
     FitSums,
     RidgeRule,
+    concatenated,
     fit_map,
-    joined,
 )
 from moemerge.refitting.linear import blocks
 from moemerge.runtime.gpu import Overlap
@@ -78,8 +78,8 @@ class RoutedDomain:
 
     @classmethod
     def of(cls, routed: Sequence[RoutedBatch], experts: int) -> RoutedDomain:
-        order, bounds = sort_by_expert(joined([r.chosen for r in routed]), experts)
-        x, weights = joined([r.x for r in routed]), joined([r.weights for r in routed])
+        order, bounds = sort_by_expert(concatenated([r.chosen for r in routed]), experts)
+        x, weights = concatenated([r.x for r in routed]), concatenated([r.weights for r in routed])
         return cls(tuple(r.batch for r in routed), x, weights, order, bounds)
 
     @property

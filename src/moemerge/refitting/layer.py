@@ -23,10 +23,16 @@ from moemerge.refitting.experts import (
     last_projection,
     own_last_projection,
 )
-from moemerge.refitting.least_squares import Affine, DomainScales, RidgeRule, joined, parameter
+from moemerge.refitting.least_squares import (
+    Affine,
+    DomainScales,
+    RidgeRule,
+    concatenated,
+    parameter,
+)
 from moemerge.refitting.linear import Inputs, Missing, fit_linear, fitted_by_lead, sum_up
 from moemerge.refitting.plan import LayerPlan
-from moemerge.refitting.report import ExpertsRow, MapRow, Row, kind_of_map
+from moemerge.refitting.report import ExpertsRow, FitRow, MapRow, kind_of_map
 from moemerge.refitting.targets import (
     HiddenState,
     LayerView,
@@ -72,12 +78,12 @@ class LayerFitter:
     notices: list[str] = field(default_factory=list)
     _shared: Inputs | None = None
 
-    def fit(self, stop: Stop) -> list[Row]:
+    def fit(self, stop: Stop) -> list[FitRow]:
         """Refit the map that all batches stopped before, and store its weight."""
         if not all(a.given for a in stop.arrivals) or not self._recorded(stop):
             self.notices.append(
-                f"layer {self.plan.number}: {stop.path} reads other than the text's tokens: it "
-                "keeps its merged weights"
+                f"layer {self.plan.number}: {stop.path} gets inputs that are not the text's "
+                "tokens: it keeps its merged weights"
             )
             return []
         if stop.path in self.plan.experts:
@@ -170,7 +176,7 @@ class LayerFitter:
 
     # --- experts ---
 
-    def _experts(self, stop: Stop, hook: ExpertsHook) -> list[Row]:
+    def _experts(self, stop: Stop, hook: ExpertsHook) -> list[FitRow]:
         module: Any = self.merged.model.get_submodule(hook.path)
         stack = ExpertStack(module, hook)
         theirs = {
@@ -183,7 +189,9 @@ class LayerFitter:
         batches = [RoutedBatch.of(a.batch, a.given) for a in stop.arrivals]
         routings = by_domain(batches, hook.count)
         states = {
-            r.key: joined([self.sources[b.domain].record(b).inputs[hook.path] for b in r.batches])
+            r.key: concatenated(
+                [self.sources[b.domain].record(b).inputs[hook.path] for b in r.batches]
+            )
             for r in routings
         }
         self.forget(hook.path)
@@ -191,7 +199,7 @@ class LayerFitter:
         def source(key: DomainKey) -> tuple[ExpertStack, Tensor]:
             return theirs[key[0]], states[key]
 
-        fits: list[Row] = []
+        fits: list[FitRow] = []
         place = self.structure.place(hook.path)
         for which in ("up", "down"):
             name = getattr(hook, which)
@@ -300,4 +308,4 @@ class LayerFitter:
 def _together(factors: list[Tensor | float]) -> Tensor | float:
     """Concatenate the factors of all batches: one number, or one per token."""
     tensors = [factor for factor in factors if isinstance(factor, Tensor)]
-    return joined(tensors) if tensors else factors[0]
+    return concatenated(tensors) if tensors else factors[0]

@@ -163,7 +163,7 @@ class DomainScales:
         return self.scales[batch.domain, batch.holdout]
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors by rows; one alone is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 

@@ -20,7 +20,7 @@ from moemerge.refitting.least_squares import Affine, DomainScales, RidgeRule, pa
 from moemerge.refitting.linear import Inputs, fit_head
 from moemerge.refitting.plan import LayerPlan, RefitPlan, stored_experts, stored_linear
 from moemerge.refitting.records import AsMerged, followed_batches, layer_drift
-from moemerge.refitting.report import LayerRow, MapRow, RouterRow, Row
+from moemerge.refitting.report import FitRow, LayerRow, MapRow, RouterRow
 from moemerge.refitting.routers import RouterJob
 from moemerge.refitting.streams import RefitStreams
 from moemerge.runtime.ranks import Ranks
@@ -56,7 +56,7 @@ class RefitLoop:
     )  # waits for work that must not overlap with a fit
     done_before: Collection[int] = ()  # layers that a killed run had finished
     _fitter: LayerFitter | None = None
-    _rows: list[Row] = field(default_factory=list)
+    _rows: list[FitRow] = field(default_factory=list)
     _tensors: dict[str, Tensor] = field(default_factory=dict)  # routers of the layer at hand
     _left: set[str] = field(default_factory=set)
 

@@ -31,7 +31,7 @@ from moemerge.runtime.gpu import to_host
 _NUMBER = re.compile(r"\.\d+\.")
 # Gates of shared experts have one output: they scale an output and keep their merged weights.
 GATE_OUTPUTS = 1
-PARTS: Mapping[Role, Part] = {
+PART_OF_ROLE: Mapping[Role, Part] = {
     Role.ATTENTION: "attention",
     Role.EXPERT: "experts",
     Role.SHARED_EXPERT: "experts",
@@ -160,7 +160,7 @@ def _of_parts(layer: LayerPlan, units: UnitMap, parts: Collection[Part]) -> dict
     linear = {}
     for path, hook in layer.linear.items():
         placed = units.linear(hook)
-        part = PARTS.get(placed[0].unit.role) if placed else None
+        part = PART_OF_ROLE.get(placed[0].unit.role) if placed else None
         if part is not None and part in parts and part != "router":
             linear[path] = hook
     return {"linear": linear, "experts": layer.experts if "experts" in parts else {}}

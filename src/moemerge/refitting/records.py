@@ -20,7 +20,7 @@ from moemerge.features.tokens import real_tokens
 from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
 
-Key = int  # id of a batch: models that run side by side share their batches
+BatchId = int  # id of a batch: models that run side by side share their batches
 
 
 @dataclass
@@ -46,7 +46,7 @@ class LayerRecorder:
     inputs: Callable[[str], bool]
     outputs: Callable[[str], bool]
     copies: bool  # activations of a waiting batch may be offloaded, so they are copied
-    records: dict[Key, Record] = field(default_factory=dict)
+    records: dict[BatchId, Record] = field(default_factory=dict)
     on_batch: Callable[[Batch, Record], None] | None = None  # a batch has passed a layer
 
     def begin(self) -> None:
@@ -109,11 +109,11 @@ class AsMerged:
     """The hidden states of the merge, layer by layer."""
 
     layers: Collection[str]  # by path
-    batches: Collection[Key]  # those that are followed
+    batches: Collection[BatchId]  # those that are followed
     copies: bool  # activations of a waiting batch may be offloaded
     working: bool = True  # until a layer cannot be called again
-    _calls: dict[Key, tuple[Again, Tensor | None]] = field(default_factory=dict)
-    _hidden: dict[Key, Tensor] = field(default_factory=dict)
+    _calls: dict[BatchId, tuple[Again, Tensor | None]] = field(default_factory=dict)
+    _hidden: dict[BatchId, Tensor] = field(default_factory=dict)
 
     def on_calls(self, batch: Batch, rows: Tensor | None, calls: list[Call]) -> None:
         """Keep the arguments of a layer that a batch has entered."""

@@ -114,7 +114,7 @@ class RouterRow:
         }
 
 
-Row = MapRow | ExpertsRow | RouterRow
+FitRow = MapRow | ExpertsRow | RouterRow
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class LayerRow:
     """The row of a layer, or of the head (None)."""
 
     layer: int | None
-    rows: tuple[Row, ...]
+    rows: tuple[FitRow, ...]
     drift_before: Mapping[str, float]  # by domain; empty where it is not known
     drift_after: Mapping[str, float]
     notices: tuple[str, ...]

@@ -15,7 +15,7 @@ from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.stops import Stop
 from moemerge.linalg.cg import Status
 from moemerge.lockstep.models import PairedRouter, StoredRouters
-from moemerge.refitting.least_squares import joined
+from moemerge.refitting.least_squares import concatenated
 from moemerge.refitting.targets import LayerView
 from moemerge.routing import DomainFeatures, SolveSettings, minimise_divergence
 from moemerge.routing.gates import divergence
@@ -198,9 +198,11 @@ class RouterJob:
                 targets = None
                 if self.exact:
                     states = (sources[name].record(batch).inputs[stop.path] for batch, _ in own)
-                    targets = [joined([logits_of(x.to(working_dtype(x)), matrix) for x in states])]
+                    targets = [
+                        concatenated([logits_of(x.to(working_dtype(x)), matrix) for x in states])
+                    ]
                 # Concatenated, so that a product is one kernel launch, not one per batch.
-                features = [joined([x for _, x in own])]
+                features = [concatenated([x for _, x in own])]
                 weight = self.weights[name]
                 domains.append(DomainFeatures(name, features, matrix, targets, weight, self.ranks))
         bias_dtype = None if merged.bias is None else merged.bias.dtype

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moemerge.refitting.least_squares import Affine
-from moemerge.refitting.records import Key, Record
+from moemerge.refitting.records import BatchId, Record
 from moemerge.runtime.ranks import Ranks
 from moemerge.text.batches import Batch
 
@@ -117,7 +117,7 @@ class LayerView:
     """One model in one layer: its modules, and the records of each batch so far."""
 
     model: nn.Module
-    records: Mapping[Key, Record]
+    records: Mapping[BatchId, Record]
 
     def record(self, batch: Batch) -> Record:
         return self.records[id(batch)]

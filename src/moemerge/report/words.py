@@ -27,7 +27,7 @@ class Quantity(StrEnum):
     DATA = "data"  # arrays, for programs and charts
 
     def text(self, value: Any) -> str:
-        """Return the value as text for people."""
+        """Return the value, formatted for display."""
         value = amount(value)
         if value is None:
             return NONE
@@ -51,7 +51,7 @@ class FigureWords:
     out_of: str = ""  # the figure that contains this one
 
     def text(self, figures: Mapping[str, Any]) -> str:
-        """Return its value among `figures` as text for people."""
+        """Return this quantity of `figures`, formatted for display."""
         shown = self.quantity.text(figures.get(self.name))
         return f"{shown}/{figures[self.out_of]}" if figures.get(self.out_of) else shown
 
