@@ -92,7 +92,7 @@ def test_every_verb_takes_a_plugin() -> None:
 
 
 # What several processes may do together; tests of ranks do it.
-SHARED = {"calibrate", "refit", "diagnose", "stats", "merge", "tune"}
+SHARED = {"calibrate", "refit", "distill", "diagnose", "stats", "merge", "tune"}
 
 
 @pytest.mark.parametrize("path", [path for path in FLAGS if path[0] not in SHARED], ids=" ".join)

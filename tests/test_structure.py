@@ -202,6 +202,7 @@ def test_settings_that_messages_advise_exist() -> None:
         api.make_data,
         api.calibrate,
         api.refit,
+        api.distill,
         api.diagnose,
         api.merge,
         api.tune,

@@ -184,7 +184,7 @@ def test_run_writes_a_page_too(case: cases.Case, tmp_path: Path) -> None:
     plain.write_text("\n".join(lines[: 1 + len(case.sources)]) + "\n")
     result = moemerge("run", plain, tmp_path / "other", "--report", page)
     assert result.exit_code == 2
-    assert "no calibration: or refit: block" in result.stderr
+    assert "no calibration: or refit: or distill: block" in result.stderr
     assert not (tmp_path / "other").exists()
 
 

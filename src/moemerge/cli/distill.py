@@ -18,7 +18,7 @@ EXAMPLES = """
       --source math=org/math --data math=math.jsonl \\
       --source code=org/code --data code=code.jsonl \\
       --source base=org/base --data base=general.jsonl
-  moemerge distill refitted/ out/ --source a=A --data a=a.jsonl \\
+  moemerge distill merged/ out/ --source a=A --data a=a.jsonl \\
       --source b=B --data b=b.jsonl --steps 60 --learning-rate 1e-4
   moemerge distill merged/ out/ --source a=A --data a=a.jsonl --resume
 """

@@ -13,7 +13,7 @@ from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Out, Reporting, Sources, Texts, Weights, add_verb, given, numbers
 from moemerge.config.repairs import Repair, RepairSettings
 from moemerge.config.settings import OutputSettings
-from moemerge.runtime.journals import journal_path
+from moemerge.runtime.journals import journal_path, saved_path
 
 if TYPE_CHECKING:
     from moemerge.lockstep.report import RepairReport
@@ -61,11 +61,11 @@ def repair_table(report: RepairReport, *, verbose: bool) -> Any:
 
 def remaining_work(out_folder: Path) -> Callable[[], str | None]:
     """Return a function that describes, after an interrupt, how to continue."""
-    journal, before = journal_path(out_folder), _inode(out_folder)
+    unfinished, before = (journal_path(out_folder), saved_path(out_folder)), _inode(out_folder)
 
     def remaining() -> str | None:
-        if journal.exists():
-            return "--resume continues with the first unfinished layer"
+        if any(folder.exists() for folder in unfinished):
+            return "--resume continues with the finished work"
         if _inode(out_folder) not in (None, before):
             return f"{out_folder} is complete; only figures, page or upload are missing"
         return None
