@@ -35,6 +35,7 @@ WRITES = {
     "run": 2,
     "calibrate": 2,
     "refit": 2,
+    "distill": 2,
     "swap-routers": 4,
     "extract": 3,
     "tune": 2,
@@ -44,7 +45,7 @@ _WRITTEN = re.compile(
 )
 # Verbs that train, download or take minutes; they have tests of their own.
 # A random model's answers are never right, so `data` would keep none.
-SLOW = {"demo", "data", "evaluate", "study"}
+SLOW = {"demo", "data", "distill", "evaluate", "study"}
 
 
 @pytest.fixture(scope="module")
