@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +16,11 @@ import torch
 from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import format_size
 from moemerge.checkpoint.output import writing
+from moemerge.distilling.memory import TrainingSize
+from moemerge.distilling.optimisers import OptimiserName
 from moemerge.distilling.report import DistillReport
 from moemerge.distilling.settings import DistillSettings
-from moemerge.distilling.student import STATE_BYTES, OptimiserName, Student
+from moemerge.distilling.student import Student, StudentOptions
 from moemerge.distilling.teachers import positions, run_teacher
 from moemerge.distilling.training import Progressed, Trainer, TrainingOptions
 from moemerge.errors import ArchitectureError, DataError, ResourceError
@@ -41,12 +42,12 @@ from moemerge.runtime.timing import Stopwatch, Timings, peak_memory
 LEAST_STEPS: Final = 100
 EPOCHS: Final = 2
 MOST_EPOCHS: Final = 16
-# Padded tokens that run at once, and bytes that their logits may take with their gradient.
-MICRO_TOKENS: Final = {"cpu": 4096, "cuda": 16384}
-LOGITS_BYTES: Final = {"cpu": 2**30, "cuda": 2**33}
-LOGITS_COPIES: Final = 4  # in float32: the logits, their exponentials and two gradients
-# A checkpointed layer stores its input; the layer that is recomputed stores about this many more.
-LAYER_COPIES: Final = 40
+# A state is stored if that takes at most this share of the time since the last one.
+SAVING_SHARE: Final = 0.1
+DISK_RATE: Final = 1e9  # bytes per second, assumed
+# Learning rates at which the search begins.
+FIRST_RATE: Final[Mapping[OptimiserName, float]] = {"adamw": 1e-4, "adafactor": 1e-3}
+LORA_RATE: Final = 1e-3
 STATE_FILE: Final = "state.pt"
 STUDENT: Final = "student"  # the only entry of the journal
 
@@ -73,33 +74,23 @@ class DistillJob(RepairJob[DistillSettings]):
         epoch = max(1.0, sum(len(d.rows) for d in self.text.domains) / settings.batch)
         return round(min(max(LEAST_STEPS, EPOCHS * epoch), max(1.0, MOST_EPOCHS * epoch)))
 
-    @property
-    def micro_tokens(self) -> int:
-        """Return how many padded tokens run at once."""
-        kind = self.stream.device.type
-        logits = LOGITS_BYTES.get(kind, LOGITS_BYTES["cuda"]) // (
-            LOGITS_COPIES * 4 * self.vocabulary
+    @cached_property
+    def size(self) -> TrainingSize:
+        settings = self.request.settings
+        return TrainingSize.of(
+            self.merged,
+            self.layout,
+            self.stream.dtype,
+            self.stream.device,
+            vocabulary=self.vocabulary,
+            recompute=settings.recompute,
+            lora=settings.lora,
         )
-        return max(1, min(MICRO_TOKENS.get(kind, MICRO_TOKENS["cuda"]), logits))
 
-    def needed_bytes(self, optimiser: OptimiserName) -> int:
+    @property
+    def needed_bytes(self) -> int:
         """Return the estimated peak memory of the training on its device."""
-        size = self.stream.dtype.itemsize
-        weights = (
-            sum(math.prod(info.shape) for info in self.merged.checkpoint.tensors.values()) * size
-        )
-        masters = 4 if size < 4 else 0
-        states = self.layout.numel * (size + masters + STATE_BYTES[optimiser])
-        architecture = self.merged.architecture
-        width = architecture.hidden_size or 0
-        saved = (
-            architecture.num_layers
-            if self.request.settings.recompute
-            else (LAYER_COPIES * architecture.num_layers)
-        )
-        activations = self.micro_tokens * width * size * (saved + LAYER_COPIES)
-        logits = self.micro_tokens * self.vocabulary * 4 * LOGITS_COPIES
-        return weights + states + activations + logits
+        return self.size.needed_bytes(self.optimiser)
 
     @cached_property
     def optimiser(self) -> OptimiserName:
@@ -107,9 +98,16 @@ class DistillJob(RepairJob[DistillSettings]):
         chosen = self.request.settings.optimiser
         if chosen != "auto":
             return chosen
-        fits = self.needed_bytes("adamw") <= available_memory(self.stream.device) * HEADROOM
+        fits = self.size.needed_bytes("adamw") <= available_memory(self.stream.device) * HEADROOM
         chosen = "adamw" if fits else "adafactor"
         return self.ranks.broadcast_object(chosen)
+
+    @cached_property
+    def snapshot_device(self) -> torch.device:
+        """Return where the best weights so far are kept: on the device if it has the room."""
+        device = self.stream.device
+        needed = self.needed_bytes + self.size.optimised_bytes(self.optimiser)
+        return device if needed <= available_memory(device) * HEADROOM else torch.device("cpu")
 
     @property
     def key(self) -> dict[str, Any]:
@@ -120,7 +118,7 @@ class DistillJob(RepairJob[DistillSettings]):
                 for name, source in self.sources.items()
             },
             "steps": self.steps,
-            "micro_tokens": self.micro_tokens,
+            "micro_tokens": self.size.micro_tokens,
             "optimiser": self.optimiser,
             **request_key(self.request, self.text.domains, self.stream.device, self.stream.dtype),
         }
@@ -164,7 +162,7 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
             ranks=opened.ranks,
             text=text,
             notices=tuple(notices),
-            layout=TrainedLayout(merged, settings.only),
+            layout=TrainedLayout(merged, settings.only, adapted=settings.lora is not None),
             vocabulary=size,
         )
         _check_text(job)
@@ -200,6 +198,7 @@ def _distil(
 ) -> tuple[dict[str, Any], Student]:
     """Return the row of the report, and the student with the weights that are kept."""
     settings, stream = job.request.settings, job.stream
+    snapshots = job.snapshot_device  # by the memory that is free before the student is loaded
     with stopwatch.span("teachers"):
         teachers = {
             domain.name: run_teacher(
@@ -215,16 +214,17 @@ def _distil(
         }
     states.keep_teachers()
     with stopwatch.span("load"):
-        student = Student(
-            job.merged, job.layout, stream.device, stream.dtype, recompute=settings.recompute
-        )
+        loading = StudentOptions(job.optimiser, settings.recompute, settings.lora, settings.seed)
+        student = Student(job.merged, job.layout, stream.device, stream.dtype, options=loading)
     options = TrainingOptions(
         steps=job.steps,
         batch=settings.batch,
-        micro_tokens=job.micro_tokens,
+        micro_tokens=job.size.micro_tokens,
         optimiser=job.optimiser,
+        first_rate=LORA_RATE if settings.lora is not None else FIRST_RATE[job.optimiser],
         next_token=settings.next_token,
         seed=settings.seed,
+        snapshots=snapshots,
     )
     trainer = Trainer(student, teachers, job.weights, options, job.ranks, progress)
     rate = settings.learning_rate
@@ -247,6 +247,12 @@ class TrainingStates:
     def __init__(self, job: DistillJob) -> None:
         self.finished = False
         self._ranks = job.ranks
+        # Writing a state of a large model takes a minute. A resumed run that starts from an older
+        # state takes the same steps again.
+        size, name = job.size, job.optimiser
+        stored = 2 * size.optimised_bytes(name) + size.state_bytes(name)
+        self._pause = stored / DISK_RATE / SAVING_SHARE  # seconds between two states
+        self._last = time.perf_counter()
         self._saved: SavedStates | None = None
         if job.ranks.leads:
             self._saved = SavedStates(job.request.out, job.key, resume=job.request.resume)
@@ -269,7 +275,7 @@ class TrainingStates:
 
     def save(self, state: Progressed, optimiser: torch.optim.Optimizer, student: Student) -> None:
         """Store a training state. Every rank has the same one, and rank 0 writes it."""
-        if self._saved is None:
+        if self._saved is None or time.perf_counter() - self._last < self._pause:
             return
         folder = self.folder / f"checkpoint-{state.step}"
         with writing(folder):
@@ -277,7 +283,7 @@ class TrainingStates:
             torch.save(
                 {
                     "state": state.to_json(),
-                    "best": state.best,
+                    "best": {} if state.best_step == state.step else state.best,
                     "weights": student.snapshot(),
                     "optimiser": optimiser.state_dict(),
                 },
@@ -285,6 +291,7 @@ class TrainingStates:
             )
             mark_complete(folder)
             self._saved.prune()
+        self._last = time.perf_counter()
 
     def load(self, trainer: Trainer) -> tuple[Progressed | None, torch.optim.Optimizer]:
         """Return the last state and its optimiser, and set the student's weights to it."""
@@ -292,7 +299,7 @@ class TrainingStates:
         if latest is None or not (latest / STATE_FILE).exists():
             return None, trainer.optimiser(0.0)
         stored = torch.load(latest / STATE_FILE, map_location="cpu", weights_only=True)
-        state = Progressed.from_json(stored["state"], stored["best"])
+        state = Progressed.from_json(stored["state"], stored["best"] or stored["weights"])
         trainer.student.load(stored["weights"])
         optimiser = trainer.optimiser(state.rate)
         optimiser.load_state_dict(stored["optimiser"])
@@ -332,22 +339,21 @@ def _check_text(job: DistillJob) -> None:
 
 def _check_memory(job: DistillJob) -> None:
     device = job.stream.device
-    needed, free = job.needed_bytes(job.optimiser), available_memory(device)
+    needed, free = job.needed_bytes, available_memory(device)
     if needed > free * HEADROOM:
         raise ResourceError(
             f"distillation needs about {format_size(needed)} on {device}, and "
             f"{format_size(int(free * HEADROOM))} are usable",
-            hint='train a part of the model (`only="experts"`), use `optimiser="adafactor"`, or '
-            "give shorter rows (`max_length`)",
+            hint='train adapters (`lora=16`), use `optimiser="adafactor"`, or give shorter rows '
+            "(`max_length`)",
         )
 
 
 def _estimate(job: DistillJob) -> str:
     tokens = sum(domain.tokens for domain in job.text.domains)
     return (
-        f"distilling {job.layout.numel:,} parameters in {job.steps} steps over {tokens:,} tokens; "
-        f"about {format_size(job.needed_bytes(job.optimiser))} on {job.stream.device} "
-        f"({job.optimiser})"
+        f"distilling {job.size.parameters:,} parameters in {job.steps} steps over {tokens:,} "
+        f"tokens; about {format_size(job.needed_bytes)} on {job.stream.device} ({job.optimiser})"
     )
 
 
@@ -364,13 +370,13 @@ def _report(job: DistillJob, output: Output, stopwatch: Stopwatch, seconds: floa
         device=str(job.stream.device),
         dtype=dtype_name(job.stream.dtype),
         offload="device",
-        memory=job.needed_bytes(job.optimiser),
+        memory=job.needed_bytes,
         resumed=output.resumed,
         layers=(),
         notices=tuple(notices),
         seconds=seconds,
         timings=Timings.of(stopwatch, seconds, peak_memory(job.stream.device)),
-        parameters=job.layout.numel,
+        parameters=job.size.parameters,
         optimiser=job.optimiser,
         learning_rate=state.rate,
         tried_rates=state.tried_rates,

@@ -52,6 +52,11 @@ class DistillSettings(RepairSettings):
     only: Only | None = Field(
         None, description="train only the routers, the experts or the attention (default: all)"
     )
+    lora: PositiveInt | None = Field(
+        None,
+        description="train low-rank adapters of this rank on all matrices of the layers, and merge "
+        "them into the weights (default: train the weights themselves)",
+    )
     next_token: UnitShare = Field(
         0.0, description="share of the next-token loss in the loss; the rest is the divergence"
     )
@@ -60,7 +65,8 @@ class DistillSettings(RepairSettings):
     )
     optimiser: OptimiserChoice = Field(
         "auto",
-        description="adamw, or adafactor with a small state (auto: adamw if the device holds it)",
+        description="adamw, or adafactor with a small state and no float32 copies of the weights "
+        "(auto: adamw if the device holds it)",
     )
     recompute: Flag = Field(
         True, description="recompute activations in the backward pass (gradient checkpointing)"
@@ -90,6 +96,7 @@ class DistillKeywords(RepairKeywords, total=False):
     learning_rate: Rate
     batch: int
     only: Only | None
+    lora: int | None
     next_token: float
     top_tokens: int
     optimiser: OptimiserChoice

@@ -1,27 +1,44 @@
-"""The model that learns: its weights in the forward dtype, and float32 copies that are optimised.
+"""The model that learns.
 
-An update of 1e-4 of a weight is lost if it is added in bfloat16, so the optimiser works on float32
-copies and the model gets them rounded after every step.
+An update of 1e-4 of a weight is lost if it is added in bfloat16. AdamW therefore works on float32
+copies, and the model gets them rounded after every step. Adafactor rounds at random instead, and
+needs no copies. Adapters (LoRA) are float32.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from moemerge.architectures.opened import OpenModel
+from moemerge.distilling.lora import Adapters
+from moemerge.distilling.optimisers import OptimiserName
 from moemerge.errors import NumericalError
+from moemerge.features.fused import fuse
+from moemerge.features.routers import anatomy
 from moemerge.features.trainable import TrainedLayout, load_trainable
 
-OptimiserName = Literal["adamw", "adafactor"]
-BETAS: Final = (0.9, 0.95)
-# Bytes per trained parameter next to the weights themselves: the gradient in the forward dtype, the
-# float32 copy, its gradient, and the optimiser's state (two moments, or next to nothing).
-STATE_BYTES: Final = {"adamw": 4 + 4 + 8, "adafactor": 4 + 4}
+CPU: Final = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StudentOptions:
+    """How a student is loaded."""
+
+    optimiser: OptimiserName
+    recompute: bool  # activations, in the backward pass
+    lora: int | None  # rank of the adapters; None: the weights themselves are trained
+    seed: int
+
+
+def needs_copies(optimiser: OptimiserName, dtype: torch.dtype) -> bool:
+    """Return whether the optimiser works on float32 copies of weights of this dtype."""
+    return dtype.itemsize < 4 and (optimiser, dtype) != ("adafactor", torch.bfloat16)
 
 
 class Student:
@@ -34,22 +51,39 @@ class Student:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        recompute: bool,
+        options: StudentOptions,
     ) -> None:
         self.device = device
-        self.model: Any = load_trainable(opened, layout, dtype, lora=False, device=device)
-        if recompute:
+        rank = options.lora
+        self.model: Any = load_trainable(
+            opened, layout, dtype, lora=rank is not None, device=device
+        )
+        fuse(self.model, device, dtype)
+        if options.recompute:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        # Named as in the model. Of a float32 model they are its own parameters.
+        self._adapters: Adapters | None = None
+        self.trained: dict[str, Tensor]
+        if rank is None:
+            self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        else:
+            layers = anatomy(self.model).layers
+            self._adapters = Adapters(self.model, layers, layout.shapes, rank, options.seed)
+            self.trained = self._adapters.parameters
+        # What the optimiser updates, by name: the trained parameters or their float32 copies.
+        copied = needs_copies(options.optimiser, dtype)
         self.masters: dict[str, Tensor] = {
-            name: value if value.dtype == torch.float32 else value.detach().float().requires_grad_()
+            name: value.detach().float().requires_grad_()
+            if copied and value.dtype != torch.float32
+            else value
             for name, value in self.trained.items()
         }
 
-    def logits(self, input_ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the next-token logits (rows, length, vocabulary) of rows padded on the right."""
-        out: Tensor = self.model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Return the next-token logits (rows, length, vocabulary) of rows padded on the right.
+
+        Attention is causal, so padding on the right needs no mask: no token sees it.
+        """
+        out: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
         return out
 
     def gradients(self) -> list[Tensor]:
@@ -74,19 +108,26 @@ class Student:
         self._round_masters()
         return norm
 
-    def load(self, values: dict[str, Tensor]) -> None:
-        """Set the trained parameters to float32 `values`."""
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Set what is optimised to `values`."""
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(values[name])
         self._round_masters()
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return the trained parameters in float32 on the host."""
-        return {name: value.detach().cpu().clone() for name, value in self.masters.items()}
+    def snapshot(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        """Return a copy of what is optimised, on a device (default: the host)."""
+        return {
+            name: value.detach().to(device or CPU, copy=True)
+            for name, value in self.masters.items()
+        }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return every tensor of the model, the trained ones in float32."""
+        """Return every tensor of the model with the trained values; adapters are merged."""
+        if self._adapters is not None:
+            self._adapters.merge()
+            state: dict[str, Tensor] = self.model.state_dict()
+            return state
         return {**self.model.state_dict(), **{n: v.detach() for n, v in self.masters.items()}}
 
     def _round_masters(self) -> None:
@@ -104,13 +145,3 @@ class Student:
                 yield
         finally:
             self.model.train()
-
-
-def make_optimiser(
-    name: OptimiserName, parameters: Sequence[Tensor], rate: float
-) -> torch.optim.Optimizer:
-    """Return torch's optimiser of this name."""
-    if name == "adafactor":
-        return torch.optim.Adafactor(list(parameters), lr=rate, weight_decay=0.0)
-    fused = parameters[0].is_cuda
-    return torch.optim.AdamW(list(parameters), lr=rate, betas=BETAS, weight_decay=0.0, fused=fused)

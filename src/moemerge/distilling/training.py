@@ -17,7 +17,8 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from moemerge.distilling.student import OptimiserName, Student, make_optimiser
+from moemerge.distilling.optimisers import OptimiserName, make_optimiser
+from moemerge.distilling.student import Student
 from moemerge.distilling.targets import TopTokens, divergence, next_token_loss
 from moemerge.distilling.teachers import TeacherRows, positions
 from moemerge.errors import NumericalError
@@ -29,9 +30,8 @@ LAST_RATE: Final = 0.1  # of the highest rate, at the last step
 CLIP: Final = 1.0  # largest norm of a gradient
 EVALUATIONS: Final = 5  # of a training, evenly spread
 PATIENCE: Final = 2  # evaluations without a gain after which a training stops
-# Learning rates that `auto` chooses from, and where the search begins.
+# Learning rates that `auto` chooses from.
 RATES: Final = tuple(10.0 ** (exponent / 2) for exponent in range(-12, -3))
-FIRST_RATE: Final[Mapping[OptimiserName, float]] = {"adamw": 1e-4, "adafactor": 1e-3}
 TRIAL: Final = 0.25  # of the steps: how long a rate is tried
 
 
@@ -43,8 +43,10 @@ class TrainingOptions:
     batch: int  # rows of a step, over all processes
     micro_tokens: int  # padded tokens that run at once
     optimiser: OptimiserName
+    first_rate: float  # at which the search for a rate begins
     next_token: float  # share of the next-token loss; the rest is the divergence
     seed: int
+    snapshots: torch.device  # where the best weights are kept
 
 
 @dataclass
@@ -132,7 +134,7 @@ class Trainer:
             torch.cat([top.tokens for top in taught]), torch.cat([top.log_probs for top in taught])
         ).to(device)
         ids, mask = ids.to(device), mask.to(device)
-        logits = self.student.logits(ids, mask)[:, :-1][mask[:, 1:]]  # (positions, vocabulary)
+        logits = self.student.logits(ids)[:, :-1][mask[:, 1:]]  # (positions, vocabulary)
         loss = (1.0 - next_token) * divergence(logits, teacher).sum()
         if next_token:
             loss = loss + next_token * next_token_loss(logits, ids[:, 1:][mask[:, 1:]]).sum()
@@ -213,7 +215,7 @@ class Trainer:
         due = {round(steps * (n + 1) / EVALUATIONS) for n in range(EVALUATIONS)} | {steps}
         if not state.step and self.holds_out:
             state.held_out[0] = self.held_out()
-            state.best = self.student.snapshot()
+            state.best = self.student.snapshot(self.options.snapshots)
         self.progress.start("distilling", steps, unit="steps")
         self.progress.advance(state.step)
         while state.step < steps and not self._gained_nothing(state):
@@ -237,7 +239,7 @@ class Trainer:
         state.held_out[state.step] = self.held_out()
         if self.mean(state.held_out[state.step]) < self.mean(state.held_out[state.best_step]):
             state.best_step = state.step
-            state.best = self.student.snapshot()
+            state.best = self.student.snapshot(self.options.snapshots)
 
     def _gained_nothing(self, state: Progressed) -> bool:
         """Return whether the last evaluations were all worse than an earlier one."""
@@ -253,7 +255,7 @@ class Trainer:
         The search walks downhill over `RATES`. A rate at which training diverges counts as
         infinitely bad.
         """
-        start = self.student.snapshot()
+        start = self.student.snapshot(self.options.snapshots)
         tried: dict[float, float] = {}
         steps = max(1, round(TRIAL * self.options.steps))
 
@@ -264,7 +266,7 @@ class Trainer:
                 self.student.load(start)
             return tried[rate]
 
-        first = FIRST_RATE[self.options.optimiser]
+        first = self.options.first_rate
         at = min(range(len(RATES)), key=lambda n: abs(math.log(RATES[n] / first)))
         for direction in (1, -1):
             moved = False

@@ -6,6 +6,7 @@ every layout, which pair trained weights with stored tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,8 @@ PART_ROLES: Mapping[str, frozenset[Role]] = {
 }
 # A selection bias has no gradient: families update it by other means.
 UNTRAINED = frozenset({Role.SELECTION_BIAS})
+# The roles whose matrices get low-rank adapters.
+ADAPTED = frozenset({Role.ATTENTION, Role.EXPERT, Role.SHARED_EXPERT, Role.MLP, Role.ROUTER})
 
 
 @dataclass(frozen=True)
@@ -45,25 +48,33 @@ class _Move:
 class TrainedLayout:
     """The trained parameters of a model, and the stored tensors they belong to.
 
-    It is made from headers alone, and refuses parameters that cannot be written back.
+    It is made from headers alone, and refuses parameters that cannot be written back. With
+    `adapted`, only the matrices that low-rank adapters can change are trained.
     """
 
-    def __init__(self, opened: OpenModel, only: str | None) -> None:
+    def __init__(self, opened: OpenModel, only: str | None, *, adapted: bool = False) -> None:
         self._opened = opened
         skeleton = build_skeleton(opened.checkpoint, torch.float32)
         state = skeleton.state_dict()
         infos = {n: TensorInfo.of(n, t.dtype, tuple(t.shape)) for n, t in state.items()}
         self.in_memory = Architecture.of(opened.checkpoint.config, infos)
         wanted = frozenset(Role) - UNTRAINED if only is None else PART_ROLES[only]
+        if adapted:
+            wanted &= ADAPTED
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
         self.trained: frozenset[str] = frozenset(
             name
             for name, value in parameters.items()
-            if value.is_floating_point() and self.in_memory.role(name) in wanted
+            if value.is_floating_point()
+            and self.in_memory.role(name) in wanted
+            and not (adapted and min((1, *value.shape)[-2:]) == 1)
         )
-        self.numel = sum(
-            value.numel() for name, value in skeleton.named_parameters() if name in self.trained
-        )
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(value.shape)
+            for name, value in skeleton.named_parameters()
+            if name in self.trained
+        }
+        self.numel = sum(map(math.prod, self.shapes.values()))
         if not self.trained:
             raise ArchitectureError(
                 f"{opened.label} has no {only or 'parameters'} to train",
