@@ -25,7 +25,7 @@ CaseOf = Callable[..., cases.Case]
 DOCUMENT = {
     "kind", "version", "command", "created", "model", "models", "sources", "domains", "figures",
     "layers", "totals", "swaps", "calibration", "calibration_of", "verdict", "advice", "settings",
-    "device", "dtype", "notices", "refit", "refit_of", "seconds",
+    "check", "device", "dtype", "notices", "refit", "refit_of", "seconds",
 }  # fmt: skip
 ROW = {
     "model", "domain", "layer", "router", "tokens", "mismatch", "any_mismatch", "top1_agreement",

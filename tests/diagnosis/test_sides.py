@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from moemerge.diagnosis import job
+from moemerge.features import losses as job
 from moemerge.runtime.ranks import SINGLE
 from moemerge.text.batches import PaddingSide, make_batches, rows_of
 from moemerge.text.domains import Domain

@@ -270,3 +270,58 @@ def test_a_tenth_is_held_out_by_default_where_there_are_many_rows(
     assert [r.tolist() for r in load_domain("math", many, plain, auto).holdout] == [
         r.tolist() for r in tenth.holdout
     ]
+
+
+def split(file: Path, tokenizer: Any, **options: Any) -> tuple[list[str], list[str]]:
+    """The first word of every row that is fitted, and of every row held out."""
+    domain = load_domain("math", file, tokenizer, TextSettings(**options))
+    sides = domain, domain.held_out
+    kept, held = ([row[1] for row in words(tokenizer, side)] for side in sides)
+    return kept, held
+
+
+def test_rows_of_one_group_are_held_out_together(tmp_path: Path, plain: Any) -> None:
+    names = zoo._WORDS.split()[:12]
+    rows = [{"text": f"{names[n % 12]} {n // 10} {n % 10}", "doc": n % 12} for n in range(60)]
+    file = write(tmp_path / "a.jsonl", *rows)
+    kept, held = split(file, plain, holdout=0.25, group="doc")
+    assert len(set(held)) == 3  # a quarter of the documents, with all their rows
+    assert len(held) == 15
+    assert not set(kept) & set(held)
+    by_row = split(file, plain, holdout=0.25)
+    assert set(by_row[0]) & set(by_row[1])
+    domain = load_domain("math", file, plain, TextSettings(holdout=0.25, group="doc"))
+    assert not domain.notices  # the field is used
+    assert len(set(domain.groups)) == 9
+    assert len(domain.holdout_groups) == 15
+
+
+def test_equal_rows_are_never_on_both_sides(tmp_path: Path, plain: Any) -> None:
+    names = zoo._WORDS.split()[:10]
+    file = write(tmp_path / "a.jsonl", *({"text": names[n % 10]} for n in range(40)))
+    for seed in range(5):
+        kept, held = split(file, plain, holdout=0.2, seed=seed)
+        assert len(held) == 8
+        assert not set(kept) & set(held)
+
+
+def test_equal_neighbours_join_their_groups(tmp_path: Path, plain: Any) -> None:
+    names = zoo._WORDS.split()
+    texts = [names[0], names[1], names[1], names[2], *names[3:9]]
+    docs = ["a", "a", "b", "b", "c", "d", "e", "f", "g", "h"]
+    rows = [{"text": text, "doc": doc} for text, doc in zip(texts, docs, strict=True)]
+    file = write(tmp_path / "a.jsonl", *rows)
+    for seed in range(10):
+        _, held = split(file, plain, holdout=0.3, seed=seed, group="doc")
+        assert len([one for one in held if one in names[:3]]) in (0, 4)
+
+
+def test_a_group_that_cannot_be_used_is_an_error(tmp_path: Path, plain: Any) -> None:
+    rows = [{"text": "one", "doc": 1}, {"text": "two", "page": 2}]
+    file = write(tmp_path / "a.jsonl", *rows)
+    with pytest.raises(DataError, match=r"row 2: no field 'doc', which `group` names"):
+        split(file, plain, group="doc")
+    file = write(tmp_path / "b.jsonl", *({"text": f"one {n}", "doc": 1} for n in range(9)))
+    with pytest.raises(DataError, match=r"1 value\(s\) of 'doc': a holdout of 0.5 leaves none"):
+        split(file, plain, holdout=0.5, group="doc")
+    assert split(file, plain, group="doc", holdout="auto")[1] == []

@@ -97,6 +97,7 @@ def diagnose(
     sources: Mapping[str, ModelLike],
     data: Mapping[str, Files],
     against: Sequence[ModelLike] = (),
+    check: Mapping[str, Files] | None = None,
     settings: DiagnosisSettings | None = None,
     report: str | Path | None = None,
     progress: Progress | None = None,
@@ -106,7 +107,8 @@ def diagnose(
 
     `sources` are the merged models and `data` text of each (best held out from any calibration),
     under the same names. Text under any other name is measured against the `base`. Models in
-    `against` are measured, too. Pass the settings as one object, or one by one:
+    `against` are measured, too. `check` is text on which only the loss is measured; under the name
+    of a source, that source is measured as well. Pass the settings as one object, or one by one:
     `diagnose(..., swaps=True, max_tokens=20_000)`. `report` is an HTML page to write.
     """
     from moemerge.diagnosis.job import DiagnosisRequest
@@ -120,6 +122,7 @@ def diagnose(
         data={name: files_of(files) for name, files in data.items()},
         against=(against,) if isinstance(against, str | Path | ModelRef) else tuple(against),
         settings=settings_for(DiagnosisSettings, settings, keywords, "diagnose"),
+        check={name: files_of(files) for name, files in (check or {}).items()},
     )
     page = None if report is None or not leads() else page_path(report)
     diagnosis = run_diagnosis(request, Silent() if progress is None else progress)

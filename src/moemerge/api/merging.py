@@ -235,6 +235,7 @@ def run(
             data=requested.data,
             settings=requested.settings,
             weights=requested.block.weights or {},
+            check=requested.check,
             overwrite=settings.overwrite,
             resume=output.resume,
             temporary=True,
@@ -249,6 +250,7 @@ def _validate_repair(loaded: LoadedConfig) -> None:
     requested = loaded.repair
     if requested is not None:
         check_text(loaded.existing(requested.data))
+        check_text(requested.check, "check")
         layers, routers = requested.settings.layers, requested.repair.needs_routers
         check_sources(requested.sources, layers, routers=routers)
 

@@ -17,7 +17,7 @@ from moemerge.config.models import ModelLike
 from moemerge.config.repairs import Repair
 from moemerge.config.settings import OutputKeywords, OutputSettings, with_keywords
 from moemerge.distilling.settings import DISTILLATION, DistillKeywords, DistillSettings
-from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError
+from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, UsageError
 from moemerge.refitting.settings import REFIT, RefitKeywords, RefitSettings
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.process import init_cuda_context
@@ -55,6 +55,7 @@ def calibrate(
     sources: Mapping[str, ModelLike],
     data: Mapping[str, Files],
     weights: Mapping[str, float] | None = None,
+    check: Mapping[str, Files] | None = None,
     settings: CalibrationSettings | None = None,
     progress: Progress | None = None,
     **keywords: Unpack[CalibrateKeywords],
@@ -62,14 +63,17 @@ def calibrate(
     """Solve for the routers of `merged` and write the calibrated model to `out`.
 
     `sources` are the merged models and `data` their text (JSON lines or parquet), under the same
-    names. `weights` set how much each counts (default: 1). Pass the settings as one object, or one
+    names. `weights` set how much each counts (default: 1). `check` is text that is only measured,
+    before and after. Pass the settings as one object, or one
     by one: `calibrate(..., alpha=0.5, layers="8-15")`. `report` is an HTML page to write: a
     diagnosis before and after, on the held-out rows (without any, on the same rows). `resume`
     continues a killed run. Under torchrun every process must call this function: each processes a
     share of the text, and rank 0 writes.
     """
-    given = {"sources": sources, "data": data, "weights": weights, "progress": progress}
-    report: CalibrationReport = _repair_model(CALIBRATION, merged, out, settings, given, keywords)
+    given = {"sources": sources, "data": data, "weights": weights, "check": check}
+    report: CalibrationReport = _repair_model(
+        CALIBRATION, merged, out, settings, given, progress, keywords
+    )
     return report
 
 
@@ -81,6 +85,7 @@ def refit(
     sources: Mapping[str, ModelLike],
     data: Mapping[str, Files],
     weights: Mapping[str, float] | None = None,
+    check: Mapping[str, Files] | None = None,
     settings: RefitSettings | None = None,
     progress: Progress | None = None,
     **keywords: Unpack[RefitOutKeywords],
@@ -91,8 +96,8 @@ def refit(
     `refit(..., ridge=0.01, parts="attention,experts")`. Under torchrun every process must call this
     function: each processes a share of the text and fits a share of the experts, and rank 0 writes.
     """
-    given = {"sources": sources, "data": data, "weights": weights, "progress": progress}
-    report: RefitReport = _repair_model(REFIT, merged, out, settings, given, keywords)
+    given = {"sources": sources, "data": data, "weights": weights, "check": check}
+    report: RefitReport = _repair_model(REFIT, merged, out, settings, given, progress, keywords)
     return report
 
 
@@ -104,6 +109,7 @@ def distill(
     sources: Mapping[str, ModelLike],
     data: Mapping[str, Files],
     weights: Mapping[str, float] | None = None,
+    check: Mapping[str, Files] | None = None,
     settings: DistillSettings | None = None,
     progress: Progress | None = None,
     **keywords: Unpack[DistillOutKeywords],
@@ -114,8 +120,10 @@ def distill(
     `distill(..., steps=60, learning_rate=1e-4, only="experts")`. Under torchrun every process must
     call this function: each trains on a share of the rows, and rank 0 writes.
     """
-    given = {"sources": sources, "data": data, "weights": weights, "progress": progress}
-    report: DistillReport = _repair_model(DISTILLATION, merged, out, settings, given, keywords)
+    given = {"sources": sources, "data": data, "weights": weights, "check": check}
+    report: DistillReport = _repair_model(
+        DISTILLATION, merged, out, settings, given, progress, keywords
+    )
     return report
 
 
@@ -125,10 +133,11 @@ def _repair_model(
     out: str | Path,
     settings: Any,
     given: Mapping[str, Any],
+    progress: Progress | None,
     keywords: Mapping[str, Any],
 ) -> Any:
     """Run a repair as its Python function was called: `given` are its sources, data, weights and
-    progress bar."""
+    check text."""
     output, values = output_for(OutputSettings, keywords, repair.verb)
     settings = settings_for(repair.settings, settings, values, repair.verb)
     init_cuda_context(settings.device)
@@ -141,10 +150,11 @@ def _repair_model(
         data={name: files_of(files) for name, files in given["data"].items()},
         settings=settings,
         weights=given["weights"] or {},
+        check={name: files_of(files) for name, files in (given["check"] or {}).items()},
         overwrite=output.overwrite,
         resume=output.resume,
     )
-    progress = Silent() if given["progress"] is None else given["progress"]
+    progress = Silent() if progress is None else progress
     target = output.push_to_hub if leads() else None
     with uploaded(request.out, target, progress):
         return run_repair(repair, request, progress, output.report)
@@ -164,7 +174,12 @@ def run_repair(
     On the page, `label` is the name of the merged model, and `command` the command that was run.
     """
     run = repair.load_runner()
-    measure = request.settings.measure and request.settings.holdout != 0
+    measure = request.settings.measure and (request.settings.holdout != 0 or bool(request.check))
+    if request.check and not request.settings.measure:
+        raise UsageError(
+            "check text is given, but nothing is measured",
+            hint="leave out `measure=False`, or the check text",
+        )
     report: RepairReport
     if page is None and not measure:
         report = run(request, progress)
@@ -172,25 +187,26 @@ def run_repair(
     try:
         both = _before_and_after(request, page if leads() else None, label, command)
     except (ArchitectureError, TokenizerError) as error:
-        if page is not None:
+        if page is not None or request.check:
             raise
         # Routers of a source can be read even if the source cannot be run.
         progress.note(f"the routing will not be measured on held-out rows: {error.message}")
         report = run(request, progress)
         return report
     report = run(replace(request, text=both.text), progress)
-    if page is None and not both.holds_out:
+    measured = both.holds_out or bool(request.check)
+    if page is None and not measured:
         return report
     ranks = Ranks.join(resolve_device(request.settings.device))
     progress = ranks.progress(progress)
     try:
         diagnosis = _measured(both, progress, ranks)
     except MoeMergeError as error:
-        if page is not None:
+        if page is not None or request.check:
             raise
         progress.note(error.message)
         return report
-    if diagnosis is None or not measure or not both.holds_out:
+    if diagnosis is None or not measure or not measured:
         return report
     figures = both.figures(diagnosis)
     if ranks.leads:
@@ -217,7 +233,8 @@ def _measured(both: BeforeAndAfter, progress: Progress, ranks: Ranks) -> Diagnos
     Otherwise rank 0 does it alone, and the other ranks return None.
     """
     ranks.barrier()  # rank 0 has written OUT by then
-    fewest = min(len(domain.holdout or domain.rows) for domain in both.text.domains)
+    domains = (*both.text.domains, *both.text.check)
+    fewest = min(len(domain.holdout or domain.rows) for domain in domains)
     if ranks.all_agree(both.out.is_dir() and fewest >= ranks.count):
         return both.measure(progress, ranks)
     return both.measure(progress, SINGLE) if ranks.leads else None
@@ -235,5 +252,12 @@ def _before_and_after(
     settings = {name: getattr(values, name) for name in type(values).model_fields}
     models = (request.merged, request.out)
     return BeforeAndAfter.of(
-        page, models, request.sources, request.data, settings, label=label, command=command
+        page,
+        models,
+        request.sources,
+        request.data,
+        settings,
+        check=request.check,
+        label=label,
+        command=command,
     )

@@ -52,7 +52,7 @@ class CalibrationJob(RepairJob[CalibrationSettings]):
         """The models that are streamed; the merged one leads, with its routers in memory."""
         sides = {MERGED: Side(self.stored[MERGED].model)}
         if self.streams_sources:
-            sides |= {name: Side(source, name) for name, source in self.sources.items()}
+            sides |= {name: Side(source, (name,)) for name, source in self.sources.items()}
         return sides
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moemerge.cli.flags import ModelArgument, Page, Reporting, Sources, Texts, add_verb
+from moemerge.cli.flags import Checks, ModelArgument, Page, Reporting, Sources, Texts, add_verb
 from moemerge.diagnosis.settings import DiagnosisSettings
 
 EXAMPLES = """
@@ -34,6 +34,7 @@ def diagnose(
         list[str] | None,
         typer.Option(metavar="MODEL", help="Measure this model too. Repeat it."),
     ] = None,
+    check: Checks = None,
     report: Page = None,
 ) -> None:
     """Measure how a merge changed the routing of MODEL, layer by layer.
@@ -50,6 +51,7 @@ def diagnose(
             sources=source,
             data=data,
             against=against or (),
+            check=check,
             settings=settings,
             report=report,
             progress=bar,

@@ -46,6 +46,14 @@ Texts = Annotated[
         help="Text of that source (.jsonl, .jsonl.gz, .parquet). Repeat it.",
     ),
 ]
+Checks = Annotated[
+    dict[str, list[str]] | None,
+    typer.Option(
+        "--check",
+        metavar="NAME=FILE",
+        help="Text that is only measured, best of source NAME and unseen by it. Repeat it.",
+    ),
+]
 Weights = Annotated[
     dict[str, str] | None,
     typer.Option(

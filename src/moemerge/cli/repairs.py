@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moemerge.cli.console import interruptible
-from moemerge.cli.flags import Out, Reporting, Sources, Texts, Weights, add_verb, given, numbers
+from moemerge.cli.flags import (
+    Checks,
+    Out,
+    Reporting,
+    Sources,
+    Texts,
+    Weights,
+    add_verb,
+    given,
+    numbers,
+)
 from moemerge.config.repairs import Repair, RepairSettings
 from moemerge.config.settings import OutputSettings
 from moemerge.runtime.journals import journal_path, saved_path
@@ -31,6 +41,7 @@ def add_repair(app: typer.Typer, repair: Repair, about: str, examples: str) -> N
         output: OutputSettings,
         reporting: Reporting,
         weight: Weights = None,
+        check: Checks = None,
     ) -> None:
         from moemerge import api
 
@@ -41,6 +52,7 @@ def add_repair(app: typer.Typer, repair: Repair, about: str, examples: str) -> N
                 sources=source,
                 data=data,
                 weights=numbers("--weight", weight),
+                check=check,
                 settings=settings,
                 progress=bar,
                 **given(output),

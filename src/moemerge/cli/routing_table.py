@@ -13,7 +13,7 @@ from rich.text import Text
 from moemerge.cli.render import FirstThatFits, NumberTable, facts, requantised
 from moemerge.cli.wording import in_flags
 from moemerge.diagnosis.verdict import DAMAGED, INTACT, SLIGHT
-from moemerge.report.words import Quantity, display_names, percent
+from moemerge.report.words import Quantity, display_names, percent, with_error
 from moemerge.routing.figures import FIGURES, Figure
 from moemerge.runtime.progress import counted
 
@@ -43,6 +43,8 @@ def diagnosis_report(diagnosis: Diagnosis, *, verbose: bool) -> RenderableType:
     else:
         parts += [_bars(diagnosis), ""]
     parts.append(_totals(diagnosis, verbose=verbose))
+    if diagnosis.check:
+        parts += ["", _check(diagnosis)]
     if diagnosis.swaps:
         parts += ["", _swaps(diagnosis.swaps)]
     if diagnosis.advice:
@@ -160,6 +162,24 @@ def _totals(diagnosis: Diagnosis, *, verbose: bool) -> NumberTable:
     return table
 
 
+def _check(diagnosis: Diagnosis) -> NumberTable:
+    """Return a row per check text and model."""
+    names = _names(diagnosis)
+    table = NumberTable(
+        ["check text", "model", "documents", "tokens", "loss", "perplexity", "change"],
+        keys=2,
+        words=[0, 1],
+        title="nats a token ± standard error over documents",
+    )
+    for one in diagnosis.check:
+        change = "" if one.change is None else with_error(one.change, one.change_error)
+        model = names.get(one.model, f"source {one.model}")
+        counts = (str(one.documents), str(one.tokens))
+        loss = with_error(one.loss, one.error, signed=False)
+        table.add(one.name, model, *counts, loss, f"{one.perplexity:.4g}", change)
+    return table
+
+
 def _swaps(swaps: Sequence[Swap]) -> NumberTable:
     table = NumberTable(
         ["domain", "weights of", "routers of", "mismatch", "loss"], keys=3, words=range(3)
@@ -237,7 +257,7 @@ def held_out(report: RepairReport) -> list[tuple[str, str]]:
     """Return mismatch and loss on held-out rows if measured, and domains that have none."""
     rows = []
     figures = report.diagnosis
-    if figures is not None:
+    if figures is not None and figures["tokens"]:
         before, after = figures["mismatch_before"], figures["mismatch_after"]
         changes = (f"{name} {percent(before[name])}→{percent(after[name])}" for name in before)
         on = f"({report.repair.card_holdout}; each model on its own features)"
@@ -246,6 +266,14 @@ def held_out(report: RepairReport) -> list[tuple[str, str]]:
         if None not in (*before.values(), *after.values()):
             losses = (f"{name} {before[name]:.3f}→{after[name]:.3f}" for name in before)
             rows.append(("loss", f"{', '.join(losses)} nats a token"))
+    checked = {} if figures is None else figures["check"]
+    for name, one in checked.items():
+        if one is None:
+            continue
+        change = with_error(one["change"], one["change_error"])
+        source = "" if one["loss_source"] is None else f"; the source {one['loss_source']:.3f}"
+        ends = f"{one['loss_before']:.3f}→{one['loss_after']:.3f}"
+        rows.append((f"check {name}", f"loss {ends} ({change}{source}), unused by any fit"))
     if report.not_held_out:
         names = ", ".join(report.not_held_out)
         rows.append(("not held out", f"{names}: every figure is of rows that were fitted"))

@@ -27,7 +27,7 @@ from moemerge.data.settings import DataRecipe
 # Blocks that are written with their defaults, which a later version may change.
 _ALWAYS = tuple(repair.key for repair in REPAIRS)
 _FIRST = ("merge_method", "base_model")
-_FILES = ("data", "statistics")  # whose values are file names
+_FILES = ("data", "check", "statistics")  # whose values are file names
 
 
 def dump_config(config: RunConfig, *, absolute: bool = False) -> str:

@@ -16,9 +16,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, create_model
 
 from moemerge.config.faults import FaultsError, shown
-from moemerge.config.fields import ModelForm, Strict, model_ref, read_by
+from moemerge.config.fields import DataFiles, ModelForm, Name, Strict, model_ref, read_by
 from moemerge.config.models import ModelRef
 from moemerge.config.settings import (
+    GROUP,
     LAYERS,
     Flag,
     ForwardKeywords,
@@ -39,6 +40,7 @@ class RepairSettings(ForwardSettings):
 
     layers: LayersField = LAYERS
     holdout: Share = Field("auto", description="share of the rows kept out of every fit")
+    group: Name | None = GROUP
     strict: Flag = Field(False, description="fail when a layer does not converge")
     measure: Flag = Field(
         True,
@@ -52,6 +54,7 @@ class RepairKeywords(ForwardKeywords, total=False):
 
     layers: LayersForm
     holdout: float | Literal["auto"]
+    group: str | None
     strict: bool
     measure: bool
 
@@ -121,6 +124,11 @@ class RepairBlock(Strict):
     )
     weights: dict[str, Weight] | None = Field(
         None, description="how much each source counts, by name (default: 1)"
+    )
+    check: DataFiles | None = Field(
+        None,
+        description="text that is only measured, by name: best of a source, and not in its "
+        "training data",
     )
 
 

@@ -43,6 +43,11 @@ class RequestedRepair:
     data: Mapping[str, tuple[str, ...]]
 
     @property
+    def check(self) -> Mapping[str, tuple[str, ...]]:
+        """The text that is only measured."""
+        return self.block.check or {}
+
+    @property
     def settings(self) -> RepairSettings:
         """The settings of the block."""
         return self.block.narrowed(self.repair.settings)

@@ -59,6 +59,11 @@ Requantize = Literal["no", "same"]
 LAYERS: Any = Field(LayerSelection(), description="which MoE layers: all, last:4, 8-15 or 0,2,5-7")
 MAX_TOKENS: Any = Field(None, description="most tokens of each domain (default: all)")
 MAX_LENGTH: Any = Field(2048, description="tokens at which a row is cut")
+GROUP: Any = Field(
+    None,
+    description="field of the rows, such as a document's name: rows that share its value are held "
+    "out together",
+)
 LIMIT: Any = Field(None, description="most rows of each domain (default: all)")
 SEED: Any = Field(0, description="seed of every random choice")
 OFFLOAD: Any = Field("auto", description="where hidden states live between layers")

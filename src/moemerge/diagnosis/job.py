@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.config.models import ModelLike
 from moemerge.diagnosis.results import MODEL
 from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import UsageError
+from moemerge.features.losses import LOSS_TOKENS, NextTokenLoss
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
 from moemerge.lockstep.inputs import (
     JobText,
+    check_domain,
     check_names,
     check_same_tokens,
     read_text,
@@ -60,6 +59,8 @@ class DiagnosisRequest:
     against: Sequence[ModelLike]
     settings: DiagnosisSettings
     label: str | None = None  # the display name of a model in a temporary folder
+    # Text that is only measured. Under the name of a source, the source is measured on it too.
+    check: Mapping[str, Sequence[TextSource]] = field(default_factory=dict)
     command: str | None = None  # the command that repeats this, if it is not `moemerge diagnose`
 
     @property
@@ -107,7 +108,7 @@ class DiagnosisJob:
         """This rank's share of the text."""
         fit = LOGITS_BYTES // (vocabulary_size(self.model) * self.stream.dtype.itemsize)
         most = min(batch_tokens(self.model, self.stream.device), DEFAULT_BATCH_TOKENS, fit)
-        batches = make_batches(self.domains, batch_tokens=max(1, most))
+        batches = make_batches((*self.domains, *self.text.check), batch_tokens=max(1, most))
         return own_share(batches, self.ranks)
 
 
@@ -127,6 +128,7 @@ def prepare(request: DiagnosisRequest, ranks: Ranks, text: JobText | None = None
             hint="that name is reserved for the diagnosed model",
         )
     check_files(request.data)
+    check_files(request.check, "check")
     device = own_device(resolve_device(settings.device))
     subjects = _subjects(request)
     sources = {name: open_model(name, ref) for name, ref in references.items()}
@@ -138,7 +140,7 @@ def prepare(request: DiagnosisRequest, ranks: Ranks, text: JobText | None = None
     if settings.swaps:
         for source in sources.values():
             pair_routing(model, source)
-    text = text or read_text(model, sources, request.data, settings)
+    text = text or read_text(model, sources, request.data, settings, request.check)
     notices = [*_left_out(routers), *_gates(routers.pairs[0], others), *text.notices]
     if settings.holdout:
         notices += [
@@ -150,6 +152,9 @@ def prepare(request: DiagnosisRequest, ranks: Ranks, text: JobText | None = None
     for other in others:
         read = [domain for domain in text.domains if sources.get(domain.name, other) is other]
         read = read or list(text.domains)  # compared models process all domains
+        read += [
+            d for d in text.check if other.name not in sources or d.name == check_domain(other.name)
+        ]
         notices += check_same_tokens(read, text.tokenizer, other, what=other.what, hint=SAME_MODELS)
     stream = StreamSettings(device, forward_dtype(settings.dtype, model), settings.offload)
     return DiagnosisJob(request, subjects, sources, routers, text, stream, tuple(notices), ranks)
@@ -196,57 +201,8 @@ def _gates(pair: PairedRouter, others: Sequence[OpenModel]) -> list[str]:
     return notices
 
 
-# Tokens whose logits are converted to float32 at once.
-LOSS_TOKENS: Final = 512
 # Logits, scores, probabilities and masks of a batch during comparison, all (tokens, K) in float64.
 COMPARED_COPIES = 24
-
-
-class NextTokenLoss:
-    """The mean next-token cross-entropy of each domain in nats, summed on the device.
-
-    If rows have a prompt and an answer, only the answer's tokens count.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
-        self._device = torch.device("cpu")  # dtype of the logits
-
-    def add(self, batch: Batch, logits: Tensor) -> None:
-        """Add a batch's logits, (rows, length, vocabulary). Padding is excluded."""
-        self._device = logits.device
-        counted = batch.mask[:, 1:] & batch.mask[:, :-1]  # (rows, length - 1), on the host
-        if batch.answers is not None:
-            counted &= batch.answers[:, 1:]
-        count = int(counted.sum())
-        if count == 0:
-            return
-        ids = batch.input_ids.to(logits.device)
-        weights = counted.to(logits.device)
-        total = torch.zeros((), dtype=torch.float64, device=logits.device)
-        length = ids.shape[1] - 1
-        rows = max(1, LOSS_TOKENS // length)
-        for first in range(0, ids.shape[0], rows):
-            for begin in range(0, length, LOSS_TOKENS):
-                part = (slice(first, first + rows), slice(begin, min(begin + LOSS_TOKENS, length)))
-                wanted = ids[:, 1:][part]  # (rows, tokens)
-                losses = functional.cross_entropy(
-                    logits[part].float().flatten(0, 1), wanted.flatten(), reduction="none"
-                )
-                total += losses.masked_fill(~weights[part].flatten(), 0.0).double().sum()
-        before = self._sums.get(batch.domain)
-        self._sums[batch.domain] = total if before is None else before + total
-        self._counts[batch.domain] = self._counts.get(batch.domain, 0) + count
-
-    def mean(self, domain: str) -> float | None:
-        """Return the mean over all ranks; None if no token has a successor."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        total += self._sums.get(domain, 0.0)
-        count = self._ranks.total(self._counts.get(domain, 0), self._device)
-        self._ranks.all_reduce(total)
-        return float(total) / count if count else None
 
 
 @dataclass(frozen=True)
@@ -275,13 +231,14 @@ def sides_of(job: DiagnosisJob) -> dict[str, MeasuredSide]:
         model.name: MeasuredSide(model, loss=NextTokenLoss(ranks)) for model in job.subjects
     }
     for name, source in job.sources.items():
-        sides[name] = MeasuredSide(source, name, loss=NextTokenLoss(ranks))
+        own = (name, check_domain(name))
+        sides[name] = MeasuredSide(source, own, loss=NextTokenLoss(ranks))
     if job.request.settings.swaps:
         for name, source in job.sources.items():
             for weights, routers in ((job.model, source), (source, job.model)):
                 sides[f"{name}: {weights.name} with the routers of {routers.name}"] = SwappedSide(
                     with_routers_of(weights, routers),
-                    name,
+                    (name,),
                     loss=NextTokenLoss(ranks),
                     weights_of=weights.name,
                     routers_of=routers.name,

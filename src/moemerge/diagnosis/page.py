@@ -49,6 +49,7 @@ class BeforeAndAfter:
         data: Mapping[str, Sequence[TextSource]],
         settings: Mapping[str, Any],
         *,
+        check: Mapping[str, Sequence[TextSource]],
         label: str | None = None,
         command: str | None = None,
     ) -> BeforeAndAfter:
@@ -66,6 +67,7 @@ class BeforeAndAfter:
             against=(),
             settings=parse_settings(DiagnosisSettings, values, "diagnosis settings"),
             label=label,
+            check=check,
             command=command,
         )
         path = None if report is None else page_path(report)
@@ -111,6 +113,25 @@ class BeforeAndAfter:
                 for end in ends
             },
             "not_held_out": [name for name in diagnosis.domains if name not in names],
+            "check": {name: self._check(diagnosis, name) for name in self.request.check},
+        }
+
+    def _check(self, diagnosis: Diagnosis, name: str) -> dict[str, Any] | None:
+        """Return the loss on a check text before and after; None if it has no predicted token."""
+        before = diagnosis.check_of(name)
+        after = diagnosis.check_of(name, str(self.out))
+        source = diagnosis.check_of(name, name)
+        if before is None or after is None:
+            return None
+        return {
+            "rows": before.rows,
+            "documents": before.documents,
+            "tokens": before.tokens,
+            "loss_before": before.loss,
+            "loss_after": after.loss,
+            "change": after.change,
+            "change_error": after.change_error,
+            "loss_source": None if source is None else source.loss,
         }
 
 
@@ -121,10 +142,13 @@ def loss_notices(figures: Mapping[str, Any]) -> list[str]:
     not suit the sources' routing.
     """
     before, after = figures["loss_before"], figures["loss_after"]
+    losses = [("the rows held out", name, before[name], after[name]) for name in before]
+    for name, check in figures.get("check", {}).items():
+        if check is not None:
+            losses.append(("the check text", name, check["loss_before"], check["loss_after"]))
     return [
-        f"{name}: on the rows held out the next-token loss rose from {before[name]:.3f} to "
-        f"{after[name]:.3f} nats: the unrepaired merge predicts this text better, so compare both "
-        "on your tasks"
-        for name in before
-        if None not in (before[name], after[name]) and after[name] > before[name] + NOTICEABLE
+        f"{name}: on {where} the next-token loss rose from {old:.3f} to {new:.3f} nats: the "
+        "unrepaired merge predicts this text better, so compare both on your tasks"
+        for where, name, old, new in losses
+        if None not in (old, new) and new > old + NOTICEABLE
     ]

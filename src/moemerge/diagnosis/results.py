@@ -106,6 +106,29 @@ class Swap:
 
 
 @dataclass(frozen=True)
+class CheckLoss:
+    """The next-token loss of one model on one check text, in nats a token.
+
+    Errors are standard errors, clustered by document. `change` is the difference to the diagnosed
+    model on the same documents; None for that model.
+    """
+
+    name: str
+    model: str  # a subject, or the source of that name
+    rows: int
+    documents: int
+    tokens: int  # predicted tokens
+    loss: float
+    error: float | None
+    change: float | None = None
+    change_error: float | None = None
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@dataclass(frozen=True)
 class KeyNumber:
     """A number of the verdict: a value for programs, a text for people."""
 
@@ -149,6 +172,7 @@ class Diagnosis:
     dtype: str = "float32"
     notices: tuple[str, ...] = ()
     seconds: float = 0.0
+    check: tuple[CheckLoss, ...] = ()  # of every model on every check text
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data; NaN and infinity are null."""
@@ -169,6 +193,7 @@ class Diagnosis:
             "calibration_of": self.calibration_of,
             "refit": None if self.refit is None else dict(self.refit),
             "refit_of": self.refit_of,
+            "check": [_json(asdict(one) | {"perplexity": one.perplexity}) for one in self.check],
             "verdict": _json(asdict(self.verdict)),
             "advice": list(self.advice),
             "settings": dict(self.settings),
@@ -206,6 +231,11 @@ class Diagnosis:
     def layers_of(self, model: str = MODEL, domain: str | None = None) -> list[LayerDiagnosis]:
         """Return the rows of one model (and domain), in the order of its routers."""
         return [r for r in self.layers if r.model == model and domain in (None, r.domain)]
+
+    def check_of(self, name: str, model: str = MODEL) -> CheckLoss | None:
+        """Return one model's loss on one check text, or None if it was not measured."""
+        found = (one for one in self.check if one.name == name and one.model == model)
+        return next(found, None)
 
     def total(self, domain: str, model: str = MODEL) -> DomainTotal:
         """Return one model's total on one domain."""

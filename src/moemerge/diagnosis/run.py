@@ -6,6 +6,7 @@ import json
 import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +19,7 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.config.documents import CalibrationDocument, RefitDocument, parse_document
 from moemerge.config.settings import as_flags, plugin_flags
 from moemerge.diagnosis.advice import Measurements, advise
+from moemerge.diagnosis.check import check_losses
 from moemerge.diagnosis.job import (
     DiagnosisJob,
     DiagnosisRequest,
@@ -82,7 +84,12 @@ def diagnose(job: DiagnosisJob, progress: Progress, seen: Collection[str] = ()) 
         walk(lockstep, job.routers.pairs, comparison, Output(), job.ranks)
     for model in (*job.subjects, *job.sources.values()):
         model.checkpoint.require_unchanged()
-    return _diagnosis(job, sides, comparison, job.text.seconds + time.perf_counter() - start)
+    checked, memorised = check_losses(job, sides)
+    for notice in memorised:
+        progress.note(notice)
+    seconds = job.text.seconds + time.perf_counter() - start
+    diagnosis = _diagnosis(job, sides, comparison, seconds)
+    return replace(diagnosis, check=checked, notices=(*diagnosis.notices, *memorised))
 
 
 class RoutingComparison(Visitor):
@@ -139,7 +146,7 @@ class RoutingComparison(Visitor):
     ) -> None:
         own = stops[name].by_batch(name)
         for key, side in self.swapped.items():
-            if side.domain != name:
+            if name not in (side.domains or ()):
                 continue
             info = pair.info if side.weights_of == MODEL else pair.sources[name]
             view = router_view(side.model, info, stops[key])
@@ -196,7 +203,7 @@ def _swaps(
         total = next(t for t in totals if t.model == MODEL and t.domain == domain)
         swaps.append(Swap(domain, MODEL, MODEL, total.mismatch, total.loss))
         for key, side in comparison.swapped.items():
-            if side.domain == domain:
+            if domain in (side.domains or ()):
                 mismatch = comparison.swap_mismatch(key)
                 loss = sides[key].loss.mean(domain)
                 swaps.append(Swap(domain, side.weights_of, side.routers_of, mismatch, loss))
@@ -310,6 +317,9 @@ def command_of(request: DiagnosisRequest) -> str:
         words += ["--source", f"{name}={request.sources[name]}"] if name in request.sources else []
         for file in source_names(request.data[name]):
             words += ["--data", f"{name}={file}"]
+    for name, text in request.check.items():
+        for file in source_names(text):
+            words += ["--check", f"{name}={file}"]
     for other in request.against:
         words += ["--against", str(other)]
     usual = {name: field.default for name, field in DiagnosisSettings.model_fields.items()}

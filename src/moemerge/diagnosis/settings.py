@@ -7,7 +7,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from moemerge.config.fields import Name
 from moemerge.config.settings import (
+    GROUP,
     LAYERS,
     Flag,
     ForwardKeywords,
@@ -27,6 +29,7 @@ class DiagnosisSettings(ForwardSettings):
         0.0,
         description="measure on those rows alone that calibrate holds out (same seed)",
     )
+    group: Name | None = GROUP
     swaps: Flag = Field(
         False,
         description="also run the model with each source's routers, and each source with the "
@@ -42,5 +45,6 @@ class DiagnosisKeywords(ForwardKeywords, total=False):
 
     layers: LayersForm
     holdout: float | Literal["auto"]
+    group: str | None
     swaps: bool
     base: str | Path | None

@@ -112,6 +112,9 @@ class RepairEntry(Strict):
             raise FaultsError.one(f"give one of {listed(cls.kinds)}, not {listed(given) or 'none'}")
         if given == ["routers"] and (idle := [k for k in ("text", "share") if k in data]):
             raise FaultsError.one("swapped routers need no text: remove it", idle[0])
+        if isinstance(block := data[given[0]], Mapping) and "check" in block:
+            text = "a study measures its models itself: give this text to `evaluate`"
+            raise FaultsError.one(text, given[0], "check")
         return data
 
     @property

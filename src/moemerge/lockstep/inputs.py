@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from moemerge.errors import ArchitectureError, MoeMergeError, TokenizerError, Us
 from moemerge.registry import did_you_mean
 from moemerge.report.files import CONFIG_NAME
 from moemerge.runtime.files import read_utf8
-from moemerge.text.domains import Domain, JobSettings, TextSettings, load_domains
+from moemerge.text.domains import Domain, JobSettings, TextSettings, load_domain, load_domains
 from moemerge.text.rows import TextSource
 from moemerge.text.tokens import load_tokenizer
 
@@ -76,10 +76,12 @@ class JobText:
     domains: tuple[Domain, ...]
     tokenizer: Any
     seconds: float  # taken to read and tokenize it
+    check: tuple[Domain, ...] = ()  # text that is only measured
 
     @property
     def notices(self) -> list[str]:
-        return [notice for domain in self.domains for notice in domain.notices]
+        domains = (*self.domains, *self.check)
+        return [notice for domain in domains for notice in domain.notices]
 
 
 def read_text(
@@ -87,14 +89,26 @@ def read_text(
     sources: Collection[str],
     data: Mapping[str, Sequence[TextSource]],
     settings: JobSettings,
+    check: Mapping[str, Sequence[TextSource]] | None = None,
 ) -> JobText:
-    """Tokenize the text of each source with the model's tokenizer."""
+    """Tokenize the text of each source with the model's tokenizer, and text to check."""
     begin = time.perf_counter()
     tokenizer = load_tokenizer(model.checkpoint.tokenizer_folder)
     # In the sources' order, so that the order of --data does not matter.
     chosen = {name: data[name] for name in sources}
-    domains = load_domains(chosen, tokenizer, TextSettings.of(settings, answers=True))
-    return JobText(domains, tokenizer, time.perf_counter() - begin)
+    bounds = TextSettings.of(settings, answers=True)
+    domains = load_domains(chosen, tokenizer, bounds)
+    whole = replace(bounds, holdout=0.0)
+    checked = tuple(
+        load_domain(check_domain(name), text, tokenizer, whole)
+        for name, text in (check or {}).items()
+    )
+    return JobText(domains, tokenizer, time.perf_counter() - begin, checked)
+
+
+def check_domain(name: str) -> str:
+    """Return the domain of the check text of this name, which a source may have too."""
+    return f"check {name}"
 
 
 def require_streamable(model: OpenModel, other: OpenModel, *, what: str, hint: str) -> None:

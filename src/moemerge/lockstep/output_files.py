@@ -29,6 +29,7 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
+from moemerge.report.words import with_error
 from moemerge.runtime.files import read_file, read_object, read_utf8, write_whole
 from moemerge.runtime.progress import counted
 from moemerge.version import __version__
@@ -43,7 +44,8 @@ def output_files(
     folder = merged.checkpoint.path
     earlier = earlier_report(folder)
     config, flags = _resolved_config(request, merged, earlier, report)
-    whole = not any(isinstance(text, Mapping) for rows in request.data.values() for text in rows)
+    texts = (*request.data.values(), *request.check.values())
+    whole = not any(isinstance(text, Mapping) for rows in texts for text in rows)
     # The parts of repairs that this one may follow are kept.
     keys = [repair.key for repair in REPAIRS]
     own = report.repair.key
@@ -75,6 +77,7 @@ def _resolved_config(
         "sources": [{name: model} for name, model in report.sources.items()],
         "weights": dict(request.weights) or None,
         "data": {name: list(files) for name, files in report.data.items()},
+        "check": {name: list(files) for name, files in report.check.items()} or None,
     }
     block = {key: value for key, value in block.items() if value is not None}
     # A refit writes floats, or quantises as the merge before it: `run` has one flag for both.
@@ -177,13 +180,17 @@ def add_diagnosis(report: RepairReport, figures: Mapping[str, Any]) -> None:
 
 
 def diagnosis_table(figures: Mapping[str, Any], rows: str) -> list[str]:
-    """Return a Markdown table of the routing on held-out rows, each model on its own features."""
-    lines = [
-        f"What `moemerge diagnose` measures on {rows}, each model on its own features:",
-        "",
-        "| domain | tokens | mismatch before | after | loss before | after |",
-        "|---|---|---|---|---|---|",
-    ]
+    """Return Markdown tables of held-out rows, each model on its own features, and check text."""
+    lines = (
+        []
+        if not figures["tokens"]
+        else [
+            f"What `moemerge diagnose` measures on {rows}, each model on its own features:",
+            "",
+            "| domain | tokens | mismatch before | after | loss before | after |",
+            "|---|---|---|---|---|---|",
+        ]
+    )
     for name, tokens in figures["tokens"].items():
         shares = (f"{figures[f'mismatch_{end}'][name]:.1%}" for end in ("before", "after"))
         losses = (figures[f"loss_{end}"][name] for end in ("before", "after"))
@@ -192,4 +199,20 @@ def diagnosis_table(figures: Mapping[str, Any], rows: str) -> list[str]:
     if figures["not_held_out"]:
         names = ", ".join(map(in_markdown, figures["not_held_out"]))
         lines += ["", f"No rows of {names} were held out, so nothing is measured there."]
+    checked = {name: one for name, one in figures["check"].items() if one is not None}
+    if checked:
+        lines += [
+            "",
+            "Next-token loss on check text, which no fit or choice has used (nats a token):",
+            "",
+            "| check text | tokens | loss before | after | change | the source's |",
+            "|---|---|---|---|---|---|",
+        ]
+    for name, one in checked.items():
+        source = "" if one["loss_source"] is None else f"{one['loss_source']:.4g}"
+        lines.append(
+            f"| {in_markdown(name)} | {one['tokens']} | {one['loss_before']:.4g} | "
+            f"{one['loss_after']:.4g} | {with_error(one['change'], one['change_error'])} | "
+            f"{source} |"
+        )
     return lines

@@ -25,6 +25,7 @@ class RepairReport(ABC):
     sources: Mapping[str, str]
     weights: Mapping[str, float]
     data: Mapping[str, tuple[str, ...]]
+    check: Mapping[str, tuple[str, ...]]  # files of text that is only measured
     settings: Mapping[str, Any]
     device: str
     dtype: str
@@ -48,6 +49,7 @@ class RepairReport(ABC):
             "sources": {name: str(ref) for name, ref in request.sources.items()},
             "weights": source_weights(request.weights, request.sources),
             "data": {name: source_names(request.data[name]) for name in request.sources},
+            "check": {name: source_names(text) for name, text in request.check.items()},
             "settings": settings_data(request.settings),
         }
 
@@ -76,6 +78,7 @@ class RepairReport(ABC):
             "sources": dict(self.sources),
             "weights": dict(self.weights),
             "data": {name: list(files) for name, files in self.data.items()},
+            "check": {name: list(files) for name, files in self.check.items()},
             "settings": dict(self.settings),
             "device": self.device,
             "dtype": self.dtype,

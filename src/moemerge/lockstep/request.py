@@ -43,6 +43,8 @@ class RepairRequest(Generic[S]):
     data: Mapping[str, Sequence[TextSource]]
     settings: S
     weights: Mapping[str, float] = field(default_factory=dict)  # of sources; default: 1
+    # Text that is only measured, before and after.
+    check: Mapping[str, Sequence[TextSource]] = field(default_factory=dict)
     overwrite: bool = False
     resume: bool = False
     # The same run made the merged folder and removes it at the end: its config is complete, and
@@ -64,6 +66,7 @@ def open_models(
     check_names(request.sources, request.data)
     source_weights(request.weights, request.sources)
     check_files(request.data)
+    check_files(request.check, "check")
     merged = open_model(MERGED, request.merged)
     require(merged)
     sources = {name: open_model(name, ref) for name, ref in request.sources.items()}

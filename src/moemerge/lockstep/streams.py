@@ -53,10 +53,10 @@ PROCESS_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Side:
-    """One model that is run, on all text or on one domain only."""
+    """One model that is run, on all text or on some domains only."""
 
     model: OpenModel
-    domain: str | None = None
+    domains: tuple[str, ...] | None = None
 
     @property
     def on_output(self) -> Callable[[Batch, Tensor], None] | None:
@@ -260,7 +260,7 @@ def _build(
         for name, side in sides.items():
             stream = RouterStream(
                 side.model.checkpoint,
-                [batch for batch in batches if side.domain in (None, batch.domain)],
+                [b for b in batches if side.domains is None or b.domain in side.domains],
                 settings,
                 layers=layers,
                 output="logits",

@@ -90,6 +90,12 @@ def known_mean(values: Iterable[float | None]) -> float | None:
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
+def with_error(value: float, error: float | None, *, signed: bool = True) -> str:
+    """Return a loss in nats, or a change of it, with its standard error if it has one."""
+    text = f"{value:+.3f}" if signed else f"{value:.3f}"
+    return text if error is None else f"{text} ± {error:.3f}"
+
+
 def percent(share: float | None) -> str:
     """Format 0.1234 as 12.3%, with two decimals if it is small."""
     if share is None:

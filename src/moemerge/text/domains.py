@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from moemerge.errors import DataError, UsageError
 from moemerge.runtime.progress import counted
 from moemerge.text.reading import Rows
-from moemerge.text.rows import MOST_TEXT_BYTES, TextSource, UnreadKeys, source_names, too_large
+from moemerge.text.rows import (
+    MOST_TEXT_BYTES,
+    TextSource,
+    UnreadKeys,
+    row_fields,
+    source_names,
+    too_large,
+)
 from moemerge.text.spans import answer_spans, mask_by_prefixes
 from moemerge.text.tokens import RowText, tokenize
 
@@ -48,6 +56,7 @@ class TextSettings:
     limit: int | None = None  # rows of one domain
     holdout: Holdout = 0.0  # share of the rows held out of every solve
     seed: int = 0
+    group: str | None = None  # field of a row: rows that share its value are not split
     answers: bool = False  # whether to find the tokens of answers
 
     def __post_init__(self) -> None:
@@ -67,6 +76,7 @@ class TextSettings:
             limit=settings.limit,
             holdout=getattr(settings, "holdout", 0.0),
             seed=settings.seed,
+            group=getattr(settings, "group", None),
             answers=answers,
         )
 
@@ -83,11 +93,16 @@ class Domain:
     # True. Empty if no row has a prompt and an answer, or if they were not searched.
     answers: tuple[Tensor, ...] = ()
     holdout_answers: tuple[Tensor, ...] = ()
+    # Each row's value of the settings' `group`; empty without one.
+    groups: tuple[str, ...] = ()
+    holdout_groups: tuple[str, ...] = ()
 
     @property
     def held_out(self) -> Domain:
         """The held-out rows as a domain."""
-        return Domain(self.name, self.holdout, answers=self.holdout_answers)
+        return Domain(
+            self.name, self.holdout, answers=self.holdout_answers, groups=self.holdout_groups
+        )
 
     @property
     def tokens(self) -> int:
@@ -117,9 +132,9 @@ def load_domain(
     rows = Rows(sources)
     # The name is part of the seed: two domains of one file use different rows.
     rng = random.Random(settings.seed * 0x1_0000_0000 + zlib.crc32(name.encode()))
-    unread = UnreadKeys()
+    unread = UnreadKeys(*filter(None, [settings.group]))
     where = ", ".join(source_names(sources))
-    taken, answers, cut = _take(rows, tokenizer, settings, rng, unread, where)
+    taken, cut = _take(rows, tokenizer, settings, rng, unread, where)
     if not taken:
         raise DataError(
             f"{where}: no token for domain {name!r} in {counted(len(rows), 'row')}",
@@ -131,15 +146,36 @@ def load_domain(
             f"{name}: {cut} of {counted(len(taken), 'row')} longer than `max_length`, "
             f"{settings.max_length} tokens: cut there"
         )
-    held = _held_out(len(taken), name, settings, rng)
+    held = _held_out(taken, name, settings, rng)
+    kept = [row for at, row in enumerate(taken) if at not in held]
+    out = [row for at, row in enumerate(taken) if at in held]
+    masked = any(row.answers is not None for row in taken)
+    grouped = settings.group is not None
     return Domain(
         name=name,
-        rows=tuple(row for at, row in enumerate(taken) if at not in held),
-        holdout=tuple(row for at, row in enumerate(taken) if at in held),
+        rows=tuple(row.tokens for row in kept),
+        holdout=tuple(row.tokens for row in out),
         notices=tuple(notices),
-        answers=tuple(row for at, row in enumerate(answers) if at not in held),
-        holdout_answers=tuple(row for at, row in enumerate(answers) if at in held),
+        answers=tuple(row.mask for row in kept) if masked else (),
+        holdout_answers=tuple(row.mask for row in out) if masked else (),
+        groups=tuple(row.group for row in kept) if grouped else (),
+        holdout_groups=tuple(row.group for row in out) if grouped else (),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """A row that is used."""
+
+    tokens: Tensor
+    answers: Tensor | None  # a mask of the tokens of answers; None if all count
+    group: str  # its value of the settings' `group`
+
+    @property
+    def mask(self) -> Tensor:
+        if self.answers is None:
+            return torch.ones_like(self.tokens, dtype=torch.bool)
+        return self.answers
 
 
 def _take(
@@ -149,9 +185,9 @@ def _take(
     rng: random.Random,
     unread: UnreadKeys,
     where: str,
-) -> tuple[list[Tensor], list[Tensor], int]:
-    """Draw rows in a seeded order until a bound is met, and return them in file order, with masks
-    of their answers and the number of rows that were too long.
+) -> tuple[list[_Taken], int]:
+    """Draw rows in a seeded order until a bound is met, and return them in file order, with the
+    number of rows that were too long.
     """
     order: Sequence[int] = range(len(rows))
     ordered = iter(rows)
@@ -160,8 +196,7 @@ def _take(
         ordered = rows.take(order)
     elif rows.size > MOST_TEXT_BYTES:
         raise too_large(where)
-    taken: dict[int, Tensor] = {}
-    answers: dict[int, Tensor] = {}
+    taken: dict[int, _Taken] = {}
     left, cut = settings.max_tokens, 0
     tokenized = tokenize(ordered, tokenizer, unread, lambda: _lesser(settings.max_length, left))
     for at in order:
@@ -172,13 +207,25 @@ def _take(
         if not tokens:
             continue
         cut += settings.max_length is not None and len(whole) > settings.max_length
-        taken[at] = torch.tensor(tokens, dtype=torch.int64)
         left = None if left is None else left - len(tokens)
-        if settings.answers and (mask := _answers(text, tokens, tokenizer)) is not None:
-            answers[at] = mask
-    kept = sorted(taken)
-    masks = [answers.get(at, torch.ones_like(taken[at], dtype=torch.bool)) for at in kept]
-    return [taken[at] for at in kept], masks if answers else [], cut
+        taken[at] = _Taken(
+            torch.tensor(tokens, dtype=torch.int64),
+            _answers(text, tokens, tokenizer) if settings.answers else None,
+            "" if settings.group is None else _group(text, settings.group),
+        )
+    return [taken[at] for at in sorted(taken)], cut
+
+
+def _group(text: RowText, field: str) -> str:
+    assert text.row is not None
+    fields = row_fields(text.row)
+    if field not in fields:
+        raise DataError(
+            f"{text.where}: no field {field!r}, which `group` names; keys found: "
+            f"{', '.join(fields)}",
+            hint="every row needs it: the document, package or page that it comes from",
+        )
+    return str(fields[field])
 
 
 def _answers(
@@ -199,16 +246,45 @@ def _lesser(*bounds: int | None) -> int | None:
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
-def _held_out(count: int, name: str, settings: TextSettings, rng: random.Random) -> set[int]:
-    share = settings.holdout
+def _held_out(
+    taken: Sequence[_Taken], name: str, settings: TextSettings, rng: random.Random
+) -> set[int]:
+    """Return the indices of held-out rows: a share of the units, each with all of its rows."""
+    share, units = settings.holdout, _units(taken, grouped=settings.group is not None)
+    count = len(units)
     if share == "auto":
-        share = AUTO_HOLDOUT if count >= AUTO_HOLDOUT_ROWS else 0.0
+        enough = len(taken) >= AUTO_HOLDOUT_ROWS and count * AUTO_HOLDOUT >= 1
+        share = AUTO_HOLDOUT if enough else 0.0
     if share == 0:
         return set()
     wanted = max(1, round(share * count))
     if wanted >= count:
+        kind = "different row(s)" if settings.group is None else f"value(s) of {settings.group!r}"
         raise DataError(
-            f"domain {name!r} has {count} row(s): a holdout of {share} leaves none to calibrate on",
+            f"domain {name!r} has {count} {kind}: a holdout of {share} leaves none to calibrate on",
             hint="give more rows or set the holdout to 0",
         )
-    return set(rng.sample(range(count), wanted))
+    return {at for unit in rng.sample(range(count), wanted) for at in units[unit]}
+
+
+def _units(taken: Sequence[_Taken], *, grouped: bool) -> list[list[int]]:
+    """Return the rows that must not be split: those of a group, or equal ones.
+
+    Equal rows in sequence also join their groups. Equal rows elsewhere do not: a licence in every
+    document would join all of them.
+    """
+    keys = [row.group if grouped else row.tokens.numpy().tobytes() for row in taken]
+    parents: dict[object, object] = {key: key for key in keys}
+
+    def root(key: object) -> object:
+        while parents[key] != key:
+            key = parents[key]
+        return key
+
+    for at, (key, next_key) in enumerate(itertools.pairwise(keys)):
+        if key != next_key and taken[at].tokens.equal(taken[at + 1].tokens):
+            parents[root(next_key)] = root(key)
+    units: dict[object, list[int]] = {}
+    for at, key in enumerate(keys):
+        units.setdefault(root(key), []).append(at)
+    return list(units.values())

@@ -94,17 +94,17 @@ def check_file(path: Path, where: str = "") -> None:
         raise DataError(f"{where}no such file {path}")
 
 
-def check_files(data: Mapping[str, Sequence[TextSource]]) -> None:
+def check_files(data: Mapping[str, Sequence[TextSource]], what: str = "data") -> None:
     """Check that every file of every domain exists and has a known format."""
     for name, sources in data.items():
         for source in sources:
             if not isinstance(source, Mapping):
-                check_file(Path(source), f"data {name!r}: ")
+                check_file(Path(source), f"{what} {name!r}: ")
 
 
-def check_text(data: Mapping[str, Sequence[TextSource]]) -> None:
+def check_text(data: Mapping[str, Sequence[TextSource]], what: str = "data") -> None:
     """Check all files, and the format of the first rows of each."""
-    check_files(data)
+    check_files(data, what)
     for sources in data.values():
         for source in sources:
             # A pipe can be read only once.
@@ -244,7 +244,8 @@ def _parquet_rows(path: Path) -> Iterator[TextRow]:
 class UnreadKeys:
     """Collects keys that the rows' format does not read, to report them once per file."""
 
-    def __init__(self) -> None:
+    def __init__(self, *also: str) -> None:
+        self._also = also  # keys that are read for another purpose
         # All keys of the rows of one format, by file.
         self._keys: dict[tuple[str, str], dict[str, None]] = {}
 
@@ -255,7 +256,7 @@ class UnreadKeys:
     def notices(self) -> Iterator[str]:
         for (origin, form), keys in self._keys.items():
             lacking = [key for key in FORM_KEYS[form] if key not in keys]
-            unread = [key for key in keys if key not in FORM_KEYS[form]]
+            unread = [key for key in keys if key not in (*FORM_KEYS[form], *self._also)]
             if unread:
                 read = ", ".join(key for key in FORM_KEYS[form] if key in keys)
                 named = ", ".join(_with_guess(key, lacking) for key in unread)

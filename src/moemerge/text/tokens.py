@@ -120,21 +120,22 @@ class RowText:
     templated: bool
     where: str
     turns: tuple[Turn, ...] = ()  # its turns, if it is a conversation
+    row: TextRow | None = None  # the row as read
 
 
 def row_text(row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys) -> RowText:
     parsed = parse_row(row, unread)
     if isinstance(parsed, str):
-        return RowText(parsed, False, row.where)
+        return RowText(parsed, False, row.where, row=row)
     if has_template(tokenizer):
         whole = render_turns(parsed.turns, tokenizer, row.where, add_generation_prompt=False)
-        return RowText(whole, True, row.where, parsed.turns)
+        return RowText(whole, True, row.where, parsed.turns, row)
     if not parsed.joinable:
         raise DataError(
             f"{row.where}: a {parsed.key!r} row needs a chat template, and the tokenizer has none",
             hint="use rows with 'text' or 'prompt', or add chat_template.jinja to the model folder",
         )
-    return RowText(contents_of(parsed.turns), False, row.where, parsed.turns)
+    return RowText(contents_of(parsed.turns), False, row.where, parsed.turns, row)
 
 
 def contents_of(turns: Sequence[Turn]) -> str:

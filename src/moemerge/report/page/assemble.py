@@ -18,12 +18,12 @@ from moemerge.report.page.checks import checks, solver
 from moemerge.report.page.experts import flows, loads
 from moemerge.report.page.layers import DRIFT, KL, MISMATCH, panels, refit_charts, swaps
 from moemerge.report.page.plots import Group, Reading, lines_of
-from moemerge.report.words import NONE, Quantity, number, short
+from moemerge.report.words import NONE, Quantity, number, short, with_error
 
 TITLE = 60
 # Optional parts of a document.
 OPTIONAL = (
-    "advice", "command", "created", "device", "domains", "dtype", "notices", "version",
+    "advice", "check", "command", "created", "device", "domains", "dtype", "notices", "version",
 )  # fmt: skip
 
 
@@ -42,7 +42,13 @@ def render_diagnosis(document: Mapping[str, Any]) -> str:
         title=f"{short(reading.names[reading.models[0]], TITLE)} · routing diagnosis",
         top="summary",
         version=document.get("version") or "",
-        filters={"flags": _flags, "capital": _capital, "count": _count, "short": short},
+        filters={
+            "flags": _flags,
+            "capital": _capital,
+            "count": _count,
+            "short": short,
+            "loss": _loss,
+        },
         library=_library(),
         charts=compressed(_json(charts)),
         groups=groups,
@@ -102,6 +108,14 @@ def _capital(text: str) -> str:
 def _count(value: Any) -> str:
     value = number(value)
     return NONE if value is None else f"{value:,.0f}"
+
+
+def _loss(one: Mapping[str, Any], key: str, error: str) -> str:
+    """Return a loss, or a change of it, with its standard error."""
+    value, spread = number(one.get(key)), number(one.get(error))
+    if value is None:
+        return NONE
+    return with_error(value, spread, signed=key == "change")
 
 
 def _theory(reading: Reading) -> str:
