@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # Two workers: the suite is sized for two cores, and torch runs one thread in each.
 JOBS ?= 2
 
-.PHONY: demo test lint typecheck rooms unit slow docs fuzz faults versions clean
+.PHONY: demo test lint typecheck imports rooms unit slow docs fuzz faults versions clean
 
 # The demo needs the package and its report page; development needs every extra.
 $(DEMO_STAMP): pyproject.toml constraints.txt
@@ -25,7 +25,7 @@ $(STAMP): $(DEMO_STAMP)
 demo: $(DEMO_STAMP)
 	$(BIN)/moemerge demo
 
-test: lint typecheck rooms unit
+test: lint typecheck imports unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -34,8 +34,11 @@ lint: $(STAMP)
 typecheck: $(STAMP)
 	$(BIN)/mypy
 
-rooms: $(STAMP)
+imports: $(STAMP)
 	$(BIN)/lint-imports
+
+# The earlier name of `imports`.
+rooms: imports
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

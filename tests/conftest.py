@@ -1,4 +1,4 @@
-"""Fixtures shared by all rooms: tiny checkpoints, built once a session."""
+"""Fixtures that all tests share: tiny checkpoints, built once per session."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-# What imports make stays. Looking through it for garbage, over and over, took more time than many a
-# room: nothing is looked for until all tests are imported, and only in what came later then.
+# Imported modules stay. Searching them for garbage again and again took longer than many tests, so
+# collection is off until all tests are imported, and then ignores what was imported.
 gc.disable()
 
 import multimodal_zoo  # noqa: E402

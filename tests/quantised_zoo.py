@@ -29,7 +29,7 @@ def is_weight(name: str, tensor: Tensor) -> bool:
     return tensor.dim() >= 2 and bool(re.search(r"_proj(?!_bias)|\.w[123]\.", name))
 
 
-def zones(tensor: Tensor, height: int, width: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def blocks(tensor: Tensor, height: int, width: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """(down, height, across, width), filled up with zeros, and the way back."""
     rows, columns = tensor.shape
     down, across = -(-rows // height), -(-columns // width)
@@ -48,7 +48,7 @@ def block_fp8(
     """`X.weight` and `X.weight_scale_inv`."""
 
     def one(tensor: Tensor) -> tuple[Tensor, Tensor]:
-        grid, back = zones(tensor, height, width)
+        grid, back = blocks(tensor, height, width)
         scale = grid.abs().amax((1, 3)) / 448
         scale = torch.where(scale > 0, scale, 1.0)
         if powers:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from moemerge.version import __version__ as __version__
 
 
-# The public names of each room.
+# The public names of each module.
 _PUBLIC = {
     "moemerge.api": (
         "calibrate collect_statistics diagnose distill evaluate extract find_coefficients inspect "
@@ -81,17 +81,17 @@ _PUBLIC = {
     "moemerge.merging.wrapper": "merge_wrapper",
     "moemerge.version": "__version__",
 }
-_ROOM = {name: room for room, names in _PUBLIC.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
-__all__ = list(_ROOM)
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOM:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'moemerge' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_ROOM[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

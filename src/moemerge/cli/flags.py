@@ -110,7 +110,7 @@ def _writable(target: str | None) -> str | None:
 
 
 def _log(verbosity: int) -> int:
-    """Let the rooms' loggers speak on stderr, with times; only here is logging set up."""
+    """Send the log to stderr, with times. Logging is configured only here."""
     logger = logging.getLogger("moemerge")
     logger.handlers.clear()
     if verbosity:

@@ -1,7 +1,7 @@
 """What a merge method declares about its parameters, so that a config can be checked against it.
 
-The methods live above this room; they hand their schema down (`MethodSchema`), and the config
-reader checks a file against it without knowing any method.
+Methods are in a higher layer. They pass their schema down (`MethodSchema`), and the config reader
+checks a file against it.
 """
 
 from __future__ import annotations

@@ -251,21 +251,21 @@ def _checked(
             stacked=len(shape) == 3,
         )
     )
-    zones = unit.zones
+    blocks = unit.blocks
     if scheme.fit is asymmetric:
-        packed = -(-zones.down * scheme.codes.bits // _WORD_BITS), zones.across
-        fitting = {Dtype.INT8: (zones.down, zones.across), Dtype.INT32: packed}
+        packed = -(-blocks.down * scheme.codes.bits // _WORD_BITS), blocks.across
+        fitting = {Dtype.INT8: (blocks.down, blocks.across), Dtype.INT32: packed}
         if zeros is None or zeros.shape != fitting.get(zeros.dtype):
             shown = "none" if zeros is None else f"{list(zeros.shape)} {zeros.dtype}"
             raise CheckpointError(
                 f"{unit.name!r} is asymmetric: its weight_zero_point is {shown}, expected "
-                f"{list(packed)} int32 or {[zones.down, zones.across]} int8",
+                f"{list(packed)} int32 or {[blocks.down, blocks.across]} int8",
                 hint=DAMAGED_HINT,
             )
-    if order is not None and (order.shape != (zones.columns,) or order.dtype.is_floating_point):
+    if order is not None and (order.shape != (blocks.columns,) or order.dtype.is_floating_point):
         raise CheckpointError(
             f"{order.name!r} is {list(order.shape)} {order.dtype}, expected a whole number for "
-            f"each of {zones.columns} columns",
+            f"each of {blocks.columns} columns",
             hint=DAMAGED_HINT,
         )
     return unit

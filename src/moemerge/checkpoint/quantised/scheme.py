@@ -1,4 +1,4 @@
-"""Quantisation schemes: codes of a few bits, zones that share a scale, and the choice of scales.
+"""Quantisation schemes: codes of a few bits, blocks that share a scale, and the choice of scales.
 
 Decoding looks up two codes at a time in a table, several times as fast as torch's conversions of
 eight-bit floats. Encoding rounds to the nearest value, ties to the even code.
@@ -115,21 +115,21 @@ def _fp4_borders() -> Tensor:
     return torch.where(odd, below, borders)
 
 
-# --- zones ----------------------------------------------------------------------------------------
+# --- blocks ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Zones:
-    """The zones of an (out, in) matrix that share a scale; the last ones may be smaller."""
+class ScaleBlocks:
+    """The blocks of an (out, in) matrix that share a scale; the last ones may be smaller."""
 
     rows: int  # of the matrix
     columns: int
-    height: int  # of one zone
+    height: int  # of one block
     width: int
 
     @property
     def down(self) -> int:
-        """Return the number of zones per column of zones."""
+        """Return the number of blocks per column of blocks."""
         return -(-self.rows // self.height)
 
     @property
@@ -137,13 +137,13 @@ class Zones:
         return -(-self.columns // self.width)
 
     def rows_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the rows of zones that contain the matrix rows [start, stop)."""
+        """Return the rows of blocks that contain the matrix rows [start, stop)."""
         return start // self.height, -(-stop // self.height)
 
     def for_rows(self, grid: Tensor, start: int, stop: int) -> Tensor:
         """Return one row of numbers for every matrix row of [start, stop): (rows, across).
 
-        `grid` has the rows of zones that `rows_of` returns.
+        `grid` has the rows of blocks that `rows_of` returns.
         """
         if self.height == 1:
             return grid
@@ -151,12 +151,12 @@ class Zones:
         return grid.index_select(0, index - start // self.height)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Repeat each zone's number: (rows, across) -> (rows, columns)."""
+        """Repeat each block's number: (rows, across) -> (rows, columns)."""
         wide = numbers[:, :, None].expand(-1, -1, self.width)
         return wide.reshape(len(numbers), -1)[:, : self.columns]
 
     def multiply_(self, values: Tensor, factors: Tensor) -> None:
-        """Multiply values (rows, columns) by each zone's factor (rows, across), in place."""
+        """Multiply values (rows, columns) by each block's factor (rows, across), in place."""
         whole = self.columns // self.width
         if whole:
             part = values[:, : whole * self.width].view(-1, whole, self.width)
@@ -165,26 +165,25 @@ class Zones:
             values[:, whole * self.width :].mul_(factors[:, whole:])
 
     def gather(self, values: Tensor) -> Tensor:
-        """Rearrange values (rows, columns) to (down, across, elements of a zone).
+        """Rearrange values (rows, columns) to (down, across, elements of a block).
 
-        The rows must start with a zone. Smaller zones are padded with zeros.
+        The rows must start with a block. Smaller blocks are padded with zeros.
         """
         down = -(-len(values) // self.height)
         pad = (0, self.across * self.width - self.columns, 0, down * self.height - len(values))
         if any(pad):
             values = torch.nn.functional.pad(values, pad)
-        blocks = values.view(down, self.height, self.across, self.width)
-        return blocks.transpose(1, 2).reshape(down, self.across, -1)
+        split = values.view(down, self.height, self.across, self.width)
+        return split.transpose(1, 2).reshape(down, self.across, -1)
 
-    def scatter(self, zones: Tensor, rows: int) -> Tensor:
+    def scatter(self, blocks: Tensor, rows: int) -> Tensor:
         """Invert `gather` for a matrix of `rows` rows."""
-        down = len(zones)
-        blocks = zones.view(down, self.across, self.height, self.width).transpose(1, 2)
-        return blocks.reshape(down * self.height, -1)[:rows, : self.columns]
+        down = len(blocks)
+        split = blocks.view(down, self.across, self.height, self.width).transpose(1, 2)
+        return split.reshape(down * self.height, -1)[:rows, : self.columns]
 
 
-# --- schemes
-# ---------------------------------------------------------------------------------------
+# --- schemes --------------------------------------------------------------------------------------
 
 _LEAST_EXPONENT: Final = -127  # of an eight-bit scale
 # Size of the normally distributed weights on which a format's error is measured.
@@ -193,13 +192,13 @@ _SAMPLE_COLUMNS: Final = 1024
 
 
 class ScaleGrid(NamedTuple):
-    """Scales and zero points of the zones: value = (code - zero) * scale, in float32."""
+    """Scales and zero points of the blocks: value = (code - zero) * scale, in float32."""
 
     scale: Tensor
     zero: Tensor | None
 
 
-# (smallest value, largest value of each zone, codes) -> scales. The range includes zero.
+# (smallest value, largest value of each block, codes) -> scales. The range includes zero.
 ScaleRule = Callable[["Tensor", "Tensor", Codes], ScaleGrid]
 
 
@@ -213,8 +212,9 @@ class Scheme:
     fit: ScaleRule
     scale_dtype: Dtype  # exponents of two are UINT8 or FLOAT8_E8M0FNU
 
-    def zones(self, rows: int, columns: int) -> Zones:
-        return Zones(rows, columns, self.height or max(1, rows), self.width or max(1, columns))
+    def blocks(self, rows: int, columns: int) -> ScaleBlocks:
+        height, width = self.height or max(1, rows), self.width or max(1, columns)
+        return ScaleBlocks(rows, columns, height, width)
 
     @property
     def description(self) -> str:
@@ -241,19 +241,19 @@ class Scheme:
             return scales.to(torch.float8_e8m0fnu).view(torch.uint8)
         return scales.to(self.scale_dtype.torch)
 
-    def fitted(self, zones: Tensor) -> ScaleGrid:
-        """Return the scales (down, across) for values (down, across, elements of a zone)."""
-        low, high = zones.amin(dim=-1).clamp_(max=0), zones.amax(dim=-1).clamp_(min=0)
+    def fitted(self, blocks: Tensor) -> ScaleGrid:
+        """Return the scales (down, across) for values (down, across, elements of a block)."""
+        low, high = blocks.amin(dim=-1).clamp_(max=0), blocks.amax(dim=-1).clamp_(min=0)
         return self.rounded(self.fit(low, high, self.codes))
 
-    def encode(self, zones: Tensor, grid: ScaleGrid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def encode(self, blocks: Tensor, grid: ScaleGrid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the codes of values (down, across, n), and their decoded values in `dtype`."""
         scale = grid.scale[:, :, None]
         if grid.zero is None:  # without adding 0.0, which would change the sign of -0.0
-            codes = self.codes.round(zones / scale)
+            codes = self.codes.round(blocks / scale)
             return codes, (self.codes.values_of(codes) * scale).to(dtype)
         zero = grid.zero[:, :, None]
-        codes = self.codes.round(zones / scale + zero)
+        codes = self.codes.round(blocks / scale + zero)
         return codes, ((self.codes.values_of(codes) - zero) * scale).to(dtype)
 
 
@@ -262,16 +262,16 @@ def relative_error(scheme: Scheme) -> float:
     """Return √(Σ(x − x̂)² / Σx²) of normally distributed weights x after rounding."""
     rng = torch.Generator().manual_seed(0)
     values = torch.randn(_SAMPLE_ROWS, _SAMPLE_COLUMNS, generator=rng)
-    zones = scheme.zones(*values.shape).gather(values)
-    read = scheme.encode(zones, scheme.fitted(zones), torch.float32)[1]
-    return float((read - zones).norm() / zones.norm())
+    blocks = scheme.blocks(*values.shape).gather(values)
+    read = scheme.encode(blocks, scheme.fitted(blocks), torch.float32)[1]
+    return float((read - blocks).norm() / blocks.norm())
 
 
 # --- scales, chosen like the tools of each format -------------------------------------------------
 
 
 def largest(low: Tensor, high: Tensor, codes: Codes) -> ScaleGrid:
-    """Map the largest magnitude to the largest code; all-zero zones get scale 1 (block FP8)."""
+    """Map the largest magnitude to the largest code; all-zero blocks get scale 1 (block FP8)."""
     magnitude = torch.maximum(-low, high)
     inverse = torch.where(magnitude > 0, codes.high / magnitude, 1.0)
     return ScaleGrid(1.0 / inverse, None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from moemerge.checkpoint.quantised.scheme import Codes, ScaleGrid, Scheme, Zones
+from moemerge.checkpoint.quantised.scheme import Codes, ScaleBlocks, ScaleGrid, Scheme
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.errors import CheckpointError
 from moemerge.runtime.dtypes import FLOATS, Dtype
@@ -83,16 +83,16 @@ class QuantisedInfo(TensorInfo):
         return (columns, rows) if self.transposed else (rows, columns)
 
     @property
-    def zones(self) -> Zones:
-        return self.scheme.zones(*self.matrix)
+    def blocks(self) -> ScaleBlocks:
+        return self.scheme.blocks(*self.matrix)
 
     @property
     def step(self) -> int:
-        """Return how many rows must be written together: whole zones and words of zero points."""
+        """Return how many rows must be written together: whole blocks and words of zero points."""
         if self.stacked:
             return 1
         words = 1 if self.zeros is None else _rows_in_a_word(self.zeros, self.scheme.codes)
-        return math.lcm(self.zones.height, words)
+        return math.lcm(self.blocks.height, words)
 
     def holds_whole(self, rows: RowRange) -> bool:
         """Return whether these rows can be written without their neighbours."""
@@ -127,15 +127,15 @@ class QuantisedInfo(TensorInfo):
     def encode(
         self, fetch: FetchStored, block: Tensor, row: int, rounding: Rounding
     ) -> Iterator[Written]:
-        """Yield the parts of a float32 block for the rows from `row` on.
+        """Yield the parts of a float32 tensor for the rows from `row` on.
 
-        Each zone uses the scale that the format's tools would choose or its stored scale, whichever
+        Each block uses the scale that the format's tools would choose or its stored one, whichever
         has the smaller error. Unchanged values therefore keep their codes.
         """
         written: dict[str, list[Tensor]] = {}
         for matrix, begin, values in self._matrices(fetch, row, row + len(block), block):
             pieces: dict[str, list[Tensor]] = {}
-            height = self.zones.height if self.stacked else self.step
+            height = self.blocks.height if self.stacked else self.step
             for first, last in _bands(begin, begin + len(values), self.matrix[1], height):
                 band = values[first - begin : last - begin]
                 for name, stored in matrix.encode(band, first, rounding):
@@ -153,7 +153,7 @@ class QuantisedInfo(TensorInfo):
         """Yield the parts that new values change, and the matrix rows per row of each."""
         stacked = self.stacked
         yield self.codes, 1
-        yield self.scales, 1 if stacked else self.zones.height
+        yield self.scales, 1 if stacked else self.blocks.height
         if self.zeros is not None:
             yield self.zeros, 1 if stacked else _rows_in_a_word(self.zeros, self.scheme.codes)
 
@@ -199,19 +199,19 @@ class _Matrix:
         return shape[0] if shape else 1
 
     def decode(self, start: int, stop: int) -> Tensor:
-        info, zones = self.info, self.info.zones
+        info, blocks = self.info, self.info.blocks
         stored = self._part(info.codes, (start, stop))
-        values = info.scheme.codes.decode(stored.reshape(stop - start, -1), zones.columns)
+        values = info.scheme.codes.decode(stored.reshape(stop - start, -1), blocks.columns)
         grid = self.grid(start, stop)
-        scales = zones.for_rows(grid.scale, start, stop)
-        zeros = None if grid.zero is None else zones.for_rows(grid.zero, start, stop)
+        scales = blocks.for_rows(grid.scale, start, stop)
+        zeros = None if grid.zero is None else blocks.for_rows(grid.zero, start, stop)
         order = self.order()
         if order is not None:
             zeros = None if zeros is None else zeros.index_select(1, order)
             return (values if zeros is None else values - zeros) * scales.index_select(1, order)
         if zeros is not None:
-            values = values - zones.spread(zeros)
-        zones.multiply_(values, scales)
+            values = values - blocks.spread(zeros)
+        blocks.multiply_(values, scales)
         return values
 
     def order(self) -> Tensor | None:
@@ -221,24 +221,24 @@ class _Matrix:
         order = self._part(self.info.order, None).to(torch.int64)
         if bool((order == -1).all()):  # allocated but unused
             return None
-        zones = self.info.zones
-        inside = order.clamp(0, zones.across - 1)
-        counts = torch.bincount(inside, minlength=zones.across)
-        if not torch.equal(inside, order) or bool((counts != zones.width).any()):
+        blocks = self.info.blocks
+        inside = order.clamp(0, blocks.across - 1)
+        counts = torch.bincount(inside, minlength=blocks.across)
+        if not torch.equal(inside, order) or bool((counts != blocks.width).any()):
             raise CheckpointError(
-                f"{self.info.order.name!r} does not assign {zones.width} columns of "
-                f"{self.info.name!r} to each of {zones.across} groups",
+                f"{self.info.order.name!r} does not assign {blocks.width} columns of "
+                f"{self.info.name!r} to each of {blocks.across} groups",
                 hint="the file is damaged, or its quantization_config states another group size",
             )
         return order
 
     def grid(self, start: int, stop: int) -> ScaleGrid:
-        """Return scales and zero points of the zones that contain these rows, (down, across)."""
-        info, zones = self.info, self.info.zones
-        first, last = zones.rows_of(start, stop)
-        whole = self._rows_of(info.scales) == 1 and zones.down > 1
+        """Return scales and zero points of the blocks that contain these rows, (down, across)."""
+        info, blocks = self.info, self.info.blocks
+        first, last = blocks.rows_of(start, stop)
+        whole = self._rows_of(info.scales) == 1 and blocks.down > 1
         stored = self._part(info.scales, None if not info.scales.shape or whole else (first, last))
-        scales = info.scheme.read_scales(stored.reshape(last - first, zones.across))
+        scales = info.scheme.read_scales(stored.reshape(last - first, blocks.across))
         if not bool(((scales > 0) & scales.isfinite()).all()):
             bad = scales[~((scales > 0) & scales.isfinite())]
             raise CheckpointError(
@@ -266,14 +266,14 @@ class _Matrix:
     def encode(
         self, values: Tensor, start: int, rounding: Rounding
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stored names and values of the parts of rows that start with a zone."""
-        info, scheme, zones = self.info, self.info.scheme, self.info.zones
+        """Yield the stored names and values of the parts of rows that start with a block."""
+        info, scheme, blocks = self.info, self.info.scheme, self.info.blocks
         values = values.to(torch.float32).contiguous()
         order = self.order()
         place = None if order is None else torch.argsort(order, stable=True)
         if place is not None:
             values = values.index_select(1, place)
-        wanted = zones.gather(values)
+        wanted = blocks.gather(values)
         grid = self.grid(start, start + len(values))
         codes, read = scheme.encode(wanted, grid, info.dtype.torch)
         error = (read.to(torch.float32) - wanted).square_().sum(dim=-1)
@@ -284,7 +284,7 @@ class _Matrix:
         codes = torch.where(better[:, :, None], other, codes)
         rounding.error += float(torch.where(better, others_error, error).sum(dtype=torch.float64))
         rounding.size += float(wanted.square().sum(dtype=torch.float64))
-        flat = zones.scatter(codes, len(values))
+        flat = blocks.scatter(codes, len(values))
         if place is not None:
             flat = torch.empty_like(flat).index_copy_(1, place, flat)
         yield info.codes.name, self._packed(flat)
@@ -353,12 +353,12 @@ def require_scales(info: QuantisedInfo) -> QuantisedInfo:
             "of matrices",
             hint=DAMAGED_HINT,
         )
-    zones = info.zones
+    blocks = info.blocks
     lead = (info.rows,) if info.stacked else ()
-    fitting = [(*lead, zones.down, zones.across)]
-    if zones.across == 1:
-        fitting.append((*lead, zones.down))
-    if zones.across == zones.down == 1:
+    fitting = [(*lead, blocks.down, blocks.across)]
+    if blocks.across == 1:
+        fitting.append((*lead, blocks.down))
+    if blocks.across == blocks.down == 1:
         fitting.append(lead)
     if info.scales.shape not in fitting or info.scales.dtype not in _SCALE_DTYPES:
         raise CheckpointError(
