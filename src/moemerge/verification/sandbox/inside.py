@@ -29,10 +29,10 @@ def main() -> None:
     if orders["how"] == "namespaces":
         room, seconds = limits["file_bytes"], limits["wall_seconds"]
         namespaces.enter(orders["readable"], orders["folder"], room, seconds)
-    elif orders["how"] != "bubblewrap":
+    else:
         os.chdir(orders["folder"])
     answer = _channel()
-    _limit(limits, own_users=orders["how"] in ("namespaces", "bubblewrap"))
+    _limit(limits, own_users=orders["how"] == "namespaces")
     if sys.platform == "linux":
         _give_up_rights(orders)
     sys.path += orders["packages"]

@@ -1,7 +1,7 @@
 """A process with its own file system, network and process table (Linux 5.12, unprivileged).
 
-The same as bubblewrap, for systems without it: user, mount, PID, network, IPC and host name
-namespaces, and a small root in memory that contains a few read-only trees.
+It has its own user, mount, PID, network, IPC and host name namespaces, and a small root in memory
+that contains a few read-only trees.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Final
 
 from moemerge.errors import ResourceError
 from moemerge.verification.sandbox.inside import READY
-from moemerge.verification.sandbox.namespaces import DEVICES, HOME
+from moemerge.verification.sandbox.namespaces import HOME
 
 GIB = 2**30
 MIB = 2**20
@@ -139,10 +139,7 @@ class Sandbox:
             "limits": asdict(limits),
         }
         # No site packages, no bytecode written; -P: nothing is imported from the folder.
-        python = [sys.executable, "-S", "-s", "-P", "-B", "-c", START, json.dumps(orders)]
-        if self.how != "bubblewrap":
-            return python
-        return [*bubblewrap([*self._readable, str(PACKAGE)], limits), "--", *python]
+        return [sys.executable, "-S", "-s", "-P", "-B", "-c", START, json.dumps(orders)]
 
 
 class SandboxError(ResourceError):
@@ -239,18 +236,3 @@ def packages() -> list[str]:
     paths = sysconfig.get_paths()
     known = [paths["purelib"], paths["platlib"], *site.getsitepackages()]
     return [path for path in dict.fromkeys(known) if os.path.isdir(path)]
-
-
-def bubblewrap(readable: list[str], limits: Limits) -> list[str]:
-    program = shutil.which("bwrap")
-    assert program is not None
-    command = [program, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
-    command += ["--size", str(limits.file_bytes), "--tmpfs", "/"]
-    for path in readable:
-        if os.path.islink(path):
-            command += ["--symlink", os.readlink(path), path]
-        else:
-            command += ["--ro-bind", path, path]
-    for path in DEVICES:
-        command += ["--dev-bind-try", path, path]
-    return [*command, "--dir", HOME, "--chdir", HOME]

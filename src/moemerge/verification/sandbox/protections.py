@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from moemerge.verification.sandbox.process import Sandbox, SandboxError
 from moemerge.verification.sandbox.system import landlock_version
 
 # Strongest first. `landlock` and `limits` are for systems that forbid namespaces.
-WAYS: Final = ("bubblewrap", "namespaces", "landlock", "limits")
+WAYS: Final = ("namespaces", "landlock", "limits")
 _WORDS: Final = {
     "network": "the network is cut",
     "processes": "no other process can be started",
@@ -77,8 +76,6 @@ def strongest() -> tuple[Sandbox, Protections]:
 
 
 def present(how: str) -> bool:
-    if how == "bubblewrap":
-        return shutil.which("bwrap") is not None
     if how == "landlock":
         return sys.platform == "linux" and landlock_version() > 0
     return how == "limits" or sys.platform == "linux"
