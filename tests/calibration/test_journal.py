@@ -97,7 +97,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(case_of: CaseOf, tmp_path: Path)
     for out, chosen in settings_of.items():
         uninterrupted = out.parent / "whole" / "out"
         whole = case.calibrate(uninterrupted, **chosen)
-        resumed = case.calibrate(out, resume=True, **chosen)
+        resumed = case.calibrate(out, **chosen)
         assert resumed.resumed == 2
         assert cases.weights(out) == cases.weights(uninterrupted)
         assert [_timeless(r) for r in resumed.layers] == [_timeless(r) for r in whole.layers]
@@ -113,19 +113,19 @@ def test_another_run_is_not_resumed(case_of: CaseOf, tmp_path: Path) -> None:
     out = tmp_path / "out"
     interrupt_after_two_layers(case, out)
     with pytest.raises(UsageError, match=r"settings\.alpha: 0\.9 then, 0\.5 now"):
-        case.calibrate(out, resume=True, alpha=0.5)
+        case.calibrate(out, alpha=0.5)
     other = {**case.data, "math": cases.write_text(tmp_path / "math.jsonl", seed=9)}
     with pytest.raises(UsageError, match=r"data\.math: its content has changed"):
-        case.calibrate(out, resume=True, data=other)
+        case.calibrate(out, data=other)
     swapped = {"math": case.sources["code"], "code": case.sources["math"]}
     with pytest.raises(UsageError, match=r"sources\.math: its content has changed"):
-        case.calibrate(out, resume=True, sources=swapped)
+        case.calibrate(out, sources=swapped)
     other_merge = case_of("olmoe", sources=3).merged
     with pytest.raises(UsageError, match="merged: its content has changed"):
-        cases.Case(other_merge, case.sources, case.data).calibrate(out, resume=True)
+        cases.Case(other_merge, case.sources, case.data).calibrate(out)
     assert not out.exists()
     # What does not change the result may change, and the refusals cost nothing of the journal.
-    report = case.calibrate(out, resume=True, offload="disk", strict=True)
+    report = case.calibrate(out, offload="disk", strict=True)
     assert report.resumed == 2
 
 
@@ -137,7 +137,7 @@ def test_other_batches_are_another_run(
     interrupt_after_two_layers(case, out)
     monkeypatch.setattr(settings, "CPU_BATCH_TOKENS", 64)
     with pytest.raises(UsageError, match="batch_tokens: 2048 then, 64 now"):
-        case.calibrate(out, resume=True, device="cpu")
+        case.calibrate(out, device="cpu")
 
 
 def test_any_change_of_a_merged_router_is_another_run(case_of: CaseOf, tmp_path: Path) -> None:
@@ -152,10 +152,10 @@ def test_any_change_of_a_merged_router_is_another_run(case_of: CaseOf, tmp_path:
     tensors["model.layers.0.mlp.gate.weight"][0, 0] += 1.0
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UsageError, match="merged: its content has changed"):
-        case.calibrate(tmp_path / "out", resume=True)
+        case.calibrate(tmp_path / "out")
     order = dict(reversed(case.sources.items()))
     with pytest.raises(UsageError, match=r"order: \['math', 'code'\] then"):
-        case.calibrate(tmp_path / "out", resume=True, sources=order)
+        case.calibrate(tmp_path / "out", sources=order)
 
 
 def test_what_was_noticed_before_the_end_is_not_forgotten(case_of: CaseOf, tmp_path: Path) -> None:
@@ -169,20 +169,22 @@ def test_what_was_noticed_before_the_end_is_not_forgotten(case_of: CaseOf, tmp_p
             case.calibrate(out, max_steps=2, progress=Interrupting(" s left"))
 
     interrupted()
-    resumed = case.calibrate(out, max_steps=2, resume=True)
+    resumed = case.calibrate(out, max_steps=2)
     assert resumed.resumed == 2  # time is estimated from the second layer on
     assert resumed.notices == whole.notices
     shutil.rmtree(out)
     interrupted()
     with pytest.raises(NumericalError, match=r"layer 0: .* did not converge"):
-        case.calibrate(out, max_steps=2, resume=True, strict=True)
+        case.calibrate(out, max_steps=2, strict=True)
     assert not out.exists()
 
 
-def test_without_resume_a_leftover_journal_is_replaced(case_of: CaseOf, tmp_path: Path) -> None:
+def test_overwrite_replaces_the_journal_of_another_run(case_of: CaseOf, tmp_path: Path) -> None:
     case = case_of("olmoe")
     interrupt_after_two_layers(case, tmp_path / "out")
-    report = case.calibrate(tmp_path / "out", alpha=0.5)
+    with pytest.raises(UsageError, match="unfinished work of another run"):
+        case.calibrate(tmp_path / "out", alpha=0.5, overwrite=True, resume=True)
+    report = case.calibrate(tmp_path / "out", alpha=0.5, overwrite=True)
     assert report.resumed == 0
     assert not cases.leftovers(tmp_path / "out")
 
@@ -196,7 +198,7 @@ def test_an_interrupted_run_keeps_its_journal_and_frees_it(case_of: CaseOf, tmp_
     with pytest.raises(KeyboardInterrupt):
         case.calibrate(tmp_path / "out", progress=Interrupting())
     assert cases.leftovers(tmp_path / "out") == [".out.journal"]
-    assert case.calibrate(tmp_path / "out", resume=True).resumed == 1
+    assert case.calibrate(tmp_path / "out").resumed == 1
 
 
 def test_what_strict_refuses_is_not_lost(case_of: CaseOf, tmp_path: Path) -> None:
@@ -209,7 +211,7 @@ def test_what_strict_refuses_is_not_lost(case_of: CaseOf, tmp_path: Path) -> Non
     with pytest.raises(NumericalError, match=r"layer 2: .* did not converge"):
         case.calibrate(out, strict=True, **settings)
     assert cases.leftovers(out) == [".out.journal"]
-    assert case.calibrate(out, resume=True, **settings).resumed == 1
+    assert case.calibrate(out, **settings).resumed == 1
     assert not cases.leftovers(out)
 
 
@@ -225,7 +227,7 @@ def test_a_changed_entry_is_not_believed(
     interrupt_after_two_layers(case, out)
     path = journal_path(out) / "0001.json"
     path.write_text(path.read_text().replace(old, new, 1))
-    report = case.calibrate(out, resume=True)
+    report = case.calibrate(out)
     assert report.resumed == 1
     assert cases.weights(out) == cases.weights(tmp_path / "whole")
     assert [row["residual"] for row in report.layers] == [row["residual"] for row in whole.layers]
@@ -237,7 +239,7 @@ def test_an_entry_of_another_run_is_not_replayed(case_of: CaseOf, tmp_path: Path
     interrupt_after_two_layers(case, other, alpha=0.5)
     for name in ("0001.json", "0001.bin"):
         (journal_path(other) / name).replace(journal_path(out) / name)
-    assert case.calibrate(out, resume=True).resumed == 1
+    assert case.calibrate(out).resumed == 1
 
 
 def test_a_journal_that_is_a_link_is_refused(case_of: CaseOf, tmp_path: Path) -> None:

@@ -444,7 +444,7 @@ def test_an_interrupted_run_merges_again_and_goes_on(
     with pytest.raises(KeyboardInterrupt):
         moemerge.run(config, out, progress=Interrupting())
     assert [path.name for path in out.parent.iterdir()] == [".out.journal"]
-    report = moemerge.run(config, out, resume=True)
+    report = moemerge.run(config, out)
     assert report.calibration is not None
     assert report.calibration.resumed == 2
     moemerge.run(config, tmp_path / "whole")

@@ -77,7 +77,7 @@ def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
         "max_tokens": 60, "holdout": 0.2, "preconditioner": "jacobi", "rtol": 1e-5,
         "max_steps": 500, "seed": 3, "device": "cpu", "dtype": "float32", "offload": "disk",
         "max_length": 64, "limit": 9, "objective": "exact", "targets": "source-features",
-        "strict": True, "measure": False,
+        "strict": True, "measure": False, "group": None,
     }  # fmt: skip
     assert report["settings"] == wanted
     assert report["weights"] == {"math": 1.5, "code": 0.5}
@@ -200,7 +200,7 @@ def test_its_own_config_makes_a_run_again_from_anywhere(
 
 
 def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: Path) -> None:
-    """Ctrl-C once a layer is finished: exit code 130, and a word about --resume."""
+    """Ctrl-C once a layer is finished: exit code 130, and the same command continues."""
     out = tmp_path / "out"
     slow = ["--rtol", "1e-300", "--max-steps", "600", "--preconditioner", "none"]
     command = ["calibrate", case.merged, out, *flags(case), *slow]
@@ -215,12 +215,12 @@ def test_an_interrupted_calibration_can_be_resumed(case: cases.Case, tmp_path: P
     if process.returncode == 0:
         pytest.skip("the machine was faster than the signal")
     assert process.returncode == 130, errors
-    assert "--resume continues" in errors
+    assert "the same command continues" in errors
     assert not out.exists()
     finished = len(list(journal_path(out).glob("*.json"))) - 1
-    result = moemerge("calibrate", case.merged, out, *flags(case), *slow, "--resume")
+    result = moemerge("calibrate", case.merged, out, *flags(case), *slow)
     assert result.exit_code == 0, result.output
-    assert f"{finished} finished routers found" in result.stderr
+    assert f"a killed run is continued: {finished} routers are finished" in result.stderr
 
 
 def test_twice_verbose_logs_every_read_and_every_solve(case: cases.Case, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
         raise AssertionError("the stored distributions should be used")
 
     monkeypatch.setattr("moemerge.distilling.teachers._fill", no_teacher)
-    report = distill(case, tmp_path / "out", resume=True)
+    report = distill(case, tmp_path / "out")
 
     assert cases.weights(tmp_path / "out") == cases.weights(distilled[0])
     assert report.losses == distilled[1].losses

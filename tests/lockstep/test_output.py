@@ -35,7 +35,7 @@ def opened(model: Path, out: Path) -> PatchedOutput:
 
 def add_and_raise(output: Output, some: list[Entry], error: BaseException) -> None:
     with output:
-        output.begin(KEY, [entry.name for entry in some], resume=False)
+        output.begin(KEY, [entry.name for entry in some])
         for entry in some:
             output.add(entry)
         raise error
@@ -47,7 +47,7 @@ def test_what_is_added_later_is_written_all_the_same(model: Path, tmp_path: Path
         add_and_raise(opened(model, out), some[:2], KeyboardInterrupt())
     assert cases.leftovers(out) == [".out.journal"]
     with opened(model, out) as output:
-        output.begin(KEY, [entry.name for entry in some], resume=True)
+        output.begin(KEY, [entry.name for entry in some])
         assert output.resumed == 2
         finished = [output.finished(entry.name) for entry in some]
         assert [e and e.name for e in finished] == [some[0].name, some[1].name, None]
@@ -67,7 +67,7 @@ def test_an_entry_of_something_else_is_not_replayed(model: Path, tmp_path: Path)
     with pytest.raises(KeyboardInterrupt):
         add_and_raise(opened(model, out), some[:1], KeyboardInterrupt())
     with opened(model, out) as output:
-        output.begin(KEY, [], resume=True)
+        output.begin(KEY, [])
         with pytest.raises(CheckpointError, match=r"entry 0 is of .*layers\.0.*runs other"):
             output.finished("other")
 
@@ -75,7 +75,7 @@ def test_an_entry_of_something_else_is_not_replayed(model: Path, tmp_path: Path)
 def test_a_journal_that_cannot_be_written_is_an_error(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with opened(model, out) as output:
-        output.begin(KEY, [], resume=False)
+        output.begin(KEY, [])
         (tmp_path / ".out.journal").write_text("in the way")
         output.add(entries(model)[0])
         with pytest.raises(CheckpointError, match="in use"):
@@ -99,7 +99,7 @@ def test_what_only_the_settings_refuse_is_kept(model: Path, tmp_path: Path) -> N
 def test_without_writing_rows_stay_in_memory_and_tensors_do_not(model: Path) -> None:
     some = entries(model)
     with Output() as output:
-        output.begin(KEY, [], resume=False)
+        output.begin(KEY, [])
         for entry in some:
             assert output.finished(entry.name) is None
             output.add(entry)

@@ -220,7 +220,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(
         case.refit(out)
     assert not out.exists()
     monkeypatch.undo()
-    report = case.refit(out, resume=True)
+    report = case.refit(out)
     assert report.resumed == finished
     assert calibrating.weights(out) == calibrating.weights(refitted[0])
     assert calibrating.leftovers(out) == []
@@ -236,7 +236,7 @@ def test_another_run_cannot_be_resumed(
         case.refit(tmp_path / "out", **FAST)
     monkeypatch.undo()
     with pytest.raises(UsageError, match=r"settings\.ridge"):
-        case.refit(tmp_path / "out", **{**FAST, "ridge": 0.02}, resume=True)
+        case.refit(tmp_path / "out", **{**FAST, "ridge": 0.02})
 
 
 # --- parked elsewhere ---------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def test_resuming_ends_with_the_same_bytes(how: dict[str, Any], base: Path, tmp_
         tune(base, tmp_path / "b", progress=InterruptedAt(5), **how)
     assert [p.name for p in saved_path(tmp_path / "b").glob("checkpoint-*")] == ["checkpoint-4"]
     assert not (tmp_path / "b").exists()
-    resumed = tune(base, tmp_path / "b", resume=True, **how)
+    resumed = tune(base, tmp_path / "b", **how)
     assert (whole.resumed, resumed.resumed) == (0, 4)
     assert resumed.curve == whole.curve
     assert changed(tmp_path / "a", tmp_path / "b") == set()
@@ -41,15 +41,17 @@ def test_before_the_first_state_nothing_is_left(base: Path, tmp_path: Path) -> N
 def test_states_of_another_training_are_not_mixed_in(base: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         tune(base, tmp_path / "out", progress=InterruptedAt(3), save_every=1)
-    with pytest.raises(UsageError, match="another training: its settings"):
-        tune(base, tmp_path / "out", resume=True, learning_rate=1e-3)
-    with pytest.raises(UsageError, match="another training: its rows"):
-        tune(base, tmp_path / "out", resume=True, data=rows(31))
+    with pytest.raises(
+        UsageError, match=r"another run\n  settings\.learning_rate: .* then, 0\.001 now"
+    ):
+        tune(base, tmp_path / "out", overwrite=True, resume=True, learning_rate=1e-3)
+    with pytest.raises(UsageError, match=r"rows: its content has changed"):
+        tune(base, tmp_path / "out", data=rows(31))
     other = zoo.perturb(base, tmp_path / "other", seed=1)
-    with pytest.raises(UsageError, match="another training: its model"):
-        tune(other, tmp_path / "out", resume=True)
+    with pytest.raises(UsageError, match=r"model: its content has changed"):
+        tune(other, tmp_path / "out")
     assert saved_path(tmp_path / "out").exists()
-    assert tune(base, tmp_path / "out").resumed == 0  # starts anew
+    assert tune(base, tmp_path / "out", overwrite=True, learning_rate=1e-3).resumed == 0
     assert not saved_path(tmp_path / "out").exists()
 
 
@@ -69,7 +71,7 @@ def test_a_state_that_was_not_saved_whole_does_not_count(base: Path, tmp_path: P
 
 
 def test_only_states_whose_files_are_complete_count(tmp_path: Path) -> None:
-    states = SavedStates(tmp_path / "out", {"rows": "a"}, resume=False)
+    states = SavedStates(tmp_path / "out", {"rows": "a"})
     for step in (1, 2):
         state = states.folder / f"checkpoint-{step}"
         state.mkdir()
@@ -83,10 +85,10 @@ def test_only_states_whose_files_are_complete_count(tmp_path: Path) -> None:
 
 
 def test_states_of_an_older_format_are_refused(tmp_path: Path) -> None:
-    states = SavedStates(tmp_path / "out", {"rows": "a"}, resume=False)
+    states = SavedStates(tmp_path / "out", {"rows": "a"})
     (states.folder / "checkpoint-1").mkdir()
     mark_complete(states.folder / "checkpoint-1")
     states.close(keep=True)
     (states.folder / "key.json").write_text('{"rows": "a"}')
-    with pytest.raises(UsageError, match="another training: its format"):
-        SavedStates(tmp_path / "out", {"rows": "a"}, resume=True)
+    with pytest.raises(UsageError, match="another run\n  format: None then"):
+        SavedStates(tmp_path / "out", {"rows": "a"})

@@ -58,9 +58,11 @@ class Calibration(RepairSteps[CalibrationSettings, CalibrationJob, CalibrationRe
             stopwatch.count("prepare", time.perf_counter() - run.start - job.text.seconds)
             stopwatch.count("text", job.text.seconds)
             changed = [pair.info.weight for pair in routers.pairs]
-            output.begin(job.key, changed, resume=job.request.resume)
-            if job.request.resume:
-                run.progress.note(f"{output.resumed} finished routers found, the rest is solved")
+            output.begin(job.key, changed, replace=job.request.replaces_unfinished)
+            if output.resumed:
+                run.progress.note(
+                    f"a killed run is continued: {output.resumed} routers are finished"
+                )
             visitor = RouterCalibrator(job, run, stopwatch)
             walk(lockstep, routers.pairs, visitor, output, job.ranks)
             report = _report(job, lockstep, output, time.perf_counter() - run.start)

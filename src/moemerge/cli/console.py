@@ -260,7 +260,7 @@ def progress(*, quiet: bool) -> Iterator[Bar]:
         bar.finish()
 
 
-GOES_ON = "the same command goes on with the answers that are there"
+GOES_ON = "the same command continues with the finished work"
 
 
 def waiting(path: Path, words: str) -> Callable[[], str | None]:

@@ -67,7 +67,10 @@ Page = Annotated[
     typer.Option("--report", metavar="FILE", help="Write an HTML page of the routing there."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on where a killed run ended.")]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Continue a killed run (the same command does so without it)."),
+]
 
 
 def _load(files: list[Path] | None) -> list[Path] | None:

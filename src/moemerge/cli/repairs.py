@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moemerge.cli.console import interruptible
+from moemerge.cli.console import GOES_ON, interruptible
 from moemerge.cli.flags import (
     Checks,
     Out,
@@ -77,7 +77,7 @@ def remaining_work(out_folder: Path) -> Callable[[], str | None]:
 
     def remaining() -> str | None:
         if any(folder.exists() for folder in unfinished):
-            return "--resume continues with the finished work"
+            return GOES_ON
         if _inode(out_folder) not in (None, before):
             return f"{out_folder} is complete; only figures, page or upload are missing"
         return None

@@ -15,7 +15,6 @@ EXAMPLES = """
   moemerge run ties.yml model/
   moemerge run ties.yml model/ --device cuda --strict --json report.json
   moemerge run ties.yml model/ --alpha 0.5 --layers last:4
-  moemerge run ties.yml model/ --resume
 """
 
 

@@ -142,8 +142,10 @@ class MergeKeywords(TypedDict, total=False):
 class OutputSettings(Strict):
     """How the output of a repair is written; not recorded in the config."""
 
-    overwrite: Flag = Field(False, description="replace OUT if it exists")
-    resume: Flag = Field(False, description="continue a killed run")
+    overwrite: Flag = Field(False, description="replace OUT, or the unfinished work of another run")
+    resume: Flag = Field(
+        False, description="continue a killed run (the same command does so without it)"
+    )
     report: Path | None = Field(None, description="write an HTML page of the routing there")
     push_to_hub: Name | None = PUSH_TO_HUB
 

@@ -171,7 +171,7 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
 
     def compute(self, job: DistillJob, run: RepairRun) -> DistillReport:
         output, settings = run.output, job.request.settings
-        output.begin(job.key, job.layout.stored, resume=job.request.resume)
+        output.begin(job.key, job.layout.stored, replace=job.request.replaces_unfinished)
         stopwatch = Stopwatch(job.stream.device)
         stopwatch.count("prepare", time.perf_counter() - run.start - job.text.seconds)
         stopwatch.count("text", job.text.seconds)
@@ -230,6 +230,8 @@ def _distil(
     rate = settings.learning_rate
     tried: dict[float, float] = {}
     state, optimiser = states.load(trainer)
+    if state is not None:
+        progress.note(f"a killed run is continued after step {state.step}")
     if state is None and rate == "auto":
         with stopwatch.span("search for the rate"):
             rate, tried = trainer.choose_rate()
@@ -255,7 +257,9 @@ class TrainingStates:
         self._last = time.perf_counter()
         self._saved: SavedStates | None = None
         if job.ranks.leads:
-            self._saved = SavedStates(job.request.out, job.key, resume=job.request.resume)
+            self._saved = SavedStates(
+                job.request.out, job.key, replace=job.request.replaces_unfinished
+            )
         folder = job.ranks.broadcast_object(self._saved.folder if self._saved is not None else None)
         assert folder is not None
         self.folder: Path = folder

@@ -18,7 +18,6 @@ from moemerge.evaluation.answers import file_name
 from moemerge.experiments.settings import BY_VERB, DiagnoseBlock, EvaluateBlock
 from moemerge.experiments.summary import packed
 from moemerge.experiments.tree import StudyCell, StudyNode
-from moemerge.runtime.journals import journal_path, saved_path
 from moemerge.text.rows import stream_rows
 from moemerge.tuning.settings import TuningSettings
 
@@ -111,7 +110,6 @@ class StudyBench:
             out,
             data=[file for text in texts for file in self._files(text)],
             settings=TuningSettings(**changed),
-            resume=saved_path(out).exists(),
         )
 
     def _repair(self, node: StudyNode, out: Path) -> None:
@@ -128,7 +126,6 @@ class StudyBench:
             data={n: self._files(text) for n, text in zip(names, texts, strict=True)},
             weights=node.values["weights"],
             settings=settings.model_copy(update=update),
-            resume=journal_path(out).exists(),
         )
 
     def _limit(self, node: StudyNode) -> dict[str, int]:

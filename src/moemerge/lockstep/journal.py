@@ -1,4 +1,4 @@
-"""The store of tensors: finished work in a hidden folder next to OUT, for `resume`.
+"""The store of tensors: finished work in a hidden folder next to OUT, for the next run.
 
 `JournalFolder` is the folder: `key.json` states what its content depends on, and a lock keeps other
 runs away. `Journal` adds entries to it. An entry (a router, a layer) is `NNNN.bin`, the bytes of
@@ -41,6 +41,7 @@ from moemerge.runtime.files import (
 from moemerge.runtime.journals import journal_path
 
 KEY_FILE = "key.json"
+START_ANEW = "the journal is damaged; remove it, or start anew with `overwrite=True`"
 FORMAT = 3  # raised when older journals can no longer be read
 
 
@@ -120,12 +121,28 @@ class JournalFolder:
         for parent in (self.folder.parent, *(made.parent for made in self._made)):
             sync_folder(parent)
 
-    def stored_key(self) -> dict[str, Any] | None:
-        """Return the key of the run that left the folder; None if it was killed before that."""
+    def continues(self, *, replace: bool) -> bool:
+        """Return whether a locked folder has work of this run, as far as its key tells.
+
+        With `replace`, work of another run does not count; otherwise it is refused.
+        """
         path = self.folder / KEY_FILE
         if not os.path.lexists(path):
-            return None
-        return read_object(path, "the journal is damaged; start anew without `resume`")
+            return False  # killed before the key was written
+        try:
+            differences = list(_differences(read_object(path, START_ANEW), self.key))
+        except CheckpointError:
+            if replace:
+                return False
+            raise
+        if differences and not replace:
+            raise UsageError(
+                f"{self.folder} has the unfinished work of another run\n  "
+                + "\n  ".join(differences),
+                hint="to continue it, repeat its settings and inputs; to start anew, use "
+                "`overwrite=True`",
+            )
+        return not differences
 
     def remove(self) -> None:
         """Delete a folder that this run has locked, and the parents that it created."""
@@ -169,18 +186,19 @@ class Journal:
         return self._place.folder
 
     @classmethod
-    def open(cls, out: Path, key: Mapping[str, Any], *, resume: bool) -> Journal:
-        """Open the journal of OUT. An existing one is continued (`resume`) or replaced.
+    def open(cls, out: Path, key: Mapping[str, Any], *, replace: bool = False) -> Journal:
+        """Open the journal of OUT. An existing one of this run is continued.
 
-        `key` is plain JSON data. Nothing is written before the first entry is added.
+        One of another run is refused, or replaced if `replace`. `key` is plain JSON data. Nothing
+        is written before the first entry is added.
         """
         place = JournalFolder(out, journal_path(out), {"format": FORMAT, **key})
         journal = cls(place)
         if not place.lock():
             return journal
         try:
-            if resume and place.stored_key() is not None:
-                journal._resume(out)
+            if place.continues(replace=replace):
+                journal.entries = list(journal._read_entries())
             else:
                 place.remove()
         except BaseException:
@@ -214,16 +232,6 @@ class Journal:
     def close(self) -> None:
         """Release the journal and leave it for a later run."""
         self._place.close()
-
-    def _resume(self, out: Path) -> None:
-        differences = list(_differences(self._place.stored_key(), self._place.key))
-        if differences:
-            raise UsageError(
-                f"{out} cannot be resumed: the killed run was another one\n  "
-                + "\n  ".join(differences),
-                hint="repeat its settings and inputs, or start anew without `resume`",
-            )
-        self.entries = list(self._read_entries())
 
     def _read_entries(self) -> Iterator[Entry]:
         """Yield entries up to the first one that is incomplete or damaged."""

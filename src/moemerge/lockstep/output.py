@@ -46,11 +46,14 @@ class Output:
         """Seconds and bytes of copying the unchanged tensors."""
         return 0.0, 0
 
-    def begin(self, key: Mapping[str, Any], names: Collection[str], *, resume: bool) -> None:
+    def begin(
+        self, key: Mapping[str, Any], names: Collection[str], *, replace: bool = False
+    ) -> None:
         """Begin the work.
 
         `key` is everything that the result depends on, as plain data. `names` are the stored
-        tensors that will change.
+        tensors that will change. Unfinished work of this run is continued. That of another one is
+        refused, or replaced if `replace`.
         """
 
     def finished(self, name: str) -> Entry | None:
@@ -63,7 +66,7 @@ class Output:
         if entry.name != name:
             raise CheckpointError(
                 f"{self.where}: entry {number} is of {entry.name}, but the model runs {name} there",
-                hint="the journal is damaged; start again without `resume`",
+                hint="the journal is damaged; remove it",
             )
         return entry
 
@@ -97,7 +100,9 @@ class FollowingOutput(Output):
         super().__init__()
         self._ranks = ranks
 
-    def begin(self, key: Mapping[str, Any], names: Collection[str], *, resume: bool) -> None:
+    def begin(
+        self, key: Mapping[str, Any], names: Collection[str], *, replace: bool = False
+    ) -> None:
         nothing: tuple[list[Entry], str | None] = [], None
         self.entries, folder = self._ranks.broadcast_object(nothing)
         self.resumed = len(self.entries)
@@ -158,8 +163,10 @@ class PatchedOutput(Output):
     def where(self) -> str:
         return "memory" if self._journal is None else str(self._journal.folder)
 
-    def begin(self, key: Mapping[str, Any], names: Collection[str], *, resume: bool) -> None:
-        self._journal = Journal.open(self._out, key, resume=resume)
+    def begin(
+        self, key: Mapping[str, Any], names: Collection[str], *, replace: bool = False
+    ) -> None:
+        self._journal = Journal.open(self._out, key, replace=replace)
         self.entries = self._journal.entries
         self.resumed = len(self.entries)
         if self._ranks.count > 1:

@@ -46,7 +46,7 @@ class RepairRequest(Generic[S]):
     # Text that is only measured, before and after.
     check: Mapping[str, Sequence[TextSource]] = field(default_factory=dict)
     overwrite: bool = False
-    resume: bool = False
+    resume: bool = False  # never replace unfinished work, not even if `overwrite`
     # The same run made the merged folder and removes it at the end: its config is complete, and
     # unchanged shards can be linked instead of copied.
     temporary: bool = False
@@ -54,6 +54,11 @@ class RepairRequest(Generic[S]):
     write: bool = True
     # The data, if they were read with the same settings before.
     text: JobText | None = None
+
+    @property
+    def replaces_unfinished(self) -> bool:
+        """Whether unfinished work of another run may be replaced."""
+        return self.overwrite and not self.resume
 
 
 def open_models(
@@ -112,7 +117,7 @@ def errors_of(where: str, doing: str, remedy: str) -> Iterator[None]:
             raise
         raise ResourceError(
             f"{where}: out of memory {doing}",
-            hint=f"{remedy}; `resume=True` keeps the finished layers if settings stay the same",
+            hint=f"{remedy}; finished layers are kept if other settings stay the same",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Saved states of a training run, in a hidden folder next to OUT, for `resume`.
+"""Saved states of a training run, in a hidden folder next to OUT, for the next run.
 
 The trainer writes each state into its own folder, `checkpoint-STEP`. A state counts once it
 contains `complete`, the list of its files with their sizes. The files are synced to disk before.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moemerge.checkpoint.output import writing
-from moemerge.errors import CheckpointError, UsageError
+from moemerge.errors import CheckpointError
 from moemerge.lockstep.journal import JournalFolder
 from moemerge.runtime.files import open_plain, read_object, replace_file, sync_folder
 from moemerge.runtime.journals import saved_path
@@ -27,30 +27,21 @@ _PREFIX: Final = "checkpoint-"
 class SavedStates:
     """The states of one run; `folder` exists until `close`."""
 
-    def __init__(self, out: Path, key: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(self, out: Path, key: Mapping[str, Any], *, replace: bool = False) -> None:
+        """Open the states of this run; those of another one are refused, or replaced."""
         self.finished = False  # OUT exists: no state is needed any more
         self._place = JournalFolder(out, saved_path(out), {"format": FORMAT, **key})
         self.folder = self._place.folder
         with writing(self.folder):
             try:
-                if self._place.lock() and resume and self.latest() is not None:
-                    self._check()
+                usable = self._place.lock() and self.latest() is not None
+                if usable and self._place.continues(replace=replace):
                     self.prune()
                 else:
                     self._place.create()
             except BaseException:
                 self._place.close()
                 raise
-
-    def _check(self) -> None:
-        stored, key = self._place.stored_key() or {}, self._place.key
-        differ = [name for name in key if stored.get(name) != key[name]]
-        if differ:
-            raise UsageError(
-                f"{self.folder} holds states of another training: its {', '.join(differ)} "
-                "are not these",
-                hint="repeat the command that was interrupted, or start anew without `resume`",
-            )
 
     def latest(self) -> Path | None:
         """Return the last complete state."""

@@ -1,7 +1,7 @@
 """Several models in step on the same tokens: opened within memory, and stopped at every router.
 
     with open_output(...) as output, open_lockstep(sides, batches, settings, ...) as lockstep:
-        output.begin(key, names, resume=resume)     # a journal, and OUT under a temporary name
+        output.begin(key, names, replace=replace)   # a journal, and OUT under a temporary name
         walk(lockstep, routers, visitor, output, ranks)
         output.finish(files)
 

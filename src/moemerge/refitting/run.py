@@ -102,7 +102,9 @@ class RefitRun:
         ) as streams:
             require_same_shapes(streams, job.sources)
             plan, units = self._plan(streams)
-            output.begin(job.key, planned_names(plan, units), resume=job.request.resume)
+            output.begin(
+                job.key, planned_names(plan, units), replace=job.request.replaces_unfinished
+            )
             ridge = RidgeRule(job.ridge)
             done = self._finished(plan, overlay, ridge)
             loop = RefitLoop(
@@ -168,8 +170,8 @@ class RefitRun:
             self._refuse_if_strict(entry.row)
             ridge.last.update({kind_of(m): m["ridge"] for m in entry.row["maps"] if "ridge" in m})
             done.add(layer.number)
-        if self.job.request.resume:
-            self.progress.note(f"{len(done)} finished layers found, the rest is refitted")
+        if done:
+            self.progress.note(f"a killed run is continued: {len(done)} layers are finished")
         return done
 
     def _done(self, finished: FinishedLayer) -> None:

@@ -258,8 +258,8 @@ class LostRankError(ResourceError):
     def __init__(self, ranks: Ranks, error: Exception) -> None:
         super().__init__(
             f"rank {ranks.rank} of {ranks.count}: another rank ended or could not be reached",
-            hint="its own message says why; what rank 0 has finished is in its journal, and resume "
-            "goes on with it, with any number of ranks",
+            hint="its own message says why; what rank 0 has finished is in its journal, and the "
+            "same command continues with it, with any number of ranks",
         )
         self.__cause__ = error
 

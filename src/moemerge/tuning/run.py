@@ -52,7 +52,10 @@ def run_tuning(request: TuningRequest, progress: Progress) -> TuningReport:
         saved = ranks.broadcast_object(states.latest() if states is not None else None)
         folder = ranks.broadcast_object(states.folder if states is not None else None)
         assert folder is not None
-        trained = _train(job, folder, saved, ranks.progress(progress), ranks)
+        progress = ranks.progress(progress)
+        if saved is not None:
+            progress.note(f"a killed run is continued from {saved}")
+        trained = _train(job, folder, saved, progress, ranks)
         report = _report(job, trained, time.monotonic() - begun)
         _write(trained, output, report)
         if states is not None:
@@ -66,7 +69,9 @@ def _states(job: TuningJob, ranks: Ranks) -> Iterator[SavedStates | None]:
     if not ranks.leads:
         yield None
         return
-    states = SavedStates(job.request.out, job.key(), resume=job.request.resume)
+    states = SavedStates(
+        job.request.out, job.key(), replace=job.request.overwrite and not job.request.resume
+    )
     keep = True
     try:
         yield states

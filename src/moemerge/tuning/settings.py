@@ -77,7 +77,7 @@ class TuningSettings(Strict):
         True, description="compute activations again in the backward pass, which saves memory"
     )
     save_every: PositiveInt | None = Field(
-        None, description="steps after which the state is saved for resume (default: a tenth)"
+        None, description="steps after which the state is saved (default: a tenth)"
     )
     max_length: PositiveInt = MAX_LENGTH
     limit: PositiveInt | None = LIMIT
@@ -132,7 +132,9 @@ class TuningOutputSettings(Strict):
     """How the output is written; no part of what is recorded."""
 
     overwrite: Flag = Field(False, description="replace OUT if it exists")
-    resume: Flag = Field(False, description="go on from the last state that a run saved")
+    resume: Flag = Field(
+        False, description="continue a killed run (the same command does so without it)"
+    )
     push_to_hub: Name | None = PUSH_TO_HUB
 
 
