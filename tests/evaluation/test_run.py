@@ -11,7 +11,10 @@ import moemerge
 from evaluation.cases import GREEDY, kept_answers, run, write_task
 from evidence.scoring import accuracy
 from moemerge.errors import DataError, UsageError
+from moemerge.evaluation.page import page_document
 from moemerge.generation.transformers_engine import TransformersEngine
+from moemerge.report.scores import render_scores
+from moemerge.testbed import bundled_set
 from moemerge.testbed.tasks import problems
 
 
@@ -216,3 +219,21 @@ def test_a_folder_in_place_of_an_index_is_refused(specialists, sums, tmp_path):
     index.mkdir()
     with pytest.raises(DataError, match="cannot be read"):
         run([specialists["math"]], [task], out, rescore=True)
+
+
+def test_a_merge_knows_its_base_and_sources_among_the_models(specialists, sums, tmp_path):
+    base, math = bundled_set().base, specialists["math"]
+    config = {"merge_method": "ties", "base_model": str(base), "parameters": {"weight": 0.5}}
+    models = [{"model": str(specialists[name])} for name in ("math", "chat")]
+    moemerge.merge({**config, "models": models}, tmp_path / "merged", device="cpu")
+    task = write_task(tmp_path, sums[:6])
+    (tmp_path / "link").symlink_to(base)
+    report = run([tmp_path / "link", tmp_path / "merged", math], [task], tmp_path / "out")
+    assert report.inputs == {"merged": {"link": "base", "math": "source"}}
+    assert [text.split(" (p")[0].split(":")[0] for text in report.verdicts] == [
+        "merged is not distinguishable from the base, link",
+        "merged is not distinguishable from its source, math",
+    ]
+    assert report.headline == report.verdicts[0]
+    page = render_scores(page_document(report, [], {"moemerge": "0", "created": "now"}))
+    assert all(text in page for text in report.verdicts)

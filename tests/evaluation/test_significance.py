@@ -225,3 +225,24 @@ def test_p_is_shown_to_the_resolution_of_its_draws() -> None:
     assert drawn.p_text == "< 5e-4"
     assert replace(drawn, p=1 / 10_001, draws=10_000).p_text == "< 1e-4"
     assert replace(drawn, p=0.04).p_text == "0.040"
+
+
+def test_a_merge_is_first_compared_with_its_base_and_its_best_source() -> None:
+    few, some, many = [0] * 40, [1] * 20 + [0] * 20, [1] * 30 + [0] * 10
+    base_and_sources = {"b": "base", "c": "source"}
+    report = replace(report_of(few, some, many), inputs={"a": base_and_sources})
+    assert report.headline == "a is not better than the base, b: -50.0 points of Task (p < 1e-4)"
+    assert report.verdicts == report.to_json()["verdicts"]
+    assert report.verdicts[1].startswith("a is not better than its source, c: -75.0 points")
+    report = replace(report_of(few, some, [1] * 21 + [0] * 19), inputs={"c": {"b": "base"}})
+    assert report.headline.startswith("c is not distinguishable from the base, b: +2.5 points")
+    # A merge that is better than all its inputs is not held back, nor by another, worse merge.
+    inputs = {"c": {"b": "base"}, "a": {"b": "base"}}
+    report = replace(report_of(few, some, many), inputs=inputs)
+    assert report.headline == "c is best: 75.0% of Task"
+    assert [text.split(":")[0] for text in report.verdicts] == [
+        "c is better than the base, b",
+        "a is not better than the base, b",
+    ]
+    report = replace(report_of(some, few, many), inputs={"c": {"a": "source", "b": "source"}})
+    assert report.verdicts[0].startswith("c is better than the best single source, a: +25.0")

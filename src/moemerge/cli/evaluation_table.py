@@ -18,7 +18,11 @@ STYLES: Final = {"task": "", "domain": "italic", "overall": "bold"}
 
 
 def evaluation_report(report: EvaluationReport, *, verbose: bool) -> RenderableType:
-    parts: list[RenderableType] = [_scores(report)]
+    parts: list[RenderableType] = []
+    if len(report.models) > 1:
+        others = [text for text in report.verdicts if text != report.headline]
+        parts += [Text(report.headline, "bold"), *map(Text, others), ""]
+    parts.append(_scores(report))
     count = len(report.models) * (len(report.models) - 1) // 2
     if count:
         everything = verbose or count <= FEW_PAIRS
@@ -70,9 +74,7 @@ def score_text(score: MeanScore) -> str:
 def _background(report: EvaluationReport) -> list[tuple[str, str]]:
     settings = report.settings
     samples = f"{settings['samples']} a problem at temperature {settings['temperature']:g}"
-    result = [("result", report.headline)] if len(report.models) > 1 else []
     return [
-        *result,
         ("protocol", report.protocol),
         ("samples", samples if settings["samples"] > 1 or settings["temperature"] else "greedy"),
         ("±", "standard error over problems; differences are paired problem by problem"),

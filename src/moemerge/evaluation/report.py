@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any, Final
 
@@ -88,6 +88,35 @@ class PairedDifference:
         """Return whether the decisive p is below 5 %."""
         return self.decisive_p < ALPHA
 
+    @property
+    def standing(self) -> str:
+        """What the paired test says of the second model: better than, not better than, or not
+        distinguishable from the first.
+        """
+        if not self.significant:
+            return "not distinguishable from"
+        return "better than" if self.better else "not better than"
+
+    @property
+    def better(self) -> bool:
+        """Whether the second model is better by the paired test."""
+        return self.significant and self.difference > 0
+
+    def reversed(self) -> PairedDifference:
+        """Return the comparison of the first with the second."""
+        low, high = self.interval
+        exact = self.mcnemar
+        return replace(
+            self,
+            first=self.second,
+            second=self.first,
+            difference=-self.difference,
+            interval=(-high, -low),
+            won=self.lost,
+            lost=self.won,
+            mcnemar=exact and replace(exact, gained=exact.lost, lost=exact.gained),
+        )
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "p_text": self.p_text, "significant": self.significant}
 
@@ -102,6 +131,11 @@ class ResultRow:
     tasks: tuple[str, ...]
     scores: Mapping[str, MeanScore]
     pairs: tuple[PairedDifference, ...]
+
+    def compared(self, first: str, second: str) -> PairedDifference:
+        """Return the second model compared with the first."""
+        found = next(pair for pair in self.pairs if {pair.first, pair.second} == {first, second})
+        return found if found.first == first else found.reversed()
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "pairs": [pair.to_json() for pair in self.pairs]}
@@ -119,11 +153,43 @@ class EvaluationReport:
     notices: tuple[str, ...] = ()
     reused: int = 0
     seconds: float = 0.0
+    # For each merge, which of the other models are its "base" and its "source"s.
+    inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def _whole(self) -> ResultRow:
+        """The most general row."""
+        return next((row for row in self.rows if row.kind == "overall"), self.rows[-1])
+
+    def _against_inputs(self) -> Iterator[tuple[PairedDifference, str]]:
+        """Yield each merge compared with its base and its best source, the best merge first."""
+        row = self._whole
+
+        def score(model: str) -> float:
+            return row.scores[model].mean
+
+        for merge in sorted(self.inputs, key=score, reverse=True):
+            kinds = self.inputs[merge]
+            sources = sorted((m for m in kinds if kinds[m] != "base"), key=score)
+            for model in [*(m for m in kinds if kinds[m] == "base"), *sources[-1:]]:
+                words = "its source" if len(sources) == 1 else "the best single source"
+                yield row.compared(model, merge), "the base" if kinds[model] == "base" else words
+
+    @property
+    def verdicts(self) -> list[str]:
+        """What the paired test says of each merge against its base and its best source."""
+        return [_verdict(pair, words, self._whole) for pair, words in self._against_inputs()]
 
     @property
     def headline(self) -> str:
-        """Return the most general comparison in a sentence; for one model, its score."""
-        last = next((row for row in self.rows if row.kind == "overall"), self.rows[-1])
+        """Return the most important result in a sentence: that a merge is no better than its base
+        or best source, or the most general comparison; for one model, its score.
+        """
+        last = self._whole
+        best_merge = next(self._against_inputs(), None)
+        for pair, words in self._against_inputs():
+            if best_merge and pair.second == best_merge[0].second and not pair.better:
+                return _verdict(pair, words, last)
         if not last.pairs:
             model, score = next(iter(last.scores.items()))
             return f"{model} solves {100 * score.mean:.1f}% of {last.title}"
@@ -153,6 +219,7 @@ class EvaluationReport:
             "protocol": self.protocol,
             "settings": dict(self.settings),
             "models": dict(self.models),
+            "verdicts": self.verdicts,
             "results": [row.to_json() for row in self.rows],
             "tasks": [self._task(task) for task in self.tasks],
             "notices": list(self.notices),
@@ -173,6 +240,13 @@ class EvaluationReport:
                 for at, name in enumerate(task.problems)
             ],
         }
+
+
+def _verdict(pair: PairedDifference, words: str, row: ResultRow) -> str:
+    return (
+        f"{pair.second} is {pair.standing} {words}, {pair.first}: "
+        f"{100 * pair.difference:+.1f} points of {row.title} (p {pair.p_text})"
+    )
 
 
 def compare_models(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from moemerge.config.models import ModelLike
 from moemerge.evaluation.answers import (
     AnswersByModel,
     PromptedModel,
@@ -25,6 +28,7 @@ from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation
 from moemerge.evaluation.page import check_cards, page_document, write_cards
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare_models
 from moemerge.evaluation.settings import EvaluationSettings
+from moemerge.lockstep.output_files import earlier_report
 from moemerge.report.files import check_page_path, report_bytes, report_document
 from moemerge.report.scores import write_scores_page
 from moemerge.runtime.files import make_folder, write_whole
@@ -80,7 +84,26 @@ def _report(
         tasks=tasks,
         rows=compare_models(tasks, models, draws=settings.draws, seed=settings.seed),
         notices=(*failures(answers), *_notices(tasks, models)),
+        inputs=_inputs(job.models),
     )
+
+
+def _inputs(models: Mapping[str, ModelLike]) -> dict[str, dict[str, str]]:
+    """Return which of these models are the base and the sources of which, by their reports."""
+    by_place = {_place(str(model)): name for name, model in models.items()}
+    found: dict[str, dict[str, str]] = {}
+    for place, name in by_place.items():
+        inputs = earlier_report(Path(place)).get("merge", {}).get("inputs", {})
+        for one in inputs.values():
+            other = by_place.get(_place(str(one.get("model"))))
+            if other is not None and other != name:
+                found.setdefault(name, {})[other] = "base" if one.get("base") else "source"
+    return found
+
+
+def _place(model: str) -> str:
+    """Return what all references to one model have in common: the folder, or the hub id."""
+    return os.path.realpath(model) if os.path.isdir(model) else model
 
 
 def _scores(task: ScoredTask, models: Sequence[str], settings: EvaluationSettings) -> TaskScores:

@@ -331,6 +331,8 @@ class _Planner:
             figure=entry.figure,
             axis=entry.axis,
             compare=self.compared(entry, labels),
+            control=next(iter(self.controls(labels)), ""),
+            singles=tuple(one for one in self.references(entry) if one != SOURCES),
             tasks={d: self.tasks_of(d) for d in self.domains},
             paired_by="problems",
         )
@@ -378,8 +380,13 @@ class _Planner:
     def compared(self, entry: TableEntry, labels: Sequence[str]) -> tuple[tuple[str, str], ...]:
         if entry.compare is not None:
             return entry.compare
-        controls = [label for label in labels if self.config.repairs[label].routers == AVERAGE]
+        controls = self.controls(labels)
         return tuple((c, label) for c in controls for label in labels if label not in controls)
+
+    def controls(self, labels: Sequence[str]) -> list[str]:
+        """Return the repairs that only average the routers."""
+        repairs = self.config.repairs
+        return [n for n in labels if repairs[n].routers == AVERAGE and repairs[n].after is None]
 
 
 def _tuning(block: TuneBlock, share: float | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,43 +13,45 @@ from markupsafe import Markup
 from moemerge.evaluation.report import PairedDifference
 from moemerge.evaluation.significance import Mean, PairedTest
 from moemerge.experiments.plots import draw_figure
+from moemerge.experiments.settings import BASE
 from moemerge.experiments.summary import Comparison, RowSummary, Summary
+from moemerge.experiments.tables import AS_MERGED, REFERENCE
 from moemerge.experiments.text_tables import TextTable
 from moemerge.report.frame import render_in_frame
 from moemerge.runtime.files import write_whole
+from moemerge.runtime.progress import counted
 from moemerge.version import __version__
 
 LEAST_P = 1e-20  # p values are shown down to this
 
 
 def main_table(summary: Summary) -> TextTable:
-    """Return every row: scores, difference from the first row of its group, and routing."""
+    """Return every row: overall score, difference from the control, scores by task, and routing.
+
+    Without a control, differences are from the first row of the group. Empty columns are left out.
+    """
     form = summary.form
-    routing = any(row.mismatch is not None for row in summary.rows)
-    headings = ["merge", "variant"]
+    headings = ["merge", "variant", "overall", "Δ", "95 %", "p", "won : lost"]
+    headings += ["seeds", "p, seeds"] if len(summary.seeds) > 1 else []
     for domain, tasks in form.tasks.items():
         headings += tasks.values()
         headings += [f"{domain} average"] if len(tasks) > 1 else []
-    headings += ["overall", "Δ", "95 %", "p", "won : lost"]
-    headings += ["seeds", "p, seeds"] if len(summary.seeds) > 1 else []
-    headings += ["mismatch", "KL"] if routing else []
-    rows = [_task_cells(summary, row)[: len(headings)] for row in summary.rows]
-    return TextTable(tuple(headings), tuple(rows))
+    rows = [_task_cells(summary, row) for row in summary.rows]
+    return TextTable((*headings, "mismatch", "KL"), tuple(rows)).without_empty_columns()
 
 
 def _task_cells(summary: Summary, row: RowSummary) -> tuple[str, ...]:
-    cells = [row.group, row.label]
+    against = row.against_control if summary.form.control else row.against_first
+    cells = [row.group, row.label, with_error(row.overall)]
+    cells += _difference_cells(None if against is None else against.paired)
+    if len(summary.seeds) > 1:
+        cells.append(str(len(row.by_seed)))
+        cells.append("" if against is None else p_value(against.accuracy.p))
     for domain, tasks in summary.form.tasks.items():
         own = row.tasks.get(domain)
         cells += ["" if own is None else percent(own[task]) for task in tasks]
         if len(tasks) > 1:
             cells.append("" if own is None else percent(row.accuracy[domain].value))
-    cells.append(with_error(row.overall))
-    against = row.against_first
-    cells += _difference_cells(None if against is None else against.paired)
-    if len(summary.seeds) > 1:
-        cells.append(str(len(row.by_seed)))
-        cells.append("" if against is None else p_value(against.accuracy.p))
     cells.append("" if row.mismatch is None else percent(row.mismatch.value))
     cells.append("" if row.kl is None else f"{row.kl.value:.4f}")
     return tuple(cells)
@@ -73,16 +75,73 @@ def _points(share: float) -> str:
 
 
 def comparison_table(summary: Summary) -> TextTable:
-    """Return the paired comparisons of a table."""
+    """Return the paired comparisons that the main table does not show."""
     headings = ["merge", "compared", "overall Δ", "95 %", "p", "won : lost"]
     repeated = len(summary.seeds) > 1
     headings += ["seeds won", "p, seeds"] if repeated else []
     rows = []
-    for c in summary.comparisons:
+    for c in _further(summary):
         cells = [c.group, f"{c.second} − {c.first}", *_difference_cells(c.paired)]
         cells += seed_cells(c) if repeated else []
         rows.append((*cells, "" if c.mismatch is None else difference(c.mismatch)))
-    return TextTable((*headings, "mismatch Δ"), tuple(rows))
+    return TextTable((*headings, "mismatch Δ"), tuple(rows)).without_empty_columns()
+
+
+def _further(summary: Summary) -> list[Comparison]:
+    """Return comparisons with the base, the best source and the merge, and those requested."""
+    shown = [row.against_control for row in summary.rows if summary.form.control]
+    firsts = [row.against_first for row in summary.rows if summary.form.control]
+    done = {(c.group, c.first, c.second) for c in shown if c is not None}
+    done |= {(c.group, c.second, c.first) for c in shown if c is not None}
+    further = {}
+    for c in (*summary.references, *firsts, *summary.comparisons):
+        if c is not None and (key := (c.group, c.first, c.second)) not in done:
+            further.setdefault(key, c)
+    return list(further.values())
+
+
+# --- verdicts -----------------------------------------------------------------------------------
+
+
+def verdicts(summary: Summary) -> list[str]:
+    """Return what the paired tests decide: against the base, the best source and the control."""
+    return [*_against_references(summary), *_against_control(summary)]
+
+
+def _against_references(summary: Summary) -> Iterator[str]:
+    """State for each reference whether any row is better, beginning with the highest row."""
+    for label in dict.fromkeys(c.first for c in summary.references):
+        reference = summary.row(REFERENCE, label)
+        found = [(c, c.paired) for c in summary.references if c.first == label and c.paired]
+        if reference is None or not found:
+            continue
+        name = "the base" if label == BASE else f"the best single source, {label}"
+        words = f"{name} ({percent(reference.overall.value)} %)"
+        best, pair = max(found, key=lambda one: one[1].difference)
+        better = [f"{c.group}, {c.second}" for c, p in found if p.significant and p.difference > 0]
+        worse = sum(p.significant and p.difference < 0 for _, p in found)
+        others = f"Worse than {name}: {worse} of {counted(len(found), 'row')}."
+        if better:
+            yield f"Better than {words}: {'; '.join(better)}. {others}"
+        else:
+            place = f"{best.group}, {best.second}, the highest row"
+            yield (
+                f"{pair.standing.capitalize()} {words}: {place} ({_points(pair.difference)} "
+                f"points, p {pair.p_text}). {others}"
+            )
+
+
+def _against_control(summary: Summary) -> Iterator[str]:
+    """State for each repair for which merges it beats the control."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in summary.rows:
+        against = row.against_control
+        if against is not None and against.paired is not None and row.label != AS_MERGED:
+            by_standing = found.setdefault(row.label, {})
+            by_standing.setdefault(against.paired.standing, []).append(row.group)
+    for label, by_standing in found.items():
+        parts = [f"{words} it for {', '.join(rows)}" for words, rows in by_standing.items()]
+        yield f"{label} against the control ({summary.form.control}): {'; '.join(parts)}."
 
 
 def seed_cells(c: Comparison) -> list[str]:
@@ -122,10 +181,15 @@ PAGE = "index.html"
 ALL_TABLES = "results.md"
 LEGEND = (
     "Scores in percent, means over problems; overall: the mean of the domains' averages, ± its "
-    "standard error over problems. Δ: overall against the first row of the same merge, problem by "
-    "problem, with the 95 % interval from drawing the problems again. p: the two models exchanged "
-    "at random on each problem. won : lost: problems on which the row is better, and worse. "
-    "mismatch: percent of each source's expert choices that the model does not make on the same "
+    "standard error over problems. Δ: overall against {reference}, problem by problem, with the "
+    "95 % interval from drawing the problems again. p: the two models exchanged at random on each "
+    "problem; for one task with one sample, McNemar's exact test. won : lost: problems on which "
+    "the row is better, and worse."
+)
+CONTROL = "the control, the same merge with averaged routers"
+FIRST = "the first row of the same merge"
+BY_ROUTING = (
+    " mismatch: percent of each source's expert choices that the model does not make on the same "
     "tokens. KL: between the routing distributions, source to model."
 )
 BY_SEEDS = (
@@ -135,7 +199,11 @@ BY_SEEDS = (
 
 
 def legend(summaries: Sequence[Summary]) -> str:
-    return LEGEND + (BY_SEEDS if any(len(s.seeds) > 1 for s in summaries) else "")
+    """Explain the columns that these tables have."""
+    text = LEGEND.format(reference=CONTROL if any(s.form.control for s in summaries) else FIRST)
+    rows = [row for summary in summaries for row in summary.rows]
+    text += BY_ROUTING if any(row.mismatch is not None for row in rows) else ""
+    return text + (BY_SEEDS if any(len(s.seeds) > 1 for s in summaries) else "")
 
 
 def settings(summary: Summary) -> str:
@@ -150,10 +218,10 @@ class TableStyle:
     compared: Callable[[Summary], TextTable]
     legend: Callable[[Sequence[Summary]], str]
     settings: Callable[[Summary], str]
-    verdicts: Callable[[Summary], list[str]]  # sentences below a main table
+    verdicts: Callable[[Summary], list[str]]  # sentences above a main table
 
 
-BY_PROBLEMS = TableStyle(main_table, comparison_table, legend, settings, lambda summary: [])
+BY_PROBLEMS = TableStyle(main_table, comparison_table, legend, settings, verdicts)
 
 
 def write_report(
@@ -183,7 +251,7 @@ def write_report(
     pages = "\n\n".join(markdown(s, drawn.get(s.name), style) for s in summaries)
     page = _page((title, about), summaries, drawn, style)
     words = "\n\n".join(
-        part for part in (f"# {title}", about, style.legend(summaries), pages) if part
+        part for part in (f"# {title}", about, pages, style.legend(summaries)) if part
     )
     written.insert(0, _write(folder / ALL_TABLES, words))
     written.insert(0, _write(folder / PAGE, page))
@@ -194,10 +262,11 @@ def markdown(summary: Summary, figure: Path | None = None, style: TableStyle = B
     """Return a table with its heading, verdicts and comparisons."""
     parts = [f"## {heading(summary)}", summary.form.about, style.settings(summary)]
     if summary.rows:
-        parts.append(style.main(summary).markdown())
         parts.append("\n".join(f"* {line}" for line in style.verdicts(summary)))
-    if summary.comparisons:
-        parts.append(style.compared(summary).markdown())
+        parts.append(style.main(summary).markdown())
+    compared = style.compared(summary)
+    if compared.rows:
+        parts.append(compared.markdown())
     if figure is not None:
         parts.append(f"![{heading(summary)}]({figure.name})")
     if summary.missing:
@@ -240,7 +309,7 @@ def _part(summary: Summary, drawn: Path | None, style: TableStyle) -> dict[str, 
         "figure": figure,
         "table": style.main(summary),
         "verdicts": style.verdicts(summary),
-        "compared": style.compared(summary) if summary.comparisons else None,
+        "compared": style.compared(summary),
         "missing": summary.missing,
     }
 

@@ -20,7 +20,8 @@ from moemerge.evaluation.significance import (
     paired_t,
 )
 from moemerge.experiments.cells import CellJournal
-from moemerge.experiments.tables import Measurement, Repeat, Row, TableForm
+from moemerge.experiments.settings import BASE
+from moemerge.experiments.tables import REFERENCE, Measurement, Repeat, Row, TableForm
 
 DRAWS: int = EvaluationSettings.model_fields["draws"].default
 SEED = 0
@@ -133,6 +134,7 @@ class RowSummary:
     by_seed: Mapping[int, float]  # overall accuracy
     against_first: Comparison | None  # None for the first row of a group
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by domain
+    against_control: Comparison | None = None  # None for the control and without one
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ class Summary:
     rows: tuple[RowSummary, ...]
     comparisons: tuple[Comparison, ...]
     missing: tuple[str, ...]  # rows without a result
+    # Every merged row compared with the base, and with the best source of the reference rows.
+    references: tuple[Comparison, ...] = ()
 
     @property
     def name(self) -> str:
@@ -171,8 +175,9 @@ class Summary:
 
 def _without_tasks(values: dict[str, Any]) -> None:
     """Remove the fields that only tables with tasks have."""
+    del values["references"]
     for row in values["rows"]:
-        del row["tasks"]
+        del row["tasks"], row["against_control"]
     compared = [row["against_first"] for row in values["rows"]] + list(values["comparisons"])
     for comparison in compared:
         if comparison is not None:
@@ -188,17 +193,23 @@ def summarise(
     """Return the table of all measured cells; it lists missing rows."""
     measured = {row: _entries(row, keys, journal) for row in rows}
     firsts: dict[str, Row[Measurement]] = {}
+    controls: dict[str, Row[Measurement]] = {}
     for row in rows:
         firsts.setdefault(row.group, row)
+        if form.control and row.group != REFERENCE:
+            # A plain average has no control row: its routers are averaged already.
+            is_control = row.label == form.control
+            controls[row.group] = row if is_control else controls.get(row.group, row)
     shown = [row for row in rows if measured[row]]
     some = next((measured[row] for row in shown), {})
     return Summary(
         form=form,
         seeds=tuple(sorted({key.seed for row in shown for key in measured[row]})),
         problems=next((d["problems"] for e in some.values() for d in e["domains"].values()), 0),
-        rows=tuple(_row(form, row, firsts[row.group], measured) for row in shown),
+        rows=tuple(_row(form, row, (firsts, controls), measured) for row in shown),
         comparisons=tuple(_comparisons(form, shown, measured)),
         missing=tuple(f"{row.group}, {row.label}" for row in rows if not measured[row]),
+        references=tuple(_references(form, shown, measured)),
     )
 
 
@@ -212,13 +223,16 @@ def _entries(
 def _row(
     form: TableForm,
     row: Row[Measurement],
-    first: Row[Measurement],
+    compared_with: tuple[Mapping[str, Row[Measurement]], Mapping[str, Row[Measurement]]],
     measured: Mapping[Row[Measurement], Entries],
 ) -> RowSummary:
+    """Return a row; `compared_with` are the first row and the control of every group."""
     domains, entries = row.cell.domains, measured[row]
-    against = None
-    if row is not first and measured[first]:
-        against = compare(form, (first, measured[first]), (row, entries))
+    others = [rows.get(row.group, row) for rows in compared_with]
+    against = [
+        None if other is row else compare(form, (other, measured[other]), (row, entries))
+        for other in others
+    ]
     return RowSummary(
         group=row.group,
         label=row.label,
@@ -233,8 +247,9 @@ def _row(
         kl=_mean_of(entries, "kl"),
         kl_layers={d: _layers(entries, d) for d in domains},
         by_seed={key.seed: _overall(entry, "accuracy") for key, entry in entries.items()},
-        against_first=against,
+        against_first=against[0],
         tasks=_tasks(form, entries),
+        against_control=against[1],
     )
 
 
@@ -304,6 +319,21 @@ def _comparisons(
             pair = [by_name.get((group, label)) for label in labels]
             if pair[0] is not None and pair[1] is not None:
                 made = compare(form, (pair[0], measured[pair[0]]), (pair[1], measured[pair[1]]))
+                if made is not None:
+                    yield made
+
+
+def _references(
+    form: TableForm, rows: Sequence[Row[Measurement]], measured: Mapping[Row[Measurement], Entries]
+) -> Iterator[Comparison]:
+    """Compare every merged row with the base, and with the best of the single sources."""
+    singles = {row.label: row for row in rows if row.group == REFERENCE}
+    sources = [singles[name] for name in form.singles if name in singles and name != BASE]
+    best = max(sources, key=lambda r: _mean_accuracy(form, measured[r]).value, default=None)
+    for other in (singles.get(BASE) if BASE in form.singles else None, best):
+        for row in rows:
+            if other is not None and row.group != REFERENCE:
+                made = compare(form, (other, measured[other]), (row, measured[row]))
                 if made is not None:
                     yield made
 

@@ -68,6 +68,8 @@ class TableForm:
     figure: str  # bars, groups, lines, swap or layers
     axis: str = ""
     compare: tuple[tuple[str, str], ...] = ()  # pairs of labels, first against second
+    control: str = ""  # label of the merge with averaged routers, which a repair must beat
+    singles: tuple[str, ...] = ()  # reference rows that are one model each: the base, sources
     tasks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # domain -> task -> title
     # whether paired tests run over seeds or over problems
     paired_by: Literal["seeds", "problems"] = "seeds"

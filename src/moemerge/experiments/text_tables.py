@@ -41,6 +41,13 @@ class TextTable:
     rows: tuple[tuple[str, ...], ...]
     left: int = 2
 
+    def without_empty_columns(self) -> TextTable:
+        """Return the table without columns that no row has a value for."""
+        kept = [n for n in range(len(self.headings)) if any(row[n] for row in self.rows)]
+        kept = kept or list(range(len(self.headings)))
+        rows = tuple(tuple(row[n] for n in kept) for row in self.rows)
+        return TextTable(tuple(self.headings[n] for n in kept), rows, self.left)
+
     def markdown(self) -> str:
         bars = ["---" if n < self.left else "---:" for n in range(len(self.headings))]
         rows = [[cell.replace("|", "\\|") for cell in row] for row in (self.headings, *self.rows)]

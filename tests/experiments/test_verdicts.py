@@ -1,0 +1,98 @@
+"""What the tables of a study say first: against the base, the best source and the control."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moemerge.experiments.cells import CellJournal
+from moemerge.experiments.report import comparison_table, legend, main_table, markdown, verdicts
+from moemerge.experiments.summary import Summary, packed, summarise
+from moemerge.experiments.tables import REFERENCE, Row, TableForm
+from moemerge.experiments.tree import StudySet
+
+CONTROL = "routers averaged"
+PROBLEMS = 80
+ROWS = {
+    (REFERENCE, "base"): 40,
+    (REFERENCE, "math"): 44,
+    (REFERENCE, "code"): 10,
+    ("TIES", "as merged"): 12,
+    ("TIES", CONTROL): 42,
+    ("TIES", "HARC"): 43,
+    ("TIES", "refit"): 20,
+    ("average", "as merged"): 41,
+    ("average", "HARC"): 41,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    name: str
+    domains: tuple[str, ...] = ("math",)
+
+
+def summary_of(folder, solved, **values) -> Summary:
+    """Rows that solve the first so many of the problems of one task."""
+    form = {"control": CONTROL, "singles": ("base", "math", "code"), **values}
+    form = TableForm(
+        "t", "T", "", ("math",), "none",
+        tasks={"math": {"sums": "Sums"}}, paired_by="problems", **form,
+    )  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    journal, seed = CellJournal(folder, {}), StudySet()
+    rows = []
+    for (group, label), right in solved.items():
+        rows.append(Row(group, label, Cell(f"{group}, {label}")))
+        task = {"accuracy": right / PROBLEMS}
+        task |= packed([float(n < right) for n in range(PROBLEMS)])
+        domain = {"accuracy": right / PROBLEMS, "problems": PROBLEMS, "tasks": {"sums": task}}
+        journal.add(seed, rows[-1].cell, {"domains": {"math": domain}})
+    journal.close()
+    return summarise(form, rows, [seed], journal)
+
+
+def test_the_base_comes_first_then_the_best_source_then_the_control(tmp_path):
+    summary = summary_of(tmp_path, ROWS)
+    assert verdicts(summary) == [
+        "Not distinguishable from the base (50.0 %): TIES, HARC, the highest row (+3.8 points, "
+        "p 0.250). Worse than the base: 2 of 6 rows.",
+        "Not distinguishable from the best single source, math (55.0 %): TIES, HARC, the highest "
+        "row (-1.2 points, p 1.000). Worse than the best single source, math: 2 of 6 rows.",
+        f"HARC against the control ({CONTROL}): not distinguishable from it for TIES, average.",
+        f"refit against the control ({CONTROL}): not better than it for TIES.",
+    ]
+    text = markdown(summary)
+    assert text.index("Not distinguishable from the base") < text.index("| merge |")
+
+
+def test_a_row_is_called_better_only_by_the_paired_test(tmp_path):
+    summary = summary_of(tmp_path / "up", {**ROWS, ("TIES", "HARC"): 70, (REFERENCE, "math"): 79})
+    base, source, control, _ = verdicts(summary)
+    assert base.startswith("Better than the base (50.0 %): TIES, HARC. ")
+    assert source.startswith("Not better than the best single source, math (98.8 %): TIES, HARC, ")
+    assert "better than it for TIES; not distinguishable from it for average" in control
+    alone = summary_of(tmp_path / "no", {("TIES", "as merged"): 3}, control="", singles=())
+    assert verdicts(alone) == []
+
+
+def test_differences_are_from_the_control_and_no_column_is_empty(tmp_path):
+    summary = summary_of(tmp_path, ROWS)
+    table = main_table(summary)
+    assert table.headings == (
+        "merge", "variant", "overall", "Δ", "95 %", "p", "won : lost", "Sums",
+    )  # fmt: skip
+    shown = {row[:2]: row[3:7:2] for row in table.rows}
+    assert shown["TIES", "HARC"] == ("+1.2", "1.000")
+    assert shown["TIES", "as merged"] == ("-37.5", "< 1e-4")
+    assert shown["TIES", CONTROL] == shown[REFERENCE, "base"] == ("", "")
+    assert shown["average", "HARC"] == ("+0.0", "1.000")  # its routers are averaged already
+    further = [row[1] for row in comparison_table(summary).rows]
+    assert "HARC − base" in further
+    assert "HARC − math" in further
+    assert "HARC − as merged" in further
+    assert f"HARC − {CONTROL}" not in further  # the main table shows it
+    assert "mismatch" not in legend([summary])
+    assert "the control" in legend([summary])
+    plain = summary_of(tmp_path / "plain", {("TIES", "as merged"): 9, ("TIES", "a"): 8}, control="")
+    assert "the first row of the same merge" in legend([plain])
+    assert [row[3] for row in main_table(plain).rows] == ["", "-1.2"]
