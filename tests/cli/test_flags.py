@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from moemerge.calibration.settings import CalibrationSettings
 from moemerge.cli.app import app
-from moemerge.cli.flags import add_verb, given
+from moemerge.cli.flags import ADVANCED, FEW, add_verb, given
 from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.fields import Strict, read_by
 from moemerge.config.settings import MergeSettings, PlanSettings, settings_of
@@ -202,3 +202,28 @@ def test_completion_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     script = tmp_path / ".bash_completions" / "moemerge.sh"
     assert str(script) in (tmp_path / ".bashrc").read_text()
     assert "complete -o default -F" in script.read_text()
+
+
+COMMANDS = typer.main.get_command(app).commands
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_lists_the_common_flags_first(name: str) -> None:
+    options = [p for p in COMMANDS[name].params if p.opts[0].startswith("-")]
+    first = [p.opts[-1] for p in options if p.rich_help_panel is None]
+    assert len(first) <= FEW
+    if len(options) > FEW:
+        assert len(first) >= 5
+        assert {p.rich_help_panel for p in options} == {None, ADVANCED}
+        assert not {"--plugin", "--json", "--quiet", "--verbose"} & set(first)
+        assert {p.opts[-1] for p in options if p.required} <= set(first)
+        shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "100"}).output
+        assert shown.index("─ Options") < shown.index(f"─ {ADVANCED}")
+
+
+def test_common_names_fields() -> None:
+    def classes(one: type[Strict]) -> list[type[Strict]]:
+        return [one, *(below for own in one.__subclasses__() for below in classes(own))]
+
+    found = {one: set(one.common) - set(one.model_fields) for one in classes(Strict)}
+    assert not {one.__name__: names for one, names in found.items() if names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import zoo
 from moemerge.config.faults import parse_settings
+from moemerge.config.yaml_lines import Document
 from moemerge.data.job import DataRequest, select_prompts
 from moemerge.data.settings import DataRecipe
 from moemerge.errors import CheckpointError, ConfigError, ResourceError
@@ -17,7 +19,7 @@ from moemerge.experiments.estimate import estimate
 from moemerge.experiments.plan import plan_study
 from moemerge.experiments.settings import StudySettings
 from moemerge.experiments.study import SET, bench_of
-from moemerge.experiments.study_file import load_study
+from moemerge.experiments.study_file import from_its_folder, load_study
 
 ROOT = Path(__file__).parents[2]
 PARTS = {"models.yml", "texts.yml", "three.yml", "math.yml", "code.yml", "chat.yml"}
@@ -263,9 +265,67 @@ def test_what_cannot_begin_is_refused(tmp_path):
         costs(plan_of(data=data), tmp_path).refuse()
 
 
+def test_paths_start_from_the_folder_of_the_file_that_contains_them(
+    zoo_folder, tmp_path, monkeypatch
+):
+    study = tmp_path / "of" / "study.yml"
+    (tmp_path / "of" / "parts").mkdir(parents=True)
+    for name in ("base", "math", "chat"):
+        zoo.perturb(zoo_folder("olmoe"), tmp_path / "of" / name, seed=1)
+    (tmp_path / "of" / "tasks.yml").write_text(
+        "title: t\ndomain: math\nverify: exact\ndata: org/asked\n"
+    )
+    for name in ("math", "parts/m", "parts/h"):
+        (tmp_path / "of" / f"{name}.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "of" / "parts" / "below.yml").write_text(
+        "data: {math: ../math.jsonl, code: {file: c.jsonl, text: org/c4:x, limit: 3}}\n"
+        "repairs:\n"
+        "  more: {calibrate: {sources: {chat: ../chat}, data: {math: m.jsonl, chat: h.jsonl}}}\n"
+        "  list: {calibrate: {sources: [math], data: {math: m.jsonl}}}\n"
+    )
+    study.write_text(
+        "extends: parts/below.yml\nbase: base\n"
+        "sources: {math: math, code: org/code}\n"
+        "merges: {a: {merge_method: linear, parameters: {weight: 1}}}\n"
+        "evaluate: {tasks: [tasks.yml, gsm8k], data: {gsm8k: ../g.jsonl}, limit: 3}\n"
+    )
+
+    def paths(given, folder):
+        config = load_study(given).config
+        repairs = config.repairs
+        texts = [config.data["math"][0], config.data["code"].file]
+        texts += [repairs["more"].block.data["chat"][0], repairs["list"].block.data["math"][0]]
+        texts += [config.evaluate.tasks[0], config.evaluate.data["gsm8k"][0]]
+        models = [config.base, config.sources["math"], repairs["more"].block.sources["chat"]]
+        assert config.data["code"].text == ("org/c4:x",)
+        assert config.evaluate.tasks[1] == "gsm8k"
+        assert repairs["list"].block.sources == ("math",)
+        assert str(config.sources["code"]) == "org/code"
+        return [os.path.relpath(path, folder) for path in (*texts, *map(str, models))]
+
+    expected = [
+        *("math.jsonl", "parts/c.jsonl", "parts/h.jsonl", "parts/m.jsonl", "tasks.yml"),
+        *("../g.jsonl", "base", "math", "chat"),
+    ]
+    monkeypatch.chdir(tmp_path)
+    assert paths("of/study.yml", "of") == expected
+    assert paths(study, study.parent) == expected
+    cells = {name: cell.made_of for name, cell in plan_study(load_study(study)).cells.items()}
+    monkeypatch.chdir(study.parent)
+    assert paths("study.yml", ".") == expected
+    # Inputs are known by their content, so that a study resumes from any folder.
+    again = plan_study(load_study("study.yml")).cells
+    assert {name: cell.made_of for name, cell in again.items()} == cells
+    merged = from_its_folder("of/study.yml", Document(data={"base": "org/code+adapter"}))
+    assert merged.data == {"base": "org/code+of/adapter"}
+    gone = load_study("study.yml", {"data": {"math": "gone.jsonl"}})
+    with pytest.raises(CheckpointError, match="start from its folder, others from the current one"):
+        costs(plan_study(gone), tmp_path).refuse()
+
+
 @pytest.mark.parametrize("file", PAPER, ids=lambda p: str(p.relative_to(ROOT / "examples/paper")))
 def test_the_papers_studies_can_be_planned(file, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
     expected = costs(plan_study(load_study(file)), tmp_path)
     assert {one.where for one in expected.missing} <= {"to fetch"}
     if "small" in file.parts:
@@ -283,7 +343,7 @@ def test_small_studies_are_the_papers() -> None:
 )
 def test_small_studies_ask_their_prompts_as_they_are(file, tmp_path, monkeypatch):
     """What the paper's files say of other columns and templates does not reach them."""
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
     plan = plan_study(load_study(file))
     for node in plan.nodes(list(plan.cells.values())):
         if node.kind == "text":

@@ -121,3 +121,10 @@ def test_the_specialists_that_come_along_are_whole_and_small():
     assert found.manifest["regime"] == "soft"
     size = sum(path.stat().st_size for path in found.folder.rglob("*") if path.is_file())
     assert size <= BUNDLE_BYTES
+
+
+def test_where_the_specialists_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, ["demo", "--path"])
+    assert shown.stdout == f"{bundled_set().folder}\n"
+    assert not list(tmp_path.iterdir())

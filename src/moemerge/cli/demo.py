@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
   moemerge demo
   moemerge demo demo-output --json
+  moemerge demo --path
   moemerge demo demo-output --set my-specialists/
 """
 INTRODUCTION = """\
@@ -53,6 +54,10 @@ def demo(
         int | None, typer.Option(min=1, help="Test problems of each domain (default: 500).")
     ] = None,
     device: Device = "cpu",
+    path: Annotated[
+        bool,
+        typer.Option("--path", help="Print where the specialists and their text are, and stop."),
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -64,6 +69,9 @@ def demo(
     from moemerge.testbed.demo import PROBLEMS, Demo, findings, one_thread
 
     specialists = bundled_set() if trained is None else open_set(trained)
+    if path:
+        out.print(str(specialists.folder), markup=False, soft_wrap=True)
+        return
     count = PROBLEMS if problems is None else problems
     _clear(folder)
     what = api.inspect(specialists.base)
@@ -87,10 +95,14 @@ def demo(
     if json:
         content = {"rows": [asdict(row) for row in rows], "findings": findings(rows)}
         show_json({**content, "page": page and str(page), "folder": str(folder)})
-    if silent:
-        return
+    if not silent:
+        _conclude(findings(rows), page, folder)
+
+
+def _conclude(found: Sequence[str], page: Path | None, folder: Path) -> None:
+    """Print what the rows show, and where everything is."""
     out.print()
-    for text in findings(rows):
+    for text in found:
         out.print(text, markup=False)
     out.print()
     if page is not None:

@@ -7,6 +7,7 @@ one whose type is a dict is given as NAME=VALUE, repeatedly.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -20,6 +21,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
+from typer.models import OptionInfo
 
 from moemerge.cli.console import STDOUT, Bar, deliver_json, err, out, progress
 from moemerge.cli.wording import in_flags, speak_of
@@ -28,6 +30,9 @@ from moemerge.config.fields import Strict
 from moemerge.config.settings import Setting, settings_of
 from moemerge.errors import UsageError
 from moemerge.runtime import ranks
+
+ADVANCED = "Advanced"  # the heading of flags that are rarely needed
+FEW = 14  # a command with at most this many flags lists all of them together
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A merge config (YAML).")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; appears whole or not.")]
@@ -61,7 +66,10 @@ Weights = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("-q", "--quiet", help="Print nothing but errors.", rich_help_panel=ADVANCED),
+]
 Page = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE", help="Write an HTML page of the routing there."),
@@ -91,6 +99,7 @@ Plugins = Annotated[
         help="Import a method, family or check of yours. Repeat it.",
         is_eager=True,
         callback=_load,
+        rich_help_panel=ADVANCED,
     ),
 ]
 Device = Annotated[
@@ -131,7 +140,10 @@ class Reporting:
     json: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Write the report there; - is stdout.", callback=_writable
+            metavar="FILE",
+            help="Write the report there; - is stdout.",
+            callback=_writable,
+            rich_help_panel=ADVANCED,
         ),
     ] = None
     quiet: Quiet = False
@@ -144,6 +156,7 @@ class Reporting:
             help="Say more, and log what is opened and planned; -vv also every read and solve.",
             callback=_log,
             show_default=False,
+            rich_help_panel=ADVANCED,
         ),
     ] = 0
 
@@ -260,6 +273,8 @@ def with_flags(
             # The first declaration counts: two settings classes may share a flag.
             flags.setdefault(flag.name, flag.replace(kind=kind))
     flags["plugin"] = plugin
+    if sum(map(_is_option, flags.values())) <= FEW:
+        flags = _together(flags)
 
     def command(**values: Any) -> None:
         function(**{name: make(values) for name, make in build.items()})
@@ -269,6 +284,22 @@ def with_flags(
     command.__annotations__ = {flag.name: flag.annotation for flag in flags.values()}
     command.__signature__ = inspect.Signature(list(flags.values()))  # type: ignore[attr-defined]
     return command
+
+
+def _is_option(flag: inspect.Parameter) -> bool:
+    return any(isinstance(part, OptionInfo) for part in get_args(flag.annotation))
+
+
+def _together(flags: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    """Return the flags under one heading."""
+    result = {}
+    for name, flag in flags.items():
+        kind, *parts = get_args(flag.annotation)
+        parts = [copy.copy(part) for part in parts]  # commands share them
+        for part in parts:
+            part.rich_help_panel = None
+        result[name] = flag.replace(annotation=Annotated[kind, *parts])
+    return result
 
 
 def _declare(
@@ -316,7 +347,10 @@ def _flag(setting: Setting) -> inspect.Parameter:
             more["parser"] = _number_or_word
     if setting.choices:
         more["autocompletion"] = lambda: list(setting.choices)
-    option = typer.Option(words, help=_help(setting), show_default=False, **more)
+    panel = None if setting.common else ADVANCED
+    option = typer.Option(
+        words, help=_help(setting), show_default=False, rich_help_panel=panel, **more
+    )
     annotation: Any = Annotated[(list[kind] if many else kind) | None, option]
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation

@@ -14,6 +14,8 @@ from moemerge.config.settings import ForwardKeywords, ForwardSettings
 class CollectingSettings(ForwardSettings):
     """What is gathered over text, over how much of it, and where the model runs."""
 
+    common = ("kind",)
+
     kind: StatisticsKind = Field(
         "gram",
         description="gram: second moments of inputs (regmean); fisher: squared gradients; "

@@ -94,6 +94,8 @@ class ForwardKeywords(TypedDict, total=False):
 class ForwardSettings(Strict):
     """Settings of every job that runs a model on text; a job adds its own."""
 
+    common = ("limit", "device")
+
     max_tokens: PositiveInt | None = MAX_TOKENS
     max_length: PositiveInt = MAX_LENGTH
     limit: PositiveInt | None = LIMIT
@@ -105,6 +107,8 @@ class ForwardSettings(Strict):
 
 class PlanSettings(Strict):
     """How a merge is planned: settings that can be checked before it runs."""
+
+    common = ("device", "seed", "push_to_hub")
 
     device: DeviceField = DEVICE
     out_shard_size: str = Field("5GB", description="largest shard, such as 5GB or 500MB")
@@ -121,6 +125,8 @@ class PlanSettings(Strict):
 
 class MergeSettings(PlanSettings):
     """How a merge is run, as opposed to what it produces."""
+
+    common = ("overwrite",)
 
     overwrite: Flag = Field(False, description="replace OUT if it exists")
     allow_nonfinite: Flag = Field(False, description="merge models that hold NaN or infinity")
@@ -141,6 +147,8 @@ class MergeKeywords(TypedDict, total=False):
 
 class OutputSettings(Strict):
     """How the output of a repair is written; not recorded in the config."""
+
+    common = ("overwrite", "resume", "report")
 
     overwrite: Flag = Field(False, description="replace OUT, or the unfinished work of another run")
     resume: Flag = Field(
@@ -168,9 +176,10 @@ class Setting:
     default: Any
     kinds: frozenset[type]  # what its value may be: bool, int, float, str, Path, tuple or dict
     choices: tuple[str, ...] = ()  # the only values allowed, if there are any
+    common: bool = False  # whether `--help` lists it first
 
     @classmethod
-    def of(cls, name: str, info: FieldInfo) -> Setting:
+    def of(cls, name: str, info: FieldInfo, *, common: bool = False) -> Setting:
         kinds: set[type] = set()
         choices: list[str] = []
         for form in _forms(info.annotation):
@@ -181,7 +190,7 @@ class Setting:
                 plain = get_origin(form) or form
                 kinds.add(plain if plain in (bool, int, float, Path, tuple, dict) else str)
         default = info.get_default(call_default_factory=True)
-        return cls(name, info.description or "", default, frozenset(kinds), tuple(choices))
+        return cls(name, info.description or "", default, frozenset(kinds), tuple(choices), common)
 
 
 def _forms(annotation: Any) -> list[Any]:
@@ -199,7 +208,10 @@ def settings_of(model: type[Strict]) -> tuple[Setting, ...]:
     """Return the fields of a settings class, its own before those that jobs share."""
     own = model.__annotations__
     names = sorted(model.model_fields, key=lambda name: name not in own)
-    return tuple(Setting.of(name, model.model_fields[name]) for name in names)
+    common = {name for base in model.__mro__ for name in getattr(base, "common", ())}
+    return tuple(
+        Setting.of(name, model.model_fields[name], common=name in common) for name in names
+    )
 
 
 def with_keywords(keywords: type, *models: type[Strict]) -> Callable[[F], F]:

@@ -23,6 +23,8 @@ Keep = Literal["correct", "all", "prompt", "reference"]
 class KeepingSettings(PromptSettings):
     """Which rows are asked, how answers are judged, and what is kept."""
 
+    common = ("verify", "keep", "limit")
+
     verify: str = Field(
         "none",
         description="how answers are judged: math, code, exact, choice, instructions, "

@@ -24,6 +24,8 @@ from moemerge.config.settings import (
 class DiagnosisSettings(ForwardSettings):
     """How a model's routing is measured."""
 
+    common = ("layers", "swaps", "base")
+
     layers: LayersField = LAYERS
     holdout: Share = Field(
         0.0,

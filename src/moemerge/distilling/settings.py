@@ -39,6 +39,8 @@ def read_rate(raw: object) -> Rate:
 class DistillSettings(RepairSettings):
     """How a model is trained on the distributions of its sources."""
 
+    common = ("steps", "learning_rate")
+
     steps: Annotated[StepCount, read_by(read_steps, StepCount)] = Field(
         "auto",
         description="optimiser steps (auto: two epochs, at least 100 steps, at most 16 epochs)",

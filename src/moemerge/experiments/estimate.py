@@ -104,7 +104,11 @@ class StudyEstimate:
         gone = [one for one in self.missing if one.where == "missing"]
         if gone:
             named = ", ".join(f"{one.what} ({one.needed_for})" for one in gone)
-            raise CheckpointError(f"not there: {named}", hint="give paths that exist, or hub ids")
+            raise CheckpointError(
+                f"not there: {named}",
+                hint="give paths that exist, or hub ids; paths in a study file start from its "
+                "folder, others from the current one",
+            )
         if self.peak_bytes is not None and self.peak_bytes > self.free_bytes:
             raise ResourceError(
                 f"the study needs {format_size(self.peak_bytes)} for its models, and the disk has "

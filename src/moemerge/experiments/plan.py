@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,6 +43,7 @@ from moemerge.experiments.tree import (
 from moemerge.registry import did_you_mean
 
 ALL = "table"  # the table of a study without tables
+INPUTS = ("prompts", "text")  # keys of a recipe whose local files are parents of the text
 # Settings of where and how fast work is done. No result depends on them.
 IDLE = ("device", "offload", "workers", "batch_size", "url", "served_model", "measure", "draws")
 
@@ -136,7 +138,7 @@ class _Planner:
             [
                 _settings(self.config.evaluate.settings),
                 [task_words(task, self.config) for task in self.tasks],
-                None if self.config.diagnose is None else _settings(self.config.diagnose),
+                None if self.config.diagnose is None else _settings(self.config.diagnose.settings),
             ]
         )
         self.merges = {name: self.merge(name) for name in self.config.merges}
@@ -180,7 +182,9 @@ class _Planner:
         spec = {"file": text.file, "recipe": plain_settings(text)}
         made_of = [file for file in (*text.prompts, *text.text) if is_local(file)]
         parents = (by, *(text_files(name, (file,)) for file in made_of))
-        node = StudyNode.of("text", f"text {text.file}", spec, parents)
+        fetched = {key: [f for f in getattr(text, key) if f not in made_of] for key in INPUTS}
+        identity = {**spec["recipe"], **fetched, "file": os.path.basename(text.file)}
+        node = StudyNode.of("text", f"text {text.file}", spec, parents, identity)
         first = self.written.setdefault(text.file, node)
         if first.spec != node.spec or (first != node and not text.text):
             words = f"text of {name!r} is made in another way than other text of the same file"
@@ -207,7 +211,8 @@ class _Planner:
         if "data" in data:
             texts = self.texts(self.config.data or {}, [n for n in used if n in data["data"]])
             parents += texts.values()
-        return StudyNode.of("merge", name, data, tuple(parents))
+        identity = {**data, "data": sorted(data.get("data", ()))}  # its files are parents
+        return StudyNode.of("merge", name, data, tuple(parents), identity)
 
     def merge_faults(self, name: str, raw: Mapping[str, Any]) -> Iterator[Fault]:
         for repair in REPAIRS:

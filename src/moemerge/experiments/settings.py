@@ -229,6 +229,8 @@ class StudyConfig(Strict):
 class StudySettings(Strict):
     """How a study is run, as opposed to what it measures."""
 
+    common = ("device", "jobs", "keep", "figures")
+
     device: DeviceField = DEVICE
     jobs: PositiveInt | None = Field(
         None, description="models worked on at a time (default: one for each GPU, or as many as "

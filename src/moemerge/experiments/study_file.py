@@ -1,20 +1,32 @@
 """Read a study file and check all of it that can be checked without knowing any method.
 
 A file may extend another: mappings are laid over the other's key by key, everything else takes its
-place. Faults name the file and line that they stand on.
+place. Faults name the file and line that they stand on. Relative paths start from the folder of the
+file that contains them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, Final
 
+from moemerge.checkpoint.locate import HUB_ID, is_local
 from moemerge.config.faults import Fault, Path, WorkingCopy, validate
 from moemerge.config.yaml_lines import Document, FaultReporter, read_document, read_yaml
 from moemerge.errors import ConfigError
-from moemerge.experiments.settings import AS_MERGED, AVERAGE, BASE, StudyConfig, TunedSource
+from moemerge.evaluation.job import TASK_SUFFIXES
+from moemerge.experiments.settings import (
+    AS_MERGED,
+    AVERAGE,
+    BASE,
+    BY_VERB,
+    StudyConfig,
+    TunedSource,
+)
 from moemerge.registry import did_you_mean
 
 EXTENDS: Final = "extends"
@@ -145,6 +157,8 @@ def seeded(value: Any, seed: int) -> Any:
 
 def _read(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
     where, document = read_document(source)
+    if not isinstance(source, Mapping) and "\n" not in str(source):
+        document = from_its_folder(where, document)
     layers = _layers(where, document, MOST_LAYERS)
     if len(layers) == 1:
         return where, document
@@ -165,7 +179,8 @@ def _layers(where: str, document: Document, most: int) -> list[tuple[str, Docume
     layers = [(where, document)]
     for name in reversed(names):
         file = FilePath(where).parent / name
-        layers += _layers(*read_document(file), most - 1)
+        where, below = read_document(file)
+        layers += _layers(where, from_its_folder(where, below), most - 1)
     return layers
 
 
@@ -178,6 +193,72 @@ def _laid_over(
         data, faults = overlaid(data, document.data), [*faults, *document.faults]
     data = {key: value for key, value in data.items() if key != EXTENDS}
     return LayeredDocument(data, lowest.lines, faults, [*layers, *below])
+
+
+# --- paths ----------------------------------------------------------------------------------------
+
+
+def from_its_folder(where: str, document: Document) -> Document:
+    """Return the document with its relative paths joined to the folder of its file."""
+    folder = os.path.dirname(where)
+    data: Any = document.data
+    for join, places in _PLACES.items():
+        for place in places:
+            data = _rewritten(data, place.split("."), partial(join, folder))
+    return replace(document, data=data)
+
+
+def _file(folder: str, text: str) -> str:
+    local = is_local(text) or os.path.exists(os.path.join(folder, text))
+    return _joined(folder, text) if local else text  # a data set of the hub
+
+
+def _model(folder: str, text: str) -> str:
+    if "+" in text and not os.path.exists(os.path.join(folder, text)):
+        return "+".join(_model(folder, part) for part in text.split("+"))
+    here = os.path.exists(os.path.join(folder, text))
+    on_hub = HUB_ID.fullmatch(text.partition("@")[0]) and not text.startswith(".")
+    return _joined(folder, text) if here or not on_hub else text
+
+
+def _task(folder: str, text: str) -> str:
+    return _joined(folder, text) if text.lower().endswith(TASK_SUFFIXES) else text
+
+
+def _joined(folder: str, text: str) -> str:
+    if not folder or text.startswith("~"):
+        return text
+    return os.path.normpath(os.path.join(folder, text))
+
+
+_PLACES: Final[Mapping[Callable[[str, str], str], tuple[str, ...]]] = {
+    _model: ("base", "sources.*", *(f"repairs.*.{verb}.sources.*" for verb in BY_VERB)),
+    _file: (
+        *("sources.*.tune.data", "data.*", "texts.*.*", "evaluate.data.*", "diagnose.data.*"),
+        *("repairs.*.tune.data", *(f"repairs.*.{verb}.data.*" for verb in BY_VERB)),
+        *("merges.*.statistics.*", "merges.*.coefficients"),
+    ),
+    _task: ("evaluate.tasks",),
+}
+# Keys with paths in a recipe of text, and in a model that is written as a mapping.
+_WITH_PATHS: Final = ("file", "prompts", "text", "against", "path", "model", "lora")
+
+
+def _rewritten(value: Any, steps: list[str], join: Callable[[str], str]) -> Any:
+    """Apply `join` to the paths at a place such as `sources.*`."""
+    if isinstance(value, Mapping):
+        wanted = steps[:1] or _WITH_PATHS
+        return {
+            key: _rewritten(one, steps[1:], join) if key in wanted or "*" in wanted else one
+            for key, one in value.items()
+        }
+    if isinstance(value, list):
+        # In a list of sources, text is the name of a source.
+        return [
+            _rewritten(one, steps, join) if not steps or isinstance(one, Mapping) else one
+            for one in value
+        ]
+    return join(value) if isinstance(value, str) and not steps else value
 
 
 # --- names that other keys speak of ---------------------------------------------------------------

@@ -35,10 +35,20 @@ class StudyNode:
     spec: str
     parents: tuple[StudyNode, ...] = ()
     name: str = field(default="", compare=False)
+    # Replaces the spec in its digest: inputs are known by their content, wherever they are.
+    identity: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, kind: str, name: str, spec: Any, parents: tuple[StudyNode, ...] = ()) -> StudyNode:
-        return cls(kind, json.dumps(spec, sort_keys=True, ensure_ascii=False), parents, name)
+    def of(
+        cls,
+        kind: str,
+        name: str,
+        spec: Any,
+        parents: tuple[StudyNode, ...] = (),
+        identity: Any = None,
+    ) -> StudyNode:
+        texts = (_json(spec), "" if identity is None else _json(identity))
+        return cls(kind, texts[0], parents, name, texts[1])
 
     @property
     def values(self) -> dict[str, Any]:
@@ -57,7 +67,8 @@ class StudyNode:
     @cached_property
     def digest(self) -> str:
         """Identifies the node by its inputs and settings."""
-        return digest_of([self.kind, self.values, [parent.digest for parent in self.parents]])
+        own = json.loads(self.identity) if self.identity else self.values
+        return digest_of([self.kind, own, [parent.digest for parent in self.parents]])
 
     @cached_property
     def depth(self) -> int:
@@ -73,8 +84,11 @@ class StudyNode:
 
 def digest_of(value: Any) -> str:
     """Return the digest of any JSON value."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hashlib.sha256(_json(value).encode()).hexdigest()[:32]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -132,13 +146,15 @@ def given_model(name: str, ref: ModelRef) -> StudyNode:
                 spec["content"] = checkpoint.fingerprint()
         except MoeMergeError:
             pass  # reported with all missing inputs
-    return StudyNode.of("given", name, spec)
+    return StudyNode.of("given", name, spec, identity=spec["content"])
 
 
 def text_files(name: str, files: Sequence[str]) -> StudyNode:
     """Identify files by their content, and files on the hub by their names."""
     content = [file_digest(Path(file)) if is_local(file) else None for file in files]
-    return StudyNode.of("files", f"text of {name}", {"files": list(files), "content": content})
+    spec = {"files": list(files), "content": content}
+    known = [digest or file for digest, file in zip(content, files, strict=True)]
+    return StudyNode.of("files", f"text of {name}", spec, identity=known)
 
 
 def recipes(config: StudyConfig) -> Iterator[tuple[str, tuple[str, DataRecipe]]]:

@@ -44,6 +44,8 @@ def ridge_value(raw: object) -> Ridge:
 class RefitSettings(RepairSettings):
     """How the linear maps of a merged model are refitted."""
 
+    common = ("ridge", "parts")
+
     ridge: Annotated[Ridge, read_by(ridge_value, Ridge)] = Field(
         "auto",
         description="how strongly maps are held to their merged weights: auto: chosen on "
