@@ -35,9 +35,21 @@ def test_a_log_gets_lines(
     run(0, 3, 1, total=8, unit="steps")
     run(1_500_000, total=3_000_000, unit="B")
     assert capsys.readouterr().err.splitlines() == [
-        "reading: 3 of 8 steps, 0:00:00 left",
+        "reading: 3 of 8 steps",
         "reading: 4 of 8 steps, 0:00:00 left",
-        "reading: 1.5 MB of 3.0 MB, 0:00:00 left",
+        "reading: 1.5 MB of 3.0 MB",
+    ]
+
+
+def test_the_time_left_does_not_count_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([0.0, 0.0, 30.0, 40.0, 70.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
+    run(1, 1, 3, total=8, unit="layers")  # 30 seconds to load, then 10 for each layer
+    assert capsys.readouterr().err.splitlines() == [
+        "reading: 1 of 8 layers",
+        "reading: 5 of 8 layers, 0:00:30 left",
     ]
 
 

@@ -27,6 +27,11 @@ def test_exact_words():
     assert check({"answer": "yes"}, " ").grade is Grade.NO_ANSWER
 
 
+def test_long_texts_are_shown_where_they_differ():
+    judged = make_verifier("exact").check({"answer": "a" * 60 + "b"}, "a" * 60 + "c")
+    assert judged.detail == f"'{'a' * 20}c' instead of '{'a' * 20}b'"
+
+
 @pytest.mark.parametrize(
     ("response", "letter"),
     [

@@ -22,7 +22,7 @@ class CalibrationSettings(RepairSettings):
     """How routers are calibrated."""
 
     exclusive = ("alpha", "gamma")
-    common = ("alpha",)
+    common = "alpha"
 
     alpha: Fraction | None = Field(
         0.9, description="share of the full curvature; the rest is its diagonal (not with gamma)"

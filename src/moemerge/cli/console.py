@@ -203,7 +203,9 @@ class _Log:
         self._unit = unit
         self._total = self._done = 0
         self._status = ""
-        self._begun = self._last = time.monotonic()
+        self._last = time.monotonic()
+        # The first step includes loading and warm-up, so the time left is estimated without it.
+        self._first: tuple[float, int] | None = None
 
     def add_task(self, what: str, total: int, status: str) -> str:
         self._total, self._status = total, status
@@ -213,21 +215,27 @@ class _Log:
         self._status = status
 
     def start(self) -> None:
-        self._begun = self._last = time.monotonic()
+        self._last = time.monotonic()
 
     def advance(self, task: str, amount: int) -> None:
         self._done = min(self._done + amount, self._total)
         now = time.monotonic()
-        if self._done == 0 or now - self._last < LOG_EVERY:
+        if self._done and self._first is None:
+            self._first = (now, self._done)
+        if self._first is None or now - self._last < LOG_EVERY:
             return
         self._last = now
-        left = timedelta(seconds=round((now - self._begun) * (self._total / self._done - 1)))
         if self._unit == "B":
             so_far = f"{filesize.decimal(self._done)} of {filesize.decimal(self._total)}"
         else:
             so_far = f"{self._done} of {self._total} {self._unit}"
-        words = [so_far, self._status, f"{left} left"] if self._status else [so_far, f"{left} left"]
-        err.print(f"{task}: {', '.join(words)}", markup=False, soft_wrap=True)
+        begun, before = self._first
+        left = ""
+        if self._done > before:
+            rate = (now - begun) / (self._done - before)
+            left = f"{timedelta(seconds=round(rate * (self._total - self._done)))} left"
+        words = ", ".join(filter(None, (so_far, self._status, left)))
+        err.print(f"{task}: {words}", markup=False, soft_wrap=True)
 
     def stop(self) -> None:
         pass

@@ -17,7 +17,7 @@ PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class CoefficientSettings(ForwardSettings):
     """How coefficients are found, over how much text, and where the models run."""
 
-    common = ("rows",)
+    common = "rows"
 
     sharpness: PositiveNumber = Field(
         1.0, description="acm: how fast a coefficient falls as a layer stays what it was"

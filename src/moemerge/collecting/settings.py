@@ -14,7 +14,7 @@ from moemerge.config.settings import ForwardKeywords, ForwardSettings
 class CollectingSettings(ForwardSettings):
     """What is gathered over text, over how much of it, and where the model runs."""
 
-    common = ("kind",)
+    common = "kind"
 
     kind: StatisticsKind = Field(
         "gram",

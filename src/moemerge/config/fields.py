@@ -124,7 +124,7 @@ class Strict(BaseModel):
 
     inert: ClassVar[Mapping[str, str]] = {}  # keys that mergekit accepts without any effect
     blocks: ClassVar[tuple[str, ...]] = ()  # keys that, left empty, mean a block of defaults
-    common: ClassVar[tuple[str, ...]] = ()  # fields whose flags `--help` lists first
+    common: ClassVar[str] = ""  # fields whose flags `--help` lists first
 
     if not TYPE_CHECKING:  # checkers see a keyword for each field
 

@@ -37,7 +37,7 @@ class RepairSettings(ForwardSettings):
     """Settings that every repair has; a repair adds its own."""
 
     exclusive: ClassVar[tuple[str, ...]] = ()  # fields of which one unsets the others
-    common = ("layers", "holdout")
+    common = "layers holdout"
 
     layers: LayersField = LAYERS
     holdout: Share = Field("auto", description="share of the rows kept out of every fit")

@@ -94,7 +94,7 @@ class ForwardKeywords(TypedDict, total=False):
 class ForwardSettings(Strict):
     """Settings of every job that runs a model on text; a job adds its own."""
 
-    common = ("limit", "device")
+    common = "limit device"
 
     max_tokens: PositiveInt | None = MAX_TOKENS
     max_length: PositiveInt = MAX_LENGTH
@@ -108,7 +108,7 @@ class ForwardSettings(Strict):
 class PlanSettings(Strict):
     """How a merge is planned: settings that can be checked before it runs."""
 
-    common = ("device", "seed", "push_to_hub")
+    common = "device seed push_to_hub"
 
     device: DeviceField = DEVICE
     out_shard_size: str = Field("5GB", description="largest shard, such as 5GB or 500MB")
@@ -126,7 +126,7 @@ class PlanSettings(Strict):
 class MergeSettings(PlanSettings):
     """How a merge is run, as opposed to what it produces."""
 
-    common = ("overwrite",)
+    common = "overwrite"
 
     overwrite: Flag = Field(False, description="replace OUT if it exists")
     allow_nonfinite: Flag = Field(False, description="merge models that hold NaN or infinity")
@@ -148,7 +148,7 @@ class MergeKeywords(TypedDict, total=False):
 class OutputSettings(Strict):
     """How the output of a repair is written; not recorded in the config."""
 
-    common = ("overwrite", "resume", "report")
+    common = "overwrite resume report"
 
     overwrite: Flag = Field(False, description="replace OUT, or the unfinished work of another run")
     resume: Flag = Field(
@@ -208,7 +208,7 @@ def settings_of(model: type[Strict]) -> tuple[Setting, ...]:
     """Return the fields of a settings class, its own before those that jobs share."""
     own = model.__annotations__
     names = sorted(model.model_fields, key=lambda name: name not in own)
-    common = {name for base in model.__mro__ for name in getattr(base, "common", ())}
+    common = {name for base in model.__mro__ for name in getattr(base, "common", "").split()}
     return tuple(
         Setting.of(name, model.model_fields[name], common=name in common) for name in names
     )

@@ -23,7 +23,7 @@ Keep = Literal["correct", "all", "prompt", "reference"]
 class KeepingSettings(PromptSettings):
     """Which rows are asked, how answers are judged, and what is kept."""
 
-    common = ("verify", "keep", "limit")
+    common = "verify keep limit"
 
     verify: str = Field(
         "none",

@@ -24,7 +24,7 @@ from moemerge.config.settings import (
 class DiagnosisSettings(ForwardSettings):
     """How a model's routing is measured."""
 
-    common = ("layers", "swaps", "base")
+    common = "layers swaps base"
 
     layers: LayersField = LAYERS
     holdout: Share = Field(

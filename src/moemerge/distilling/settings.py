@@ -39,7 +39,7 @@ def read_rate(raw: object) -> Rate:
 class DistillSettings(RepairSettings):
     """How a model is trained on the distributions of its sources."""
 
-    common = ("steps", "learning_rate")
+    common = "steps learning_rate"
 
     steps: Annotated[StepCount, read_by(read_steps, StepCount)] = Field(
         "auto",

@@ -29,7 +29,7 @@ Protocol = Literal["correct", "paper"]
 class EvaluationSettings(EngineSettings):
     """How models are asked, and how their answers are judged."""
 
-    common = ("samples", "temperature", "limit", "allow_code")
+    common = "samples temperature limit allow_code"
 
     protocol: Protocol = Field(
         "correct", description="scoring: without known faults, or as published with them"
@@ -69,7 +69,7 @@ class EvaluationKeywords(EngineKeywords, total=False):
 class EvaluationOutputSettings(Strict):
     """Where answers are kept, and what is written about them."""
 
-    common = ("out", "rescore", "report")
+    common = "out rescore report"
 
     out: Path = Field(Path("evaluation"), description="folder that keeps all answers and results")
     rescore: Flag = Field(

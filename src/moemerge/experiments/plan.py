@@ -179,7 +179,7 @@ class _Planner:
         if not isinstance(text, DataRecipe):
             return text_files(name, text)
         by = self.models[name] if by is None else by
-        spec = {"file": text.file, "recipe": plain_settings(text)}
+        spec: dict[str, Any] = {"file": text.file, "recipe": plain_settings(text)}
         made_of = [file for file in (*text.prompts, *text.text) if is_local(file)]
         parents = (by, *(text_files(name, (file,)) for file in made_of))
         fetched = {key: [f for f in getattr(text, key) if f not in made_of] for key in INPUTS}

@@ -93,7 +93,7 @@ def _further(summary: Summary) -> list[Comparison]:
     firsts = [row.against_first for row in summary.rows if summary.form.control]
     done = {(c.group, c.first, c.second) for c in shown if c is not None}
     done |= {(c.group, c.second, c.first) for c in shown if c is not None}
-    further = {}
+    further: dict[tuple[str, str, str], Comparison] = {}
     for c in (*summary.references, *firsts, *summary.comparisons):
         if c is not None and (key := (c.group, c.first, c.second)) not in done:
             further.setdefault(key, c)

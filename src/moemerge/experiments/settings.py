@@ -229,7 +229,7 @@ class StudyConfig(Strict):
 class StudySettings(Strict):
     """How a study is run, as opposed to what it measures."""
 
-    common = ("device", "jobs", "keep", "figures")
+    common = "device jobs keep figures"
 
     device: DeviceField = DEVICE
     jobs: PositiveInt | None = Field(

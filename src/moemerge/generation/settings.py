@@ -79,7 +79,7 @@ MAX_NEW_TOKENS = "tokens at which a completion is cut"
 class EngineSettings(Strict):
     """What runs the model, and what every way of drawing has in common."""
 
-    common = ("engine", "device")
+    common = "engine device"
 
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
         1.0, description="draw from the likeliest tokens that hold this share of the probability"
@@ -121,7 +121,7 @@ class EngineKeywords(TypedDict, total=False):
 class GenerationSettings(EngineSettings):
     """How completions are drawn, and what runs the model."""
 
-    common = ("samples", "temperature", "max_new_tokens")
+    common = "samples temperature max_new_tokens"
 
     samples: PositiveInt = Field(1, description=SAMPLES)
     temperature: Temperature = Field(0.0, description=TEMPERATURE)

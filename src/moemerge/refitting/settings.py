@@ -44,7 +44,7 @@ def ridge_value(raw: object) -> Ridge:
 class RefitSettings(RepairSettings):
     """How the linear maps of a merged model are refitted."""
 
-    common = ("ridge", "parts")
+    common = "ridge parts"
 
     ridge: Annotated[Ridge, read_by(ridge_value, Ridge)] = Field(
         "auto",

@@ -45,7 +45,7 @@ LORA_LEARNING_RATE: Final = 2e-4  # a low-rank change takes larger steps
 class TuningSettings(Strict):
     """What is trained, on how much of the text, and how."""
 
-    common = ("lora", "only", "epochs", "batch", "learning_rate", "max_length", "limit", "device")
+    common = "lora only epochs batch learning_rate max_length limit device"
 
     preset: Literal["paper"] | None = Field(
         None, description="values for what is not given: paper, the settings of its sources"
@@ -133,7 +133,7 @@ class TuningKeywords(TypedDict, total=False):
 class TuningOutputSettings(Strict):
     """How the output is written; no part of what is recorded."""
 
-    common = ("overwrite", "resume")
+    common = "overwrite resume"
 
     overwrite: Flag = Field(False, description="replace OUT if it exists")
     resume: Flag = Field(

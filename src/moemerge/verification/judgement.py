@@ -44,6 +44,16 @@ class Judgement:
 
 
 RIGHT = Judgement(Grade.RIGHT)
+SHOWN = 40  # characters of a text in a judgement
+
+
+def differing(given: str, expected: str) -> Judgement:
+    """Return that an answer is wrong, with both texts around the place where they differ."""
+    pairs = enumerate(zip(given, expected, strict=False))
+    same = next((n for n, (a, b) in pairs if a != b), min(len(given), len(expected)))
+    start = max(0, same - SHOWN // 2)
+    cut = slice(start, start + SHOWN)
+    return Judgement(Grade.WRONG, f"{given[cut]!r} instead of {expected[cut]!r}")
 
 
 class Verifier(ABC):

@@ -9,7 +9,7 @@ import re
 from typing import Any, Final
 
 from moemerge.verification.code_checks import CodeVerifier, Tests, row_tests
-from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier, differing
 from moemerge.verification.mathematics import MathVerifier, text_answer
 from moemerge.verification.sandbox.process import Limits
 from moemerge.verification.words import ChoiceVerifier
@@ -34,7 +34,7 @@ class LastNumberVerifier(Verifier):
         given, expected = _bare(numbers[-1]), _bare(self.relevant(row))
         if given == expected:
             return RIGHT
-        return Judgement(Grade.WRONG, f"{given[:40]!r} instead of {expected[:40]!r}")
+        return differing(given, expected)
 
 
 def _bare(number: str) -> str:

@@ -7,7 +7,7 @@ from string import ascii_uppercase
 from typing import Any, Final
 
 from moemerge.errors import DataError
-from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier
+from moemerge.verification.judgement import RIGHT, Fields, Grade, Judgement, Verifier, differing
 
 _STATED: Final = re.compile(r"\banswer\s*(?:is|:|=)+\s*[\"'*_(\[]*([A-Za-z])\b(?![.'’]\w)", re.I)
 _BRACKETED: Final = re.compile(r"[(\[]([A-Za-z])[)\]]")
@@ -28,7 +28,7 @@ class ExactVerifier(Verifier):
             return RIGHT
         if not given:
             return Judgement(Grade.NO_ANSWER, "an empty response")
-        return Judgement(Grade.WRONG, f"{given[:40]!r} instead of {expected[:40]!r}")
+        return differing(given, expected)
 
 
 class ChoiceVerifier(Verifier):
