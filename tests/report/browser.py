@@ -11,6 +11,14 @@ from typing import Any
 
 PATIENCE = 90  # seconds; a page is ready in two, on a busy machine in many more
 
+HEADINGS_CUT = """
+return [...document.querySelectorAll(arguments[0] + " thead th")]
+  .filter((cell) => cell.getClientRects().length)
+  .filter((cell) => cell.getBoundingClientRect().right >
+    cell.closest(".scroller").getBoundingClientRect().right + 0.5)
+  .map((cell) => cell.textContent.trim());
+"""
+
 
 @dataclass
 class Browser:
@@ -19,7 +27,7 @@ class Browser:
     driver: Any
 
     def open(self, path: Path, *, width: int = 1280, theme: str = "light") -> None:
-        """Load a page from disk and wait until its charts are drawn."""
+        """Load a page from disk, which includes that its charts are drawn."""
         media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
         self.command("Emulation.setEmulatedMedia", media)
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -27,7 +35,6 @@ class Browser:
         self.driver.get("about:blank")
         self._read_logs()
         self.driver.get(path.as_uri())
-        self.wait("return document.documentElement.dataset.ready")
 
     def wait(self, script: str) -> Any:
         end = time.monotonic() + PATIENCE
@@ -45,6 +52,11 @@ class Browser:
     def pdf(self) -> bytes:
         found = self.command("Page.printToPDF", {"printBackground": True})
         return base64.b64decode(found["data"])
+
+    def cut(self, table: str) -> list[str]:
+        """The headings of a table that are not whole on the screen."""
+        found: list[str] = self.run(HEADINGS_CUT, table)
+        return found
 
     def find(self, selector: str) -> Any:
         return self.driver.find_element("css selector", selector)

@@ -128,6 +128,11 @@ def test_it_draws_quietly_and_legibly(browser: Browser, page: Path, width: int, 
     assert min(contrast(colour, colours["surface"]) for colour in models) >= LINE_CONTRAST
 
 
+def test_a_narrow_screen_cuts_no_total(browser: Browser, page: Path) -> None:
+    browser.open(page, width=500)
+    assert browser.cut(".totals") == []
+
+
 def column(browser: Browser, key: str) -> list[str]:
     return list(
         browser.run(

@@ -84,6 +84,12 @@ def test_it_fits_and_can_be_read(browser, page, theme, width):
     assert browser.run(SMALL, SMALLEST_TEXT) == []
 
 
+def test_a_narrow_screen_cuts_no_column(browser, page):
+    browser.open(page, width=500)
+    assert browser.cut("#scores") == []
+    assert browser.cut(".pair") == []
+
+
 def test_three_models_one_of_them_with_a_wicked_name(browser, tmp_path):
     page = write_scores_page(sample_page(models=3, tasks=1), tmp_path / "three.html")
     browser.open(page)

@@ -31,7 +31,7 @@ def main_table(summary: Summary) -> TextTable:
     Without a control, differences are from the first row of the group. Empty columns are left out.
     """
     form = summary.form
-    headings = ["merge", "variant", "overall", "Δ", "95 %", "p", "won : lost"]
+    headings = ["merge", "variant", "overall", "Δ", "p", "95 %", "won : lost"]
     headings += ["seeds", "p, seeds"] if len(summary.seeds) > 1 else []
     for domain, tasks in form.tasks.items():
         headings += tasks.values()
@@ -63,8 +63,8 @@ def _difference_cells(pair: PairedDifference | None) -> list[str]:
     low, high = map(_points, pair.interval)
     return [
         _points(pair.difference),
-        f"{low} to {high}",
         pair.p_text,
+        f"{low} to {high}",
         f"{pair.won} : {pair.lost}",
     ]
 
@@ -76,7 +76,7 @@ def _points(share: float) -> str:
 
 def comparison_table(summary: Summary) -> TextTable:
     """Return the paired comparisons that the main table does not show."""
-    headings = ["merge", "compared", "overall Δ", "95 %", "p", "won : lost"]
+    headings = ["merge", "compared", "overall Δ", "p", "95 %", "won : lost"]
     repeated = len(summary.seeds) > 1
     headings += ["seeds won", "p, seeds"] if repeated else []
     rows = []

@@ -1,5 +1,19 @@
 // Light or dark: what was chosen here before, else what the system says. `theme` is told of changes.
 "use strict";
+
+// Printing and captures wait for the load event, and that waits until the returned function is
+// called: a frame whose document is open is still loading.
+function holdLoad() {
+  const frame = document.createElement("iframe");
+  frame.hidden = true;
+  document.body.append(frame);
+  frame.contentDocument.open();
+  return () => {
+    frame.contentDocument.close();
+    frame.remove();
+  };
+}
+
 (() => {
   const root = document.documentElement;
   const KEY = "moemerge-theme";

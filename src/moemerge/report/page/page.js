@@ -249,5 +249,5 @@
     setTimeout(() => (copy.textContent = "Copy"), 1500);
   });
 
-  start().catch(trouble);
+  start().catch(trouble).finally(holdLoad());
 })();

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from moemerge.report.files import compressed, save_page
 from moemerge.report.frame import render_in_frame
-from moemerge.report.words import p_value
 
 COLOURS: Final = 6  # colours of models in the style sheet
 
@@ -28,7 +27,7 @@ def render_scores(document: Mapping[str, Any]) -> str:
         title=f"{', '.join(models)} · evaluation",
         top="scores",
         version=document["version"],
-        filters={"points": _points, "signed": _signed, "p": p_value, "place": _place},
+        filters={"points": _points, "signed": _signed, "place": _place},
         document=document,
         models=models,
         colours={model: place % COLOURS for place, model in enumerate(models)},

@@ -133,5 +133,5 @@
     byId("trouble").hidden = false;
     byId("trouble").textContent = `The answers could not be shown: ${error.message}`;
     root.dataset.ready = "no";
-  });
+  }).finally(holdLoad());
 })();
