@@ -148,7 +148,7 @@ class MergeKeywords(TypedDict, total=False):
 class OutputSettings(Strict):
     """How the output of a repair is written; not recorded in the config."""
 
-    common = "overwrite resume report"
+    common = "overwrite report"
 
     overwrite: Flag = Field(False, description="replace OUT, or the unfinished work of another run")
     resume: Flag = Field(

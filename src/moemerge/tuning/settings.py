@@ -133,7 +133,7 @@ class TuningKeywords(TypedDict, total=False):
 class TuningOutputSettings(Strict):
     """How the output is written; no part of what is recorded."""
 
-    common = "overwrite resume"
+    common = "overwrite"
 
     overwrite: Flag = Field(False, description="replace OUT if it exists")
     resume: Flag = Field(
