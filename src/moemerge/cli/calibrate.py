@@ -20,7 +20,8 @@ EXAMPLES = """
       --source base=org/base --data base=general.jsonl
   moemerge calibrate merged/ out/ --source a=A --data a=a.jsonl \\
       --source b=B --data b=b.jsonl --weight b=2 --layers last:4
-  moemerge calibrate merged/ out/ --source a=A --data a=a.jsonl --check a=unseen.jsonl
+  moemerge calibrate merged/ out/ --source a=A --data a=a.jsonl \\
+      --check a=unseen.jsonl
 """
 
 

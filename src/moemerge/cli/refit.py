@@ -21,7 +21,8 @@ EXAMPLES = """
   moemerge refit merged/ out/ --source a=A --data a=a.jsonl \\
       --source b=B --data b=b.jsonl --weight b=2 \\
       --parts attention,experts --ridge 0.01
-  moemerge refit merged/ out/ --source a=A --data a=a.jsonl --check a=unseen.jsonl
+  moemerge refit merged/ out/ --source a=A --data a=a.jsonl \\
+      --check a=unseen.jsonl
 """
 
 
