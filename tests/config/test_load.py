@@ -514,9 +514,8 @@ def test_an_empty_block_means_its_defaults(load: Load, problems: Problems) -> No
         load(HEAD + data + "calibration:\n").config == load(HEAD + data + "calibration: {}").config
     )
     assert load(HEAD + data + "refit:\n").config == load(HEAD + data + "refit: {}").config
-    assert problems(HEAD + data + "refit:\ncalibration:\n") == [
-        "line 8: refit: a config has one repair: give either `refit` or `calibration`"
-    ]
+    chain = load(HEAD + data + "distill:\nrefit:\ncalibration:\n").repairs
+    assert [one.repair.key for one in chain] == ["calibration", "refit", "distill"]
     assert problems(HEAD + "calibration:\n") == [
         "line 7: calibration: needs `data`, the text that calibrates each of: math, code"
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,39 @@ def test_only_a_part_is_trained(case: cases.Case, tmp_path: Path, only: str, par
     changed = cases.changed_tensors(case.merged, tmp_path / "out")
     assert changed
     assert all(part in name for name in changed)
+
+
+def test_only_some_layers_are_trained(case: cases.Case, tmp_path: Path) -> None:
+    distill(case, tmp_path / "out", layers="1", steps=2)
+
+    changed = cases.changed_tensors(case.merged, tmp_path / "out")
+    assert changed
+    assert all(".layers.1." in name for name in changed)
+
+
+def test_a_config_refits_and_distils(case: cases.Case, tmp_path: Path) -> None:
+    """One file gives what three commands give."""
+    short = {**FAST, "steps": 3}
+    fitted = {"device": "cpu", "dtype": "float32", "measure": False}
+    models = [{"model": str(path), "name": name} for name, path in case.sources.items()]
+    given = {"sources": case.sources, "data": case.data}
+    config = {
+        "merge_method": "linear",
+        "models": [{**model, "parameters": {"weight": 0.5}} for model in models],
+        "data": {name: str(path) for name, path in case.data.items()},
+    }
+    cases.zoo.tiny_tokenizer(case.sources["math"])  # a merge copies that of its first model
+    report = moemerge.run({**config, "distill": short, "refit": fitted}, tmp_path / "chain")
+
+    moemerge.merge(config, tmp_path / "merged")
+    moemerge.refit(tmp_path / "merged", tmp_path / "refit", **given, **fitted)
+    moemerge.distill(tmp_path / "refit", tmp_path / "distill", **given, **short)
+    assert cases.weights(tmp_path / "chain") == cases.weights(tmp_path / "distill")
+    assert [one.repair.key for one in report.repairs] == ["refit", "distill"]
+    written = json.loads((tmp_path / "chain" / "moemerge_report.json").read_text())
+    assert {"merge", "refit", "distill"} <= set(written)
+    assert "refitted" in (tmp_path / "chain" / "README.md").read_text()
+    assert cases.leftovers(tmp_path / "chain") == []
 
 
 def test_a_hopeless_rate_keeps_the_merged_weights(case: cases.Case, tmp_path: Path) -> None:

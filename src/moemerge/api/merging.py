@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
@@ -43,6 +43,7 @@ from moemerge.config.settings import (
     with_keywords,
 )
 from moemerge.data.settings import files_of as config_files
+from moemerge.distilling.settings import DISTILLATION, DistillKeywords
 from moemerge.errors import UsageError
 from moemerge.lockstep.models import check_sources
 from moemerge.merging.report import MergeReport
@@ -57,12 +58,14 @@ if TYPE_CHECKING:
     from moemerge.api.jobs import Files
     from moemerge.calibration.report import CalibrationReport
     from moemerge.coefficients.run import CoefficientsReport
+    from moemerge.distilling.report import DistillReport
     from moemerge.lockstep.report import RepairReport
     from moemerge.refitting.report import RefitReport
 
 ConfigSource = str | Path | Mapping[str, Any] | LoadedConfig
 # How a page names a merge that exists only during `run`.
 MERGE_ALONE = "the merge before its repair"
+BEFORE_LAST = "the model before its last repair"
 
 
 class RunKeywords(MergeKeywords, OutputKeywords, total=False):
@@ -70,6 +73,7 @@ class RunKeywords(MergeKeywords, OutputKeywords, total=False):
 
     calibration: CalibrationKeywords | None
     refit: RefitKeywords | None
+    distill: DistillKeywords | None
 
 
 def load_config(source: ConfigSource, *, lenient: bool = False) -> LoadedConfig:
@@ -148,7 +152,7 @@ def validate(
         from moemerge.checkpoint.hub import check_upload
 
         check_upload(settings.push_to_hub)
-    _validate_repair(loaded)
+    _validate_repairs(loaded)
     check_recipes(loaded)
     loaded = replace(loaded, warnings=(*loaded.warnings, *loaded.unused_text))
     return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
@@ -156,10 +160,15 @@ def validate(
 
 @dataclass(frozen=True)
 class RunReport:
-    """The reports of `run`: of the merge, and of the repair if the config requests one."""
+    """The reports of `run`: of the merge, and of the repairs that the config requests."""
 
     merge: MergeReport
-    repair: RepairReport | None = None
+    repairs: tuple[RepairReport, ...] = ()
+
+    @property
+    def repair(self) -> RepairReport | None:
+        """The report of the last repair, or None if there was none."""
+        return self.repairs[-1] if self.repairs else None
 
     @property
     def calibration(self) -> CalibrationReport | None:
@@ -171,14 +180,17 @@ class RunReport:
         """The report of a refit, or None if there was none."""
         return cast("RefitReport | None", self._of(REFIT))
 
+    @property
+    def distill(self) -> DistillReport | None:
+        """The report of a distillation, or None if there was none."""
+        return cast("DistillReport | None", self._of(DISTILLATION))
+
     def _of(self, repair: Repair) -> RepairReport | None:
-        return self.repair if self.repair is not None and self.repair.repair is repair else None
+        return next((report for report in self.repairs if report.repair is repair), None)
 
     def to_json(self) -> dict[str, Any]:
-        document = {"merge": self.merge.to_json()}
-        if self.repair is not None:
-            document[self.repair.repair.key] = self.repair.to_json()
-        return document
+        own = {report.repair.key: report.to_json() for report in self.repairs}
+        return {"merge": self.merge.to_json(), **own}
 
 
 @with_keywords(RunKeywords, MergeSettings, OutputSettings)
@@ -190,11 +202,13 @@ def run(
     progress: Progress | None = None,
     **keywords: Unpack[RunKeywords],
 ) -> RunReport:
-    """Merge, then repair as the config's `calibration:` or `refit:` block requests, into `out`.
+    """Merge, then repair as the config's `calibration:`, `refit:` and `distill:` blocks request, in
+    this order, into `out`.
 
-    `calibration` and `refit` are settings that override those of the block. The merge before the
-    repair exists only during the run. A resumed run merges again and continues with the first
-    unfinished layer. `report` is an HTML page to write, as for `calibrate`.
+    `calibration`, `refit` and `distill` are settings that override those of the block. Models
+    before the last repair exist only during the run. A resumed run makes them again and continues
+    the last repair where it was stopped. `report` is an HTML page to write, as for `calibrate`: of
+    the model before and after the last repair.
     """
     overrides = {r.key: cast(Mapping[str, Any], keywords.get(r.key) or {}) for r in REPAIRS}
     given = {name: value for name, value in keywords.items() if name not in overrides}
@@ -205,50 +219,54 @@ def run(
     loaded = load_config(config, lenient=settings.lenient)
     progress = Silent() if progress is None else progress
     out = Path(out)
-    requested = loaded.repair
-    _refuse_unused(requested, overrides, output.report)
+    _refuse_unused(loaded.repairs, overrides, output.report)
     repo = output.push_to_hub or settings.push_to_hub
-    if requested is None:
+    if not loaded.repairs:
         with uploaded(out, repo, progress):
             return RunReport(_merge(loaded, out, settings, progress))
-    changes = overrides[requested.repair.key]
-    requested = _with_settings(requested, changes)
-    loaded = _with_repair(loaded, requested)
+    changes = {one.repair.key: overrides[one.repair.key] for one in loaded.repairs}
+    loaded = _with_settings(loaded, changes)
     check_output(out, overwrite=settings.overwrite)
-    _validate_repair(loaded)
+    _validate_repairs(loaded)
     check_recipes(loaded)
     if output.report is not None:
         from moemerge.diagnosis.page import page_path
 
         page_path(output.report)
     chosen = [name for name in MergeSettings.model_fields if name in settings.model_fields_set]
-    flags = {**changes, **{name: getattr(settings, name) for name in chosen}}
+    flags = {name: value for own in changes.values() for name, value in own.items()}
+    flags |= {name: getattr(settings, name) for name in chosen}
     command = _run_command(config, out, flags, output.report)
     with uploaded(out, repo, progress), temporary_sibling(out) as folder:
-        merged = _merge(loaded, folder / "merged", settings, progress)
+        model = folder / "merged"
+        merged = _merge(loaded, model, settings, progress)
         from moemerge.lockstep.request import RepairRequest
 
-        request = RepairRequest(
-            merged=folder / "merged",
-            out=out,
-            sources=requested.sources,
-            data=requested.data,
-            settings=requested.settings,
-            weights=requested.block.weights or {},
-            check=requested.check,
-            overwrite=settings.overwrite,
-            resume=output.resume,
-            temporary=True,
-        )
-        words = {"label": MERGE_ALONE, "command": command}
-        done = run_repair(requested.repair, request, progress, output.report, **words)
-    return RunReport(replace(merged, output=str(out)), done)
+        done: list[RepairReport] = []
+        for requested in loaded.repairs:
+            last = requested is loaded.repairs[-1]
+            request = RepairRequest(
+                merged=model,
+                out=out if last else folder / requested.repair.key,
+                sources=requested.sources,
+                data=requested.data,
+                settings=requested.settings,
+                weights=requested.block.weights or {},
+                check=requested.check,
+                overwrite=settings.overwrite,
+                resume=output.resume and last,
+                temporary=True,
+            )
+            page, label = output.report if last else None, MERGE_ALONE if not done else BEFORE_LAST
+            words = {"label": label, "command": command}
+            done.append(run_repair(requested.repair, request, progress, page, **words))
+            model = request.out
+    return RunReport(replace(merged, output=str(out)), tuple(done))
 
 
-def _validate_repair(loaded: LoadedConfig) -> None:
-    """Check the text, sources and layers of a repair before its merge is made."""
-    requested = loaded.repair
-    if requested is not None:
+def _validate_repairs(loaded: LoadedConfig) -> None:
+    """Check the text, sources and layers of the repairs before the merge is made."""
+    for requested in loaded.repairs:
         check_text(loaded.existing(requested.data))
         check_text(requested.check, "check")
         layers, routers = requested.settings.layers, requested.repair.needs_routers
@@ -256,19 +274,19 @@ def _validate_repair(loaded: LoadedConfig) -> None:
 
 
 def _refuse_unused(
-    requested: RequestedRepair | None,
+    requested: Sequence[RequestedRepair],
     overrides: Mapping[str, Mapping[str, Any]],
     report: str | Path | None,
 ) -> None:
     """Refuse a page, and settings of a repair, if the config has no block that they apply to."""
-    if requested is None and report is not None:
+    if not requested and report is not None:
         blocks = " or ".join(f"{repair.key}:" for repair in REPAIRS)
         raise UsageError(
             f"a report {report} is requested, but the config has no {blocks} block",
             hint="its sources and data are what routing is measured with; or use "
             "`moemerge diagnose` on the merged model",
         )
-    own = requested.repair.settings.model_fields if requested is not None else {}
+    own = {name for one in requested for name in one.repair.settings.model_fields}
     for key, values in overrides.items():
         unused = [n for n in values if n not in MergeSettings.model_fields and n not in own]
         if unused:
@@ -279,19 +297,19 @@ def _refuse_unused(
             )
 
 
-def _with_settings(requested: RequestedRepair, changes: Mapping[str, Any]) -> RequestedRepair:
-    """Return the repair with settings that override its block's."""
-    if not changes:
-        return requested
-    repair = requested.repair
-    values = repair.overridden(requested.block, changes)
-    block = parse_settings(repair.block, values, f"{repair.key} settings")
-    return replace(requested, block=block)
-
-
-def _with_repair(loaded: LoadedConfig, requested: RequestedRepair) -> LoadedConfig:
-    update = {requested.repair.key: requested.block}
-    return replace(loaded, repair=requested, config=loaded.config.model_copy(update=update))
+def _with_settings(loaded: LoadedConfig, changes: Mapping[str, Mapping[str, Any]]) -> LoadedConfig:
+    """Return the config with settings that override those of its repairs' blocks."""
+    repairs = []
+    for requested in loaded.repairs:
+        repair, values = requested.repair, changes[requested.repair.key]
+        if values:
+            own = repair.overridden(requested.block, values)
+            block = parse_settings(repair.block, own, f"{repair.key} settings")
+            requested = replace(requested, block=block)
+        repairs.append(requested)
+    update = {one.repair.key: one.block for one in repairs}
+    config = loaded.config.model_copy(update=update)
+    return replace(loaded, repairs=tuple(repairs), config=config)
 
 
 def _run_command(

@@ -336,7 +336,7 @@ def _flag(setting: Setting) -> inspect.Parameter:
     kind: Any = next((k for k in (bool, int, float) if kinds == {k}), str)
     more: dict[str, Any] = {}
     if kind is bool:
-        words += f"/--no-{words[2:]}" if setting.default is True else ""
+        words += f"/--no-{words[2:]}" if setting.default is not False else ""
     elif kind is not str:
         more["metavar"] = "N" if kind is int else "X"
     else:

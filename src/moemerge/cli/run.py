@@ -30,10 +30,10 @@ def run(
     reporting: Reporting,
     **repairs: Strict,
 ) -> None:
-    """Merge as CONFIG requests, then repair as its `calibration:` or `refit:` block requests, into
-    OUT.
+    """Merge as CONFIG requests, then repair as its `calibration:`, `refit:` and `distill:` blocks
+    request, into OUT.
 
-    Flags of the repair override the block.
+    Flags of a repair override its block.
     """
     from moemerge import api
     from moemerge.cli.render import merge_report
@@ -49,6 +49,6 @@ def run(
             **{key: given(values) for key, values in repairs.items()},
         )
     tables = [merge_report(done.merge, verbose=reporting.verbose)]
-    if done.repair is not None:
-        tables += ["", repair_table(done.repair, verbose=reporting.verbose)]
+    for report in done.repairs:
+        tables += ["", repair_table(report, verbose=reporting.verbose)]
     reporting.show(done.to_json(), *tables, notices=done.merge.notices, page=output.report)

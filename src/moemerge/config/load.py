@@ -34,7 +34,7 @@ from moemerge.config.requests import (
     StatisticsRequest,
     TextRequest,
     repair_faults,
-    requested_repair,
+    requested_repairs,
     statistics_faults,
     statistics_request,
     text_requests,
@@ -68,10 +68,15 @@ class LoadedConfig:
     filters: tuple[ConfigFilter, ...]  # checked when the tensors are known
     warnings: tuple[str, ...]
     merge: NormalisedMerge
-    repair: RequestedRepair | None = None
+    repairs: tuple[RequestedRepair, ...] = ()  # in the order in which they run
     statistics: StatisticsRequest | None = None
     recipes: Mapping[str, TextRequest] = field(default_factory=dict)  # all of them, by file
     coefficients: Coefficients | None = None  # they multiply the models' weights
+
+    @property
+    def repair(self) -> RequestedRepair | None:
+        """The last repair, or None if the config requests none."""
+        return self.repairs[-1] if self.repairs else None
 
     def existing(self, data: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """Return `data` without the text that is still to be generated."""
@@ -80,12 +85,12 @@ class LoadedConfig:
 
     @property
     def texts(self) -> dict[str, TextRequest]:
-        """The text to be generated, by file: recipes of text that the merge or its repair reads."""
+        """The text to be generated, by file: recipes of text that the merge or a repair reads."""
         return {file: made for file, made in self.recipes.items() if file in self._read}
 
     @property
     def unused_text(self) -> list[str]:
-        """Warnings about text that neither the merge nor its repair reads."""
+        """Warnings about text that neither the merge nor a repair reads."""
         return [
             f"data.{name}: nothing reads this text: no repair uses it, and no statistics are "
             "computed from it"
@@ -95,21 +100,24 @@ class LoadedConfig:
 
     @property
     def _read(self) -> set[str]:
-        parts = (self.repair, self.statistics)
+        parts = (*self.repairs, self.statistics)
         texts = [part.data for part in parts if part is not None]
         return {file for data in texts for files in data.values() for file in files}
 
     def merge_alone(self) -> LoadedConfig:
-        """Return the config without its repair, and with a warning about that."""
-        if self.repair is None:
-            return self
-        key = self.repair.repair.key
-        warning = f"`{key}:` of the config is ignored: `moemerge run` merges and repairs"
+        """Return the config without its repairs, and with a warning about each."""
+        keys = [requested.repair.key for requested in self.repairs]
         return replace(
             self,
-            config=self.config.model_copy(update={key: None}),
-            repair=None,
-            warnings=(*self.warnings, warning),
+            config=self.config.model_copy(update=dict.fromkeys(keys)),
+            repairs=(),
+            warnings=(
+                *self.warnings,
+                *(
+                    f"`{key}:` of the config is ignored: `moemerge run` merges and repairs"
+                    for key in keys
+                ),
+            ),
         )
 
 
@@ -177,7 +185,7 @@ class _Check:
             filters=tuple(replace(f, path=work.original(f.path)) for f in filters),
             warnings=warnings,
             merge=merge,
-            repair=requested_repair(config),
+            repairs=requested_repairs(config),
             statistics=statistics_request(config, merge),
             recipes=text_requests(config),
         )

@@ -30,12 +30,12 @@ def named_models(config: RunConfig) -> dict[str, ModelRef]:
     return models
 
 
-# --- the repair ---------------------------------------------------------------------------------
+# --- repairs ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RequestedRepair:
-    """The repair that a config requests, with its sources and the text of each, by name."""
+    """A repair that a config requests, with its sources and the text of each, by name."""
 
     repair: Repair
     block: RepairBlock
@@ -53,30 +53,31 @@ class RequestedRepair:
         return self.block.narrowed(self.repair.settings)
 
 
-def requested_repair(config: RunConfig) -> RequestedRepair | None:
-    """Return the repair of a checked config, or None if it requests none."""
+def requested_repairs(config: RunConfig) -> tuple[RequestedRepair, ...]:
+    """Return the repairs of a checked config in the order in which they run."""
+    requested = []
     for repair in REPAIRS:
         block = config.repairs.get(repair.key)
         if block is not None:
             sources, optional = _sources(config, block)
             data = block.data or config.data or {}
             chosen = {n: m for n, m in {**sources, **optional}.items() if n in data}
-            return RequestedRepair(repair, block, chosen, {n: files_of(data[n]) for n in chosen})
-    return None
+            files = {name: files_of(data[name]) for name in chosen}
+            requested.append(RequestedRepair(repair, block, chosen, files))
+    return tuple(requested)
 
 
 def repair_faults(config: RunConfig) -> list[Fault]:
-    """Check that each source has text, each text a source, and that there is one repair at most."""
+    """Check that each source has text, and each text a source."""
     faults: list[Fault] = []
-    if len(config.repairs) > 1:
-        first, *_, last = config.repairs
-        return [Fault((last,), f"a config has one repair: give either `{last}` or `{first}`")]
-    block = next(iter(config.repairs.values()), None)
+    blocks = config.repairs
     for repair in REPAIRS:
-        if repair.key in config.repairs:
-            faults += _block_faults(config, repair, config.repairs[repair.key])
-    if config.data is not None and (block is None or block.data is not None):
-        known = {**named_models(config), **(_sources(config, block)[0] if block else {})}
+        if repair.key in blocks:
+            faults += _block_faults(config, repair, blocks[repair.key])
+    if config.data is not None and all(block.data is not None for block in blocks.values()):
+        known = named_models(config)
+        for block in blocks.values():
+            known |= _sources(config, block)[0]
         faults += [
             Fault(("data", name), _no_model(name, known))
             for name in config.data

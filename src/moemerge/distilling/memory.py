@@ -18,7 +18,7 @@ from moemerge.features.trainable import TrainedLayout
 # Padded tokens that run at once, and bytes that their logits may take with their gradient.
 MICRO_TOKENS: Final = {"cpu": 4096, "cuda": 16384}
 LOGITS_BYTES: Final = {"cpu": 2**30, "cuda": 2**33}
-LOGITS_COPIES: Final = 4  # in float32: the logits, their exponentials and two gradients
+LOGITS_COPIES: Final = 5  # in float32: logits (twice in bfloat16), exponentials, gradients
 # For the backward pass a layer stores about this many copies of its input, and for every width² of
 # the parameters that a token uses, this many more. Gradients take half of it.
 LAYER_COPIES: Final = 24

@@ -74,23 +74,21 @@ class DistillJob(RepairJob[DistillSettings]):
         epoch = max(1.0, sum(len(d.rows) for d in self.text.domains) / settings.batch)
         return round(min(max(LEAST_STEPS, EPOCHS * epoch), max(1.0, MOST_EPOCHS * epoch)))
 
-    @cached_property
-    def size(self) -> TrainingSize:
-        settings = self.request.settings
+    def _size(self, *, recompute: bool) -> TrainingSize:
         return TrainingSize.of(
             self.merged,
             self.layout,
             self.stream.dtype,
             self.stream.device,
             vocabulary=self.vocabulary,
-            recompute=settings.recompute,
-            lora=settings.lora,
+            recompute=recompute,
+            lora=self.request.settings.lora,
         )
 
-    @property
-    def needed_bytes(self) -> int:
-        """Return the estimated peak memory of the training on its device."""
-        return self.size.needed_bytes(self.optimiser)
+    def _fits(self, nbytes: int) -> bool:
+        """Return whether the device of rank 0 has this much memory."""
+        fits = nbytes <= available_memory(self.stream.device) * HEADROOM
+        return self.ranks.broadcast_object(fits)
 
     @cached_property
     def optimiser(self) -> OptimiserName:
@@ -98,16 +96,29 @@ class DistillJob(RepairJob[DistillSettings]):
         chosen = self.request.settings.optimiser
         if chosen != "auto":
             return chosen
-        fits = self.size.needed_bytes("adamw") <= available_memory(self.stream.device) * HEADROOM
-        chosen = "adamw" if fits else "adafactor"
-        return self.ranks.broadcast_object(chosen)
+        return (
+            "adamw" if self._fits(self._size(recompute=True).needed_bytes("adamw")) else "adafactor"
+        )
+
+    @cached_property
+    def size(self) -> TrainingSize:
+        """Return what memory depends on. Adapters are for little memory, so they recompute."""
+        chosen, kept = self.request.settings.recompute, self._size(recompute=False)
+        if chosen is None:
+            needed = kept.needed_bytes(self.optimiser) + kept.optimised_bytes(self.optimiser)
+            chosen = kept.adapters is not None or not self._fits(needed)
+        return self._size(recompute=chosen)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return the estimated peak memory of the training on its device."""
+        return self.size.needed_bytes(self.optimiser)
 
     @cached_property
     def snapshot_device(self) -> torch.device:
         """Return where the best weights so far are kept: on the device if it has the room."""
-        device = self.stream.device
         needed = self.needed_bytes + self.size.optimised_bytes(self.optimiser)
-        return device if needed <= available_memory(device) * HEADROOM else torch.device("cpu")
+        return self.stream.device if self._fits(needed) else torch.device("cpu")
 
     @property
     def key(self) -> dict[str, Any]:
@@ -162,7 +173,7 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
             ranks=opened.ranks,
             text=text,
             notices=tuple(notices),
-            layout=TrainedLayout(merged, settings.only, adapted=settings.lora is not None),
+            layout=_layout(merged, settings),
             vocabulary=size,
         )
         _check_text(job)
@@ -180,7 +191,8 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
             run.progress.note(_estimate(job))
             with saved_states(job) as states:
                 row, student = _distil(job, states, stopwatch, run.progress)
-                tensors = dict(job.layout.written(student.state_dict())) if job.ranks.leads else {}
+                with stopwatch.span("copy from the device"):
+                    tensors = _trained(job, student)
                 output.add(Entry(STUDENT, tensors if job.request.write else {}, row))
                 output.check()  # a GPU's journal is written in the background
                 job.ranks.barrier()  # other ranks may still read the folder
@@ -191,6 +203,11 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
                 report.notices[-1], hint="give more text, or leave `strict` out"
             )
         return report
+
+
+def _trained(job: DistillJob, student: Student) -> dict[str, torch.Tensor]:
+    """Return the stored tensors with the trained values; on rank 0 alone."""
+    return dict(job.layout.written(student.state_dict())) if job.ranks.leads else {}
 
 
 def _distil(
@@ -214,7 +231,7 @@ def _distil(
         }
     states.keep_teachers()
     with stopwatch.span("load"):
-        loading = StudentOptions(job.optimiser, settings.recompute, settings.lora, settings.seed)
+        loading = StudentOptions(job.optimiser, job.size.recompute, settings.lora, settings.seed)
         student = Student(job.merged, job.layout, stream.device, stream.dtype, options=loading)
     options = TrainingOptions(
         steps=job.steps,
@@ -226,7 +243,7 @@ def _distil(
         seed=settings.seed,
         snapshots=snapshots,
     )
-    trainer = Trainer(student, teachers, job.weights, options, job.ranks, progress)
+    trainer = Trainer(student, teachers, job.weights, options, job.ranks, stopwatch, progress)
     rate = settings.learning_rate
     tried: dict[float, float] = {}
     state, optimiser = states.load(trainer)
@@ -238,8 +255,7 @@ def _distil(
     if state is None:
         state = Progressed(float(rate), tried)
         optimiser = trainer.optimiser(state.rate)
-    with stopwatch.span("train"):
-        trainer.train(state, optimiser, states.save)
+    trainer.train(state, optimiser, states.save)
     return state.to_json(), student
 
 
@@ -329,6 +345,14 @@ def saved_states(job: DistillJob) -> Iterator[TrainingStates]:
 
 
 # --- checks and report --------------------------------------------------------------------------
+
+
+def _layout(merged: OpenModel, settings: DistillSettings) -> TrainedLayout:
+    """Return what is trained: of some layers only their tensors, of all layers also the others."""
+    layers = frozenset(settings.layers.resolve(merged.architecture.num_layers))
+    some = len(layers) < merged.architecture.num_layers
+    adapted = settings.lora is not None
+    return TrainedLayout(merged, settings.only, adapted=adapted, layers=layers if some else None)
 
 
 def _check_text(job: DistillJob) -> None:

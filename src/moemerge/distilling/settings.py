@@ -70,8 +70,10 @@ class DistillSettings(RepairSettings):
         description="adamw, or adafactor with a small state and no float32 copies of the weights "
         "(auto: adamw if the device holds it)",
     )
-    recompute: Flag = Field(
-        True, description="recompute activations in the backward pass (gradient checkpointing)"
+    recompute: Flag | None = Field(
+        None,
+        description="recompute activations in the backward pass, which is slower and takes less "
+        "memory (default: with lora, or if memory is short)",
     )
     holdout: Share = Field(
         0.1,
@@ -102,7 +104,7 @@ class DistillKeywords(RepairKeywords, total=False):
     next_token: float
     top_tokens: int
     optimiser: OptimiserChoice
-    recompute: bool
+    recompute: bool | None
 
 
 DISTILLATION = Repair(

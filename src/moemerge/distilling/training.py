@@ -24,6 +24,7 @@ from moemerge.distilling.teachers import TeacherRows, positions
 from moemerge.errors import NumericalError
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks
+from moemerge.runtime.timing import Stopwatch
 
 WARMUP: Final = 0.1  # share of the steps in which the rate rises
 LAST_RATE: Final = 0.1  # of the highest rate, at the last step
@@ -90,6 +91,7 @@ class Trainer:
         weights: Mapping[str, float],
         options: TrainingOptions,
         ranks: Ranks,
+        stopwatch: Stopwatch,
         progress: Progress,
     ) -> None:
         self.student = student
@@ -98,6 +100,7 @@ class Trainer:
         self.weights = {name: weight / total for name, weight in weights.items()}
         self.options = options
         self.ranks = ranks
+        self.stopwatch = stopwatch
         self.progress = progress
         self.holds_out = all(rows.domain.holdout for rows in teachers.values())
 
@@ -133,11 +136,15 @@ class Trainer:
         teacher = TopTokens(
             torch.cat([top.tokens for top in taught]), torch.cat([top.log_probs for top in taught])
         ).to(device)
-        ids, mask = ids.to(device), mask.to(device)
-        logits = self.student.logits(ids)[:, :-1][mask[:, 1:]]  # (positions, vocabulary)
+        following = mask.roll(-1, 1)
+        following[:, -1] = False
+        predicted = following.flatten().nonzero().flatten().to(device)  # tokens with a next one
+        ids = ids.to(device)
+        # The gradient of a selection by indices takes less time than that of one by a mask.
+        logits = self.student.logits(ids).flatten(0, 1).index_select(0, predicted)
         loss = (1.0 - next_token) * divergence(logits, teacher).sum()
         if next_token:
-            loss = loss + next_token * next_token_loss(logits, ids[:, 1:][mask[:, 1:]]).sum()
+            loss = loss + next_token * next_token_loss(logits, ids.flatten()[predicted + 1]).sum()
         return loss
 
     def _micro_batches(
@@ -214,18 +221,21 @@ class Trainer:
         steps = self.options.steps
         due = {round(steps * (n + 1) / EVALUATIONS) for n in range(EVALUATIONS)} | {steps}
         if not state.step and self.holds_out:
-            state.held_out[0] = self.held_out()
+            with self.stopwatch.span("evaluate"):
+                state.held_out[0] = self.held_out()
             state.best = self.student.snapshot(self.options.snapshots)
         self.progress.start("distilling", steps, unit="steps")
         self.progress.advance(state.step)
         while state.step < steps and not self._gained_nothing(state):
             set_rate(optimiser, self.rate(state.step, state.rate, steps))
-            state.losses.append(self.step(state.step, optimiser))
+            with self.stopwatch.span("train"):
+                state.losses.append(self.step(state.step, optimiser))
             state.step += 1
             self.progress.advance(1)
             self.progress.status(f"loss {state.losses[-1]:.4g}")
             if state.step in due:
-                self._evaluate(state)
+                with self.stopwatch.span("evaluate"):
+                    self._evaluate(state)
                 if state.step < steps:
                     save(state, optimiser, self.student)
         self.progress.finish()

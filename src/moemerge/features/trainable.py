@@ -49,10 +49,18 @@ class TrainedLayout:
     """The trained parameters of a model, and the stored tensors they belong to.
 
     It is made from headers alone, and refuses parameters that cannot be written back. With
-    `adapted`, only the matrices that low-rank adapters can change are trained.
+    `adapted`, only the matrices that low-rank adapters can change are trained; with `layers`, only
+    tensors of these layers.
     """
 
-    def __init__(self, opened: OpenModel, only: str | None, *, adapted: bool = False) -> None:
+    def __init__(
+        self,
+        opened: OpenModel,
+        only: str | None,
+        *,
+        adapted: bool = False,
+        layers: Collection[int] | None = None,
+    ) -> None:
         self._opened = opened
         skeleton = build_skeleton(opened.checkpoint, torch.float32)
         state = skeleton.state_dict()
@@ -68,6 +76,7 @@ class TrainedLayout:
             if value.is_floating_point()
             and self.in_memory.role(name) in wanted
             and not (adapted and min((1, *value.shape)[-2:]) == 1)
+            and (layers is None or self.in_memory.layer_of(name) in layers)
         )
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(value.shape)
@@ -119,16 +128,20 @@ class TrainedLayout:
         """Yield stored tensors with the trained values; `state` is the model's state dict."""
         checkpoint = self._opened.checkpoint
         for name, moves in self._moves.items():
-            block = checkpoint.read(name)
+            info = checkpoint.tensors[name]
+            whole = sum(math.prod(move.stored.shape) for move in moves) == math.prod(info.shape)
+            block = (
+                torch.empty(info.shape, dtype=info.dtype.torch) if whole else checkpoint.read(name)
+            )
             for move in moves:
-                value = _rows(state[move.memory.tensor], move.memory).detach()
-                place = move.stored.slot.take(_rows(block, move.stored))
-                place.copy_(move.memory.slot.take(value))
-            if not bool(torch.isfinite(block).all()):
-                raise NumericalError(
-                    f"{name} holds NaN or infinity after training (stored as {block.dtype})",
-                    hint="lower the learning rate: `learning_rate=1e-5`",
-                )
+                trained = move.memory.slot.take(_rows(state[move.memory.tensor], move.memory))
+                value = trained.detach().to(block.dtype)
+                if not bool(torch.isfinite(value).all()):
+                    raise NumericalError(
+                        f"{name} holds NaN or infinity after training (stored as {block.dtype})",
+                        hint="lower the learning rate: `learning_rate=1e-5`",
+                    )
+                move.stored.slot.take(_rows(block, move.stored)).copy_(value)
             yield name, block
 
 

@@ -127,10 +127,11 @@ def _card(
     ]
     merged = counted(sum(not m.get("base") for m in inputs.values()), "model")
     how = f"{merged} merged with `{merge.get('method')}`" if inputs else "A merged model"
+    done = [one.card_summary for one in REPAIRS[: REPAIRS.index(repair)] if one.key in earlier]
     named = [m.get("model") for m in inputs.values()] or [*report.sources.values()]
     return model_card(
         title=Path(report.output).name,
-        summary=f"{how}, {repair.card_summary}.",
+        summary=f"{', '.join([how, *done, repair.card_summary])}.",
         hub_models=[part for m in named if m for part in hub_ids(str(m))],
         sections=[("Models", "\n".join(models)), (repair.card_title, report.card_section)],
         config=config,
