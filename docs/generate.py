@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import re
 import statistics
 import sys
@@ -27,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from evidence import tables  # noqa: E402
 from evidence.methods import EVERY  # noqa: E402
+from evidence.natural_table import repaired_models  # noqa: E402
 from moemerge.evaluation.significance import paired_t  # noqa: E402
 
 PAGES = (
@@ -168,6 +170,32 @@ def distilled() -> str:
     rows.append(("specialists, each on its own domain", f"{record['specialists']:.3f}", *[""] * 4))
     headings = ("natural text, strong fine-tuning", "loss", "gap closed", "general", "math", "time")
     return markdown(headings, rows)
+
+
+UNSEEN_MODELS = {
+    "linear": "weight average",
+    "linear+refit": "refit",
+    "linear+refit-base": "refit with the base",
+    "linear+refit+refit": "refit twice",
+    "linear+distill": "distilled",
+    "linear+distill-base": "distilled with the base",
+    "linear+refit+distill": "refit, then distilled",
+    "linear+refit-base+distill-base": "refit, then distilled, both with the base",
+}
+
+
+def natural_strong() -> str:
+    """Return the repairs of one strong set, measured on packages that nothing else used."""
+    with lzma.open(DATA / "natural-strong.jsonl.xz", "rt", encoding="utf-8") as lines:
+        models = {row.model: row for row in repaired_models([json.loads(line) for line in lines])}
+    rows = []
+    for name, title in UNSEEN_MODELS.items():
+        found = models[name]
+        closed = f"{percent(100 * found.closed)} ± {100 * found.error:.0f}" if "+" in name else ""
+        seconds = f"{found.seconds:.0f} s" if found.seconds else ""
+        others = [f"{found.untouched[domain]:.3f}" for domain in ("general", "math")]
+        rows.append((title, f"{found.loss:.3f}", closed, *others, seconds))
+    return markdown(("model", "loss", "gap closed", "general", "math", "time"), rows)
 
 
 def percent(share: float) -> str:
@@ -630,6 +658,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "natural-setup": natural_setup,
     "natural-text": natural_text,
+    "natural-strong": natural_strong,
     "routers": routers,
     "paired-summary": paired_summary,
     "method-summary": method_summary,

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from evidence import tables, tune
+from evidence import natural, natural_table, tables, tune
 from evidence.cells import Scale
 from evidence.data import PRESETS, REGIMES
 from evidence.experiments import EXPERIMENTS
@@ -38,8 +38,19 @@ def main(arguments: list[str] | None = None) -> int:
     shown.add_argument("cells", type=Path, help="cells.jsonl, or the same compressed with xz")
     shown.add_argument("names", nargs="+", choices=tables.TABLES, metavar="TABLE")
     tune.add_arguments(commands.add_parser("tune", help="compare `moemerge tune` with `train`"))
+    natural.add_arguments(commands.add_parser("natural", help="train models on natural text"))
+    natural_table.add_arguments(
+        commands.add_parser("natural-table", help="merge, repair and measure models of `natural`")
+    )
     options = parser.parse_args(arguments)
-    run = {"train": _train, "table": _table, "show": _show, "tune": _tune}[options.command]
+    run = {
+        "train": _train,
+        "table": _table,
+        "show": _show,
+        "tune": _tune,
+        "natural": natural.main,
+        "natural-table": natural_table.main,
+    }[options.command]
     try:
         return run(options)
     except MoeMergeError as error:

@@ -1,0 +1,220 @@
+"""Merge and repair a set of `evidence.natural`, and measure unseen packages.
+
+`python -m evidence natural-table SET REGIME OUT MODEL...` A MODEL is a merge method followed by
+repairs, such as `linear+refit+distill`. A repair that ends in `-base` has the base as a source too,
+on general text. OUT has one line for each model: the loss and the top-1 accuracy of every domain,
+as sums over the rows of each test package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import lzma
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import moemerge
+from evidence.natural import DOMAINS, PAD, SPECIALISTS
+from moemerge.errors import MoeMergeError
+
+BASE = "base"
+PARAMETERS: Mapping[str, Mapping[str, float]] = {
+    "linear": {"weight": 1.0},
+    "task_arithmetic": {"weight": 1 / 3},
+    "ties": {"weight": 1.0, "density": 0.6},
+    "wudi": {},
+}
+CALIBRATIONS: Mapping[str, Mapping[str, Any]] = {
+    "harc": {},
+    "exact": {"objective": "exact", "targets": "source-features"},
+}
+BATCH = 64  # test rows of a forward pass
+
+Sums = dict[str, tuple[float, int, int]]  # by package: summed loss, tokens, tokens predicted right
+
+
+class SetOfModels:
+    """The models of one set and regime, made on demand from merges and repairs."""
+
+    def __init__(self, folder: Path, regime: str, device: str) -> None:
+        self.folder, self.regime, self.device = folder, regime, device
+        self.work = folder / regime / "work"
+
+    def path(self, name: str) -> Path:
+        """Return the folder of a model; merge or repair it first if it does not exist."""
+        if name == BASE:
+            return self.folder / BASE
+        if name in SPECIALISTS:
+            return self.folder / self.regime / name
+        out = self.work / name
+        if not out.exists():
+            began = time.monotonic()
+            start, _, repair = name.rpartition("+")
+            if start:
+                self._repair(self.path(start), repair, out)
+            else:
+                moemerge.merge(self._merge_config(name), out, device=self.device)
+            (out.parent / f"{name}.seconds").write_text(f"{time.monotonic() - began:.1f}")
+        return out
+
+    def _merge_config(self, method: str) -> dict[str, Any]:
+        parameters = PARAMETERS[method]
+        models = [{"model": str(self.path(d)), "parameters": {**parameters}} for d in SPECIALISTS]
+        config: dict[str, Any] = {"merge_method": method, "models": models, "dtype": "float32"}
+        config["out_dtype"] = "bfloat16"
+        if method != "linear":
+            config["base_model"] = str(self.path(BASE))
+        return config
+
+    def _repair(self, start: Path, repair: str, out: Path) -> None:
+        kind, _, with_base = repair.partition("-")
+        if with_base not in ("", BASE):
+            raise moemerge.MoeMergeError(f"unknown repair {repair!r}")
+        sources = {domain: self.path(domain) for domain in SPECIALISTS}
+        data = {domain: self.folder / "text" / f"{domain}.jsonl" for domain in SPECIALISTS}
+        if with_base:
+            sources[BASE] = self.path(BASE)
+            data[BASE] = self.folder / "text" / "general.jsonl"
+        common: dict[str, Any] = {"sources": sources, "data": data, "device": self.device}
+        if kind in CALIBRATIONS:
+            moemerge.calibrate(start, out, **common, **CALIBRATIONS[kind])
+        elif kind == "refit":
+            moemerge.refit(start, out, **common)
+        else:
+            moemerge.distill(start, out, **common)
+
+
+@torch.no_grad()
+def package_sums(model: Any, rows: Sequence[Mapping[str, Any]]) -> Sums:
+    """Return the next-token loss and top-1 hits of test rows, summed by package."""
+    sums: dict[str, tuple[float, int, int]] = {}
+    ordered = sorted(rows, key=lambda row: len(row["ids"]))
+    for start in range(0, len(ordered), BATCH):
+        batch = ordered[start : start + BATCH]
+        longest = max(len(row["ids"]) for row in batch)
+        padded = [row["ids"] + [PAD] * (longest - len(row["ids"])) for row in batch]
+        ids = torch.tensor(padded, device=model.device)
+        # Padding is at the end, where causal attention does not see it.
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        labels, real = ids[:, 1:], ids[:, 1:] != PAD
+        loss = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        right = (logits.argmax(-1) == labels) & real
+        numbers = torch.stack([(loss * real).sum(1), real.sum(1), right.sum(1)], 1).tolist()
+        for row, (nats, tokens, hits) in zip(batch, numbers, strict=True):
+            found = sums.get(row["package"], (0.0, 0, 0))
+            sums[row["package"]] = (found[0] + nats, found[1] + int(tokens), found[2] + int(hits))
+    return sums
+
+
+def mean_loss(sums: Sums) -> float:
+    return sum(x for x, _, _ in sums.values()) / sum(n for _, n, _ in sums.values())
+
+
+def accuracy(sums: Sums) -> float:
+    return sum(k for _, _, k in sums.values()) / sum(n for _, n, _ in sums.values())
+
+
+def difference(one: Sums, other: Sums) -> tuple[float, float]:
+    """Return the difference of two mean losses and its standard error, clustered by package."""
+    tokens = sum(n for _, n, _ in one.values())
+    mean = mean_loss(one) - mean_loss(other)
+    residuals = [one[package][0] - other[package][0] - mean * one[package][1] for package in one]
+    clusters = len(residuals)
+    spread = clusters / max(1, clusters - 1) * sum(r * r for r in residuals)
+    return mean, math.sqrt(spread) / tokens
+
+
+def test_rows(folder: Path, domain: str) -> list[dict[str, Any]]:
+    with lzma.open(folder / "text" / f"{domain}-test.jsonl.xz", "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def measure_models(models: SetOfModels, names: Iterable[str], out: Path) -> None:
+    """Append one line to `out` for each model that it does not have yet."""
+    from transformers import AutoModelForCausalLM
+
+    done = (
+        {json.loads(line)["model"] for line in out.read_text().splitlines()} if out.exists() else ()
+    )
+    rows = {domain: test_rows(models.folder, domain) for domain in DOMAINS}
+    for name in (BASE, *SPECIALISTS, *names):
+        if name in done:
+            continue
+        try:
+            path = models.path(name)
+        except MoeMergeError as error:
+            print(f"{name}: {error}", flush=True)
+            continue
+        kwargs = {"experts_implementation": "grouped_mm"} if models.device == "cuda" else {}
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **kwargs)
+        model = model.to(models.device).eval()
+        line: dict[str, Any] = {"model": name, "regime": models.regime, "set": models.folder.name}
+        seconds = path.parent / f"{name}.seconds"
+        line["seconds"] = float(seconds.read_text()) if seconds.exists() else None
+        line["domains"] = {domain: package_sums(model, rows[domain]) for domain in DOMAINS}
+        del model
+        gc.collect()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        losses = {domain: round(mean_loss(sums), 4) for domain, sums in line["domains"].items()}
+        print(name, line["seconds"], losses, flush=True)
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """A row of the table: one model on the packages that nothing else used."""
+
+    model: str
+    loss: float  # mean over the specialists' domains
+    closed: float  # share of the gap between merge and specialists
+    error: float  # standard error of `closed`, clustered by package
+    untouched: dict[str, float]  # loss of every other domain
+    seconds: float | None
+
+
+def repaired_models(lines: Sequence[Mapping[str, Any]]) -> list[Repaired]:
+    """Return the measured models of one set and regime, each compared with its merge."""
+    measured: dict[str, dict[str, Sums]] = {line["model"]: line["domains"] for line in lines}
+    seconds = {line["model"]: line["seconds"] for line in lines}
+
+    def mean(name: str) -> float:
+        return sum(mean_loss(measured[name][domain]) for domain in SPECIALISTS) / len(SPECIALISTS)
+
+    specialists = sum(mean_loss(measured[d][d]) for d in SPECIALISTS) / len(SPECIALISTS)
+    found = []
+    for name, domains in measured.items():
+        if name == BASE or name in SPECIALISTS:
+            continue
+        merge = name.partition("+")[0]
+        gap = mean(merge) - specialists
+        changes = [difference(domains[d], measured[merge][d]) for d in SPECIALISTS]
+        error = math.hypot(*(e for _, e in changes)) / len(changes) / abs(gap)
+        untouched = {d: mean_loss(domains[d]) for d in DOMAINS if d not in SPECIALISTS}
+        closed = (mean(merge) - mean(name)) / gap
+        found.append(Repaired(name, mean(name), closed, error, untouched, seconds[name]))
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("set", type=Path, metavar="SET")
+    parser.add_argument("regime", metavar="REGIME")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a file of JSON lines")
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--device", default="cuda")
+
+
+def main(options: argparse.Namespace) -> int:
+    measure_models(
+        SetOfModels(options.set, options.regime, options.device), options.models, options.out
+    )
+    return 0
