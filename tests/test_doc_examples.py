@@ -36,6 +36,7 @@ WRITES = {
     "calibrate": 2,
     "refit": 2,
     "distill": 2,
+    "prune": 2,
     "swap-routers": 4,
     "extract": 3,
     "tune": 2,

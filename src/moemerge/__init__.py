@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from moemerge.api import load_config as load_config
     from moemerge.api import make_data as make_data
     from moemerge.api import merge as merge
+    from moemerge.api import prune as prune
     from moemerge.api import refit as refit
     from moemerge.api import run as run
     from moemerge.api import swap_routers as swap_routers
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from moemerge.experiments.study import study as study
     from moemerge.merging.method import merge_method as merge_method
     from moemerge.merging.wrapper import merge_wrapper as merge_wrapper
+    from moemerge.pruning.settings import PruneSettings as PruneSettings
     from moemerge.refitting.settings import RefitSettings as RefitSettings
     from moemerge.tuning.settings import TuningSettings as TuningSettings
     from moemerge.version import __version__ as __version__
@@ -58,13 +60,14 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "moemerge.api": (
         "calibrate collect_statistics diagnose distill evaluate extract find_coefficients inspect "
-        "load_config make_data merge refit run swap_routers tune validate"
+        "load_config make_data merge prune refit run swap_routers tune validate"
     ),
     "moemerge.checkpoint": "Checkpoint",
     "moemerge.calibration.settings": "CalibrationSettings",
     "moemerge.data.settings": "DataSettings",
     "moemerge.distilling.settings": "DistillSettings",
     "moemerge.evaluation.settings": "EvaluationSettings",
+    "moemerge.pruning.settings": "PruneSettings",
     "moemerge.refitting.settings": "RefitSettings",
     "moemerge.collecting.settings": "CollectingSettings",
     "moemerge.config.settings": "MergeSettings",

@@ -56,3 +56,21 @@ def test_routers_that_are_quantised_themselves(case_of: Any, tmp_path: Path) -> 
         broken.calibrate(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     shutil.rmtree(merged)
+
+
+def test_the_original_as_the_only_source(case_of: Any, tmp_path: Path) -> None:
+    """Its router is the quantised model's own: only its routing on its own features repairs."""
+    case = case_of("olmoe", dtype=torch.bfloat16)
+    original = case.merged
+    quantised = qz.KINDS["fp8 a tensor"].publish(original, tmp_path / "quantised")
+    one = cases.Case(quantised, {"math": original}, {"math": case.data["math"]})
+    report = one.calibrate(tmp_path / "out", holdout=0.0)
+    assert report.settings["targets"] == "source-features"
+    assert any("all sources have the same routers" in notice for notice in report.notices)
+    assert "targets: source-features" in (tmp_path / "out" / "moemerge_config.yml").read_text()
+    totals = report.totals
+    assert totals["kl_after"]["math"] < totals["kl_before"]["math"]
+    kept = one.calibrate(tmp_path / "kept", holdout=0.0, targets="merged-features")
+    assert any("would repair their routing" in notice for notice in kept.notices)
+    before, after = zoo.tensors(quantised), zoo.tensors(tmp_path / "kept")
+    assert all(equal(before[name], after[name]) for name in before)

@@ -75,8 +75,15 @@ class Twin:
     """Refit `merged` in place; afterwards `model` holds the new weights."""
 
     def __init__(
-        self, merged: Path, sources: Mapping[str, Path], rows: Rows, ridge: float, **weights: float
+        self,
+        merged: Path,
+        sources: Mapping[str, Path],
+        rows: Rows,
+        ridge: float,
+        kept: Mapping[int, Sequence[int]] | None = None,
+        **weights: float,
     ) -> None:
+        self.kept = kept  # the sources' experts behind the model's, by layer
         self.model = whole_model(merged)
         self.sources = {name: whole_model(path) for name, path in sources.items()}
         self.rows = rows
@@ -195,7 +202,8 @@ class Twin:
                 x, chosen, weights = (ours[path].argument(at) for at in range(3))
                 mine, c = sent(chosen, weights, expert)
                 source = self.sources[name].get_submodule(path)
-                wanted = first(source, expert, theirs[path].argument(0)[mine])
+                behind = self.kept[int(layer.split(".")[-1])][expert] if self.kept else expert
+                wanted = first(source, behind, theirs[path].argument(0)[mine])
                 now = first(module, expert, x[mine])
                 parts[name] = (c * x[mine], c * (wanted - now), len(x))
             put(module, "gate_up_proj", expert, self.solve, parts)

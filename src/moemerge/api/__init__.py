@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moemerge.api.merging import merge as merge
     from moemerge.api.merging import run as run
     from moemerge.api.merging import validate as validate
+    from moemerge.api.pruning import prune as prune
     from moemerge.api.repairs import calibrate as calibrate
     from moemerge.api.repairs import distill as distill
     from moemerge.api.repairs import refit as refit
@@ -32,6 +33,7 @@ _PARTS = {
     "jobs": "collect_statistics diagnose evaluate extract make_data swap_routers tune",
     "listing": "config_schema inspect list_architectures list_methods list_wrappers load_plugin",
     "merging": "find_coefficients load_config merge run validate",
+    "pruning": "prune",
     "repairs": "calibrate distill refit",
 }
 

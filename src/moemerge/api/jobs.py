@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from moemerge.architectures.config_check import check_model_config
 from moemerge.architectures.opened import open_model
@@ -90,7 +90,17 @@ def uploaded(out: Path, repo: str | None, progress: Progress) -> Iterator[None]:
     progress.note(f"uploaded: {upload(out, repo)}")
 
 
-@with_keywords(DiagnosisKeywords, DiagnosisSettings)
+class ExpertsKeywords(TypedDict, total=False):
+    """The keyword of jobs that accept sources with more experts than the model."""
+
+    experts: Mapping[str, str | Path] | None
+
+
+class DiagnoseKeywords(DiagnosisKeywords, ExpertsKeywords, total=False):
+    """Keywords of `diagnose`."""
+
+
+@with_keywords(DiagnoseKeywords, DiagnosisSettings)
 def diagnose(
     model: ModelLike,
     *,
@@ -101,28 +111,32 @@ def diagnose(
     settings: DiagnosisSettings | None = None,
     report: str | Path | None = None,
     progress: Progress | None = None,
-    **keywords: Unpack[DiagnosisKeywords],
+    **keywords: Unpack[DiagnoseKeywords],
 ) -> Diagnosis:
     """Measure how a merge changed the routing of `model`. Any tool may have merged it.
 
     `sources` are the merged models and `data` text of each (best held out from any calibration),
     under the same names. Text under any other name is measured against the `base`. Models in
     `against` are measured, too. `check` is text on which only the loss is measured; under the name
-    of a source, that source is measured as well. Pass the settings as one object, or one by one:
-    `diagnose(..., swaps=True, max_tokens=20_000)`. `report` is an HTML page to write.
+    of a source, that source is measured as well. `experts` are files with the kept experts of
+    sources that have more experts than `model`, as for `calibrate`. Pass the settings as one
+    object, or one by one: `diagnose(..., swaps=True, max_tokens=20_000)`. `report` is an HTML page
+    to write.
     """
     from moemerge.diagnosis.job import DiagnosisRequest
     from moemerge.diagnosis.page import page_path
     from moemerge.diagnosis.run import run_diagnosis
     from moemerge.report.page import write_page
 
+    values = {name: value for name, value in keywords.items() if name != "experts"}
     request = DiagnosisRequest(
         model=model,
         sources=sources,
         data={name: files_of(files) for name, files in data.items()},
         against=(against,) if isinstance(against, str | Path | ModelRef) else tuple(against),
-        settings=settings_for(DiagnosisSettings, settings, keywords, "diagnose"),
+        settings=settings_for(DiagnosisSettings, settings, values, "diagnose"),
         check={name: files_of(files) for name, files in (check or {}).items()},
+        experts=keywords.get("experts") or {},
     )
     page = None if report is None or not leads() else page_path(report)
     diagnosis = run_diagnosis(request, Silent() if progress is None else progress)

@@ -252,6 +252,7 @@ def run(
                 data=requested.data,
                 settings=requested.settings,
                 weights=requested.block.weights or {},
+                experts=requested.block.experts or {},
                 check=requested.check,
                 overwrite=settings.overwrite,
                 resume=output.resume and last,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from moemerge.api.jobs import files_of, output_for, settings_for, uploaded
+from moemerge.api.jobs import ExpertsKeywords, files_of, output_for, settings_for, uploaded
 from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords, CalibrationSettings
 from moemerge.config.models import ModelLike
 from moemerge.config.repairs import Repair
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from moemerge.refitting.report import RefitReport
 
 
-class CalibrateKeywords(CalibrationKeywords, OutputKeywords, total=False):
+class CalibrateKeywords(CalibrationKeywords, OutputKeywords, ExpertsKeywords, total=False):
     """Keywords of `calibrate`."""
 
 
@@ -43,7 +43,7 @@ class DistillOutKeywords(DistillKeywords, OutputKeywords, total=False):
     """Keywords of `distill`."""
 
 
-class RefitOutKeywords(RefitKeywords, OutputKeywords, total=False):
+class RefitOutKeywords(RefitKeywords, OutputKeywords, ExpertsKeywords, total=False):
     """Keywords of `refit`."""
 
 
@@ -64,11 +64,12 @@ def calibrate(
 
     `sources` are the merged models and `data` their text (JSON lines or parquet), under the same
     names. `weights` set how much each counts (default: 1). `check` is text that is only measured,
-    before and after. Pass the settings as one object, or one
-    by one: `calibrate(..., alpha=0.5, layers="8-15")`. `report` is an HTML page to write: a
-    diagnosis before and after, on the held-out rows (without any, on the same rows). `resume`
-    continues a killed run. Under torchrun every process must call this function: each processes a
-    share of the text, and rank 0 writes.
+    before and after. `experts` are JSON files with the kept experts of sources that have more
+    experts than `merged`, if neither a report of moemerge nor equal router rows show them. Pass the
+    settings as one object, or one by one: `calibrate(..., alpha=0.5, layers="8-15")`. `report` is
+    an HTML page to write: a diagnosis before and after, on the held-out rows (without any, on the
+    same rows). `resume` continues a killed run. Under torchrun every process must call this
+    function: each processes a share of the text, and rank 0 writes.
     """
     given = {"sources": sources, "data": data, "weights": weights, "check": check}
     report: CalibrationReport = _repair_model(
@@ -138,7 +139,8 @@ def _repair_model(
 ) -> Any:
     """Run a repair as its Python function was called: `given` are its sources, data, weights and
     check text."""
-    output, values = output_for(OutputSettings, keywords, repair.verb)
+    others = {name: value for name, value in keywords.items() if name != "experts"}
+    output, values = output_for(OutputSettings, others, repair.verb)
     settings = settings_for(repair.settings, settings, values, repair.verb)
     init_cuda_context(settings.device)
     from moemerge.lockstep.request import RepairRequest
@@ -151,6 +153,7 @@ def _repair_model(
         settings=settings,
         weights=given["weights"] or {},
         check={name: files_of(files) for name, files in (given["check"] or {}).items()},
+        experts=keywords.get("experts") or {},
         overwrite=output.overwrite,
         resume=output.resume,
     )
@@ -184,8 +187,10 @@ def run_repair(
     if page is None and not measure:
         report = run(request, progress)
         return report
+    from moemerge.diagnosis.page import BeforeAndAfter
+
     try:
-        both = _before_and_after(request, page if leads() else None, label, command)
+        both = BeforeAndAfter.of(request, page if leads() else None, label=label, command=command)
     except (ArchitectureError, TokenizerError) as error:
         if page is not None or request.check:
             raise
@@ -238,26 +243,3 @@ def _measured(both: BeforeAndAfter, progress: Progress, ranks: Ranks) -> Diagnos
     if ranks.all_agree(both.out.is_dir() and fewest >= ranks.count):
         return both.measure(progress, ranks)
     return both.measure(progress, SINGLE) if ranks.leads else None
-
-
-def _before_and_after(
-    request: RepairRequest[Any],
-    page: str | Path | None,
-    label: str | None,
-    command: str | None,
-) -> BeforeAndAfter:
-    from moemerge.diagnosis.page import BeforeAndAfter
-
-    values = request.settings
-    settings = {name: getattr(values, name) for name in type(values).model_fields}
-    models = (request.merged, request.out)
-    return BeforeAndAfter.of(
-        page,
-        models,
-        request.sources,
-        request.data,
-        settings,
-        check=request.check,
-        label=label,
-        command=command,
-    )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moemerge.architectures.rules import Score
 from moemerge.calibration.settings import CalibrationSettings
+from moemerge.lockstep.experts import maps_json
 from moemerge.lockstep.inputs import (
     base_notices,
     check_same_tokens,
@@ -18,7 +19,13 @@ from moemerge.lockstep.inputs import (
     require_streamable,
 )
 from moemerge.lockstep.job import OpenedRepair, RepairJob
-from moemerge.lockstep.models import MERGED, ChosenRouters, StoredRouters, gate_notices
+from moemerge.lockstep.models import (
+    MERGED,
+    ChosenRouters,
+    PairedRouter,
+    StoredRouters,
+    gate_notices,
+)
 from moemerge.lockstep.request import RepairRequest, request_key
 from moemerge.lockstep.streams import Need, Side
 from moemerge.routing import Preconditioner
@@ -66,6 +73,7 @@ class CalibrationJob(RepairJob[CalibrationSettings]):
         return {
             "merged": _sha256(merged),
             "sources": {name: _sha256(text) for name, text in sources.items()},
+            "experts": maps_json(self.experts),
             "batch_tokens": self.batch_tokens,
             **request_key(self.request, self.text.domains, self.stream.device, self.stream.dtype),
         }
@@ -75,23 +83,34 @@ def prepare(opened: OpenedRepair[CalibrationSettings]) -> CalibrationJob:
     """Pair the routers, read them and the text; refuse everything that does not match."""
     request, merged, sources = opened.request, opened.merged, opened.sources
     settings = request.settings
-    routers = ChosenRouters.of(merged, list(sources.values()), settings.layers)
+    routers = ChosenRouters.of(
+        merged, list(sources.values()), settings.layers, experts=opened.experts
+    )
     text = request.text or read_text(merged, sources, request.data, settings)
-    notices = base_notices(merged, sources, request.sources, in_config=request.temporary)
+    notices = base_notices(
+        merged,
+        sources,
+        request.sources,
+        in_config=request.temporary,
+        pruned=bool(opened.experts),
+    )
     notices += [*gate_notices(merged, list(sources.values()), routers.pairs[0]), *text.notices]
     width = merged.checkpoint.tensors[routers.pairs[0].info.weight].shape[1]
     notices += [word for domain in text.domains if (word := few_tokens(domain, width))]
+    stored = {MERGED: StoredRouters(merged, [pair.info for pair in routers.pairs])}
+    for name, source in sources.items():
+        stored[name] = StoredRouters(source, [pair.sources[name] for pair in routers.pairs])
+    if settings.targets == "merged-features" and _have_same_routers(routers.pairs, stored):
+        settings, notice = _without_choice(settings)
+        notices.append(notice)
     if settings.targets == "source-features":
         for domain in text.domains:
             other = sources[domain.name]
             hint, what = MERGED_ALONE, f"source {other.name!r}"
             require_streamable(merged, other, what=what, hint=hint)
             notices += check_same_tokens([domain], text.tokenizer, other, what=what, hint=hint)
-    stored = {MERGED: StoredRouters(merged, [pair.info for pair in routers.pairs])}
-    for name, source in sources.items():
-        stored[name] = StoredRouters(source, [pair.sources[name] for pair in routers.pairs])
     return CalibrationJob(
-        request=request,
+        request=replace(request, settings=settings),
         merged=merged,
         sources=sources,
         stream=opened.stream,
@@ -101,6 +120,31 @@ def prepare(opened: OpenedRepair[CalibrationSettings]) -> CalibrationJob:
         routers=routers,
         stored=stored,
     )
+
+
+def _have_same_routers(pairs: Sequence[PairedRouter], stored: Mapping[str, StoredRouters]) -> bool:
+    """Return whether all sources have the same routers (for the model's experts)."""
+    for pair in pairs:
+        first, *others = (
+            stored[name].weights(info, pair.experts.get(name)).matrix
+            for name, info in pair.sources.items()
+        )
+        if not all(torch.equal(first, other) for other in others):
+            return False
+    return True
+
+
+def _without_choice(settings: CalibrationSettings) -> tuple[CalibrationSettings, str]:
+    """Return settings and a notice for sources with the same routers.
+
+    On the merged model's features, these routers are the solution whatever the text: a quantised,
+    pruned or adapted model with one source would not be calibrated at all.
+    """
+    same = "all sources have the same routers, which fit themselves on the merged model's features"
+    if "targets" in settings.model_fields_set:
+        return settings, f'{same}; `targets="source-features"` would repair their routing'
+    chosen = settings.model_copy(update={"targets": "source-features"})
+    return chosen, f'{same}, so the targets are the sources\' own routing ("source-features")'
 
 
 def few_tokens(domain: Domain, width: int) -> str | None:

@@ -24,7 +24,6 @@ from moemerge.lockstep.output import RefusedResultError
 from moemerge.lockstep.request import errors_of
 from moemerge.lockstep.streams import Stops, Visitor
 from moemerge.routing import Curvature, DomainFeatures, Preconditioner, SolveSettings
-from moemerge.routing.curvature import logits_of, working_dtype
 from moemerge.runtime.progress import counted
 from moemerge.runtime.ranks import Ranks
 from moemerge.runtime.timing import Stopwatch
@@ -49,7 +48,10 @@ class RouterCalibrator(Visitor):
         info, stored = pair.info, self._job.stored
         with self._stopwatch.span("routers"), _errors_of(info.layer):
             merged = stored[MERGED].weights(info)
-            sources = {name: stored[name].weights(other) for name, other in pair.sources.items()}
+            sources = {
+                name: stored[name].weights(other, pair.experts.get(name))
+                for name, other in pair.sources.items()
+            }
             problem = layer_problem(
                 pair, stops, merged, sources, self._job.weights, self._job.ranks
             )
@@ -164,9 +166,12 @@ def layer_problem(
             if not features and holdout:
                 continue
             router = source.matrix.to(device)
-            targets = None
+            targets, logits = None, source.logits_on(device, gate)
             if name in stops.others:
-                targets = _own_logits(name, router, stop, stops.others[name], holdout=holdout)
+                own = _own_features(name, stop, stops.others[name], holdout=holdout)
+                targets = [logits(x) for x in own]
+            elif not source.is_linear:
+                targets = [logits(x) for x in features]
             domains.append(DomainFeatures(name, features, router, targets, weights[name], ranks))
     return LayerProblem(
         gate=gate,
@@ -185,11 +190,9 @@ def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device)
 
 
-def _own_logits(
-    name: str, router: Tensor, stop: RouterStop, own: RouterStop, *, holdout: bool
-) -> list[Tensor]:
-    """Return a source's logits on its own features, token by token as the merged model's."""
+def _own_features(name: str, stop: RouterStop, own: RouterStop, *, holdout: bool) -> list[Tensor]:
+    """Return a source's own features, token by token as the merged model's."""
     mine = [batch for batch, _ in stop.by_batch(name, holdout=holdout)]
     theirs = own.by_batch(name, holdout=holdout) if mine else []
     assert [id(batch) for batch in mine] == [id(batch) for batch, _ in theirs]
-    return [logits_of(x.to(working_dtype(x)), router) for _, x in theirs]
+    return [x for _, x in theirs]

@@ -79,6 +79,7 @@ def _report(
     stopwatch.aside("copy", *output.copied)
     return CalibrationReport(
         **RepairReport.request_fields(request),
+        experts=job.experts,
         device=str(job.stream.device),
         dtype=dtype_name(job.stream.dtype),
         offload=lockstep.offload,

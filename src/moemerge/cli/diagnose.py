@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from moemerge.cli.flags import Checks, ModelArgument, Page, Reporting, Sources, Texts, add_verb
+from moemerge.cli.flags import (
+    Checks,
+    Experts,
+    ModelArgument,
+    Page,
+    Reporting,
+    Sources,
+    Texts,
+    add_verb,
+)
 from moemerge.diagnosis.settings import DiagnosisSettings
 
 EXAMPLES = """
@@ -35,6 +44,7 @@ def diagnose(
         typer.Option(metavar="MODEL", help="Measure this model too. Repeat it."),
     ] = None,
     check: Checks = None,
+    experts: Experts = None,
     report: Page = None,
 ) -> None:
     """Measure how a merge changed the routing of MODEL, layer by layer.
@@ -52,6 +62,7 @@ def diagnose(
             data=data,
             against=against or (),
             check=check,
+            experts=experts,
             settings=settings,
             report=report,
             progress=bar,

@@ -65,6 +65,14 @@ Weights = Annotated[
         "--weight", metavar="NAME=X", help="How much that source counts (default: 1). Repeat it."
     ),
 ]
+Experts = Annotated[
+    dict[str, str] | None,
+    typer.Option(
+        "--experts",
+        metavar="NAME=FILE",
+        help="JSON file with the kept experts of that source, if it has more. Repeat it.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[
     bool,

@@ -12,6 +12,7 @@ import typer
 from moemerge.cli.console import GOES_ON, interruptible
 from moemerge.cli.flags import (
     Checks,
+    Experts,
     Out,
     Reporting,
     Sources,
@@ -42,6 +43,7 @@ def add_repair(app: typer.Typer, repair: Repair, about: str, examples: str) -> N
         reporting: Reporting,
         weight: Weights = None,
         check: Checks = None,
+        experts: Experts = None,
     ) -> None:
         from moemerge import api
 
@@ -55,6 +57,7 @@ def add_repair(app: typer.Typer, repair: Repair, about: str, examples: str) -> N
                 check=check,
                 settings=settings,
                 progress=bar,
+                **({"experts": experts} if experts else {}),
                 **given(output),
             )
         table = repair_table(report, verbose=reporting.verbose)

@@ -131,6 +131,11 @@ class RepairBlock(Strict):
         description="text that is only measured, by name: best of a source, and not in its "
         "training data",
     )
+    experts: dict[str, str] | None = Field(
+        None,
+        description="JSON file with the kept experts of a source that has more than the model, by "
+        "name",
+    )
 
 
 @dataclass(frozen=True)

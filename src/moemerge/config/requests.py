@@ -99,8 +99,9 @@ def _block_faults(config: RunConfig, repair: Repair, block: RepairBlock) -> list
     sources, optional = _sources(config, block)
     known = {**sources, **optional}
     faults += [
-        Fault((repair.key, "weights", name), _no_model(name, known))
-        for name in block.weights or ()
+        Fault((repair.key, key, name), _no_model(name, known))
+        for key in ("weights", "experts")
+        for name in getattr(block, key) or ()
         if name not in known
     ]
     return faults

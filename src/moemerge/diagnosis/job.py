@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.errors import UsageError
 from moemerge.features.losses import LOSS_TOKENS, NextTokenLoss
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
+from moemerge.lockstep.experts import find_maps
 from moemerge.lockstep.inputs import (
     JobText,
     check_domain,
@@ -58,6 +60,8 @@ class DiagnosisRequest:
     data: Mapping[str, Sequence[TextSource]]
     against: Sequence[ModelLike]
     settings: DiagnosisSettings
+    # Files with the kept experts of sources that have more experts than the model.
+    experts: Mapping[str, str | Path] = field(default_factory=dict)
     label: str | None = None  # the display name of a model in a temporary folder
     # Text that is only measured. Under the name of a source, the source is measured on it too.
     check: Mapping[str, Sequence[TextSource]] = field(default_factory=dict)
@@ -136,9 +140,16 @@ def prepare(request: DiagnosisRequest, ranks: Ranks, text: JobText | None = None
     for other in others:
         require_same_family(model, other, hint=SAME_MODELS)
         require_streamable(model, other, what=other.what, hint=SAME_MODELS)
-    routers = ChosenRouters.of(model, others, settings.layers, "diagnose")
+    experts = find_maps(model, list(sources.values()), request.experts)
+    routers = ChosenRouters.of(model, others, settings.layers, "diagnose", experts)
     if settings.swaps:
         for source in sources.values():
+            if source.name in experts:
+                raise UsageError(
+                    f"{source.what} has other experts than {model.label}, so their routers cannot "
+                    "be swapped",
+                    hint="leave `swaps` out",
+                )
             pair_routing(model, source)
     text = text or read_text(model, sources, request.data, settings, request.check)
     notices = [*_left_out(routers), *_gates(routers.pairs[0], others), *text.notices]

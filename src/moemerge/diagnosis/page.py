@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moemerge.config.faults import parse_settings
-from moemerge.config.models import ModelLike
 from moemerge.diagnosis.job import DiagnosisRequest, prepare
 from moemerge.diagnosis.results import MODEL, Diagnosis
 from moemerge.diagnosis.run import diagnose
@@ -16,11 +15,11 @@ from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.diagnosis.verdict import NOTICEABLE
 from moemerge.errors import MoeMergeError
 from moemerge.lockstep.inputs import JobText
+from moemerge.lockstep.request import RepairRequest
 from moemerge.report.files import check_page_path
 from moemerge.report.page import require_page, write_page
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import SINGLE, Ranks
-from moemerge.text.rows import TextSource
 
 
 def page_path(report: str | Path) -> Path:
@@ -43,35 +42,31 @@ class BeforeAndAfter:
     @classmethod
     def of(
         cls,
+        repair: RepairRequest[Any],
         report: str | Path | None,
-        models: tuple[ModelLike, Path],
-        sources: Mapping[str, ModelLike],
-        data: Mapping[str, Sequence[TextSource]],
-        settings: Mapping[str, Any],
         *,
-        check: Mapping[str, Sequence[TextSource]],
         label: str | None = None,
         command: str | None = None,
     ) -> BeforeAndAfter:
         """Check as much as possible before OUT exists.
 
-        `settings` are the calibration's: text and device are taken from them, and all layers are
-        measured.
+        Text and device are those of the repair, and all layers are measured.
         """
-        shared = DiagnosisSettings.model_fields.keys() - {"layers"}
-        values = {name: value for name, value in settings.items() if name in shared}
+        shared = DiagnosisSettings.model_fields.keys() & type(repair.settings).model_fields.keys()
+        values = {name: getattr(repair.settings, name) for name in shared - {"layers"}}
         request = DiagnosisRequest(
-            model=models[0],
-            sources=sources,
-            data=data,
+            model=repair.merged,
+            sources=repair.sources,
+            data=repair.data,
             against=(),
             settings=parse_settings(DiagnosisSettings, values, "diagnosis settings"),
+            experts=repair.experts,
             label=label,
-            check=check,
+            check=repair.check,
             command=command,
         )
         path = None if report is None else page_path(report)
-        return cls(request, prepare(request, SINGLE).text, models[1], path)
+        return cls(request, prepare(request, SINGLE).text, repair.out, path)
 
     @property
     def holds_out(self) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from moemerge.diagnosis.settings import DiagnosisSettings
 from moemerge.diagnosis.verdict import verdict_of
 from moemerge.errors import ArchitectureError, MoeMergeError
 from moemerge.features.router_stream import RouterStop
+from moemerge.lockstep.experts import ExpertMap
 from moemerge.lockstep.inputs import settings_data
 from moemerge.lockstep.models import PairedRouter
 from moemerge.lockstep.output import Output
@@ -109,7 +111,8 @@ class RoutingComparison(Visitor):
 
     def _compare(self, pair: PairedRouter, stops: Mapping[str, RouterStop]) -> None:
         for name, source in self.job.sources.items():
-            wanted = router_view(source, pair.sources[name], stops[name])
+            experts = pair.experts.get(name)
+            wanted = router_view(source, pair.sources[name], stops[name], experts)
             own = stops[name].by_batch(name)
             for subject in self.job.subjects:
                 info = pair.info if subject.name == MODEL else pair.sources[subject.name]
@@ -166,8 +169,13 @@ class RoutingComparison(Visitor):
         return float(self._swap_sums[key].result().mismatch)
 
 
-def router_view(model: OpenModel, info: RouterInfo, stop: RouterStop) -> RouterView:
-    """Return a stopped model's router with its gate and selection bias."""
+def router_view(
+    model: OpenModel, info: RouterInfo, stop: RouterStop, experts: ExpertMap | None = None
+) -> RouterView:
+    """Return a stopped model's router with its gate and selection bias.
+
+    `experts` restricts a source's router to the experts of the diagnosed model.
+    """
     if info.gate is None:
         raise ArchitectureError(f"layer {info.layer}: no gate is known for {info.weight}")
     selection = None
@@ -175,7 +183,11 @@ def router_view(model: OpenModel, info: RouterInfo, stop: RouterStop) -> RouterV
         stored = model.checkpoint.read(info.selection_bias)
         selection = stored.reshape(-1)[: info.rows].to(stop.weight.device)
     bias = None if stop.bias is None else stop.bias[: info.rows]
-    return RouterView(info.gate, stop.weight[: info.rows], bias, selection)
+    if experts is None:
+        return RouterView(info.gate, stop.weight[: info.rows], bias, selection)
+    selection = None if selection is None else experts.mean(selection)
+    combine = partial(experts.combine, info.gate)
+    return RouterView(info.gate, stop.weight[: info.rows], bias, selection, combine)
 
 
 # --- the end ------------------------------------------------------------------------------------
@@ -320,6 +332,8 @@ def command_of(request: DiagnosisRequest) -> str:
     for name, text in request.check.items():
         for file in source_names(text):
             words += ["--check", f"{name}={file}"]
+    for name, experts in request.experts.items():
+        words += ["--experts", f"{name}={experts}"]
     for other in request.against:
         words += ["--against", str(other)]
     usual = {name: field.default for name, field in DiagnosisSettings.model_fields.items()}

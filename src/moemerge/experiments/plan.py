@@ -267,6 +267,7 @@ class _Planner:
         spec = {
             "settings": plain_settings(settings, given=True),
             "weights": block.weights or {},
+            **({"experts": block.experts} if block.experts else {}),
             "sources": list(texts),
             "share": entry.share,
         }

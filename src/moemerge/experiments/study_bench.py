@@ -124,7 +124,7 @@ class StudyBench:
             out,
             sources={n: self.path(model) for n, model in zip(names, models, strict=True)},
             data={n: self._files(text) for n, text in zip(names, texts, strict=True)},
-            weights=node.values["weights"],
+            **{name: node.values[name] for name in ("weights", "experts") if name in node.values},
             settings=settings.model_copy(update=update),
         )
 

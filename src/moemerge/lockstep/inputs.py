@@ -158,14 +158,16 @@ def base_notices(
     given: Mapping[str, str | Path | ModelRef],
     *,
     in_config: bool,
+    pruned: bool = False,
 ) -> list[str]:
     """Return a warning if no source is the base: what may be lost, and the remedy.
 
+    `pruned` is whether a source has more experts than the model, so that it is the original.
     `in_config` is whether a config with a merge and a repair is run, so that the remedy is a line
     of it.
     """
     base = _base_of(merged.checkpoint.path)
-    if BASE in sources or (base is not None and _is_among(base, sources, given)):
+    if pruned or BASE in sources or (base is not None and _is_among(base, sources, given)):
         return []
     if in_config:
         remedy = "add `base: general.jsonl` under `data:`"

@@ -22,6 +22,7 @@ from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint.patch import Quantised
 from moemerge.config.settings import ForwardSettings
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
+from moemerge.lockstep.experts import ExpertMaps, find_maps
 from moemerge.lockstep.inputs import JobText, source_weights
 from moemerge.lockstep.output import Output
 from moemerge.lockstep.output_files import output_files
@@ -45,6 +46,11 @@ class OpenedRepair(Generic[S]):
     sources: Mapping[str, OpenModel]
     stream: StreamSettings
     ranks: Ranks
+
+    @cached_property
+    def experts(self) -> ExpertMaps:
+        """The maps of sources with more experts than the model."""
+        return find_maps(self.merged, list(self.sources.values()), self.request.experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +157,6 @@ def run_repair(request: RepairRequest[S], progress: Progress, steps: RepairSteps
             computed = time.perf_counter()
             ranks.barrier()  # other ranks may still read the journal
             report = steps.with_rounding(report, ranks.broadcast_object(output.write()))
-            output.finish(output_files(request, merged, report))
+            output.finish(output_files(job.request, merged, report))
     timings = report.timings.written(time.perf_counter() - computed, output.copied)
     return replace(report, timings=timings, seconds=time.perf_counter() - start)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from moemerge.architectures.architecture import RouterInfo
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.architectures.roles import ROUTING_ROLES
+from moemerge.architectures.rules import Gate
 from moemerge.checkpoint.reader import OverlaidCheckpoint
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.fields import LayerSelection
 from moemerge.config.models import ModelRef
 from moemerge.errors import ArchitectureError, NumericalError, UsageError
+from moemerge.lockstep.experts import ExpertMap, ExpertMaps
 from moemerge.runtime.dtypes import FLOAT_NAMES, FLOATS, dtype_name
 from moemerge.runtime.lazy import torch
 
@@ -87,6 +89,7 @@ class PairedRouter:
 
     info: RouterInfo
     sources: Mapping[str, RouterInfo]
+    experts: Mapping[str, ExpertMap] = field(default_factory=dict)  # of sources with more experts
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,12 @@ class ChosenRouters:
         others: Sequence[OpenModel],
         selection: LayerSelection,
         verb: str = "calibrate",
+        experts: ExpertMaps | None = None,
     ) -> ChosenRouters:
         """Return the routers in the selected layers; `verb` describes the job in errors."""
         layers = chosen_layers(merged, selection, verb)
-        return cls(layers, pair_routers(merged, others, layers), skipped_routers(merged, layers))
+        pairs = pair_routers(merged, others, layers, experts)
+        return cls(layers, pairs, skipped_routers(merged, layers))
 
 
 # Largest weight of a router: with larger ones, squared logits would overflow float32.
@@ -125,19 +130,47 @@ LARGEST_WEIGHT = 1e15
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """The stored tensors of one router. Only its leading `rows` are logits of experts."""
+    """The stored tensors of one router. Only its leading `rows` are logits of experts.
+
+    If the model has fewer experts than this source, `experts` maps them.
+    """
 
     weight: Tensor  # (all rows, d)
     bias: Tensor | None  # (all rows,), added to the logits
-    selection_bias: Tensor | None  # (rows,), moves the choice alone
+    selection_bias: Tensor | None  # (model's experts,), moves the choice alone
     rows: int
+    experts: ExpertMap | None = None
 
     @property
     def matrix(self) -> Tensor:
-        """The unknowns of a solve: (rows, d), or (rows, d + 1) with the bias; float64."""
+        """The unknowns of a solve: (rows, d), or (rows, d + 1) with the bias; float64.
+
+        One row for each expert of the model, the mean of the source's rows behind it.
+        """
+        return self._stored if self.experts is None else self.experts.mean(self._stored)
+
+    @property
+    def _stored(self) -> Tensor:
         return with_bias_column(
             self.weight[: self.rows], None if self.bias is None else self.bias[: self.rows]
         )
+
+    @property
+    def is_linear(self) -> bool:
+        """Return whether `matrix` times the features are the logits."""
+        return self.experts is None or self.experts.is_selection
+
+    def logits_on(self, device: torch.device, gate: Gate) -> Callable[[Tensor], Tensor]:
+        """Return a function from features to logits of the model's experts."""
+        from moemerge.routing.products import logits_of, working_dtype
+
+        stored = self._stored.to(device)
+
+        def logits(x: Tensor) -> Tensor:
+            z = logits_of(x.to(working_dtype(x)), stored)
+            return z if self.experts is None else self.experts.combine(gate, z)
+
+        return logits
 
     def updated(
         self, model: OpenModel, router: RouterInfo, weight: Tensor, bias: Tensor | None
@@ -213,9 +246,15 @@ def check_sources(
 
 
 def pair_routers(
-    merged: OpenModel, sources: Sequence[OpenModel], layers: Collection[int]
+    merged: OpenModel,
+    sources: Sequence[OpenModel],
+    layers: Collection[int],
+    experts: ExpertMaps | None = None,
 ) -> tuple[PairedRouter, ...]:
-    """Return every router in `layers` that can be calibrated, with its counterparts."""
+    """Return every router in `layers` that can be calibrated, with its counterparts.
+
+    `experts` maps the experts of sources that have more of them.
+    """
     by_key = {
         source.name: {source.architecture.key(p.weight): p for p in source.architecture.routers()}
         for source in sources
@@ -225,7 +264,8 @@ def pair_routers(
         if not router.served or router.layer not in layers:
             continue
         key = merged.architecture.key(router.weight)
-        counterparts = {}
+        counterparts: dict[str, RouterInfo] = {}
+        maps: dict[str, ExpertMap] = {}
         for source in sources:
             other = by_key[source.name].get(key)
             if other is None:
@@ -234,14 +274,17 @@ def pair_routers(
                     f" but {merged.label} has {router.weight}",
                     hint="a source has the layers of the merged model",
                 )
-            _require_same_shape(merged, router, source, other)
+            found = (experts or {}).get(source.name, {}).get(router.layer)
+            _require_same_shape(merged, router, source, other, mapped=found is not None)
             counterparts[source.name] = other
-        paired.append(PairedRouter(router, counterparts))
+            if found is not None:
+                maps[source.name] = found
+        paired.append(PairedRouter(router, counterparts, maps))
     return tuple(paired)
 
 
 def _require_same_shape(
-    merged: OpenModel, router: RouterInfo, source: OpenModel, other: RouterInfo
+    merged: OpenModel, router: RouterInfo, source: OpenModel, other: RouterInfo, *, mapped: bool
 ) -> None:
     for here, there in ((router.weight, other.weight), (router.bias, other.bias)):
         if (here is None) != (there is None):
@@ -253,12 +296,13 @@ def _require_same_shape(
         if here is None or there is None:
             continue
         mine, theirs = merged.checkpoint.tensors[here], source.checkpoint.tensors[there]
-        if mine.shape != theirs.shape or router.rows != other.rows:
+        same = mine.shape == theirs.shape and router.rows == other.rows
+        if not same and not (mapped and mine.shape[1:] == theirs.shape[1:]):
             raise ArchitectureError(
                 f"layer {router.layer}: the router of {source.what} is "
                 f"{list(theirs.shape)} with {other.rows} experts, that of {merged.label} is "
                 f"{list(mine.shape)} with {router.rows}",
-                hint="a source is a model that was merged: same experts, same width",
+                hint="a source has the model's width, and the model's experts or more",
             )
         for model, info in ((merged, mine), (source, theirs)):
             if info.dtype not in FLOATS:
@@ -364,12 +408,13 @@ class StoredRouters:
                 digest.update(as_bytes(tensor.contiguous()))
         self.digest = digest.hexdigest()  # of every byte
 
-    def weights(self, router: RouterInfo) -> RouterWeights:
+    def weights(self, router: RouterInfo, experts: ExpertMap | None = None) -> RouterWeights:
         bias = None if router.bias is None else self._tensors[router.bias].reshape(-1)
         selection = None
         if router.selection_bias is not None:
             selection = self._tensors[router.selection_bias].reshape(-1)[: router.rows]
-        return RouterWeights(self._tensors[router.weight], bias, selection, router.rows)
+            selection = selection if experts is None else experts.mean(selection)
+        return RouterWeights(self._tensors[router.weight], bias, selection, router.rows, experts)
 
     @property
     def model(self) -> OpenModel:

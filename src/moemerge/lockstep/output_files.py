@@ -16,6 +16,7 @@ from moemerge.config.schema import REPAIRS, RunConfig
 from moemerge.config.settings import as_flags
 from moemerge.config.yaml_lines import read_yaml
 from moemerge.errors import MoeMergeError
+from moemerge.lockstep.experts import PRUNING
 from moemerge.lockstep.inputs import settings_data
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.request import RepairRequest
@@ -49,11 +50,13 @@ def output_files(
     # The parts of repairs that this one may follow are kept.
     keys = [repair.key for repair in REPAIRS]
     own = report.repair.key
-    before = ("merge", TUNING, *keys[: keys.index(own)])
+    before = ("merge", TUNING, PRUNING, *keys[: keys.index(own)])
     parts = {**{name: earlier.get(name) for name in before}, own: report.to_json()}
     card = _card(folder / CARD_NAME, earlier, report, config, flags if whole else None)
+    # No config prunes: the report and the card describe it.
+    pruned = request.temporary and PRUNING in earlier
     return {
-        CONFIG_NAME: config.encode(),
+        **({} if pruned else {CONFIG_NAME: config.encode()}),
         REPORT_NAME: report_bytes(report_document(__version__, **parts)),
         CARD_NAME: card.encode(),
     }
@@ -76,6 +79,8 @@ def _resolved_config(
         # A list, since a mapping would add to the merged models.
         "sources": [{name: model} for name, model in report.sources.items()],
         "weights": dict(request.weights) or None,
+        "experts": {name: str(Path(file).absolute()) for name, file in request.experts.items()}
+        or None,
         "data": {name: list(files) for name, files in report.data.items()},
         "check": {name: list(files) for name, files in report.check.items()} or None,
     }
@@ -109,7 +114,7 @@ def _card(
     `flags` are None if no config makes the model again, since rows came from memory.
     """
     repair = report.repair
-    if not earlier and written.is_file():
+    if "merge" not in earlier and written.is_file():
         old = read_file(written).decode("utf-8", "replace").rstrip("\n")
         made = (
             f"{repair.card_done} with [moemerge](https://pypi.org/project/moemerge/) {__version__}."
@@ -141,13 +146,14 @@ def _card(
 
 
 def earlier_report(folder: Path) -> dict[str, Any]:
-    """Return the report in a folder, or {} if moemerge did not merge it.
+    """Return the report in a folder, or {} if moemerge neither merged nor pruned it.
 
     A repair only repeats it, so a damaged or edited report is ignored.
     """
     try:
         report = read_object(folder / REPORT_NAME)
-        parse_document(MergeDocument, report.get("merge"), str(folder / REPORT_NAME))
+        if "merge" in report or not isinstance(report.get(PRUNING), dict):
+            parse_document(MergeDocument, report.get("merge"), str(folder / REPORT_NAME))
         json.dumps(report, allow_nan=False)  # it is repeated, and NaN is not JSON
     except (MoeMergeError, ValueError):
         return {}

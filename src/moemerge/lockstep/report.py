@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from moemerge.config.repairs import Repair
+from moemerge.lockstep.experts import EXPERTS, ExpertMaps, maps_json
 from moemerge.lockstep.inputs import settings_data, source_weights
 from moemerge.lockstep.request import RepairRequest
 from moemerge.runtime.timing import Timings
@@ -36,6 +37,7 @@ class RepairReport(ABC):
     notices: tuple[str, ...]
     seconds: float
     timings: Timings
+    experts: ExpertMaps = field(default_factory=dict)  # of sources with more experts
     # Figures of `diagnose` on the held-out rows, for the merge and the result, each on its own
     # features. None if they were not measured.
     diagnosis: Mapping[str, Any] | None = None
@@ -77,6 +79,7 @@ class RepairReport(ABC):
             "output": self.output,
             "sources": dict(self.sources),
             "weights": dict(self.weights),
+            **({EXPERTS: maps_json(self.experts)} if self.experts else {}),
             "data": {name: list(files) for name, files in self.data.items()},
             "check": {name: list(files) for name, files in self.check.items()},
             "settings": dict(self.settings),

@@ -45,6 +45,8 @@ class RepairRequest(Generic[S]):
     weights: Mapping[str, float] = field(default_factory=dict)  # of sources; default: 1
     # Text that is only measured, before and after.
     check: Mapping[str, Sequence[TextSource]] = field(default_factory=dict)
+    # Files with the kept experts of sources that have more experts than the model.
+    experts: Mapping[str, str | Path] = field(default_factory=dict)
     overwrite: bool = False
     resume: bool = False  # never replace unfinished work, not even if `overwrite`
     # The same run made the merged folder and removes it at the end: its config is complete, and

@@ -17,6 +17,7 @@ from torch import Tensor
 from moemerge.errors import NumericalError
 from moemerge.features.input_hooks import ExpertsHook, ExpertView
 from moemerge.features.tokens import sort_by_expert
+from moemerge.lockstep.experts import ExpertMap
 from moemerge.refitting.least_squares import (
     Affine,
     DomainScales,
@@ -103,10 +104,14 @@ def by_domain(routed: Sequence[RoutedBatch], experts: int) -> list[RoutedDomain]
 
 
 class ExpertStack:
-    """The experts of one layer of one model, each matrix as (out, in)."""
+    """The experts of one layer of one model, each matrix as (out, in).
 
-    def __init__(self, module: Any, hook: ExpertsHook) -> None:
+    Those of a source with more experts are numbered as the merged model's, by a map.
+    """
+
+    def __init__(self, module: Any, hook: ExpertsHook, experts: ExpertMap | None = None) -> None:
         self.module = module
+        self.experts = experts
         self.names = {"up": hook.up.rpartition(".")[2], "down": hook.down.rpartition(".")[2]}
 
     def affine(self, which: str, expert: int) -> Affine:
@@ -118,6 +123,10 @@ class ExpertStack:
     def weight(self, which: str, expert: int) -> Tensor:
         weight: Tensor = getattr(self.module, self.names[which])[expert].detach()
         return weight.T if self.module.is_transposed else weight
+
+    def behind(self, expert: int) -> int | None:
+        """Return the number of an expert in this model; None if it stands for several."""
+        return expert if self.experts is None else self.experts.behind(expert)
 
     def put(self, which: str, expert: int, weight: Tensor) -> None:
         with torch.no_grad():
@@ -263,12 +272,16 @@ def first_projection(
 ) -> Problem:
     """Fit gate and up to the source expert's output on the source's own hidden state.
 
-    `source` returns the experts of a domain's source and the states that they read, (tokens, d).
+    `source` returns the experts of a domain's source and the states that they read, (tokens, d). An
+    expert that stands for several of the source keeps its first projections: it has no counterpart.
     """
 
     def problem(routing: RoutedDomain, expert: int) -> Iterator[ExpertRows]:
         theirs, states = source(routing.key)
-        wanted = theirs.affine("up", expert).widened()
+        counterpart = theirs.behind(expert)
+        if counterpart is None:
+            return
+        wanted = theirs.affine("up", counterpart).widened()
         now = stack.affine("up", expert).widened()
         tokens, roots = routing.of_expert(expert)
         for rows in blocks(len(tokens), max(now.weight.shape), tokens.device):
@@ -312,13 +325,16 @@ def own_last_projection(
 
     def problem(routing: RoutedDomain, expert: int) -> Iterator[ExpertRows]:
         theirs, states = source(routing.key)
-        wanted = theirs.affine("down", expert).widened()
+        counterpart = theirs.behind(expert)
+        if counterpart is None:
+            return
+        wanted = theirs.affine("down", counterpart).widened()
         now = stack.affine("down", expert).widened()
         tokens, roots = routing.of_expert(expert)
         for rows in blocks(len(tokens), max(now.weight.shape), tokens.device):
             places = tokens[rows]
             inner = stack.inner(expert, routing.x.index_select(0, places))
-            said = wanted(theirs.inner(expert, states.index_select(0, places)))
+            said = wanted(theirs.inner(counterpart, states.index_select(0, places)))
             yield ExpertRows(inner, said - now(inner), roots[rows])
 
     return problem

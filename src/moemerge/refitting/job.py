@@ -12,6 +12,7 @@ import torch
 from moemerge.architectures.opened import OpenModel
 from moemerge.errors import UsageError
 from moemerge.features.settings import forward_dtype
+from moemerge.lockstep.experts import ExpertMaps, maps_json
 from moemerge.lockstep.inputs import (
     JobText,
     base_notices,
@@ -56,6 +57,7 @@ class RefitJob(RepairJob[RefitSettings]):
             "job": "refit",
             "merged": self.merged.checkpoint.fingerprint(),
             "sources": models,
+            "experts": maps_json(self.experts),
             **request_key(self.request, self.text.domains, self.stream.device, self.stream.dtype),
         }
 
@@ -78,8 +80,14 @@ def prepare(opened: OpenedRepair[RefitSettings]) -> RefitJob:
     request, merged, sources = opened.request, opened.merged, opened.sources
     settings = request.settings
     layers = tuple(settings.layers.resolve(merged.architecture.num_layers))
-    notices = base_notices(merged, sources, request.sources, in_config=request.temporary)
-    routers = _routers(settings, merged, sources, layers)
+    notices = base_notices(
+        merged,
+        sources,
+        request.sources,
+        in_config=request.temporary,
+        pruned=bool(opened.experts),
+    )
+    routers = _routers(settings, merged, sources, layers, opened.experts)
     if routers:
         notices += gate_notices(merged, list(sources.values()), next(iter(routers.values())))
     text = request.text or read_text(merged, sources, request.data, settings)
@@ -113,11 +121,13 @@ def _routers(
     merged: OpenModel,
     sources: Mapping[str, OpenModel],
     layers: Sequence[int],
+    experts: ExpertMaps,
 ) -> dict[str, PairedRouter]:
     family = merged.architecture.family
     if settings.router == "keep" or "router" not in settings.parts or family is None:
         return {}
-    return {pair.info.weight: pair for pair in pair_routers(merged, list(sources.values()), layers)}
+    pairs = pair_routers(merged, list(sources.values()), layers, experts)
+    return {pair.info.weight: pair for pair in pairs}
 
 
 def _check_text(text: JobText, sources: Mapping[str, OpenModel]) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from moemerge.errors import ArchitectureError
 from moemerge.features.input_hooks import ExpertsHook, LinearHook
 from moemerge.features.stops import Stop
+from moemerge.lockstep.experts import ExpertMaps
 from moemerge.refitting.experts import (
     DomainKey,
     ExpertStack,
@@ -75,6 +76,7 @@ class LayerFitter:
     ridge: RidgeRule
     stored: Callable[[str], torch.dtype]  # of a parameter by its name in memory
     ranks: Ranks
+    experts: ExpertMaps = field(default_factory=dict)  # of sources with more experts
     notices: list[str] = field(default_factory=list)
     _shared: Inputs | None = None
 
@@ -180,7 +182,11 @@ class LayerFitter:
         module: Any = self.merged.model.get_submodule(hook.path)
         stack = ExpertStack(module, hook)
         theirs = {
-            name: ExpertStack(view.model.get_submodule(hook.path), hook)
+            name: ExpertStack(
+                view.model.get_submodule(hook.path),
+                hook,
+                self.experts.get(name, {}).get(self.plan.number),
+            )
             for name, view in self.sources.items()
         }
 

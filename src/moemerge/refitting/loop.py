@@ -14,6 +14,7 @@ from moemerge.errors import ArchitectureError
 from moemerge.features.input_hooks import UnitMap
 from moemerge.features.stops import Stop
 from moemerge.features.tokens import real_rows
+from moemerge.lockstep.experts import ExpertMaps
 from moemerge.lockstep.request import errors_of
 from moemerge.refitting.layer import LayerFitter
 from moemerge.refitting.least_squares import Affine, DomainScales, RidgeRule, parameter
@@ -55,6 +56,7 @@ class RefitLoop:
         None
     )  # waits for work that must not overlap with a fit
     done_before: Collection[int] = ()  # layers that a killed run had finished
+    experts: ExpertMaps = field(default_factory=dict)  # of sources with more experts
     _fitter: LayerFitter | None = None
     _rows: list[FitRow] = field(default_factory=list)
     _tensors: dict[str, Tensor] = field(default_factory=dict)  # routers of the layer at hand
@@ -111,6 +113,7 @@ class RefitLoop:
             ridge=self.ridge,
             stored=self._stored,
             ranks=self.ranks,
+            experts=self.experts,
         )
 
     def _fit(self, stop: Stop) -> None:

@@ -19,7 +19,7 @@ from moemerge.refitting.least_squares import concatenated
 from moemerge.refitting.targets import LayerView
 from moemerge.routing import DomainFeatures, SolveSettings, minimise_divergence
 from moemerge.routing.gates import divergence
-from moemerge.routing.products import features_of, logits_of, working_dtype
+from moemerge.routing.products import features_of
 from moemerge.routing.solve import build_operator, solve_system
 from moemerge.runtime.ranks import Ranks
 
@@ -178,7 +178,7 @@ class RouterJob:
         merged = StoredRouters(self.merged, [place]).weights(place)
         device = stop.arrivals[0].given[0].device
         theirs = {
-            name: StoredRouters(self.sources[name], [info]).weights(info)
+            name: StoredRouters(self.sources[name], [info]).weights(info, pair.experts.get(name))
             for name, info in pair.sources.items()
         }
         gate = place.gate
@@ -186,7 +186,7 @@ class RouterJob:
             raise ArchitectureError(f"layer {place.layer}: no gate is known for this router")
         kept: dict[bool, list[DomainFeatures]] = {False: [], True: []}
         for name, source in theirs.items():
-            matrix = source.matrix.to(device)
+            matrix, logits = source.matrix.to(device), source.logits_on(device, gate)
             for holdout, domains in kept.items():
                 own = [
                     (a.batch, a.given[0])
@@ -198,9 +198,9 @@ class RouterJob:
                 targets = None
                 if self.exact:
                     states = (sources[name].record(batch).inputs[stop.path] for batch, _ in own)
-                    targets = [
-                        concatenated([logits_of(x.to(working_dtype(x)), matrix) for x in states])
-                    ]
+                    targets = [concatenated([logits(x) for x in states])]
+                elif not source.is_linear:
+                    targets = [concatenated([logits(x) for _, x in own])]
                 # Concatenated, so that a product is one kernel launch, not one per batch.
                 features = [concatenated([x for _, x in own])]
                 weight = self.weights[name]

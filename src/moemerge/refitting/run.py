@@ -100,7 +100,7 @@ class RefitRun:
             job.stream,
             self.warm_up.wait,
         ) as streams:
-            require_same_shapes(streams, job.sources)
+            require_same_shapes(streams, job.sources, job.experts)
             plan, units = self._plan(streams)
             output.begin(
                 job.key, planned_names(plan, units), replace=job.request.replaces_unfinished
@@ -126,6 +126,7 @@ class RefitRun:
                 on_done=self._done,
                 before_fits=self.warm_up.wait,
                 done_before=done,
+                experts=job.experts,
             )
             loop.run()
             output.check()
@@ -214,6 +215,7 @@ class RefitRun:
         held = {domain.name: sum(map(len, domain.holdout)) for domain in job.text.domains}
         return RefitReport(
             **RepairReport.request_fields(job.request),
+            experts=job.experts,
             device=str(job.stream.device),
             dtype=dtype_name(job.stream.dtype),
             offload=streams.offload,

@@ -18,6 +18,7 @@ from moemerge.features.spill import Offload
 from moemerge.features.stops import Stop
 from moemerge.features.stream import ModelStream
 from moemerge.features.tokens import real_tokens
+from moemerge.lockstep.experts import ExpertMaps
 from moemerge.refitting.job import RefitJob
 from moemerge.refitting.layer import LayerStructure
 from moemerge.refitting.plan import LayerPlan
@@ -264,8 +265,13 @@ def _runner(
     return Runner(stream, recorder, final)
 
 
-def require_same_shapes(streams: RefitStreams, sources: Mapping[str, OpenModel]) -> None:
-    """Check that every parameter of the layers has a counterpart in every source."""
+def require_same_shapes(
+    streams: RefitStreams, sources: Mapping[str, OpenModel], experts: ExpertMaps
+) -> None:
+    """Check that every parameter of the layers has a counterpart in every source.
+
+    Experts and routers of a source with more experts were paired by `experts`.
+    """
     ours = {name: p.shape for name, p in streams.merged.model.named_parameters()}
     inside = tuple(path + "." for path in streams.merged.stream.anatomy.layers)
     for name, runner in streams.sources.items():
@@ -274,12 +280,16 @@ def require_same_shapes(streams: RefitStreams, sources: Mapping[str, OpenModel])
             if not parameter.startswith(inside):
                 continue
             mine, other = ours.get(parameter), theirs.get(parameter)
-            if mine != other:
+            if mine != other and not (name in experts and _same_but_rows(mine, other)):
                 raise ArchitectureError(
                     f"{parameter} is {_shape(other)} in {sources[name].what}, and {_shape(mine)} "
                     f"in {streams.merged.stream.checkpoint.label}",
                     hint="a source is a model that was merged: same layers, experts and width",
                 )
+
+
+def _same_but_rows(mine: torch.Size | None, other: torch.Size | None) -> bool:
+    return mine is not None and other is not None and mine[1:] == other[1:]
 
 
 def _shape(shape: torch.Size | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,15 @@ class RouterView:
     weight: Tensor  # (K, d)
     bias: Tensor | None  # (K,), added to the logits
     selection_bias: Tensor | None  # (K,), changes the selection only
+    # From the logits of W to those of fewer experts, for a source with more than the model.
+    combine: Callable[[Tensor], Tensor] | None = None
 
     def logits(self, features: Tensor) -> Tensor:
         """Return W x + b for features (tokens, d): (tokens, K), at least float32."""
         dtype = torch.promote_types(features.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
-        return functional.linear(features.to(dtype), self.weight.to(dtype), bias)
+        logits = functional.linear(features.to(dtype), self.weight.to(dtype), bias)
+        return logits if self.combine is None else self.combine(logits)
 
     def route(self, features: Tensor) -> RouterOutput:
         return RouterOutput(self.gate, lambda: self.logits(features), self.selection_bias)

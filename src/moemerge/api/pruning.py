@@ -1,0 +1,127 @@
+"""Prune experts, and repair the result with the original model as its source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from moemerge.api.jobs import files_of, output_for, settings_for, uploaded
+from moemerge.api.repairs import run_repair
+from moemerge.calibration.settings import CALIBRATION
+from moemerge.checkpoint import check_output
+from moemerge.checkpoint.output import temporary_sibling
+from moemerge.config.faults import parse_settings
+from moemerge.config.models import ModelLike
+from moemerge.config.settings import (
+    ForwardSettings,
+    OutputKeywords,
+    OutputSettings,
+    with_keywords,
+)
+from moemerge.errors import UsageError
+from moemerge.pruning.settings import PruneKeywords, PruneSettings
+from moemerge.refitting.settings import REFIT
+from moemerge.runtime.process import init_cuda_context
+from moemerge.runtime.progress import Progress, Silent
+from moemerge.runtime.ranks import alone
+
+if TYPE_CHECKING:
+    from moemerge.api.jobs import Files
+    from moemerge.lockstep.report import RepairReport
+    from moemerge.pruning.run import PruneReport
+
+# Settings of the repair after pruning that differ from its defaults: its router targets are the
+# original's own routing, since on the pruned model's features both routers agree.
+REPAIRS: Mapping[str, tuple[Any, dict[str, Any]]] = {
+    "calibrate": (CALIBRATION, {"targets": "source-features", "objective": "exact"}),
+    "refit": (REFIT, {}),
+}
+PRUNED_ALONE = "the pruned model before its repair"
+
+
+class PruneOutKeywords(PruneKeywords, OutputKeywords, total=False):
+    """Keywords of `prune`."""
+
+
+@dataclass(frozen=True)
+class PrunedReport:
+    """The reports of `prune`: of the pruning, and of the repair if one was requested."""
+
+    pruning: PruneReport
+    repair: RepairReport | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        document = {"pruning": self.pruning.to_json()}
+        if self.repair is not None:
+            document[self.repair.repair.key] = self.repair.to_json()
+        return document
+
+
+@with_keywords(PruneOutKeywords, PruneSettings, OutputSettings)
+def prune(
+    model: ModelLike,
+    out: str | Path,
+    *,
+    data: Mapping[str, Files],
+    settings: PruneSettings | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[PruneOutKeywords],
+) -> PrunedReport:
+    """Remove the experts of `model` that contribute least on text; write the model to `out`.
+
+    `data` is text (JSON lines or parquet) under names of your choice. Pass the settings as one
+    object, or one by one: `prune(..., keep=0.75, repair="refit")`. A repair uses `model` as the
+    source of every text. Then `resume` continues a killed run, and `report` is an HTML page to
+    write.
+    """
+    output, values = output_for(OutputSettings, keywords, "prune")
+    settings = settings_for(PruneSettings, settings, values, "prune")
+    alone("pruning")
+    if settings.repair == "none" and (output.resume or output.report is not None):
+        given = "resume" if output.resume else "report"
+        raise UsageError(
+            f"`{given}` belongs to the repair, and none is requested", hint='`repair="refit"`'
+        )
+    init_cuda_context(settings.device)
+    from moemerge.pruning.run import PruneRequest, run_prune
+
+    progress, out = Silent() if progress is None else progress, Path(out)
+    texts = {name: files_of(files) for name, files in data.items()}
+    request = PruneRequest(model, out, texts, settings, overwrite=output.overwrite)
+    with uploaded(out, output.push_to_hub, progress):
+        if settings.repair == "none":
+            return PrunedReport(run_prune(request, progress))
+        check_output(out, overwrite=output.overwrite)
+        with temporary_sibling(out) as folder:
+            pruned = run_prune(replace(request, out=folder / "pruned"), progress)
+            done = _repair(request, folder / "pruned", output, progress)
+    return PrunedReport(replace(pruned, output=str(out)), done)
+
+
+def _repair(request: Any, pruned: Path, output: OutputSettings, progress: Progress) -> RepairReport:
+    from moemerge.lockstep.request import RepairRequest
+
+    settings = request.settings
+    repair, values = REPAIRS[settings.repair]
+    names = (*ForwardSettings.model_fields, "holdout", "group", "measure")
+    shared = {name: getattr(settings, name) for name in names}
+    return run_repair(
+        repair,
+        RepairRequest(
+            merged=pruned,
+            out=request.out,
+            sources=dict.fromkeys(request.data, request.model),
+            data=request.data,
+            settings=parse_settings(
+                repair.settings, {**shared, **values}, "settings of the repair"
+            ),
+            overwrite=output.overwrite,
+            resume=output.resume,
+            temporary=True,
+        ),
+        progress,
+        output.report,
+        label=PRUNED_ALONE,
+    )

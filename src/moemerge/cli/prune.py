@@ -1,0 +1,72 @@
+"""`moemerge prune`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from moemerge.cli.console import interruptible
+from moemerge.cli.flags import ModelArgument, Out, Reporting, Texts, add_verb, given
+from moemerge.cli.repairs import remaining_work, repair_table
+from moemerge.config.settings import OutputSettings
+from moemerge.pruning.settings import PruneSettings
+
+if TYPE_CHECKING:
+    from moemerge.pruning.run import PruneReport
+
+EXAMPLES = """
+  moemerge prune org/base pruned/ --keep 0.75 --data text=general.jsonl
+  moemerge prune org/base pruned/ --keep 0.75 --repair refit \\
+      --data math=math.jsonl --data general=general.jsonl
+  moemerge prune ./base pruned/ --keep 0.5 --score norm \\
+      --data text=general.jsonl
+"""
+
+
+def add_to(app: typer.Typer) -> None:
+    add_verb(app, prune, EXAMPLES)
+
+
+def prune(
+    model: ModelArgument,
+    out_folder: Out,
+    data: Texts,
+    settings: PruneSettings,
+    output: OutputSettings,
+    reporting: Reporting,
+) -> None:
+    """Remove the experts of MODEL that contribute least on the given text.
+
+    With --repair, the pruned model is then fitted to MODEL on the same text.
+    """
+    from moemerge import api
+
+    with interruptible(remaining_work(out_folder)), reporting.progress() as bar:
+        report = api.prune(
+            model, out_folder, data=data, settings=settings, progress=bar, **given(output)
+        )
+    tables = [_table(report.pruning)]
+    if report.repair is not None:
+        tables.append(repair_table(report.repair, verbose=reporting.verbose))
+    from rich.console import Group
+
+    reporting.show(report.to_json(), Group(*tables), page=output.report)
+
+
+def _table(report: PruneReport) -> Any:
+    """Return the kept experts of each layer, and what the others had contributed."""
+    from rich.table import Table
+
+    table = Table(
+        title=f"{report.experts_after} of {report.experts_before} experts kept, by "
+        f"{report.settings['score']} on {sum(report.tokens.values())} tokens",
+        title_justify="left",
+    )
+    table.add_column("layer", justify="right")
+    table.add_column("gate weight removed", justify="right")
+    table.add_column("removed experts")
+    for layer, kept in report.experts.items():
+        removed = [str(e) for e in range(report.experts_before) if e not in set(kept)]
+        table.add_row(layer, f"{report.removed[layer]:.1%}", " ".join(removed))
+    return table

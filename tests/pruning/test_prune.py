@@ -1,0 +1,226 @@
+"""`moemerge prune`: scores, layouts, configs, repairs, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import moemerge
+import quantised_zoo as qz
+import zoo
+from calibration import cases
+from moemerge.cli.app import app
+from moemerge.errors import ArchitectureError, ConfigError, DataError, MoeMergeError, UsageError
+from pruning.cases import slice_experts
+from refitting.dense import run, sent, whole_model
+
+Folder = Callable[..., Path]
+CPU: dict[str, Any] = {"device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def base(zoo_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    shutil.copytree(zoo_folder("olmoe", num_hidden_layers=2), folder, dirs_exist_ok=True)
+    zoo.tiny_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {"text": cases.write_text(tmp_path_factory.mktemp("data") / "t.jsonl", seed=1, rows=40)}
+
+
+def scores_of(folder: Path, texts: list[str]) -> dict[str, Tensor]:
+    """Tokens, Σ w and Σ w ‖output‖ of every expert, from a whole model in transformers."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
+    model = whole_model(folder)
+    found = {}
+    for path, module in model.named_modules():
+        if not path.endswith("mlp.experts"):
+            continue
+        x, chosen, weights = (run(model, rows, [path])[path].argument(at) for at in range(3))
+        sums = torch.zeros(module.num_experts, dtype=torch.float64)
+        for expert in range(module.num_experts):
+            mine, w = sent(chosen, weights, expert)
+            inner = module._apply_gate(x[mine] @ module.gate_up_proj[expert].T)
+            norms = (inner @ module.down_proj[expert].T).norm(dim=1, keepdim=True)
+            sums[expert] = (w * norms).sum() / max(1, len(mine))
+        found[path.split(".")[2]] = sums
+    return found
+
+
+def test_the_score_is_reaps_and_the_rest_is_sliced(
+    base: Path, data: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    report = moemerge.prune(base, out, data=data, keep=0.6, holdout=0.0, **CPU).pruning
+    expected = scores_of(base, cases.texts(data["text"]))
+    for layer, scores in expected.items():
+        torch.testing.assert_close(
+            torch.tensor(report.scores[layer]).double(), scores, rtol=1e-4, atol=1e-6
+        )
+        best = sorted(scores.topk(5).indices.tolist())
+        assert report.experts[layer] == best
+    kept = {int(layer): ids for layer, ids in report.experts.items()}
+    by_hand = slice_experts(base, tmp_path / "by-hand", kept)
+    ours, theirs = zoo.tensors(out), zoo.tensors(by_hand)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert zoo.read_config(out)["num_experts"] == 5
+    zoo.assert_loads(out)
+    written = json.loads((out / "moemerge_report.json").read_text())["pruning"]
+    assert (written["experts_before"], written["experts_after"]) == (8, 5)
+    assert "5 of 8 experts" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("score", ["norm", "frequency"])
+def test_other_scores(base: Path, data: dict[str, Path], score: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data": data, "holdout": 0.0, **CPU}
+    reap = moemerge.prune(base, tmp_path / "reap", **options).pruning
+    other = moemerge.prune(base, tmp_path / "other", score=score, **options).pruning
+    tokens = moemerge.prune(base, tmp_path / "t", score="frequency", **options).pruning.scores
+    for layer, values in other.scores.items():
+        counts = torch.tensor(tokens[layer])
+        expected = counts if score == "frequency" else counts * torch.tensor(reap.scores[layer])
+        torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"),
+    [("gpt_oss", False), ("deepseek_v3", False), ("mixtral", True), ("granitemoe", False)],
+)
+def test_layouts_load_and_are_repaired_in_one_run(
+    family: str, fused: bool, zoo_folder: Folder, data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Groups keep the same number of experts each; the repair finds the map in the report."""
+    folder = shutil.copytree(zoo_folder(family, fused=fused), tmp_path / "base")
+    zoo.tiny_tokenizer(folder)
+    out, repair = tmp_path / "out", "calibrate" if family == "deepseek_v3" else "refit"
+    report = moemerge.prune(folder, out, data=data, repair=repair, **CPU)
+    assert report.repair is not None
+    assert report.repair.experts["text"].keys() == {int(n) for n in report.pruning.experts}
+    for ids in report.pruning.experts.values():
+        assert len(ids) == 6
+        assert family != "deepseek_v3" or sum(expert < 4 for expert in ids) == 3
+    zoo.assert_loads(out)
+    document = json.loads((out / "moemerge_report.json").read_text())
+    assert {"pruning", report.repair.repair.key} <= document.keys()
+    assert "## Pruned experts" in (out / "README.md").read_text()
+    assert cases.leftovers(out) == []
+    diagnosis = moemerge.diagnose(out, sources={"text": folder}, data=data, **CPU)
+    assert diagnosis.total("text").mismatch < 0.5
+
+
+@pytest.mark.parametrize("kind", ["qwen fp8", "gpt-oss mxfp4", "int4 with zeros"])
+def test_a_quantised_model_keeps_its_codes(
+    kind: str, zoo_folder: Folder, data: dict[str, Path], tmp_path: Path
+) -> None:
+    form = qz.KINDS[kind]
+    plain = zoo_folder(form.family, dtype=torch.bfloat16, **form.sizes)
+    folder = form.publish(plain, tmp_path / "base")
+    zoo.tiny_tokenizer(folder)
+    out = tmp_path / "out"
+    report = moemerge.prune(folder, out, data=data, **CPU).pruning
+    kept = {int(layer): ids for layer, ids in report.experts.items()}
+    floats = qz.plain_copy(folder, tmp_path / "floats")
+    expected = zoo.tensors(slice_experts(floats, tmp_path / "by-hand", kept))
+    with moemerge.Checkpoint.open(out) as written:
+        assert written.quantisation is not None
+        assert set(written) == set(expected)
+        assert all(torch.equal(written[name], expected[name]) for name in written)
+
+
+def test_a_killed_repair_is_resumed(
+    base: Path, data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"data": data, "repair": "refit", **CPU}
+    moemerge.prune(base, tmp_path / "whole", **options)
+    from moemerge.refitting.loop import RefitLoop
+
+    finish, done = RefitLoop._finish_layer, []
+
+    def killed(self: RefitLoop) -> None:
+        finish(self)
+        done.append(1)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RefitLoop, "_finish_layer", killed)
+        with pytest.raises(KeyboardInterrupt):
+            moemerge.prune(base, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    report = moemerge.prune(base, tmp_path / "out", resume=True, **options)
+    assert report.repair is not None
+    assert report.repair.resumed == 1
+    assert cases.weights(tmp_path / "out") == cases.weights(tmp_path / "whole")
+
+
+def refused(base: Path, out: Path, error: type[MoeMergeError], words: str, **options: Any) -> None:
+    with pytest.raises(error, match=words):
+        moemerge.prune(base, out, **{**CPU, **options})
+    assert not out.exists()
+    assert cases.leftovers(out) == []
+
+
+def test_bad_input_writes_nothing(
+    base: Path, data: dict[str, Path], zoo_folder: Folder, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    refused(base, out, UsageError, "no text is given", data={})
+    refused(base, out, DataError, "nowhere", data={"text": tmp_path / "nowhere.jsonl"})
+    refused(base, out, ConfigError, "keep", data=data, keep=1.5)
+    refused(base, out, ConfigError, "keep", data=data, keep=1.0)
+    refused(base, out, ConfigError, "keep", data=data, keep=0.0)
+    refused(base, out, UsageError, "all 8 experts would be kept", data=data, keep=0.99)
+    refused(base, out, UsageError, "2 of 8 experts would remain", data=data, keep=0.25)
+    refused(base, out, UsageError, "belongs to the repair", data=data, resume=True)
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"text": "a"}\n')
+    refused(base, out, DataError, "the text reaches", data={"text": few}, keep=0.8)
+    dense = zoo.dense_llama(tmp_path / "dense", layers=2)
+    refused(dense, out, ArchitectureError, "no experts", data=data)
+    jetmoe = shutil.copytree(zoo_folder("jetmoe"), tmp_path / "jetmoe")
+    zoo.tiny_tokenizer(jetmoe)
+    refused(jetmoe, out, ArchitectureError, "several routers", data=data)
+
+
+def test_another_family_is_not_a_source(
+    base: Path, data: dict[str, Path], zoo_folder: Folder, tmp_path: Path
+) -> None:
+    moemerge.prune(base, tmp_path / "pruned", data=data, **CPU)
+    other = zoo_folder("qwen3_moe")
+    with pytest.raises(ArchitectureError, match=r"'qwen3_moe', but .* is 'olmoe'"):
+        moemerge.refit(
+            tmp_path / "pruned", tmp_path / "out", sources={"text": other}, data=data, **CPU
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(base: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    out, file = tmp_path / "out", tmp_path / "report.json"
+    words = ["prune", str(base), str(out), "--keep", "0.75", "--data", f"text={data['text']}"]
+    words += ["--repair", "refit", "--device", "cpu", "--json", str(file)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert json.loads(file.read_text()).keys() == {"pruning", "refit"}
+    assert "6 of 8 experts kept" in result.stdout
+    # The map of another tool, in a file.
+    plain = tmp_path / "kept.json"
+    kept = json.loads((out / "moemerge_report.json").read_text())["pruning"]["experts"]
+    plain.write_text(json.dumps(kept))
+    words = ["diagnose", str(out), "--source", f"text={base}", "--data", f"text={data['text']}"]
+    result = CliRunner().invoke(app, [*words, "--experts", f"text={plain}", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
