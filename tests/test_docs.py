@@ -55,6 +55,18 @@ def test_methods_that_are_explained_exist() -> None:
     assert explained == methods | {row["wrapper"] for row in list_wrappers()}
 
 
+def test_promises_name_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("promise | test |")
+    rows = [line for line in section.partition("\n\n")[0].splitlines() if line.startswith("| ")]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), row
+
+
 def test_figures_are_explained_as_they_are_declared() -> None:
     """The site makes the table anew, so a figure may be missing here, but none may be wrong."""
     page = (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8")

@@ -231,3 +231,25 @@ def test_validate_imports_neither_torch_nor_transformers(sound: Path, tmp_path: 
         env=os.environ,
     )
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "message"),
+    [
+        (
+            "qwen3_moe",
+            {"decoder_sparse_step": 3},
+            "decoder_sparse_step is 3 .* layer 1 has a router",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": []}, "mlp_only_layers is .*, but layer 0 has no router"),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "layer 1 has a router"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "replace is 2, but layer 1 has a router"),
+        ("deepseek_v3", {"first_k_dense_replace": 0}, "replace is 0, but layer 0 has no router"),
+    ],
+)
+def test_layers_have_experts_where_the_config_states_it(
+    family: str, values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = open_model("m", zoo.build(family, tmp_path / "model"))
+    with pytest.raises(ArchitectureError, match=message):
+        check(model, with_values(dict(model.checkpoint.config), values))

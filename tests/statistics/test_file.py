@@ -279,3 +279,15 @@ def test_any_tensor_makes_another_model(olmoe: Path, tmp_path: Path) -> None:
         changed = {**tensors, name: 1.5 * tensors[name]}
         save_file(changed, moved / "model.safetensors", metadata={"format": "pt"})
         assert model_fingerprint(*opened(moved)) != before, name
+
+
+def test_a_link_is_replaced_and_what_it_points_to_is_kept(olmoe: Path, tmp_path: Path) -> None:
+    other, out = tmp_path / "elsewhere" / "mine.json", tmp_path / "out.stats"
+    other.parent.mkdir()
+    other.write_text("{}")
+    out.symlink_to(other)
+    write(olmoe, out, overwrite=True)
+    assert other.read_text() == "{}"
+    assert not out.is_symlink()
+    assert os.listdir(other.parent) == ["mine.json"]
+    assert Statistics.open(out).tokens

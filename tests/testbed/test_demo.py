@@ -51,7 +51,7 @@ def test_every_row_is_a_model_that_was_made_and_measured(trained, tmp_path):
         assert made == [AS_MERGED, AVERAGED, HARC, SOURCE, *more]
     # What is shown is what the folder's model does.
     text = (folder / "math-held-out.jsonl").read_text().splitlines()
-    held_out = [json.loads(line)["text"] for line in text]
+    held_out = [row["prompt"] + row["response"] for row in map(json.loads, text)]
     again = whole_models.compare(folder / "wudi-merged", trained.models["math"], held_out)
     shown = rows["WUDI", AS_MERGED]["agreement"]["math"]["mismatch"]
     assert again.mismatch == pytest.approx(shown)

@@ -92,6 +92,7 @@ def _faults(
     yield from _vocabulary_faults(architecture, tensors)
     yield from _layer_faults(architecture, tensors)
     yield from _expert_faults(architecture)
+    yield from _sparsity_faults(architecture)
     yield from _attention_faults(architecture, tensors)
     yield from _width_faults(architecture, tensors)
     for label, other in others.items():
@@ -124,6 +125,28 @@ def _expert_faults(architecture: Architecture) -> Iterator[str]:
         keys = ", ".join(architecture.family.expert_counts[:3]) if architecture.family else ""
         first = routers[0]
         yield f"the number of experts ({keys}) is missing; {first.weight} has {first.rows}"
+
+
+def _sparsity_faults(architecture: Architecture) -> Iterator[str]:
+    """Compare which layers have experts by the config with those that have a router."""
+    text, key = architecture.text_config, architecture.family and architecture.family.dense
+    stated = text.get(key) if key else None
+    step, dense = 1, stated or ()
+    if key == "mlp_only_layers":
+        step = text.get("decoder_sparse_step") or 1
+        words = f"decoder_sparse_step is {step!r:.80} and {key} is {dense!r:.80}"
+    elif key == "first_k_dense_replace" and isinstance(stated, int):
+        dense, words = range(stated), f"{key} is {stated}"
+        if text.get("moe_layer_freq", 1) != 1:
+            return
+    else:
+        return
+    routed = {router.layer for router in architecture.routers()}
+    for layer in range(architecture.num_layers):
+        expected = (layer + 1) % step == 0 and layer not in dense
+        if expected != (layer in routed):
+            yield f"{words}, but layer {layer} has {'no' if expected else 'a'} router"
+            return
 
 
 def _layer_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:

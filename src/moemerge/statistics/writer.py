@@ -76,7 +76,7 @@ class StatisticsWriter:
         self._room = threading.Condition()
         self._error: MoeMergeError | None = None
         self._jobs: list[Future[None]] = []
-        self._target = Path(os.path.realpath(out))
+        self._target = out.absolute()  # a link is replaced: what it points to is not ours
         self._path = self._target.with_name(
             f".{self._target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
         )

@@ -110,6 +110,10 @@ TEST_SEED = 20_002  # of the test problems; no training seed uses it
 HELD_OUT = 100  # problems per domain on whose text the routing is compared
 ROWS = 256  # rows of calibration text per domain
 
+# The specialists continue a prompt with its answer. With this template a row states both apart, and
+# the loss is of the answers.
+CONTINUED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
 SPECIALIST = "specialist"
 AS_MERGED = "as merged"
 AVERAGED = "averaged"
@@ -151,10 +155,7 @@ class Demo:
         self._data = {domain: trained.data[domain] for domain in DOMAINS}
         self._device = device
         self._problems = {domain: draw_test_problems(domain, count) for domain in DOMAINS}
-        self._held_out = {
-            domain: [p.prompt + p.answer for p in own[:HELD_OUT]]
-            for domain, own in self._problems.items()
-        }
+        self._held_out = {domain: own[:HELD_OUT] for domain, own in self._problems.items()}
 
     def rows(self) -> Iterator[DemoRow]:
         """Make and measure every model, one by one."""
@@ -203,7 +204,11 @@ class Demo:
             {"model": str(path), "name": name, "parameters": own}
             for (name, path), own in zip(self._models.items(), PARAMETERS[method], strict=True)
         ]
-        config: dict[str, Any] = {"merge_method": method, "models": models}
+        config: dict[str, Any] = {
+            "merge_method": method,
+            "models": models,
+            "chat_template": CONTINUED,
+        }
         if method != "linear":
             config["base_model"] = str(self._base)
         api.merge(config, out, device="cpu")
@@ -238,18 +243,20 @@ class Demo:
             domain: accuracy(path, own, device=self._device)
             for domain, own in self._problems.items()
         }
+        texts = {d: [p.prompt + p.answer for p in own] for d, own in self._held_out.items()}
         return DemoRow(
             model=model,
             routers=routers,
             folder=str(path),
             accuracy={domain: sum(own) / len(own) for domain, own in solved.items()},
-            agreement=compare_routing(path, self._models, self._held_out, device=self._device),
+            agreement=compare_routing(path, self._models, texts, device=self._device),
             seconds=clock.seconds,
         )
 
     def _write_held_out(self, domain: str) -> Path:
         path = self.folder / f"{domain}-held-out.jsonl"
-        write_rows(path, ({"text": text} for text in self._held_out[domain]))
+        held_out = self._held_out[domain]
+        write_rows(path, ({"prompt": p.prompt, "response": p.answer} for p in held_out))
         return path
 
 
