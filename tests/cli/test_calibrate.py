@@ -77,7 +77,7 @@ def test_flags_reach_the_settings(case: cases.Case, tmp_path: Path) -> None:
         "max_tokens": 60, "holdout": 0.2, "preconditioner": "jacobi", "rtol": 1e-5,
         "max_steps": 500, "seed": 3, "device": "cpu", "dtype": "float32", "offload": "disk",
         "max_length": 64, "limit": 9, "objective": "exact", "targets": "source-features",
-        "strict": True, "measure": False, "group": None,
+        "strict": True, "measure": False, "group": None, "map": {},
     }  # fmt: skip
     assert report["settings"] == wanted
     assert report["weights"] == {"math": 1.5, "code": 0.5}

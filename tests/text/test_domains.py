@@ -105,7 +105,7 @@ def test_parquet(tmp_path: Path, chat: Any) -> None:
         ("\n \n", "the file is empty"),
         ('{"text": "one"}\nnot json\n', r"a\.jsonl, row 2: not JSON"),
         ("[1, 2]\n", r"a\.jsonl, row 1: got a JSON list"),
-        ('{"text": "one"}\n{"question": "a", "answer": "b"}\n', "row 2: .*'question', 'answer'"),
+        ('{"text": "one"}\n{"problem": "a", "answer": "b"}\n', "row 2: .*'problem', 'answer'"),
         ('{"text": 3}\n', "'text' is int, expected a string"),
         ('{"prompt": ["a"]}\n', "a message is 'a'"),
         ('{"prompt": 3}\n', "'prompt' is int"),
@@ -325,3 +325,49 @@ def test_a_group_that_cannot_be_used_is_an_error(tmp_path: Path, plain: Any) -> 
     with pytest.raises(DataError, match=r"1 value\(s\) of 'doc': a holdout of 0.5 leaves none"):
         split(file, plain, holdout=0.5, group="doc")
     assert split(file, plain, group="doc", holdout="auto")[1] == []
+
+
+def test_questions_with_answers_as_in_gsm8k(tmp_path: Path, chat: Any, plain: Any) -> None:
+    rows = [{"question": "one plus one", "answer": "two"}, {"question": "one"}]
+    file = write(tmp_path / "a.jsonl", *rows)
+    assert words(chat, load_domain("math", file, chat)) == [
+        ["<|user|>", "one", "plus", "one", "<|end|>", "<|assistant|>", "two", "<|end|>"],
+        ["<|user|>", "one", "<|end|>"],
+    ]
+    domain = load_domain("math", file, plain, TextSettings(answers=True))
+    assert words(plain, domain) == [["<s>", "one", "plus", "one", "two"], ["<s>", "one"]]
+    assert domain.answers[0].tolist() == [False, False, False, False, True]
+    (notice,) = domain.notices
+    assert "joined by a newline" in notice
+    assert not load_domain("math", file, chat).notices
+    lone = write(tmp_path / "b.jsonl", {"prompt": "one"})
+    assert not load_domain("math", lone, plain).notices
+
+
+def test_columns_can_be_named(tmp_path: Path, chat: Any, plain: Any) -> None:
+    rows = [{"problem": "one", "solution": "two", "level": 3}]
+    file = write(tmp_path / "a.jsonl", *rows)
+    columns = {"prompt": "problem", "response": "solution"}
+    domain = load_domain("math", file, chat, TextSettings(map=columns))
+    assert words(chat, domain) == [
+        ["<|user|>", "one", "<|end|>", "<|assistant|>", "two", "<|end|>"]
+    ]
+    assert not domain.notices
+    domain = load_domain("math", file, plain, TextSettings(map={"text": "solution"}))
+    assert words(plain, domain) == [["<s>", "two"]]
+    wrong = TextSettings(map={"prompt": "problem", "response": "solutoin"})
+    with pytest.raises(DataError, match=r"row 1: no column 'solutoin' for response, did you mean"):
+        load_domain("math", file, chat, wrong)
+    with pytest.raises(DataError, match=r"row 1: unknown form, keys found: 'problem'"):
+        load_domain("math", file, chat, TextSettings(map={"text": "body"}))
+    other = write(tmp_path / "b.jsonl", {"text": "one"})
+    domain = load_domain("math", [file, other], plain, TextSettings(map=columns))
+    assert words(plain, domain) == [["<s>", "one", "two"], ["<s>", "one"]]
+    assert any("b.jsonl: there are rows without problem, solution" in n for n in domain.notices)
+
+
+def test_messages_in_a_prompt_are_the_reason_that_is_named(tmp_path: Path, plain: Any) -> None:
+    turn = {"role": "user", "content": "one"}
+    row = {"prompt": [turn], "completion": [{"role": "assistant", "content": "two"}]}
+    with pytest.raises(DataError, match="'prompt' is a list of messages, which needs a chat"):
+        load_domain("math", write(tmp_path / "a.jsonl", row), plain)

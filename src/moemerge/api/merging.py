@@ -268,8 +268,9 @@ def run(
 def _validate_repairs(loaded: LoadedConfig) -> None:
     """Check the text, sources and layers of the repairs before the merge is made."""
     for requested in loaded.repairs:
-        check_text(loaded.existing(requested.data))
-        check_text(requested.check, "check")
+        columns = requested.settings.map
+        check_text(loaded.existing(requested.data), columns=columns)
+        check_text(requested.check, "check", columns)
         layers, routers = requested.settings.layers, requested.repair.needs_routers
         check_sources(requested.sources, layers, routers=routers)
 

@@ -24,9 +24,10 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
+from moemerge.config.faults import FaultsError
 from moemerge.config.fields import (
     LayerSelection,
     Name,
@@ -79,6 +80,26 @@ REQUANTIZE: Any = Field(
 )
 
 
+def read_columns(raw: object) -> object:
+    """`prompt=problem,answer=expected_answer`, or a mapping of the same."""
+    if not isinstance(raw, str):
+        return raw
+    pairs = [pair.strip() for pair in raw.split(",") if pair.strip()]
+    for pair in pairs:
+        if not all(part.strip() for part in pair.partition("=")):
+            raise FaultsError.one(f"expected NAME=COLUMN,..., not {pair!r}")
+    return {name.strip(): column.strip() for name, _, column in (p.partition("=") for p in pairs)}
+
+
+TextColumn = Literal["text", "prompt", "response"]
+TextColumns = Annotated[dict[TextColumn, str], BeforeValidator(read_columns)]
+MapForm = str | Mapping[str, str] | dict[TextColumn, str]
+MAP: Any = Field(
+    {},
+    description="columns of rows in other formats: prompt=problem,response=solution or text=body",
+)
+
+
 class ForwardKeywords(TypedDict, total=False):
     """Keywords of every job that runs a model on text."""
 
@@ -86,6 +107,7 @@ class ForwardKeywords(TypedDict, total=False):
     max_length: int
     limit: int | None
     seed: int
+    map: MapForm
     offload: Offload
     device: str
     dtype: Dtype
@@ -100,6 +122,7 @@ class ForwardSettings(Strict):
     max_length: PositiveInt = MAX_LENGTH
     limit: PositiveInt | None = LIMIT
     seed: Seed = SEED
+    map: TextColumns = MAP
     offload: Offload = OFFLOAD
     device: DeviceField = DEVICE
     dtype: Dtype = DTYPE
@@ -246,6 +269,8 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         words.append("--" + ("no-" if value is False else "") + flag)
         if not isinstance(value, bool):
+            if isinstance(value, Mapping):
+                value = [f"{key}={one}" for key, one in value.items()]
             listed = isinstance(value, list | tuple)
             words.append(",".join(map(str, value)) if listed else str(value))
     return words

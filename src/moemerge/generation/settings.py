@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from moemerge.config.faults import EMPTY, FaultsError
 from moemerge.config.fields import PositiveInt, Strict
-from moemerge.config.settings import DEVICE, SEED, DeviceField, Dtype, Seed
+from moemerge.config.settings import DEVICE, SEED, DeviceField, Dtype, Seed, read_columns
 
 Natural = Annotated[int, Field(strict=True, ge=0)]
 Engine = Literal["transformers", "server", "vllm"]
@@ -27,19 +27,8 @@ def _texts(raw: object) -> object:
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 
 
-def _columns(raw: object) -> object:
-    """`prompt=problem,answer=expected_answer`, or a mapping of the same."""
-    if not isinstance(raw, str):
-        return raw
-    pairs = [pair.strip() for pair in raw.split(",") if pair.strip()]
-    for pair in pairs:
-        if not all(part.strip() for part in pair.partition("=")):
-            raise FaultsError.one(f"expected NAME=COLUMN,..., not {pair!r}")
-    return {name.strip(): column.strip() for name, _, column in (p.partition("=") for p in pairs)}
-
-
 Column = Literal["prompt", "answer", "reference", "tests", "text"]
-Columns = Annotated[dict[Column, str], BeforeValidator(_columns)]
+Columns = Annotated[dict[Column, str], BeforeValidator(read_columns)]
 
 
 def _template(raw: object) -> object:

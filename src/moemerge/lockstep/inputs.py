@@ -81,7 +81,7 @@ class JobText:
     @property
     def notices(self) -> list[str]:
         domains = (*self.domains, *self.check)
-        return [notice for domain in domains for notice in domain.notices]
+        return list(dict.fromkeys(notice for domain in domains for notice in domain.notices))
 
 
 def read_text(

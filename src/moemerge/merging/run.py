@@ -200,7 +200,8 @@ def plan_merge(loaded: LoadedConfig, settings: MergeSettings, out: Path | None =
     )
     job = MergeJob(loaded, settings, models, plan, files, started)
     if loaded.statistics is not None:
-        check_text(loaded.existing(loaded.statistics.data))
+        data = loaded.existing(loaded.statistics.data)
+        check_text(data, columns=loaded.statistics.settings.map)
         job = job.with_statistics(loaded.statistics.files)
         pending = pending_bytes(loaded.statistics, models)
         job = replace(job, pending_bytes=pending)

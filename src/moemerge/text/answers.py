@@ -23,6 +23,7 @@ from moemerge.text.rows import TextSource, UnreadKeys, source_names
 from moemerge.text.spans import Span, answer_spans, mask_by_prefixes
 from moemerge.text.tokens import (
     CHARACTERS_PER_TOKEN,
+    JOINED,
     MARGIN,
     RowText,
     row_text,
@@ -72,7 +73,7 @@ def load_answers(
     for at in order:
         if len(taken) == settings.limit:
             break
-        row = reader.read(row_text(next(ordered), tokenizer, reader.unread))
+        row = reader.read(row_text(next(ordered), tokenizer, reader.unread, settings.map))
         if row is not None:
             taken[at] = row
     if not taken:
@@ -93,10 +94,12 @@ class _Reader:
         self._tokenizer = tokenizer
         self._most = max_length
         self._unanswered = self._cut = self._lost = self._rewritten = 0
+        self._joined = False
 
     def read(self, text: RowText) -> AnsweredRow | None:
         """Return None for a row without an answer, or whose answer begins after the cut."""
         spans = self._spans(text)
+        self._joined |= text.joined
         if not spans:
             self._unanswered += 1
             return None
@@ -178,6 +181,8 @@ class _Reader:
 
     def notices(self, rows: Sequence[AnsweredRow]) -> Iterator[str]:
         yield from self.unread.notices()
+        if self._joined:
+            yield JOINED
         if self._unanswered:
             yield f"{counted(self._unanswered, 'row holds', 'rows hold')} no answer, left out"
         if self._lost:

@@ -6,7 +6,7 @@ import itertools
 import random
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
@@ -19,6 +19,7 @@ from moemerge.runtime.progress import counted
 from moemerge.text.reading import Rows
 from moemerge.text.rows import (
     MOST_TEXT_BYTES,
+    Columns,
     TextSource,
     UnreadKeys,
     row_fields,
@@ -26,7 +27,7 @@ from moemerge.text.rows import (
     too_large,
 )
 from moemerge.text.spans import answer_spans, mask_by_prefixes
-from moemerge.text.tokens import RowText, tokenize
+from moemerge.text.tokens import JOINED, RowText, tokenize
 
 Holdout = float | Literal["auto"]
 # The share that `auto` holds out, if a domain has at least this many rows.
@@ -45,6 +46,8 @@ class JobSettings(Protocol):
     def limit(self) -> int | None: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def map(self) -> Columns: ...
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class TextSettings:
     holdout: Holdout = 0.0  # share of the rows held out of every solve
     seed: int = 0
     group: str | None = None  # field of a row: rows that share its value are not split
+    map: Columns = field(default_factory=dict)  # columns, as in `parse_row`
     answers: bool = False  # whether to find the tokens of answers
 
     def __post_init__(self) -> None:
@@ -77,6 +81,7 @@ class TextSettings:
             holdout=getattr(settings, "holdout", 0.0),
             seed=settings.seed,
             group=getattr(settings, "group", None),
+            map=settings.map,
             answers=answers,
         )
 
@@ -146,6 +151,8 @@ def load_domain(
             f"{name}: {cut} of {counted(len(taken), 'row')} longer than `max_length`, "
             f"{settings.max_length} tokens: cut there"
         )
+    if any(row.joined for row in taken):
+        notices.append(JOINED)
     held = _held_out(taken, name, settings, rng)
     kept = [row for at, row in enumerate(taken) if at not in held]
     out = [row for at, row in enumerate(taken) if at in held]
@@ -170,6 +177,7 @@ class _Taken:
     tokens: Tensor
     answers: Tensor | None  # a mask of the tokens of answers; None if all count
     group: str  # its value of the settings' `group`
+    joined: bool
 
     @property
     def mask(self) -> Tensor:
@@ -198,7 +206,9 @@ def _take(
         raise too_large(where)
     taken: dict[int, _Taken] = {}
     left, cut = settings.max_tokens, 0
-    tokenized = tokenize(ordered, tokenizer, unread, lambda: _lesser(settings.max_length, left))
+    tokenized = tokenize(
+        ordered, tokenizer, unread, lambda: _lesser(settings.max_length, left), settings.map
+    )
     for at in order:
         if len(taken) == settings.limit or left == 0:
             break
@@ -212,6 +222,7 @@ def _take(
             torch.tensor(tokens, dtype=torch.int64),
             _answers(text, tokens, tokenizer) if settings.answers else None,
             "" if settings.group is None else _group(text, settings.group),
+            text.joined,
         )
     return [taken[at] for at in sorted(taken)], cut
 

@@ -22,8 +22,9 @@ from moemerge.runtime.progress import counted
 
 ROW_FORMATS = (
     'a row is {"text": ...}, {"messages": [...]}, {"conversations": [...]}, '
-    '{"prompt": ..., "response" or "completion": ...?} or '
-    '{"instruction": ..., "input": ...?, "output": ...?}'
+    '{"prompt": ..., "response" or "completion": ...?}, '
+    '{"instruction": ..., "input": ...?, "output": ...?} or {"question": ..., "answer": ...?}; '
+    '`map="prompt=problem,response=solution"` names other columns'
 )
 # The keys that each format reads. The first key identifies it, and the first matching format wins.
 FORM_KEYS = {
@@ -32,6 +33,7 @@ FORM_KEYS = {
     "text": ("text",),
     "conversations": ("conversations",),
     "instruction": ("instruction", "input", "output"),
+    "question": ("question", "answer"),
 }
 # Largest text in memory, and largest ratio of unpacking: a small packed file may contain any
 # amount.
@@ -57,6 +59,8 @@ SPEAKERS = {
 # Text is given as a file's path, or as rows in memory.
 TextSource = str | Path | Mapping[str, Any]
 Turn = dict[str, Any]  # role, content
+# Columns of rows in other formats, by `text`, `prompt` and `response`.
+Columns = Mapping[Any, str]
 
 
 @dataclass(frozen=True)
@@ -102,15 +106,19 @@ def check_files(data: Mapping[str, Sequence[TextSource]], what: str = "data") ->
                 check_file(Path(source), f"{what} {name!r}: ")
 
 
-def check_text(data: Mapping[str, Sequence[TextSource]], what: str = "data") -> None:
-    """Check all files, and the format of the first rows of each."""
+def check_text(
+    data: Mapping[str, Sequence[TextSource]],
+    what: str = "data",
+    columns: Columns | None = None,
+) -> None:
+    """Check all files, and the format of the first rows of each; `columns` as in `parse_row`."""
     check_files(data, what)
     for sources in data.values():
         for source in sources:
             # A pipe can be read only once.
             if isinstance(source, Mapping) or not is_pipe(Path(source)):
                 for row in read_rows([source], CHECKED_ROWS):
-                    parse_row(row)
+                    parse_row(row, columns=columns)
 
 
 def source_names(sources: Sequence[TextSource]) -> tuple[str, ...]:
@@ -248,12 +256,18 @@ class UnreadKeys:
         self._also = also  # keys that are read for another purpose
         # All keys of the rows of one format, by file.
         self._keys: dict[tuple[str, str], dict[str, None]] = {}
+        self._unmapped: dict[str, tuple[str, ...]] = {}  # columns that a file does not have
 
     def add(self, where: str, form: str, keys: Iterable[str]) -> None:
-        origin = where.rpartition(", row ")[0] or "rows in memory"
-        self._keys.setdefault((origin, form), {}).update(dict.fromkeys(keys))
+        self._keys.setdefault((_origin(where), form), {}).update(dict.fromkeys(keys))
+
+    def add_unmapped(self, where: str, columns: Iterable[str]) -> None:
+        """Note a row without the columns of `map`, which is read by its own format."""
+        self._unmapped.setdefault(_origin(where), tuple(columns))
 
     def notices(self) -> Iterator[str]:
+        for origin, columns in self._unmapped.items():
+            yield f"{origin}: there are rows without {', '.join(columns)}: `map` is not used there"
         for (origin, form), keys in self._keys.items():
             lacking = [key for key in FORM_KEYS[form] if key not in keys]
             unread = [key for key in keys if key not in (*FORM_KEYS[form], *self._also)]
@@ -263,14 +277,34 @@ class UnreadKeys:
                 yield f"{origin}: only {read} of each row is used, not {named}"
 
 
+def _origin(where: str) -> str:
+    return where.rpartition(", row ")[0] or "rows in memory"
+
+
 def _with_guess(key: str, known: Iterable[str]) -> str:
     guess = did_you_mean(key, known).removeprefix(", ")
     return f"{key!r} ({guess})" if guess else repr(key)
 
 
-def parse_row(row: TextRow, unread: UnreadKeys | None = None) -> str | Conversation:
-    """Return plain text or turns; `unread` collects keys that this format does not read."""
+def parse_row(
+    row: TextRow, unread: UnreadKeys | None = None, columns: Columns | None = None
+) -> str | Conversation:
+    """Return plain text or turns; `unread` collects keys that this format does not read.
+
+    `columns` are the columns of text, prompt and response. A row without any of them is read by
+    its own format.
+    """
     fields = row_fields(row)
+    if columns and any(column in fields for column in columns.values()):
+        for name, column in columns.items():
+            if column not in fields:
+                raise DataError(
+                    f"{row.where}: no column {column!r} for {name}{did_you_mean(column, fields)}",
+                    hint=f"columns: {', '.join(fields)}",
+                )
+        fields = {name: fields[column] for name, column in columns.items()}
+    elif columns and unread is not None:
+        unread.add_unmapped(row.where, columns.values())
     form = next((form for form in FORM_KEYS if form in fields), None)
     if form is None:
         keys = ", ".join(f"{key!r:.80}" for key in itertools.islice(fields, 20)) or "none"
@@ -281,7 +315,10 @@ def parse_row(row: TextRow, unread: UnreadKeys | None = None) -> str | Conversat
         return _string(fields, form, row.where)
     if form in ("messages", "conversations"):
         return Conversation(turns_of(fields, form, row.where), form)
-    return _prompt(fields, row.where) if form == "prompt" else _alpaca(fields, row.where)
+    if form == "question":
+        names = {"question": "prompt", "answer": "response"}
+        fields = {names[key]: fields[key] for key in names if key in fields}
+    return _alpaca(fields, row.where) if form == "instruction" else _prompt(fields, row.where)
 
 
 def row_fields(row: TextRow) -> dict[str, Any]:

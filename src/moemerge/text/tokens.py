@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moemerge.errors import DataError, TokenizerError, library_errors
 from moemerge.runtime.files import read_utf8
-from moemerge.text.rows import TextRow, Turn, UnreadKeys, parse_row
+from moemerge.text.rows import Columns, TextRow, Turn, UnreadKeys, parse_row
 from moemerge.text.templates import has_template, render_turns
 
 # A folder without any of these has no vocabulary. transformers would create an empty tokenizer of
@@ -84,6 +84,7 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     unread: UnreadKeys,
     most: Callable[[], int | None],
+    columns: Columns | None = None,
 ) -> Iterator[tuple[RowText, list[int]]]:
     """Yield text and tokens row by row, tokenised in groups. A bad row raises an error when it is
     reached.
@@ -103,7 +104,7 @@ def tokenize(
                 if row is None:
                     more = False
                     break
-                texts.append(row_text(row, tokenizer, unread))
+                texts.append(row_text(row, tokenizer, unread, columns))
                 size += len(texts[-1].text)
             except DataError as bad:
                 error = bad
@@ -122,9 +123,20 @@ class RowText:
     turns: tuple[Turn, ...] = ()  # its turns, if it is a conversation
     row: TextRow | None = None  # the row as read
 
+    @property
+    def joined(self) -> bool:
+        """Whether it is a prompt and a response without a chat template."""
+        return not self.templated and len(self.turns) > 1
 
-def row_text(row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKeys) -> RowText:
-    parsed = parse_row(row, unread)
+
+def row_text(
+    row: TextRow,
+    tokenizer: PreTrainedTokenizerBase,
+    unread: UnreadKeys,
+    columns: Columns | None = None,
+) -> RowText:
+    """Render a row; `columns` as in `parse_row`."""
+    parsed = parse_row(row, unread, columns)
     if isinstance(parsed, str):
         return RowText(parsed, False, row.where, row=row)
     if has_template(tokenizer):
@@ -132,10 +144,19 @@ def row_text(row: TextRow, tokenizer: PreTrainedTokenizerBase, unread: UnreadKey
         return RowText(whole, True, row.where, parsed.turns, row)
     if not parsed.joinable:
         raise DataError(
-            f"{row.where}: a {parsed.key!r} row needs a chat template, and the tokenizer has none",
-            hint="use rows with 'text' or 'prompt', or add chat_template.jinja to the model folder",
+            f"{row.where}: {parsed.key!r} is a list of messages, which needs a chat template, and "
+            "the tokenizer has none",
+            hint="use rows with 'text', or with strings as 'prompt' and 'response'; or add "
+            "chat_template.jinja to the model folder",
         )
     return RowText(contents_of(parsed.turns), False, row.where, parsed.turns, row)
+
+
+# A notice about rows for which `RowText.joined` is true.
+JOINED: Final = (
+    "the tokenizer has no chat template, so prompt and response are joined by a newline: if the "
+    'models were trained on another form, losses are too high; give {"text": ...} rows in that form'
+)
 
 
 def contents_of(turns: Sequence[Turn]) -> str:

@@ -119,7 +119,12 @@ def check_request(request: TuningRequest) -> TuningJob:
     _check_model(model, settings)
     layout = TrainedLayout(model, settings.only)
     tokenizer = load_tokenizer(model.checkpoint.tokenizer_folder)
-    text = TextSettings(max_length=settings.max_length, limit=settings.limit, seed=settings.seed)
+    text = TextSettings(
+        max_length=settings.max_length,
+        limit=settings.limit,
+        seed=settings.seed,
+        map=settings.map,
+    )
     answers = load_answers(request.data, tokenizer, text)
     return TuningJob(request, settings, model, layout, tokenizer, answers, device)
 

@@ -11,12 +11,15 @@ from moemerge.config.fields import Fraction, Name, PositiveInt, Strict
 from moemerge.config.settings import (
     DEVICE,
     LIMIT,
+    MAP,
     MAX_LENGTH,
     PUSH_TO_HUB,
     SEED,
     DeviceField,
     Flag,
+    MapForm,
     Seed,
+    TextColumns,
 )
 
 Schedule = Literal["linear", "cosine", "constant"]
@@ -84,6 +87,7 @@ class TuningSettings(Strict):
     max_length: PositiveInt = MAX_LENGTH
     limit: PositiveInt | None = LIMIT
     seed: Seed = SEED
+    map: TextColumns = MAP
     device: DeviceField = DEVICE
     dtype: TuningDtype = Field(
         "auto",
@@ -126,6 +130,7 @@ class TuningKeywords(TypedDict, total=False):
     max_length: int
     limit: int | None
     seed: int
+    map: MapForm
     device: str
     dtype: TuningDtype
 
