@@ -18,17 +18,18 @@ from moemerge.runtime import ranks
 
 # The order of commands in --help; others follow in alphabetical order.
 FIRST = (
+    "demo",
     "merge",
-    "calibrate",
     "run",
-    "refit",
     "diagnose",
-    "swap_routers",
+    "calibrate",
+    "refit",
+    "distill",
     "evaluate",
-    "stats",
+    "study",
+    "data",
     "inspect",
     "ls",
-    "demo",
 )
 # Commands that share the module of another one.
 SHARED = {"validate": "merge"}
@@ -58,7 +59,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Merge Mixture-of-Experts models and repair the routers that merging breaks.",
+    help="Merge Mixture-of-Experts models and repair what merging breaks.",
 )
 
 
@@ -99,7 +100,7 @@ def moemerge(
         bool, typer.Option("--version", callback=_version, help="Print the version.")
     ] = False,
 ) -> None:
-    """Merge Mixture-of-Experts models and repair the routers that merging breaks."""
+    """Merge Mixture-of-Experts models and repair what merging breaks."""
 
 
 def _add_verbs() -> None:
