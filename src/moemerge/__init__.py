@@ -1,4 +1,4 @@
-"""Merge Mixture-of-Experts language models and repair the routers that merging breaks.
+"""Merge Mixture-of-Experts language models and repair what merging breaks.
 
 Importing this package is instant and changes nothing; torch is imported when a name needs it.
 """
