@@ -243,8 +243,9 @@ class EvaluationReport:
 
 
 def _verdict(pair: PairedDifference, words: str, row: ResultRow) -> str:
+    named = words if words.endswith(f" {pair.first}") else f"{words}, {pair.first}"
     return (
-        f"{pair.second} is {pair.standing} {words}, {pair.first}: "
+        f"{pair.second} is {pair.standing} {named}: "
         f"{100 * pair.difference:+.1f} points of {row.title} (p {pair.p_text})"
     )
 
