@@ -36,6 +36,7 @@ from moemerge.report.files import (
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.files import read_file
+from moemerge.runtime.process import thread_pool
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import own_device
 from moemerge.text.batches import make_batches
@@ -44,6 +45,7 @@ from moemerge.text.rows import TextSource, check_files, source_names
 from moemerge.version import __version__
 
 CARD_TITLE = "Pruned experts"
+COPIERS = 4  # threads that copy tensors
 # transformers scores a group by the sum of its two best experts.
 SMALLEST_GROUP = {"max": 1, "top2_sum": 2}
 
@@ -261,8 +263,8 @@ def _write(job: PruneJob, kept: Mapping[int, Sequence[int]], report: PruneReport
         overwrite=job.request.overwrite,
         inputs=model.checkpoint.folders,
     ) as writer:
-        for tensor in tensors:
-            tensor.write(model, writer)
+        with thread_pool(COPIERS, "moemerge-prune") as pool:
+            list(pool.map(lambda tensor: tensor.write(model, writer), tensors))
         config = json.dumps(sliced_config(model, job.count), indent=2) + "\n"
         added = {
             "config.json": config.encode(),

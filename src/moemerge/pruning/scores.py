@@ -62,7 +62,7 @@ def score_experts(
     """Return the scores of every layer with a router, and the estimated memory in bytes."""
 
     def build(offload: Offload) -> OneStream:
-        chosen = replace(settings, offload=offload)
+        chosen = replace(settings, offload=offload, gather=False)
         return OneStream(ModelStream(model.checkpoint, batches, chosen, progress=progress))
 
     need = Need("pruning", 0, ["lower `max_tokens` or `max_length`"])

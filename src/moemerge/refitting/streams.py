@@ -280,7 +280,7 @@ def require_same_shapes(
             if not parameter.startswith(inside):
                 continue
             mine, other = ours.get(parameter), theirs.get(parameter)
-            if mine != other and not (name in experts and _same_but_rows(mine, other)):
+            if mine != other and not (name in experts and _same_but_one(mine, other)):
                 raise ArchitectureError(
                     f"{parameter} is {_shape(other)} in {sources[name].what}, and {_shape(mine)} "
                     f"in {streams.merged.stream.checkpoint.label}",
@@ -288,8 +288,11 @@ def require_same_shapes(
                 )
 
 
-def _same_but_rows(mine: torch.Size | None, other: torch.Size | None) -> bool:
-    return mine is not None and other is not None and mine[1:] == other[1:]
+def _same_but_one(mine: torch.Size | None, other: torch.Size | None) -> bool:
+    """Return whether shapes differ in one axis: experts, or (1, experts) of a bias."""
+    if mine is None or other is None or len(mine) != len(other):
+        return False
+    return sum(a != b for a, b in zip(mine, other, strict=True)) == 1
 
 
 def _shape(shape: torch.Size | None) -> str:
