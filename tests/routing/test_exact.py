@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from moemerge.routing import (
     exact,
     measure_routers,
     minimise_divergence,
+    preconditioners,
     solve_router,
 )
 from moemerge.routing.preconditioners import Attempt, attempts
@@ -279,6 +281,43 @@ def test_convergence_is_not_claimed_far_from_the_minimum(
     if kind is Preconditioner.AUTO:
         assert result.converged
         assert result.kl[-1] < 1.005 * minimum
+
+
+def first_layer(dtype: torch.dtype) -> list[DomainFeatures]:
+    """Token directions by Zipf's law, with a little context: a steep spectrum, as real layers."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, width, experts, vocabulary = 2000, 96, 12, 1500
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    basis = torch.linalg.qr(normal(width, width))[0]
+    table = (normal(vocabulary, width) * torch.logspace(0, -2.5, width)) @ basis
+    shares = 1.0 / torch.arange(1, vocabulary + 1)
+    base = 6 * normal(experts, width) / width**0.5
+    domains = []
+    for name in "ab":
+        order = torch.randperm(vocabulary, generator=generator)
+        drawn = torch.multinomial(shares, tokens, replacement=True, generator=generator)
+        x = table[order[drawn]]
+        x[1:] += 0.1 * x[:-1]
+        x = x / x.square().mean(dim=1, keepdim=True).sqrt()
+        router = base + normal(experts, width) / width**0.5
+        domains.append(DomainFeatures(name, [x.to(dtype)], router))
+    return domains
+
+
+def test_a_first_layer_converges_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    domains = first_layer(torch.bfloat16)
+    start = solve_router(SOFTMAX, domains, domains[0].router).weight
+    wide = [replace(d, features=[x.double() for x in d.features]) for d in domains]
+    tight = ExactSettings(decrease_rtol=1e-4, preconditioner=Preconditioner.BLOCK)
+    minimum = minimise_divergence(SOFTMAX, wide, start, tight).kl[-1]
+    monkeypatch.setattr(preconditioners, "BLOCK_BYTES", 0)  # as for wide models
+    result = minimise_divergence(SOFTMAX, domains, start)
+    assert result.converged
+    assert result.inner_steps <= 600  # with the damping of the quadratic system, 1273
+    assert result.kl[-1] < (1 + 1e-3) * minimum
 
 
 def test_running_out_of_steps_is_said() -> None:

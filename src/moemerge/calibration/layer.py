@@ -73,10 +73,12 @@ class LayerResult:
     def message(self) -> str:
         """A description of `status`."""
         if self.exact is not None and not self.exact.converged:
+            kl = self.exact.kl
+            last = kl[-2] - kl[-1] if len(kl) > 1 else 0.0
             return (
                 f"{self.exact.status}: Newton's method ended after "
-                f"{counted(self.exact.steps, 'step')}, "
-                f"divergence {self.exact.kl[0]:.3g} → {self.exact.kl[-1]:.3g}"
+                f"{counted(self.exact.steps, 'step')}, divergence {kl[0]:.3g} → {kl[-1]:.3g}; "
+                f"the last step lowered it by {last:.1g}"
             )
         return self.solution.cg.message
 

@@ -96,9 +96,10 @@ class RouterCalibrator(Visitor):
         self._solved += 1
         before, after = (_mean(row[key]) for key in ("kl_before", "kl_after"))
         residual = "?" if row["residual"] is None else f"{row['residual']:.1e}"
+        newton = counted(row["exact"]["steps"], "Newton step") + ", " if "exact" in row else ""
         self._progress.note(
             f"layer {row['layer']}: {counted(row['iterations'], 'step')}, residual {residual}, "
-            f"KL {before:.3g} → {after:.3g}{self._remaining()}"
+            f"{newton}KL {before:.3g} → {after:.3g}{self._remaining()}"
         )
 
     def _remaining(self) -> str:

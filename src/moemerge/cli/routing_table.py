@@ -332,13 +332,17 @@ def _solves(report: CalibrationReport, *, verbose: bool) -> RenderableType:
 
 
 def _solve_cells(row: Mapping[str, Any]) -> list[str | Text]:
-    """Return layer, steps, residual and router; a row of means has only its name."""
+    """Return layer, steps, residual and router; a row of means has only its name.
+
+    With the exact objective, steps are those of CG and of Newton's method after it.
+    """
     if "router" not in row:
         return [row["layer"], "", "", ""]
-    residual, status = row["residual"], row["status"]
-    steps = Text(str(row["iterations"]))
-    if status != "converged":
-        steps = Text(f"{steps} {status}", style="red")
+    residual, exact = row["residual"], row.get("exact")
+    steps = Text(str(row["iterations"]) + (f" + {exact['steps']} Newton" if exact else ""))
+    if row["status"] != "converged":
+        why = "no further progress" if row["status"] == "stagnated" else "stopped early"
+        steps = Text(f"{steps}, {why}", style="red")
     return [str(row["layer"]), steps, "" if residual is None else f"{residual:.1e}", row["router"]]
 
 

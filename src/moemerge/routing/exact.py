@@ -126,7 +126,7 @@ def minimise_divergence(
             status = Status.CONVERGED
             break
         enough = settings.decrease_rtol * max(here.kl, VANISHING * kl[0])
-        step, telling = newton.step(here, enough)
+        step, finished = newton.step(here, enough)
         promise = float(torch.sum(here.descent * step))  # = −gᵀs
         length = _line_search(gate, domains, w, step, here.kl, promise)
         there = _Point.at(gate, domains, w + length * step) if length > 0.0 else here
@@ -136,10 +136,12 @@ def minimise_divergence(
             w, here, steps = w + length * step, there, steps + 1
             kl.append(here.kl)
             gradient.append(here.gradient_norm)
-        if telling and 0.5 * promise <= enough:
+        if finished and tried <= TELLING_DAMPING and 0.5 * promise <= enough:
             status = Status.CONVERGED
             break
-        if not descended and tried >= MOST_DAMPING:
+        rounding = torch.finfo(here.curvatures[0].working).eps * here.kl
+        at_rounding = tried <= TELLING_DAMPING and 0.5 * promise <= rounding
+        if at_rounding or (not descended and tried >= MOST_DAMPING):
             status = Status.STAGNATED
             break
     return ExactResult(w, status, steps, newton.inner_steps, tuple(kl), tuple(gradient))
@@ -178,7 +180,7 @@ class _Newton:
         self.patience = 0.0  # CG steps after which a new preconditioner would have been cheaper
 
     def step(self, here: _Point, enough: float) -> tuple[Tensor, bool]:
-        """Solve (Σ + λ diag Σ) s ≈ −gradient; also return whether s predicts the minimum.
+        """Solve (Σ + λ diag Σ) s ≈ −gradient; also return whether CG converged.
 
         `enough` is a decrease of the divergence that is not worth a step.
         """
@@ -204,7 +206,7 @@ class _Newton:
             step = built.operator.mv(here.descent)
         if self.has_null_direction:
             step = step - step.mean(dim=0, keepdim=True)
-        return step, result.converged and self.damping <= TELLING_DAMPING
+        return step, result.converged
 
     def _attempts(self, operator: RouterCurvature) -> Iterator[Attempt]:
         """Yield the previous system's preconditioner, and then new ones."""
