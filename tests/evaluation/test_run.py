@@ -10,7 +10,7 @@ import pytest
 import moemerge
 from evaluation.cases import GREEDY, kept_answers, run, write_task
 from evidence.scoring import accuracy
-from moemerge.errors import DataError, UsageError
+from moemerge.errors import DataError, ResourceError, UsageError
 from moemerge.evaluation.page import page_document
 from moemerge.generation.transformers_engine import TransformersEngine
 from moemerge.report.scores import render_scores
@@ -152,9 +152,21 @@ def test_cut_completions_are_counted_and_told(specialists, sums, tmp_path):
     assert run([specialists["math"]], [task], tmp_path / "out", max_new_tokens=24).notices == ()
 
 
-def test_an_engine_that_dies_loses_nothing(specialists, sums, tmp_path, monkeypatch):
-    from moemerge.errors import ResourceError
+def test_too_little_memory_is_named(specialists, sums, tmp_path, monkeypatch):
+    def full(*_):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
 
+    task = write_task(tmp_path, sums[:2])
+    for place, told in (
+        ("generate", r"(?s)0 of 2 completions \(out of memory\).*`batch_size`.*fewer processes"),
+        ("__init__", r"(?s)does not fit into the free memory.*fewer processes"),
+    ):
+        monkeypatch.setattr(TransformersEngine, place, full)
+        with pytest.raises(ResourceError, match=told):
+            run([specialists["math"]], [task], tmp_path / "out")
+
+
+def test_an_engine_that_dies_loses_nothing(specialists, sums, tmp_path, monkeypatch):
     task, out = write_task(tmp_path, sums), tmp_path / "out"
     whole = TransformersEngine.generate
 

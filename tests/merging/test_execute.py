@@ -242,9 +242,12 @@ def test_options_are_refused_before_a_model_is_opened(tmp_path, check):
             check(settings, tmp_path, **wrong)
 
 
-def test_a_device_without_memory_is_named(models, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")]
+)
+def test_a_device_without_memory_is_named(error, models, tmp_path, monkeypatch):
     def full(*_):
-        raise torch.OutOfMemoryError("no room")
+        raise error
 
     settings = config("linear", models)
     method = METHODS.get("linear")

@@ -37,13 +37,16 @@ from moemerge.features.input_hooks import (
 )
 from moemerge.features.tokens import as_sequences, real_tokens
 from moemerge.features.weights import Weights
-from moemerge.runtime.devices import attention_without_plans
+from moemerge.runtime.devices import attention_without_plans, is_out_of_memory
 from moemerge.runtime.gpu import deterministic
 from moemerge.runtime.process import give_back_freed_memory
 from moemerge.runtime.progress import Progress
 from moemerge.statistics import StatisticsWriter
 from moemerge.statistics.file import stored_shape
 from moemerge.text.batches import Batch, rows_of
+
+# What the model's own code may raise.
+MODEL_ERRORS = (MemoryError, RuntimeError, AttributeError, TypeError, ValueError, KeyError)
 
 # A measure sums a statistic of d loss / d W = Σ_t δ_t x_tᵀ into `total` (out, in): `add` takes
 # gradients (sequences, tokens, out) and inputs (sequences, tokens, in), `add_ragged` rows
@@ -359,12 +362,12 @@ class _Backward:
         label = self._job.model.label
         try:
             yield
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise ResourceError(
-                f"{label}: out of memory on {self._device} in {where}, on the way back",
-                hint='use `offload="disk"`, or lower `max_tokens` or `max_length`',
-            ) from error
-        except (RuntimeError, AttributeError, TypeError, ValueError, KeyError) as error:
+        except MODEL_ERRORS as error:
+            if is_out_of_memory(error):
+                raise ResourceError(
+                    f"{label}: out of memory on {self._device} in {where}, on the way back",
+                    hint='use `offload="disk"`, or lower `max_tokens` or `max_length`',
+                ) from error
             raise ArchitectureError(
                 f"{label}: gradients cannot be sent back through {where}: "
                 f"{type(error).__name__}: {error}"

@@ -23,6 +23,7 @@ from moemerge.generation.server import ServerEngine, check_urls
 from moemerge.generation.settings import GenerationSettings
 from moemerge.generation.transformers_engine import TransformersEngine
 from moemerge.generation.vllm_engine import VllmEngine, check_installed
+from moemerge.runtime.devices import is_out_of_memory
 from moemerge.runtime.journals import LineStore, OtherRunError
 from moemerge.runtime.progress import Progress, counted
 from moemerge.verification.judgement import Judgement, Verifier
@@ -161,7 +162,7 @@ def complete(
     if reused:
         progress.note(f"{reused} of {counted(reused + len(missing), 'completion')} exist already")
     if missing:
-        engine = make_engine()
+        engine = _loaded(make_engine)
         begun = time.monotonic()
         progress.start("generating", len(missing), unit="completions")
         try:
@@ -175,10 +176,13 @@ def complete(
         except MoeMergeError:
             raise
         except Exception as error:  # libraries raise many types when a device or a model fails
+            why, hint = f"{type(error).__name__}: {error}", ""
+            if is_out_of_memory(error):
+                why, hint = "out of memory", "lower `batch_size`, or use fewer processes; "
             raise ResourceError(
                 f"the engine {engine.name} stopped after {len(finished) - reused} of "
-                f"{len(missing)} completions ({type(error).__name__}: {error})",
-                hint="they are kept: the same command continues from there",
+                f"{len(missing)} completions ({why})",
+                hint=f"{hint}they are kept: the same command continues from there",
             ) from error
         finally:
             progress.finish()
@@ -188,6 +192,18 @@ def complete(
         for place in range(len(prompts))
     )
     return Generated(completions, reused, tokens_made, time.monotonic() - begun)
+
+
+def _loaded(make_engine: Callable[[], Engine]) -> Engine:
+    try:
+        return make_engine()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ResourceError(
+            "the model does not fit into the free memory of its device",
+            hint='use `device="cpu"`, or fewer processes on the device',
+        ) from error
 
 
 # --- answers --------------------------------------------------------------------------------------

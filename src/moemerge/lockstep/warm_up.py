@@ -13,7 +13,7 @@ from torch import Tensor
 from moemerge.architectures.opened import OpenModel
 from moemerge.architectures.rules import Gate
 from moemerge.routing import DomainFeatures
-from moemerge.runtime.devices import gpu_memory, prepare_for_threads
+from moemerge.runtime.devices import gpu_memory, is_out_of_memory, prepare_for_threads
 from moemerge.runtime.process import start_thread
 
 DOMAINS = ("one", "two")
@@ -60,10 +60,10 @@ class WarmUp:
         try:
             prepare_for_threads(device)
             work()
-        except torch.OutOfMemoryError:
-            pass  # a rehearsal only saves time; the run checks its memory itself
-        except BaseException as error:  # raised again in the waiting thread
-            self._error = error
+        except BaseException as error:
+            # A rehearsal only saves time, and the run checks its memory itself. Other errors are
+            # raised again in the waiting thread.
+            self._error = None if is_out_of_memory(error) else error
 
 
 @dataclass(frozen=True)

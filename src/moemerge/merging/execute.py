@@ -25,7 +25,7 @@ from moemerge.merging.plan import MergeBlock, MergePlan, NeuronScale, UnitInput,
 from moemerge.merging.report import Remarks
 from moemerge.merging.statistics import read_statistics
 from moemerge.merging.wrapper import around
-from moemerge.runtime.devices import OwnStream, cpu_count, prepare_for_threads
+from moemerge.runtime.devices import OwnStream, cpu_count, is_out_of_memory, prepare_for_threads
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.process import reuse_freed_memory, thread_pool
 from moemerge.runtime.progress import Progress
@@ -178,7 +178,9 @@ class _Runner:
         ):
             try:
                 result = self._merge(block) if block.merges else self._copy(block)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 raise ResourceError(
                     f"{self.settings.device} has too little free memory to merge {block.tensor}",
                     hint='use `device="cpu"`, or free memory on the device',

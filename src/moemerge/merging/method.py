@@ -36,6 +36,7 @@ from moemerge.config.parameters import (
 from moemerge.config.parameters import BasePolicy as BasePolicy  # methods take it from here
 from moemerge.errors import ConfigError, MoeMergeError, UsageError, in_one_line
 from moemerge.registry import Registry
+from moemerge.runtime.devices import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,10 +166,10 @@ class MergeMethod:
             shape = inputs[0].tensor.shape
             if result.shape != shape:
                 raise ValueError(f"the result is {[*result.shape]}, the models' {[*shape]}")
-        except (MoeMergeError, StoppedError, MemoryError):
+        except (MoeMergeError, StoppedError):
             raise
         except Exception as error:
-            if type(error).__name__ == "OutOfMemoryError":  # torch's; `execute` reports it
+            if is_out_of_memory(error):  # `execute` reports it
                 raise
             raise UsageError(
                 f"merge method {self.name!r}, {unit.key}: {in_one_line(error)}",

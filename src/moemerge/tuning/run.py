@@ -24,6 +24,7 @@ from moemerge.errors import (
 from moemerge.features.trainable import load_trainable
 from moemerge.lockstep.inputs import settings_data
 from moemerge.lockstep.states import SavedStates
+from moemerge.runtime.devices import is_out_of_memory
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import Ranks, asked_for
@@ -102,13 +103,13 @@ def _train(
             trainer.train(resume_from_checkpoint=None if saved is None else str(saved))
     except OSError as error:
         raise output_error(error, folder) from error
-    except torch.OutOfMemoryError as error:
-        raise ResourceError(
-            f"{job.device} has too little memory to train with {job.micro_batch} rows at once",
-            hint="use fewer rows at once, shorter rows, or a LoRA: `micro_batch=1`, "
-            "`max_length=1024`, `lora=16`",
-        ) from error
     except UNABLE as error:
+        if is_out_of_memory(error):
+            raise ResourceError(
+                f"{job.device} has too little memory to train with {job.micro_batch} rows at once",
+                hint="use fewer rows at once, shorter rows, or a LoRA: `micro_batch=1`, "
+                "`max_length=1024`, `lora=16`",
+            ) from error
         raise ArchitectureError(
             f"{job.model.label}: trl cannot train this model with these settings "
             f"({in_one_line(error)})",
