@@ -130,36 +130,47 @@ def test_held_out_rows_choose_the_rate(case: cases.Case, tmp_path: Path) -> None
     assert len(report.tried_rates) >= 3
 
 
+@pytest.mark.parametrize(
+    ("own", "killed"), [({}, 7), ({"lora": 4}, 5), ({"optimiser": "adafactor"}, 9)]
+)
 def test_a_killed_run_resumes_to_the_same_bytes(
     case: cases.Case,
     distilled: tuple[Path, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    own: dict[str, Any],
+    killed: int,
 ) -> None:
     class KilledError(Exception):
         pass
 
     step = running.Trainer.step
 
-    def killed_at_seven(self: Any, number: int, optimiser: Any) -> float:
-        if number == 7:
+    def step_until_killed(self: Any, number: int, optimiser: Any) -> float:
+        if number == killed:
             raise KilledError
         return step(self, number, optimiser)
 
+    out, whole = distilled
+    if own:
+        out = tmp_path / "whole"
+        own = {**own, "dtype": "bfloat16", "learning_rate": 1e-2}
+        whole = distill(case, out, **own)
     with monkeypatch.context() as patch:
-        patch.setattr(running.Trainer, "step", killed_at_seven)
+        patch.setattr(running.Trainer, "step", step_until_killed)
         with pytest.raises(KilledError):
-            distill(case, tmp_path / "out")
+            distill(case, tmp_path / "out", **own)
     assert not (tmp_path / "out").exists()
 
     def no_teacher(*_: Any, **__: Any) -> None:
         raise AssertionError("the stored distributions should be used")
 
     monkeypatch.setattr("moemerge.distilling.teachers._fill", no_teacher)
-    report = distill(case, tmp_path / "out")
+    report = distill(case, tmp_path / "out", **own)
 
-    assert cases.weights(tmp_path / "out") == cases.weights(distilled[0])
-    assert report.losses == distilled[1].losses
+    assert cases.weights(tmp_path / "out") == cases.weights(out)
+    assert report.losses == whole.losses
+    assert report.kept_step > 0
     assert cases.leftovers(tmp_path / "out") == []
 
 

@@ -39,12 +39,11 @@ class Adapters:
         layers: Sequence[str],
         shapes: Mapping[str, Sequence[int]],
         rank: int,
-        seed: int,
+        generator: torch.Generator,
     ) -> None:
         self._model = model
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
-        device = next(model.parameters()).device
-        generator = torch.Generator(device).manual_seed(seed)
+        device = generator.device
         for name, shape in sorted(shapes.items()):
             up, down = factor_shapes(shape, rank)
             spread = torch.randn(down, generator=generator, device=device) * shape[-1] ** -0.5
@@ -62,9 +61,9 @@ class Adapters:
             for part, factor in zip("BA", pair, strict=True)
         }
 
-    def adapted(self, name: str) -> Tensor:
-        """Return W + 2 B A, rounded to the dtype of W."""
-        weight = self._model.get_parameter(name)
+    def adapted(self, name: str, weight: Tensor | None = None) -> Tensor:
+        """Return W + 2 B A, rounded to the dtype of W; W is the model's own by default."""
+        weight = self._model.get_parameter(name) if weight is None else weight
         up, down = (factor.to(weight.dtype) for factor in self.factors[name])
         add = torch.addmm if weight.dim() == 2 else torch.baddbmm
         return add(weight, up, down, alpha=SCALE)

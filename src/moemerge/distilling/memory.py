@@ -43,6 +43,7 @@ class TrainingSize:
     vocabulary: int
     recompute: bool
     micro_tokens: int
+    shards: int = 1  # ranks that the model's weights are distributed over
 
     @classmethod
     def of(
@@ -55,6 +56,7 @@ class TrainingSize:
         vocabulary: int,
         recompute: bool,
         lora: int | None,
+        shards: int,
     ) -> TrainingSize:
         architecture = opened.architecture
         described = describe_architecture(architecture, opened.checkpoint.tensors)
@@ -73,6 +75,7 @@ class TrainingSize:
             vocabulary=vocabulary,
             recompute=recompute,
             micro_tokens=max(1, min(most, fitting)),
+            shards=shards,
         )
 
     @property
@@ -95,15 +98,20 @@ class TrainingSize:
         """Return the estimated peak memory of the training on its device."""
         size = self.dtype.itemsize
         optimised = self.optimised_bytes(optimiser)
-        needed = self.total * size + optimised + self.state_bytes(optimiser)  # with gradients
+        state = optimised + self.state_bytes(optimiser)  # with gradients
+        weights = self.total * size
         if self.adapters is not None:
             # The factors, and the adapted matrices with their gradients: of one layer at a time, if
             # nothing is kept for the backward pass.
             at_once = self.matrices // self.layers if self.recompute else self.matrices
-            needed += optimised + 2 * at_once * size
-        elif needs_copies(optimiser, self.dtype):
-            needed += optimised + self.parameters * size  # copies; gradients that are not widened
-        return needed + self.micro_tokens * self._token_bytes
+            state += optimised + 2 * at_once * size
+        else:
+            if needs_copies(optimiser, self.dtype):
+                state += optimised + self.parameters * size  # copies; gradients before widening
+            state //= self.shards
+        if self.shards > 1:  # a layer is gathered while the next one is fetched
+            weights = weights // self.shards + 2 * weights // self.layers
+        return weights + state + self.micro_tokens * self._token_bytes
 
     @property
     def _token_bytes(self) -> int:

@@ -43,7 +43,7 @@ class Adafactor(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for value in group["params"]:
-                if value.grad is not None:
+                if value.grad is not None and value.numel():  # a share may be empty
                     self._update(value, value.grad, group["lr"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

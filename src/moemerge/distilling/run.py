@@ -34,7 +34,7 @@ from moemerge.lockstep.output import PERMANENT, Output, RefusedResultError
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.request import RepairRequest, request_key
 from moemerge.lockstep.states import SavedStates, mark_complete
-from moemerge.runtime.devices import available_memory
+from moemerge.runtime.devices import available_memory, deterministic
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Stopwatch, Timings, peak_memory
@@ -48,7 +48,6 @@ DISK_RATE: Final = 1e9  # bytes per second, assumed
 # Learning rates at which the search begins.
 FIRST_RATE: Final[Mapping[OptimiserName, float]] = {"adamw": 1e-4, "adafactor": 1e-3}
 LORA_RATE: Final = 1e-3
-STATE_FILE: Final = "state.pt"
 STUDENT: Final = "student"  # the only entry of the journal
 
 DistillRequest = RepairRequest[DistillSettings]
@@ -83,6 +82,7 @@ class DistillJob(RepairJob[DistillSettings]):
             vocabulary=self.vocabulary,
             recompute=recompute,
             lora=self.request.settings.lora,
+            shards=self.ranks.count if self.ranks.can_shard(self.stream.device) else 1,
         )
 
     def _fits(self, nbytes: int) -> bool:
@@ -128,6 +128,7 @@ class DistillJob(RepairJob[DistillSettings]):
                 name: hashlib.sha256(source.checkpoint.fingerprint().encode()).hexdigest()
                 for name, source in self.sources.items()
             },
+            "ranks": self.ranks.count,
             "steps": self.steps,
             "micro_tokens": self.size.micro_tokens,
             "optimiser": self.optimiser,
@@ -207,7 +208,8 @@ class Distillation(RepairSteps[DistillSettings, DistillJob, DistillReport]):
 
 def _trained(job: DistillJob, student: Student) -> dict[str, torch.Tensor]:
     """Return the stored tensors with the trained values; on rank 0 alone."""
-    return dict(job.layout.written(student.state_dict())) if job.ranks.leads else {}
+    state = student.state_dict()
+    return dict(job.layout.written(state)) if job.ranks.leads else {}
 
 
 def _distil(
@@ -232,7 +234,14 @@ def _distil(
     states.keep_teachers()
     with stopwatch.span("load"):
         loading = StudentOptions(job.optimiser, job.size.recompute, settings.lora, settings.seed)
-        student = Student(job.merged, job.layout, stream.device, stream.dtype, options=loading)
+        student = Student(
+            job.merged,
+            job.layout,
+            stream.device,
+            stream.dtype,
+            options=loading,
+            ranks=job.ranks,
+        )
     options = TrainingOptions(
         steps=job.steps,
         batch=settings.batch,
@@ -249,13 +258,14 @@ def _distil(
     state, optimiser = states.load(trainer)
     if state is not None:
         progress.note(f"a killed run is continued after step {state.step}")
-    if state is None and rate == "auto":
-        with stopwatch.span("search for the rate"):
-            rate, tried = trainer.choose_rate()
-    if state is None:
-        state = Progressed(float(rate), tried)
-        optimiser = trainer.optimiser(state.rate)
-    trainer.train(state, optimiser, states.save)
+    with deterministic(stream.device):
+        if state is None and rate == "auto":
+            with stopwatch.span("search for the rate"):
+                rate, tried = trainer.choose_rate()
+        if state is None:
+            state = Progressed(float(rate), tried)
+            optimiser = trainer.optimiser(state.rate)
+        trainer.train(state, optimiser, states.save)
     return state.to_json(), student
 
 
@@ -294,8 +304,9 @@ class TrainingStates:
                 mark_complete(folder)
 
     def save(self, state: Progressed, optimiser: torch.optim.Optimizer, student: Student) -> None:
-        """Store a training state. Every rank has the same one, and rank 0 writes it."""
-        if self._saved is None or time.perf_counter() - self._last < self._pause:
+        """Store a training state. Each rank writes its own share."""
+        due = time.perf_counter() - self._last >= self._pause
+        if not self._ranks.broadcast_object(due):
             return
         folder = self.folder / f"checkpoint-{state.step}"
         with writing(folder):
@@ -307,18 +318,24 @@ class TrainingStates:
                     "weights": student.snapshot(),
                     "optimiser": optimiser.state_dict(),
                 },
-                folder / STATE_FILE,
+                folder / self._file,
             )
-            mark_complete(folder)
-            self._saved.prune()
+            self._ranks.barrier()
+            if self._saved is not None:
+                mark_complete(folder)
+                self._saved.prune()
         self._last = time.perf_counter()
+
+    @property
+    def _file(self) -> str:
+        return f"state-{self._ranks.rank}.pt"
 
     def load(self, trainer: Trainer) -> tuple[Progressed | None, torch.optim.Optimizer]:
         """Return the last state and its optimiser, and set the student's weights to it."""
         latest = self._ranks.broadcast_object(None if self._saved is None else self._saved.latest())
-        if latest is None or not (latest / STATE_FILE).exists():
+        if latest is None or not (latest / self._file).exists():
             return None, trainer.optimiser(0.0)
-        stored = torch.load(latest / STATE_FILE, map_location="cpu", weights_only=True)
+        stored = torch.load(latest / self._file, map_location="cpu", weights_only=True)
         state = Progressed.from_json(stored["state"], stored["best"] or stored["weights"])
         trainer.student.load(stored["weights"])
         optimiser = trainer.optimiser(state.rate)

@@ -8,8 +8,10 @@ needs no copies. Adapters (LoRA) are float32.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,6 +24,7 @@ from moemerge.errors import NumericalError
 from moemerge.features.fused import fuse
 from moemerge.features.routers import anatomy
 from moemerge.features.trainable import TrainedLayout, load_trainable
+from moemerge.runtime.ranks import SINGLE, Ranks, gathered, own_shard
 
 CPU: Final = torch.device("cpu")
 
@@ -42,7 +45,11 @@ def needs_copies(optimiser: OptimiserName, dtype: torch.dtype) -> bool:
 
 
 class Student:
-    """A model in memory with some trainable parameters."""
+    """A model in memory with some trainable parameters.
+
+    If several ranks have their own devices, each holds a share of the model's weights (FSDP), of
+    their gradients and of the optimiser's state. Adapters are whole in every rank.
+    """
 
     def __init__(
         self,
@@ -52,11 +59,19 @@ class Student:
         dtype: torch.dtype,
         *,
         options: StudentOptions,
+        ranks: Ranks = SINGLE,
     ) -> None:
         self.device = device
+        self.ranks = ranks
         rank = options.lora
+        sharded = ranks.can_shard(device)
         self.model: Any = load_trainable(
-            opened, layout, dtype, lora=rank is not None, device=device
+            opened,
+            layout,
+            dtype,
+            lora=rank is not None,
+            device=device,
+            shard=partial(ranks.shard, device=device) if sharded else None,
         )
         fuse(self.model, device, dtype)
         if options.recompute:
@@ -67,16 +82,21 @@ class Student:
             self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         else:
             layers = anatomy(self.model).layers
-            self._adapters = Adapters(self.model, layers, layout.shapes, rank, options.seed)
+            generator = torch.Generator(device).manual_seed(options.seed)
+            self._adapters = Adapters(self.model, layers, layout.shapes, rank, generator)
             self.trained = self._adapters.parameters
-        # What the optimiser updates, by name: the trained parameters or their float32 copies.
+        # FSDP takes the mean of gradients over ranks; without it they are summed.
+        self.shares_weights = sharded and rank is None
+        self._gathers = sharded
+        # What the optimiser updates, by name: trained parameters (this rank's share of them), or
+        # float32 copies.
         copied = needs_copies(options.optimiser, dtype)
-        self.masters: dict[str, Tensor] = {
-            name: value.detach().float().requires_grad_()
-            if copied and value.dtype != torch.float32
-            else value
-            for name, value in self.trained.items()
-        }
+        self.masters: dict[str, Tensor] = {}
+        for name, value in self.trained.items():
+            own = own_shard(value)
+            if copied and own.dtype != torch.float32:
+                own = own.detach().float().requires_grad_()
+            self.masters[name] = own
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Return the next-token logits (rows, length, vocabulary) of rows padded on the right.
@@ -87,7 +107,9 @@ class Student:
         return out
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradient of every trained parameter, zeros if no token reached it."""
+        """Return the gradients that ranks must add up, zeros if no token reached a parameter."""
+        if self.shares_weights:  # FSDP has added them up
+            return []
         for value in self.trained.values():
             if value.grad is None:
                 value.grad = torch.zeros_like(value)
@@ -98,11 +120,18 @@ class Student:
         for name, value in self.trained.items():
             master = self.masters[name]
             if master is not value:
-                assert value.grad is not None
-                master.grad, value.grad = value.grad.float(), None
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), clip))
-        if not torch.isfinite(torch.tensor(norm)):
+                gradient = torch.zeros_like(master) if value.grad is None else own_shard(value.grad)
+                master.grad, value.grad = gradient.to(master.dtype), None
+        masters = list(self.masters.values())
+        total = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
+        if self.shares_weights:
+            squares = total.double().square()
+            self.ranks.all_reduce(squares)
+            total = squares.sqrt().to(total.dtype)
+        norm = float(total)
+        if not math.isfinite(norm):
             raise NumericalError(f"the gradient's norm is {norm}", hint="lower `learning_rate`")
+        torch.nn.utils.clip_grads_with_norm_(masters, clip, total)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         self._round_masters()
@@ -123,18 +152,37 @@ class Student:
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return every tensor of the model with the trained values; adapters are merged."""
+        """Return every trained tensor with its last value; adapters are merged.
+
+        It ends the training. Every rank must call it if the model is distributed. Rank 0 then gets
+        the tensors on the host, the others nothing.
+        """
+        if self._gathers:
+            return self._gathered()
         if self._adapters is not None:
             self._adapters.merge()
             state: dict[str, Tensor] = self.model.state_dict()
             return state
         return {**self.model.state_dict(), **{n: v.detach() for n, v in self.masters.items()}}
 
+    @torch.no_grad()
+    def _gathered(self) -> dict[str, Tensor]:
+        adapted = self._adapters.factors if self._adapters is not None else {}
+        state = {}
+        for name, value in self.model.named_parameters(remove_duplicate=False):
+            whole = gathered(value)
+            if self._adapters is not None and name in adapted:
+                whole = self._adapters.adapted(name, whole)
+            if self.ranks.leads:
+                state[name] = whole.cpu()
+        return state
+
     def _round_masters(self) -> None:
         with torch.no_grad():
             for name, value in self.trained.items():
-                if self.masters[name] is not value:
-                    value.copy_(self.masters[name])
+                own = own_shard(value)
+                if self.masters[name].dtype != own.dtype:
+                    own.copy_(self.masters[name])
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ EVALUATIONS: Final = 5  # of a training, evenly spread
 PATIENCE: Final = 2  # evaluations without a gain after which a training stops
 # Learning rates that `auto` chooses from.
 RATES: Final = tuple(10.0 ** (exponent / 2) for exponent in range(-12, -3))
-TRIAL: Final = 0.25  # of the steps: how long a rate is tried
+TRIAL: Final = 0.1  # of the steps: how long a rate is tried
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,9 @@ class Trainer:
             for name, rows in self.teachers.items():
                 places = list(range(len(rows.domain.holdout)))
                 total = torch.zeros((), dtype=torch.float64, device=self.student.device)
-                for part in self._micro_batches(rows, places, holdout=True):
-                    total += self._loss(rows, part, holdout=True, next_token=0.0).double()
+                for part, weight in self._micro_batches(rows, places, holdout=True):
+                    loss = self._loss(rows, part, holdout=True, next_token=0.0)
+                    total += weight * loss.double()
                 self.ranks.all_reduce(total)
                 means[name] = float(total) / sum(map(positions, rows.domain.holdout))
         return means
@@ -149,21 +150,29 @@ class Trainer:
 
     def _micro_batches(
         self, rows: TeacherRows, places: Sequence[int], *, holdout: bool
-    ) -> Iterator[list[int]]:
-        """Yield this rank's rows in groups of at most `micro_tokens` padded tokens."""
+    ) -> Iterator[tuple[list[int], float]]:
+        """Yield this rank's rows in groups of at most `micro_tokens` padded tokens, with weight 1.
+
+        All ranks run the same number of groups, since they gather weights from each other. A rank
+        with fewer groups runs a short row with weight 0.
+        """
         own = rows.domain.holdout if holdout else rows.domain.rows
-        mine = [
-            at for at in places if at % self.ranks.count == self.ranks.rank and len(own[at]) > 1
-        ]
-        group: list[int] = []
+        usable = [at for at in places if len(own[at]) > 1]
+        groups = [self._groups(own, usable, rank) for rank in range(self.ranks.count)]
+        mine = groups[self.ranks.rank]
+        yield from ((group, 1.0) for group in mine)
+        for _ in range(max(map(len, groups)) - len(mine)):
+            yield [min(usable, key=lambda at: len(own[at]))], 0.0
+
+    def _groups(self, own: Sequence[Tensor], places: Sequence[int], rank: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        mine = (at for at in places if at % self.ranks.count == rank)
         for at in sorted(mine, key=lambda at: -len(own[at])):
-            longest = len(own[group[0]]) if group else 0
-            if group and longest * (len(group) + 1) > self.options.micro_tokens:
-                yield group
-                group = []
-            group.append(at)
-        if group:
-            yield group
+            longest = len(own[groups[-1][0]]) if groups else 0
+            if not groups or longest * (len(groups[-1]) + 1) > self.options.micro_tokens:
+                groups.append([])
+            groups[-1].append(at)
+        return groups
 
     # --- steps ---
 
@@ -171,15 +180,15 @@ class Trainer:
         """Take step `number` (from 0); return its loss."""
         torch.manual_seed(self.options.seed + number)
         total = torch.zeros((), dtype=torch.float64, device=self.student.device)
+        factor = self.ranks.count if self.student.shares_weights else 1
         for name, rows in self.teachers.items():
             places = self._places(name, rows, number)
             count = sum(positions(rows.domain.rows[at]) for at in places)
             scale = self.weights[name] / max(1, count)
-            for part in self._micro_batches(rows, places, holdout=False):
-                loss = scale * self._loss(
-                    rows, part, holdout=False, next_token=self.options.next_token
-                )
-                loss.backward()  # type: ignore[no-untyped-call]
+            for part, weight in self._micro_batches(rows, places, holdout=False):
+                loss = self._loss(rows, part, holdout=False, next_token=self.options.next_token)
+                loss = weight * scale * loss
+                (factor * loss).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach().double()
         self.ranks.all_reduce(total, *self.student.gradients())
         loss_value = float(total)

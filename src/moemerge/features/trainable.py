@@ -7,13 +7,13 @@ every layout, which pair trained weights with stored tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moemerge.architectures.architecture import Architecture
@@ -22,6 +22,7 @@ from moemerge.architectures.roles import Role, Unit
 from moemerge.checkpoint import TensorInfo
 from moemerge.errors import ArchitectureError, NumericalError
 from moemerge.features.loading import build_skeleton
+from moemerge.features.routers import anatomy
 from moemerge.features.weights import Weights
 
 CPU = torch.device("cpu")
@@ -157,20 +158,30 @@ def load_trainable(
     *,
     lora: bool,
     device: torch.device = CPU,
+    shard: Callable[[nn.Module], None] | None = None,
 ) -> PreTrainedModel:
-    """Load the model with its trained parameters trainable; with a LoRA none is."""
+    """Load the model with its trained parameters trainable; with a LoRA none is.
+
+    `shard` gets each layer once it is loaded, and at last the model: it may leave a part of the
+    parameters in memory, so that the device never holds the whole model.
+    """
     model = build_skeleton(opened.checkpoint, dtype)
     weights = Weights(model, opened.checkpoint, device, dtype)
+    layers = anatomy(model).layers if shard is not None else ()
+    inside = tuple(f"{path}." for path in layers)
+    rest = tuple(name for name in model.state_dict() if not name.startswith(inside))
     try:
-        names = tuple(model.state_dict())
-        weights.place(weights.fetch(names))
-        weights.check(names, "the whole model")
-        weights.require_finite(names)
+        for path in (*layers, None):
+            names = rest if path is None else weights.names_under(path)
+            weights.place(weights.fetch(names))
+            weights.check(names, path or "the whole model")
+            weights.require_finite(names)
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            for name in layout.trained.intersection(names) if not lora else ():
+                parameters[name].requires_grad_(True)
+            if shard is not None:
+                shard(model if path is None else model.get_submodule(path))
     finally:
         weights.close()
-    if not lora:
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name in layout.trained:
-                parameter.requires_grad_(True)
     trained: Any = model.train()
     return trained  # type: ignore[no-any-return]

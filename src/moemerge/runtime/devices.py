@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,32 @@ def attention_without_plans() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(was)
+
+
+@contextlib.contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Use algorithms on a GPU inside the block that give the same bits in every run.
+
+    Those without such an algorithm run unchanged: scattered additions to distinct places, whose
+    order does not matter.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch warns without it
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = False
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+        memory.fill_uninitialized_memory = filled
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -187,6 +187,24 @@ class Ranks:
             return condition
         return self.total(int(not condition), self.gpu or torch.device("cpu")) == 0
 
+    # --- modules ---
+
+    def can_shard(self, device: torch.device) -> bool:
+        """Return whether modules on this device can be distributed: not if ranks share a GPU."""
+        return self.count > 1 and (device.type == "cpu" or self.gpu is not None)
+
+    def shard(self, module: torch.nn.Module, device: torch.device) -> None:
+        """Distribute the parameters of a module over all ranks (FSDP).
+
+        Its forward pass gathers them. Its backward pass leaves the gradients' mean over ranks.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        fully_shard(module, mesh=init_device_mesh(device.type, (self.count,)))
+        assert isinstance(module, FSDPModule)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+
     # --- objects ---
 
     def broadcast_object(self, value: T) -> T:
@@ -291,3 +309,17 @@ def _meet(device: torch.device) -> None:
             hint="start them by torchrun, which says where they meet",
         ) from error
     atexit.register(distributed.destroy_process_group)
+
+
+def own_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a distributed tensor; any other tensor as a whole."""
+    take: Any = getattr(tensor.detach(), "to_local", None)
+    shard: Tensor = tensor if take is None else take()
+    return shard
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return a distributed tensor as a whole, in every rank; any other tensor unchanged."""
+    gather: Any = getattr(tensor.detach(), "full_tensor", None)
+    whole: Tensor = tensor if gather is None else gather()
+    return whole
