@@ -71,6 +71,8 @@ def test_a_row_is_called_better_only_by_the_paired_test(tmp_path):
     assert base.startswith("Better than the base (50.0 %): TIES, HARC. ")
     assert source.startswith("Not better than the best single source, math (98.8 %): TIES, HARC, ")
     assert "better than it for TIES; not distinguishable from it for average" in control
+    one = summary_of(tmp_path / "one", ROWS, singles=("base", "math"))
+    assert "Not distinguishable from the source math (55.0 %)" in verdicts(one)[1]
     alone = summary_of(tmp_path / "no", {("TIES", "as merged"): 3}, control="", singles=())
     assert verdicts(alone) == []
 

@@ -115,7 +115,9 @@ def _against_references(summary: Summary) -> Iterator[str]:
         found = [(c, c.paired) for c in summary.references if c.first == label and c.paired]
         if reference is None or not found:
             continue
-        name = "the base" if label == BASE else f"the best single source, {label}"
+        several = len([one for one in summary.form.singles if one != BASE]) > 1
+        source = f"the best single source, {label}" if several else f"the source {label}"
+        name = "the base" if label == BASE else source
         words = f"{name} ({percent(reference.overall.value)} %)"
         best, pair = max(found, key=lambda one: one[1].difference)
         better = [f"{c.group}, {c.second}" for c, p in found if p.significant and p.difference > 0]
