@@ -17,6 +17,7 @@ EXAMPLES = """
       --samples 1 --temperature 0 --limit 200
   moemerge evaluate merged/ calibrated/ --task humaneval+ --allow-code
   moemerge evaluate merged/ --lm-eval arc_challenge --lm-eval hellaswag
+  moemerge evaluate merged/ refit/ --task perplexity --data general=general.jsonl
   moemerge evaluate --rescore --task gsm8k --protocol paper
 """
 
@@ -34,13 +35,16 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="TASK",
-            help="gsm8k, math500, humaneval+, mbpp+, ifeval, commonsense_qa, or a FILE.yml. "
-            "Repeat it.",
+            help="gsm8k, math500, humaneval+, mbpp+, ifeval, commonsense_qa, perplexity, or a "
+            "FILE.yml. Repeat it.",
         ),
     ] = None,
     data: Annotated[
         dict[str, list[str]] | None,
-        typer.Option(metavar="TASK=FILE", help="A task's problems, from this file. Repeat it."),
+        typer.Option(
+            metavar="TASK=FILE",
+            help="A task's problems, or a text of the task perplexity by name. Repeat it.",
+        ),
     ] = None,
     settings: EvaluationSettings,
     output: EvaluationOutputSettings,

@@ -8,10 +8,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from moemerge.cli.render import NumberTable, facts
-from moemerge.report.words import short
+from moemerge.report.words import short, with_error
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from moemerge.evaluation.report import EvaluationReport, MeanScore, PairedDifference, ResultRow
+    from moemerge.evaluation.text_losses import TextPerplexity
 
 FEW_PAIRS: Final = 3  # with more pairs, tasks are shown only with --verbose
 STYLES: Final = {"task": "", "domain": "italic", "overall": "bold"}
@@ -22,12 +25,17 @@ def evaluation_report(report: EvaluationReport, *, verbose: bool) -> RenderableT
     if len(report.models) > 1:
         others = [text for text in report.verdicts if text != report.headline]
         parts += [Text(report.headline, "bold"), *map(Text, others), ""]
-    parts.append(_scores(report))
+    if report.rows:
+        parts.append(_scores(report))
     count = len(report.models) * (len(report.models) - 1) // 2
-    if count:
+    if count and report.rows:
         everything = verbose or count <= FEW_PAIRS
         rows = report.rows if everything else report.rows[-1:]
         parts += ["", _pairs(rows)]
+    if report.perplexity:
+        parts += [*([""] if report.rows else []), _losses(report.perplexity)]
+        compared = [text for text in report.perplexity if text.pairs]
+        parts += ["", _loss_pairs(compared)] if compared else []
     parts += ["", facts(_background(report))]
     return Group(*parts)
 
@@ -66,6 +74,37 @@ def _pair_cells(pair: PairedDifference) -> list[str | Text]:
     ]
 
 
+def _losses(texts: Sequence[TextPerplexity]) -> NumberTable:
+    headings = ["text", "model", "documents", "tokens", "loss", "95% interval", "perplexity"]
+    table = NumberTable(headings, keys=2, words=(0, 1), title="nats a token")
+    for text in texts:
+        for model, score in text.scores.items():
+            counts = str(text.size), str(text.documents[model].total_tokens)
+            loss = with_error(score.loss, score.error, signed=False)
+            ends = "" if score.interval is None else "{:.3f} to {:.3f}".format(*score.interval)
+            table.add(text.name, short(model), *counts, loss, ends, f"{score.perplexity:.4g}")
+    return table
+
+
+def _loss_pairs(texts: Sequence[TextPerplexity]) -> NumberTable:
+    headings = ["loss, nats a token", "difference", "95% interval", "p", "won", "lost", ""]
+    table = NumberTable(headings, words=(0, 6))
+    for text in texts:
+        for pair in text.pairs:
+            ends = "" if pair.interval is None else "{:+.3f} to {:+.3f}".format(*pair.interval)
+            sure = Text("significant", "bold green" if pair.difference < 0 else "bold red")
+            table.add(
+                f"{text.name}: {short(pair.second)} − {short(pair.first)}",
+                with_error(pair.difference, pair.error),
+                ends,
+                pair.p_text,
+                str(pair.won),
+                str(pair.lost),
+                sure if pair.significant else "",
+            )
+    return table
+
+
 def score_text(score: MeanScore) -> str:
     error = "" if score.error is None else f" ± {100 * score.error:.1f}"
     return f"{100 * score.mean:.1f}{error}"
@@ -73,6 +112,9 @@ def score_text(score: MeanScore) -> str:
 
 def _background(report: EvaluationReport) -> list[tuple[str, str]]:
     settings = report.settings
+    documents = ("±", "standard error over documents; differences are paired by documents")
+    if not report.rows:
+        return [documents]
     samples = f"{settings['samples']} a problem at temperature {settings['temperature']:g}"
     return [
         ("protocol", report.protocol),

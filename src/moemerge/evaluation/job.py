@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -22,8 +22,9 @@ from moemerge.generation.prompts import PromptRow, located, read_prompts
 from moemerge.generation.settings import GenerationSettings
 from moemerge.registry import did_you_mean
 from moemerge.report.words import display_names
-from moemerge.text.rows import TextSource, read_rows
+from moemerge.text.rows import TextSource, check_text, read_rows
 
+PERPLEXITY: Final = "perplexity"  # the task whose texts are given as data
 TASK_SUFFIXES: Final = (".yml", ".yaml")
 _FOLDER: Final = Path(__file__).parent / "tasks"
 
@@ -58,8 +59,8 @@ def find_task(name: str) -> BenchmarkTask:
     path = _FOLDER / f"{name}.yml"
     if name not in task_names():
         raise UsageError(
-            f"unknown task {name!r}{did_you_mean(name, task_names())}",
-            hint=f"known: {', '.join(task_names())}; or your own file, TASK.yml",
+            f"unknown task {name!r}{did_you_mean(name, [*task_names(), PERPLEXITY])}",
+            hint=f"known: {', '.join([*task_names(), PERPLEXITY])}; or your own file, TASK.yml",
         )
     return BenchmarkTask(name, load_task(path), path)
 
@@ -101,6 +102,7 @@ class EvaluationJob:
     request: EvaluationRequest
     tasks: tuple[PosedTask, ...]
     models: Mapping[str, ModelLike]  # by their names in tables
+    texts: Mapping[str, Sequence[TextSource]] = field(default_factory=dict)  # of `perplexity`
 
     @property
     def settings(self) -> EvaluationSettings:
@@ -114,13 +116,32 @@ class EvaluationJob:
 def prepare(request: EvaluationRequest) -> EvaluationJob:
     """Read tasks and problems, and refuse whatever is wrong with them."""
     _check(request)
-    tasks = [find_task(name) for name in dict.fromkeys(request.tasks)]
-    _check_data_names(request, tasks)
+    asked = [name for name in dict.fromkeys(request.tasks) if name != PERPLEXITY]
+    tasks = [find_task(name) for name in asked]
+    texts = _texts(request, [task.name for task in tasks])
+    _check_data_names(request, tasks, texts)
     posed = tuple(_posed(task, request) for task in tasks)
     labels = [str(model) for model in request.models]
-    return EvaluationJob(
-        request, posed, dict(zip(display_names(labels), request.models, strict=True))
-    )
+    models = dict(zip(display_names(labels), request.models, strict=True))
+    return EvaluationJob(request, posed, models, texts)
+
+
+def _texts(request: EvaluationRequest, tasks: Sequence[str]) -> dict[str, tuple[TextSource, ...]]:
+    """Return the texts of the task `perplexity`: data under names that are not those of tasks."""
+    if PERPLEXITY not in request.tasks:
+        return {}
+    if request.output.rescore:
+        raise UsageError(
+            "perplexity has no answers that could be rescored",
+            hint="run without `rescore`, or without the task perplexity",
+        )
+    texts = {n: tuple(located(files)) for n, files in request.data.items() if n not in tasks}
+    if not texts:
+        raise UsageError(
+            "the task perplexity needs text", hint='name it: `data={"general": "general.jsonl"}`'
+        )
+    check_text(texts, columns=request.settings.map)
+    return texts
 
 
 def generation_settings(settings: EvaluationSettings, task: BenchmarkTask) -> GenerationSettings:
@@ -156,13 +177,15 @@ def _check(request: EvaluationRequest) -> None:
         raise UsageError(f"{request.output.out} is a file, expected a folder to keep answers in")
 
 
-def _check_data_names(request: EvaluationRequest, tasks: Sequence[BenchmarkTask]) -> None:
+def _check_data_names(
+    request: EvaluationRequest, tasks: Sequence[BenchmarkTask], texts: Collection[str]
+) -> None:
     names = [task.name for task in tasks]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UsageError(f"two task files are called {', '.join(twice)}", hint="rename one")
     for name in request.data:
-        if name not in names:
+        if name not in names and name not in texts:
             raise UsageError(
                 f"data for {name!r}, which is none of the tasks{did_you_mean(name, names)}",
                 hint=f"tasks: {', '.join(names)}",

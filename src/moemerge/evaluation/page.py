@@ -111,6 +111,18 @@ def _lines(report: EvaluationReport, model: str) -> Iterator[str]:
         yield f"    - type: {quoted(task.metric)}"
         yield f"      name: {quoted(name)}"
         yield f"      value: {100 * score.mean:.4f}"
+    for text in report.perplexity:
+        loss = text.scores[model]
+        error = "" if loss.error is None else f" ± {loss.error:.4f}"
+        yield "  - task:"
+        yield "      type: text-generation"
+        yield "    dataset:"
+        yield f"      name: {quoted(text.name)}"
+        yield f"      type: {quoted(text.name)}"
+        yield "    metrics:"
+        yield '    - type: "perplexity"'
+        yield f"      name: {quoted(f'perplexity (loss {loss.loss:.4f}{error} nats a token)')}"
+        yield f"      value: {loss.perplexity:.4f}"
 
 
 def _data_set(source: str | None) -> str | None:

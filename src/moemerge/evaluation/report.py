@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from moemerge.evaluation.significance import (
+    ALPHA,
     Array,
     McNemar,
     drawn_means,
@@ -21,10 +22,10 @@ from moemerge.evaluation.significance import (
     two_sided,
     weighted,
 )
+from moemerge.evaluation.text_losses import TextPerplexity, text_headline
 from moemerge.generation.run import Counts
 from moemerge.report.words import LEAST_P, p_value
 
-ALPHA: Final = 0.05
 OVERALL: Final = "overall"
 
 
@@ -155,6 +156,7 @@ class EvaluationReport:
     seconds: float = 0.0
     # For each merge, which of the other models are its "base" and its "source"s.
     inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    perplexity: tuple[TextPerplexity, ...] = ()  # of plain texts
 
     @property
     def _whole(self) -> ResultRow:
@@ -178,6 +180,8 @@ class EvaluationReport:
     @property
     def verdicts(self) -> list[str]:
         """What the paired test says of each merge against its base and its best source."""
+        if not self.rows:
+            return []
         return [_verdict(pair, words, self._whole) for pair, words in self._against_inputs()]
 
     @property
@@ -185,6 +189,8 @@ class EvaluationReport:
         """Return the most important result in a sentence: that a merge is no better than its base
         or best source, or the most general comparison; for one model, its score.
         """
+        if not self.rows:
+            return text_headline(self.perplexity[0])
         last = self._whole
         best_merge = next(self._against_inputs(), None)
         for pair, words in self._against_inputs():
@@ -222,6 +228,7 @@ class EvaluationReport:
             "verdicts": self.verdicts,
             "results": [row.to_json() for row in self.rows],
             "tasks": [self._task(task) for task in self.tasks],
+            "perplexity": [text.to_json() for text in self.perplexity],
             "notices": list(self.notices),
             "seconds": round(self.seconds, 3),
         }

@@ -26,6 +26,7 @@ from moemerge.evaluation.answers import (
 from moemerge.evaluation.bridge import bridged_scores, require_lm_eval
 from moemerge.evaluation.job import EvaluationJob, EvaluationRequest, generation_settings, prepare
 from moemerge.evaluation.page import check_cards, page_document, write_cards
+from moemerge.evaluation.perplexity import measure_texts
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare_models
 from moemerge.evaluation.settings import EvaluationSettings
 from moemerge.lockstep.output_files import earlier_report
@@ -55,6 +56,9 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
     report = _report(
         job, answers, scored, bridged_scores(job, progress) if request.output.lm_eval else []
     )
+    if job.texts:
+        texts, notices = measure_texts(job, progress)
+        report = replace(report, perplexity=texts, notices=(*report.notices, *notices))
     report = replace(report, seconds=time.monotonic() - begun)
     _keep(job, scored, report)
     return report
@@ -146,6 +150,10 @@ def _keep(job: EvaluationJob, scored: Sequence[ScoredTask], report: EvaluationRe
         for model in task.answers:
             folder = make_folder(out, "answers", file_name(task.posed.name))
             write_rows(folder / f"{file_name(model)}.jsonl", _answers(task, model))
+    for text in report.perplexity:
+        folder = make_folder(out, "losses", file_name(text.name))
+        for model, losses in text.documents.items():
+            write_rows(folder / f"{file_name(model)}.jsonl", losses.rows())
     document = report_document(__version__, evaluation=report.to_json())
     write_whole(out / RESULTS, report_bytes(document))
     if job.request.output.report is not None:

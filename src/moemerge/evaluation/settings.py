@@ -9,8 +9,8 @@ from typing import Literal
 from pydantic import Field
 
 from moemerge.config.faults import WorkingCopy, validate
-from moemerge.config.fields import PositiveInt, Strict
-from moemerge.config.settings import Flag
+from moemerge.config.fields import Name, PositiveInt, Strict
+from moemerge.config.settings import MAP, MAX_LENGTH, Flag, MapForm, TextColumns
 from moemerge.config.yaml_lines import FaultReporter, read_document
 from moemerge.generation.settings import (
     MAX_NEW_TOKENS,
@@ -50,6 +50,14 @@ class EvaluationSettings(EngineSettings):
     draws: PositiveInt = Field(
         10_000, description="draws of problems behind every interval and p value"
     )
+    # Of the task `perplexity` alone:
+    max_length: PositiveInt = MAX_LENGTH
+    group: Name | None = Field(
+        None,
+        description="field of rows of plain text, such as a document's name: rows that share its "
+        "value are one document",
+    )
+    map: TextColumns = MAP
 
 
 class EvaluationKeywords(EngineKeywords, total=False):
@@ -64,6 +72,9 @@ class EvaluationKeywords(EngineKeywords, total=False):
     allow_code: bool
     workers: int | None
     draws: int
+    max_length: int
+    group: str | None
+    map: MapForm
 
 
 class EvaluationOutputSettings(Strict):

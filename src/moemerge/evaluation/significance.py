@@ -131,6 +131,7 @@ def _away(number: float) -> float:
 
 Array = NDArray[np.float64]
 LEVEL: Final = 0.95
+ALPHA: Final = 0.05  # p below which a difference is significant
 AT_ONCE: Final = 1 << 22  # resampled problems in memory at once
 # Sums of the same numbers in another order differ by rounding, and count as equal.
 _TIE: Final = 1e-12

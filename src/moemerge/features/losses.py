@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -52,6 +52,11 @@ class DocumentLosses:
         pairs = zip(self.sums, self.tokens, strict=True)
         squares = math.fsum((total - value * n) ** 2 for total, n in pairs)
         return MeanLoss(value, math.sqrt(squares * count / (count - 1)) / tokens)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield each document's mean loss and number of tokens as plain data."""
+        for number, (total, tokens) in enumerate(zip(self.sums, self.tokens, strict=True), start=1):
+            yield {"document": number, "loss": total / tokens, "tokens": tokens}
 
     def minus(self, other: DocumentLosses) -> DocumentLosses:
         """Return the differences on the same documents: the error of their mean is paired."""

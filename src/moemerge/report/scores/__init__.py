@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from moemerge.report.files import compressed, save_page
 from moemerge.report.frame import render_in_frame
+from moemerge.report.words import with_error
 
 COLOURS: Final = 6  # colours of models in the style sheet
 
@@ -27,7 +28,7 @@ def render_scores(document: Mapping[str, Any]) -> str:
         title=f"{', '.join(models)} · evaluation",
         top="scores",
         version=document["version"],
-        filters={"points": _points, "signed": _signed, "place": _place},
+        filters={"points": _points, "signed": _signed, "place": _place, "nats": _nats},
         document=document,
         models=models,
         colours={model: place % COLOURS for place, model in enumerate(models)},
@@ -46,7 +47,7 @@ def _pairs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
             "second": pair["second"],
             "rows": [{**row["pairs"][place], "title": row["title"]} for row in rows],
         }
-        for place, pair in enumerate(rows[0]["pairs"])
+        for place, pair in enumerate(rows[0]["pairs"] if rows else ())
     ]
 
 
@@ -58,6 +59,11 @@ def _reach(document: Mapping[str, Any]) -> float:
 
 def _points(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f}"
+
+
+def _nats(one: Mapping[str, Any], key: str) -> str:
+    """Return a loss, or a difference of losses, with its standard error."""
+    return with_error(one[key], one["error"], signed=key == "difference")
 
 
 def _signed(share: float) -> str:
