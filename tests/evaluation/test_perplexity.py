@@ -86,12 +86,12 @@ def test_it_is_the_loss_of_the_models(specialists, text: Path, tmp_path: Path) -
 def test_it_is_shown_next_to_other_tasks(specialists, sums, text: Path, tmp_path: Path) -> None:
     task = write_task(tmp_path / "tasks", sums[:3], verify="evaluation.cases:as_the_testbed")
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(map(str, (
-        "evaluate", specialists["math"], specialists["base"], "--task", task, "--task",
+        "evaluate", specialists["math"], specialists["code"], "--task", task, "--task",
         "perplexity", "--data", f"plain={text}", "--samples", 1, "--temperature", 0, "--device",
         "cpu", "--out", tmp_path / "out", "--draws", 200,
     ))))  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert "plain: base − math" in result.stdout
+    assert "plain: code − math" in result.stdout
     assert "perplexity" in result.stdout
 
 

@@ -51,7 +51,8 @@ def config():
             FIRST: {"calibrate": {"limit": 12}},
         },
         "evaluate": {
-            "tasks": [str(SMALL / f"{domain}.yml") for domain in domains],
+            "tasks": [*(str(SMALL / f"{domain}.yml") for domain in domains), "perplexity"],
+            "data": {"plain": str(bundle.data["code"])},
             "samples": 1,
             "temperature": 0,
             "limit": 5,
@@ -100,6 +101,36 @@ def test_a_table_of_everything(finished):
     document = json.loads((out / "table.json").read_text())
     assert document["rows"][4]["against_first"]["paired"]["won"] >= 0
     assert averaged.kl.value != merged.kl.value
+
+
+def test_plain_text_is_measured_by_documents(finished):
+    out, report = finished
+    (summary,) = report.summaries
+    base, sources, merged, averaged, harc = summary.rows
+    assert sources.perplexity == {}  # several models, each on its own domain
+    for row in (base, merged, averaged, harc):
+        assert row.perplexity["plain"].loss.count == 5
+        assert row.perplexity["plain"].loss.error > 0
+    assert averaged.perplexity["plain"].difference is None  # it is the control
+    pair = harc.perplexity["plain"].difference
+    own, control = harc.perplexity["plain"].loss.value, averaged.perplexity["plain"].loss.value
+    assert pair.difference == pytest.approx(own - control)
+    table = (out / "table.md").read_text()
+    assert "| plain: loss | plain: perplexity | plain: Δ loss | plain: p |" in table
+    assert f"{own:.3f} ± " in table
+    assert "Loss of plain text" in (out / "index.html").read_text()
+    document = json.loads((out / "table.json").read_text())
+    assert document["rows"][4]["perplexity"]["plain"]["loss"]["value"] == own
+
+
+def test_perplexity_needs_text_and_another_task(config):
+    evaluate = config["evaluate"]
+    alone = {**config, "evaluate": {**evaluate, "tasks": ["perplexity"]}}
+    with pytest.raises(moemerge.ConfigError, match="besides perplexity, a study needs a task"):
+        plan_study(load_study(alone))
+    without = {**config, "evaluate": {**evaluate, "data": {}}}
+    with pytest.raises(moemerge.ConfigError, match="the task perplexity needs text"):
+        plan_study(load_study(without))
 
 
 def test_the_same_again_measures_nothing_and_a_lost_cell_comes_back(finished, config):

@@ -17,7 +17,7 @@ EXAMPLES = """
       --samples 1 --temperature 0 --limit 200
   moemerge evaluate merged/ calibrated/ --task humaneval+ --allow-code
   moemerge evaluate merged/ --lm-eval arc_challenge --lm-eval hellaswag
-  moemerge evaluate merged/ refit/ --task perplexity --data general=general.jsonl
+  moemerge evaluate merged/ refit/ --task perplexity --data web=web.jsonl
   moemerge evaluate --rescore --task gsm8k --protocol paper
 """
 

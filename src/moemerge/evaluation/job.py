@@ -13,6 +13,7 @@ from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
 from moemerge.errors import DataError, UsageError
 from moemerge.evaluation.settings import (
+    PERPLEXITY,
     EvaluationOutputSettings,
     EvaluationSettings,
     TaskSettings,
@@ -24,7 +25,6 @@ from moemerge.registry import did_you_mean
 from moemerge.report.words import display_names
 from moemerge.text.rows import TextSource, check_text, read_rows
 
-PERPLEXITY: Final = "perplexity"  # the task whose texts are given as data
 TASK_SUFFIXES: Final = (".yml", ".yaml")
 _FOLDER: Final = Path(__file__).parent / "tasks"
 

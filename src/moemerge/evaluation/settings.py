@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ from moemerge.generation.settings import (
 )
 
 Protocol = Literal["correct", "paper"]
+PERPLEXITY: Final = "perplexity"  # the task whose texts are given as data
 
 
 class EvaluationSettings(EngineSettings):

@@ -280,6 +280,8 @@ def _missing(plan: StudyPlan, nodes: Sequence[StudyNode]) -> Iterator[MissingInp
             inputs = [*recipe.get("prompts", ()), *recipe.get("text", ())]
             inputs += recipe.get("against", ())
             yield from _missing_files(inputs, node.name, said)
+    for name, texts in plan.texts.items():
+        yield from _missing_files(texts, f"text {name}", said)
     for task in plan.tasks:
         files = plan.config.evaluate.data.get(task.name) or ([task.data] if task.data else [])
         yield from _missing_files(files, f"task {task.name}", said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moemerge.api.listing import method_schemas, wrapper_schemas
@@ -18,6 +18,7 @@ from moemerge.config.repairs import RepairBlock, selected_sources
 from moemerge.config.schema import REPAIRS
 from moemerge.data.settings import DataRecipe, files_of
 from moemerge.evaluation.job import BenchmarkTask, find_task
+from moemerge.evaluation.settings import PERPLEXITY
 from moemerge.experiments.settings import (
     AVERAGE,
     BASE,
@@ -64,6 +65,7 @@ class StudyPlan:
     tasks: tuple[BenchmarkTask, ...]
     tables: tuple[StudyTable, ...]  # nodes of the first seed
     seeds: tuple[StudyPlan, ...] = ()  # the plan of each seed, if the study is repeated
+    texts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of `perplexity`
 
     @property
     def config(self) -> StudyConfig:
@@ -125,7 +127,10 @@ class _Planner:
     def __init__(self, loaded: LoadedStudy) -> None:
         self.loaded, self.config = loaded, loaded.config
         self.schemas = method_schemas()
-        self.tasks = tuple(find_task(name) for name in dict.fromkeys(self.config.evaluate.tasks))
+        asked = [n for n in dict.fromkeys(self.config.evaluate.tasks) if n != PERPLEXITY]
+        self.tasks = tuple(find_task(name) for name in asked)
+        self.texts_measured = self.config.evaluate.texts([task.name for task in self.tasks])
+        loaded.refuse(self._perplexity_faults())
         self.domains = tuple(dict.fromkeys(task.settings.domain for task in self.tasks))
         self.models: dict[str, StudyNode] = {}
         self.recipes = dict(recipes(self.config))
@@ -139,16 +144,29 @@ class _Planner:
                 _settings(self.config.evaluate.settings),
                 [task_words(task, self.config) for task in self.tasks],
                 None if self.config.diagnose is None else _settings(self.config.diagnose.settings),
+                *(
+                    [name, text_files(name, files).values["content"]]
+                    for name, files in self.texts_measured.items()
+                ),
             ]
         )
         self.merges = {name: self.merge(name) for name in self.config.merges}
+
+    def _perplexity_faults(self) -> list[Fault]:
+        evaluate = self.config.evaluate
+        if PERPLEXITY in evaluate.tasks and not self.texts_measured:
+            return [Fault(("evaluate", "data"), "the task perplexity needs text: NAME: FILE")]
+        if not self.tasks:
+            text = "besides perplexity, a study needs a task whose problems are solved"
+            return [Fault(("evaluate", "tasks"), text)]
+        return []
 
     def plan(self) -> StudyPlan:
         tables = self.config.tables or {
             ALL: TableEntry.model_validate({"title": self.config.title})
         }
         made = tuple(self.table(name, entry) for name, entry in tables.items())
-        return StudyPlan(self.loaded, self.tasks, made)
+        return StudyPlan(self.loaded, self.tasks, made, texts=self.texts_measured)
 
     # --- sources and texts ---
 

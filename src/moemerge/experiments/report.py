@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ from moemerge.evaluation.report import PairedDifference
 from moemerge.evaluation.significance import Mean, PairedTest
 from moemerge.experiments.plots import draw_figure
 from moemerge.experiments.settings import BASE
-from moemerge.experiments.summary import Comparison, RowSummary, Summary
+from moemerge.experiments.summary import Comparison, RowSummary, Summary, TextSummary
 from moemerge.experiments.tables import AS_MERGED, REFERENCE
 from moemerge.experiments.text_tables import TextTable
 from moemerge.report.frame import render_in_frame
+from moemerge.report.words import with_error as in_nats
 from moemerge.runtime.files import write_whole
 from moemerge.runtime.progress import counted
 from moemerge.version import __version__
@@ -72,6 +74,29 @@ def _difference_cells(pair: PairedDifference | None) -> list[str]:
 def _points(share: float) -> str:
     """Format a difference in points, without a negative zero."""
     return f"{round(100 * share, 1) + 0.0:+.1f}"
+
+
+def perplexity_table(summary: Summary) -> TextTable:
+    """Return the loss of every row on plain texts, and its difference from the control."""
+    names = list(dict.fromkeys(name for row in summary.rows for name in row.perplexity))
+    parts = ("loss", "perplexity", "Δ loss", "p")
+    headings = ["merge", "variant", *(f"{name}: {part}" for name in names for part in parts)]
+    rows = []
+    for row in summary.rows if names else ():
+        cells = [row.group, row.label]
+        for name in names:
+            cells += _loss_cells(row.perplexity.get(name))
+        rows.append(tuple(cells))
+    return TextTable(tuple(headings), tuple(rows)).without_empty_columns()
+
+
+def _loss_cells(text: TextSummary | None) -> list[str]:
+    if text is None:
+        return [""] * 4
+    loss, pair = text.loss, text.difference
+    change = ["", ""] if pair is None else [in_nats(pair.difference, pair.error), pair.p_text]
+    shown = in_nats(loss.value, loss.error, signed=False)
+    return [shown, f"{math.exp(loss.value):.4g}", *change]
 
 
 def comparison_table(summary: Summary) -> TextTable:
@@ -194,6 +219,10 @@ BY_ROUTING = (
     " mismatch: percent of each source's expert choices that the model does not make on the same "
     "tokens. KL: between the routing distributions, source to model."
 )
+BY_DOCUMENTS = (
+    " Loss of plain text: nats a token, ± its standard error over documents; Δ loss: against the "
+    "same row as Δ, document by document. A lower loss is better."
+)
 BY_SEEDS = (
     " Everything is repeated over seeds: a problem's score is its mean over them, and the error "
     "after ± is over seeds. p, seeds: paired t-test over seeds of the overall scores."
@@ -205,6 +234,7 @@ def legend(summaries: Sequence[Summary]) -> str:
     text = LEGEND.format(reference=CONTROL if any(s.form.control for s in summaries) else FIRST)
     rows = [row for summary in summaries for row in summary.rows]
     text += BY_ROUTING if any(row.mismatch is not None for row in rows) else ""
+    text += BY_DOCUMENTS if any(row.perplexity for row in rows) else ""
     return text + (BY_SEEDS if any(len(s.seeds) > 1 for s in summaries) else "")
 
 
@@ -266,9 +296,9 @@ def markdown(summary: Summary, figure: Path | None = None, style: TableStyle = B
     if summary.rows:
         parts.append("\n".join(f"* {line}" for line in style.verdicts(summary)))
         parts.append(style.main(summary).markdown())
-    compared = style.compared(summary)
-    if compared.rows:
-        parts.append(compared.markdown())
+    for further in (style.compared(summary), perplexity_table(summary)):
+        if further.rows:
+            parts.append(further.markdown())
     if figure is not None:
         parts.append(f"![{heading(summary)}]({figure.name})")
     if summary.missing:
@@ -312,6 +342,7 @@ def _part(summary: Summary, drawn: Path | None, style: TableStyle) -> dict[str, 
         "table": style.main(summary),
         "verdicts": style.verdicts(summary),
         "compared": style.compared(summary),
+        "perplexity": perplexity_table(summary),
         "missing": summary.missing,
     }
 

@@ -5,7 +5,7 @@ Merges are kept as they were written. `plan` checks each of them like a config.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypedDict
 
@@ -30,7 +30,7 @@ from moemerge.config.schema import REPAIRS, with_repairs
 from moemerge.config.settings import DEVICE, DeviceField, Flag
 from moemerge.data.settings import NamedTexts, Text
 from moemerge.diagnosis.settings import DiagnosisSettings
-from moemerge.evaluation.settings import EvaluationSettings
+from moemerge.evaluation.settings import PERPLEXITY, EvaluationSettings
 from moemerge.generation.settings import Texts
 from moemerge.tuning.settings import TuningSettings
 
@@ -133,8 +133,16 @@ class EvaluateBlock(EvaluationSettings):
 
     tasks: Annotated[Texts, NotEmpty] = Field(description="names of tasks, or TASK.yml files")
     data: dict[str, Files] = Field(
-        {}, description="files of problems by task, in place of those that it names"
+        {},
+        description="files of problems by task, in place of those that it names; and texts of the "
+        "task perplexity, under any other name",
     )
+
+    def texts(self, tasks: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Return the texts of the task perplexity, if it is requested; `tasks` are the others."""
+        if PERPLEXITY not in self.tasks:
+            return {}
+        return {name: files for name, files in self.data.items() if name not in tasks}
 
     @property
     def settings(self) -> EvaluationSettings:

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 from moemerge.config.faults import parse_settings
 from moemerge.config.settings import with_keywords
 from moemerge.errors import CheckpointError
+from moemerge.evaluation.settings import PERPLEXITY
 from moemerge.experiments.cells import CellJournal, Failure, SetCells, run_cells
 from moemerge.experiments.estimate import StudyEstimate, estimate, largest_model
 from moemerge.experiments.plan import StudyPlan, plan_study
@@ -141,7 +142,7 @@ def left_to_measure(plan: StudyPlan, journal: CellJournal) -> list[StudyCell]:
 
 def bench_of(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyBench:
     config = plan.config
-    given = dict.fromkeys(config.evaluate.tasks)
+    given = [name for name in dict.fromkeys(config.evaluate.tasks) if name != PERPLEXITY]
     asked = dict(zip((task.name for task in plan.tasks), given, strict=True))
     tasks: dict[str, tuple[str, ...]] = {}
     for task in plan.tasks:
@@ -151,6 +152,7 @@ def bench_of(plan: StudyPlan, out: Path, settings: StudySettings) -> StudyBench:
         folder=(settings.work or out) / MODELS,
         answers=out / ANSWERS,
         tasks=tasks,
+        texts=plan.texts,
         evaluate=config.evaluate,
         diagnose=config.diagnose,
         # A worker sees only its own GPU.

@@ -15,6 +15,7 @@ from moemerge.checkpoint.locate import locate_data
 from moemerge.config.faults import parse_settings
 from moemerge.data.settings import DataRecipe
 from moemerge.evaluation.answers import file_name
+from moemerge.evaluation.settings import PERPLEXITY
 from moemerge.experiments.settings import BY_VERB, DiagnoseBlock, EvaluateBlock
 from moemerge.experiments.summary import packed
 from moemerge.experiments.tree import StudyCell, StudyNode
@@ -31,6 +32,7 @@ class StudyBench:
     folder: Path  # folder of models
     answers: Path  # folder of their answers
     tasks: Mapping[str, tuple[str, ...]]  # tasks of each domain, as given
+    texts: Mapping[str, tuple[str, ...]]  # texts of the task perplexity
     evaluate: EvaluateBlock
     diagnose: DiagnoseBlock | None
     device: str
@@ -158,9 +160,12 @@ class StudyBench:
         for domain, routing in self._routing(cell).items():
             if domain in domains:
                 domains[domain] |= routing
+        losses, said = self._losses(cell)
+        notices += said
         return {
             "made_of": cell.made_of,
             "domains": {domain: domains[domain] for domain in cell.domains},
+            **losses,
             "notices": notices,
             "seconds": round(time.perf_counter() - begin, 2),
         }
@@ -189,6 +194,26 @@ class StudyBench:
             accuracy = sum(values) / len(values)
             by_domain[domain] = {"problems": problems, "accuracy": accuracy, "tasks": tasks}
         return by_domain, list(report.notices)
+
+    def _losses(self, cell: StudyCell) -> tuple[dict[str, Any], list[str]]:
+        """Return the losses on plain texts by document, for a cell of one model."""
+        if not self.texts or len(cell.models) != 1:
+            return {}, []
+        (node,) = cell.models
+        settings = self.evaluate.settings
+        report = api.evaluate(
+            self.path(node),
+            PERPLEXITY,
+            data=self.texts,
+            settings=settings.model_copy(update=self._device(settings)),
+            out=self.answers / file_name(node.slug),
+        )
+        by_text = {
+            text.name: {"sums": list(own.sums), "tokens": list(own.tokens)}
+            for text in report.perplexity
+            for own in text.documents.values()
+        }
+        return {"perplexity": by_text}, list(report.notices)
 
     def _routing(self, cell: StudyCell) -> dict[str, dict[str, Any]]:
         if self.diagnose is None or not cell.beside:

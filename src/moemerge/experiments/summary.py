@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,9 +19,13 @@ from moemerge.evaluation.significance import (
     mean,
     paired_t,
 )
+from moemerge.evaluation.text_losses import LossDifference, compare_losses
 from moemerge.experiments.cells import CellJournal
 from moemerge.experiments.settings import BASE
 from moemerge.experiments.tables import REFERENCE, Measurement, Repeat, Row, TableForm
+
+if TYPE_CHECKING:
+    from moemerge.features.losses import DocumentLosses
 
 DRAWS: int = EvaluationSettings.model_fields["draws"].default
 SEED = 0
@@ -118,6 +122,15 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class TextSummary:
+    """The next-token loss on a plain text in nats, its error over documents, and the difference to
+    the control (without one, to the first row of the group)."""
+
+    loss: Mean
+    difference: LossDifference | None
+
+
+@dataclass(frozen=True)
 class RowSummary:
     """The numbers of a row; accuracies and mismatches are shares, not percentages."""
 
@@ -135,6 +148,7 @@ class RowSummary:
     against_first: Comparison | None  # None for the first row of a group
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by domain
     against_control: Comparison | None = None  # None for the control and without one
+    perplexity: Mapping[str, TextSummary] = field(default_factory=dict)  # by text
 
 
 @dataclass(frozen=True)
@@ -177,7 +191,7 @@ def _without_tasks(values: dict[str, Any]) -> None:
     """Remove the fields that only tables with tasks have."""
     del values["references"]
     for row in values["rows"]:
-        del row["tasks"], row["against_control"]
+        del row["tasks"], row["against_control"], row["perplexity"]
     compared = [row["against_first"] for row in values["rows"]] + list(values["comparisons"])
     for comparison in compared:
         if comparison is not None:
@@ -250,7 +264,37 @@ def _row(
         against_first=against[0],
         tasks=_tasks(form, entries),
         against_control=against[1],
+        perplexity=_perplexity(entries, measured[others[1] if form.control else others[0]]),
     )
+
+
+def _perplexity(entries: Entries, reference: Entries) -> dict[str, TextSummary]:
+    """Return the loss on each text, compared with that of a reference on the same documents."""
+    own, others = _document_losses(entries), _document_losses(reference)
+    found = {}
+    for name, losses in own.items():
+        other = others.get(name)
+        pair = None
+        if other is not None and other.tokens == losses.tokens and other.sums != losses.sums:
+            both = {"reference": other, "row": losses}
+            rng = np.random.default_rng(SEED)
+            (pair,) = compare_losses(name, both, list(both), DRAWS, rng).pairs
+        mean_loss = losses.mean
+        found[name] = TextSummary(Mean(mean_loss.value, mean_loss.error, len(losses.sums)), pair)
+    return found
+
+
+def _document_losses(entries: Entries) -> dict[str, DocumentLosses]:
+    """Return the losses by text; a document's loss is its mean over seeds."""
+    from moemerge.features.losses import DocumentLosses  # imports torch
+
+    seeds = [entry.get("perplexity", {}) for entry in entries.values()]
+    found = {}
+    for name in seeds[0] if seeds else ():
+        if all(name in own and own[name]["tokens"] == seeds[0][name]["tokens"] for own in seeds):
+            sums = np.mean([own[name]["sums"] for own in seeds], axis=0).tolist()
+            found[name] = DocumentLosses(tuple(sums), tuple(seeds[0][name]["tokens"]))
+    return found
 
 
 def _mean_accuracy(form: TableForm, entries: Entries) -> Mean:
