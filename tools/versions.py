@@ -80,7 +80,7 @@ def run_tests(python: Path, jobs: int, log: Path) -> tuple[str, list[str]]:
     command = [python, "-m", "pytest", "-m", "not slow", "-n", str(jobs), "--dist", "loadfile"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "-q", "-rfE", "--tb=short", *present],
+        [*command, "-rfE", "--tb=short", *present],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -89,7 +89,7 @@ def run_tests(python: Path, jobs: int, log: Path) -> tuple[str, list[str]]:
     log.write_text(done.stdout + done.stderr, encoding="utf-8")
     lines = done.stdout.splitlines()
     failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    summary = next((line for line in reversed(lines) if " in " in line), "no summary")
+    summary = next((line for line in reversed(lines) if " passed" in line), "no summary")
     return summary.strip("= "), failed
 
 
@@ -135,14 +135,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=ENDS, help="run one end and keep the other's results")
     parser.add_argument("--jobs", type=int, default=2, help="parallel test workers")
+    parser.add_argument(
+        "--installed", action="store_true", help="use the environments of an earlier run"
+    )
     parser.add_argument("--pip", default="", help="further options of pip install")
     chosen = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     store = FOLDER / "results.json"
     results = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
     for end in [chosen.only] if chosen.only else ENDS:
-        print(f"{end}: installing", flush=True)
-        python = install(end, FOLDER / end, chosen.pip.split())
+        python = FOLDER / end / "bin" / "python"
+        if not chosen.installed:
+            print(f"{end}: installing", flush=True)
+            python = install(end, FOLDER / end, chosen.pip.split())
         print(f"{end}: testing", flush=True)
         summary, failed = run_tests(python, chosen.jobs, FOLDER / f"{end}.log")
         results[end] = {

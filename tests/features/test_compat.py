@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.integrations import moe
 
+from moemerge.errors import CheckpointError
 from moemerge.features import compat
 from moemerge.runtime import torch_compat
 
@@ -199,6 +200,7 @@ def test_has_default_gate(family: str, default: bool, zoo_folder: Folder) -> Non
 
 
 def test_use_one_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs the extra `tune`")
     arguments = TrainingArguments(output_dir=str(tmp_path))
     arguments._n_gpu = 4
     compat.use_one_gpu(arguments)
@@ -227,5 +229,9 @@ def test_record_offset(tmp_path: Path) -> None:
     value = torch.arange(300, dtype=torch.float32)
     torch.save({"weight": value}, file)
     loaded = torch.load(file, map_location="meta", weights_only=True)["weight"]
+    if torch.__version__.startswith("2.9."):
+        with pytest.raises(CheckpointError, match="cannot check that a pickled file is complete"):
+            torch_compat.record_offset(loaded.untyped_storage())
+        return
     begin = torch_compat.record_offset(loaded.untyped_storage())
     assert file.read_bytes()[begin : begin + 1200] == value.numpy().tobytes()

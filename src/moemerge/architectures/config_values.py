@@ -24,7 +24,8 @@ ACTIVATIONS: Final = names(
 )
 ATTENTION: Final = names(
     "eager sdpa flex_attention flash_attention_2 flash_attention_3 flash_attention_4 "
-    "paged|eager paged|sdpa paged|flash_attention_2 paged|flash_attention_3"
+    "paged|eager paged|sdpa paged|flash_attention_2 paged|flash_attention_3 "
+    "paged|flash_attention_4"
 )
 EXPERTS: Final = names("eager batched_mm grouped_mm deepgemm sonicmoe")
 DTYPES: Final = names("auto float16 half bfloat16 float32 float float64 double")

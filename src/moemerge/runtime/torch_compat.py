@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moemerge.errors import CheckpointError
 from moemerge.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -30,8 +31,12 @@ def record_offset(storage: torch.UntypedStorage) -> int:
     """Return the position in the file of the data of a storage loaded with map_location="meta".
 
     `torch.load(..., mmap=True)` does not notice that a record is cut off, and maps the bytes that
-    follow. No public name tells where a record begins.
+    follow. No public name tells where a record begins, and torch 2.9 has no private one.
     """
     offset = storage._checkpoint_offset
-    assert offset is not None  # torch.load sets it for every record
+    if offset is None:
+        raise CheckpointError(
+            f"torch {torch.__version__} cannot check that a pickled file is complete",
+            hint="use torch 2.13 or newer, or convert the file to safetensors",
+        )
     return int(offset)
