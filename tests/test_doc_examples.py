@@ -85,7 +85,7 @@ def scratch(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(path)
     for seed, name in enumerate(["math", "math-test", "code", "code-test", "general"]):
-        write_text(tmp_path / f"{name}.jsonl", seed=seed, rows=30)
+        write_text(tmp_path / f"{name}.jsonl", seed=seed, rows=12)
     shutil.copytree(models["math"], tmp_path / "merged")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for package in (moemerge, moemerge.config, moemerge.cli):  # where pages add modules

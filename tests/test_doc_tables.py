@@ -29,7 +29,13 @@ def test_generated_tables_and_figure_are_up_to_date() -> None:
 def test_the_notebook_runs(tmp_path: Path) -> None:
     path = ROOT / "examples" / "quickstart.ipynb"
     assert path.stat().st_size < 200_000
-    notebook = script("notebook").run_cells(path, tmp_path)
+    text = path.read_text(encoding="utf-8")
+    for rows, fewer in {"0, 64": "0, 12", "0, 32": "0, 6", "900, 1000": "900, 906"}.items():
+        assert text.count(rows) == 1
+        text = text.replace(rows, fewer)
+    short = tmp_path / path.name
+    short.write_text(text, encoding="utf-8")
+    notebook = script("notebook").run_cells(short, tmp_path)
     last = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"][-1]
     printed = "".join(last["outputs"][0]["text"])
     assert all(name in printed for name in ("model", "calibrated", "refitted"))

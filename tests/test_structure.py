@@ -7,7 +7,7 @@ import re
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -41,12 +41,17 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(path)))
+
+
 def within(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
+def functions(nodes: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -62,18 +67,18 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return [a.arg for a in [*named, *starred] if a.arg not in {"self", "cls"}]
 
 
-def imported_modules(tree: ast.AST) -> Iterator[str]:
+def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the full names of imports: `from torch import cuda` is torch.cuda."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def attributes(tree: ast.AST) -> Iterator[str]:
+def attributes(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the dotted names that a file uses: `torch.cuda.Stream`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         names: list[str] = []
         while isinstance(node, ast.Attribute):
             names.append(node.attr)
@@ -88,7 +93,7 @@ def test_parts_of_torch_stay_in_their_packages(part: str) -> None:
         within(path)
         for path in FILES
         if not within(path).startswith(CONFINED[part])
-        for name in (*imported_modules(parsed(path)), *attributes(parsed(path)))
+        for name in (*imported_modules(nodes(path)), *attributes(nodes(path)))
         if name == part or name.startswith(part + ".")
     }
     assert not strays, f"{part} belongs to {CONFINED[part]}; put a helper there"
@@ -102,7 +107,7 @@ def test_every_spelling_of_an_import_is_found() -> None:
         "torch.cuda.synchronize()",
     ]
     for spelling in spellings:
-        tree = ast.parse(spelling)
+        tree = list(ast.walk(ast.parse(spelling)))
         names = [*imported_modules(tree), *attributes(tree)]
         assert any(n == "torch.cuda" or n.startswith("torch.cuda.") for n in names), spelling
 
@@ -117,7 +122,7 @@ def test_parameter_lists_stay_short() -> None:
         f"{within(path)}:{function.name}"
         for path in FILES
         if not within(path).startswith("cli/")  # a command has one for each flag
-        for function in functions(parsed(path))
+        for function in functions(nodes(path))
         if len(parameters(function)) > MAX_PARAMETERS and not is_triton_kernel(function)
     }
     assert not long, f"more than {MAX_PARAMETERS} parameters"
@@ -126,7 +131,7 @@ def test_parameter_lists_stay_short() -> None:
 def test_a_class_name_has_one_meaning() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in FILES:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(within(path))
     twice = {name: where for name, where in places.items() if len(where) > 1}
@@ -141,7 +146,7 @@ def test_every_import_is_declared() -> None:
     declared = {re.split(r"[\[<>=;!~ ]", entry)[0].lower().replace("-", "_") for entry in listed}
     strays: dict[str, set[str]] = defaultdict(set)
     for path in FILES:
-        for name in imported_modules(parsed(path)):
+        for name in imported_modules(nodes(path)):
             package = name.split(".")[0]
             distribution = INSTALLED_BY.get(package, package).lower()
             if package in sys.stdlib_module_names or package == "moemerge":
@@ -151,11 +156,11 @@ def test_every_import_is_declared() -> None:
     assert not strays, "declare them in pyproject.toml"
 
 
-def sentences(tree: ast.AST) -> Iterator[str]:
+def sentences(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield all strings but docstrings; adjacent parts of one string are joined."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     skipped: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr):
             skipped.add(id(node.body[0].value))
         if isinstance(node, ast.JoinedStr):
@@ -184,7 +189,7 @@ def test_only_the_command_line_names_flags() -> None:
         within(path): text
         for path in FILES
         if not within(path).startswith(WITH_FLAGS)
-        for text in sentences(parsed(path))
+        for text in sentences(nodes(path))
         if re.search(r"(?<![\w-])--[a-z]", text) and "moemerge " not in text
     }
     assert flags == {}
@@ -215,7 +220,7 @@ def test_settings_that_messages_advise_exist() -> None:
         name
         for path in FILES
         if not within(path).startswith("cli/")
-        for text in sentences(parsed(path))
+        for text in sentences(nodes(path))
         for name in re.findall(r"`([a-z_]+)=[^`]+`", text)
     }
     assert {"offload", "overwrite", "sources"} <= advised

@@ -117,8 +117,9 @@ def render(results: dict[str, Any]) -> str:
             lines += [f"Failed with the {end} releases:", "", *(f"* `{t}`" for t in failed), ""]
     lines += [
         "The names of transformers and torch that are not public are collected in",
-        "`moemerge/features/compat.py`. If a release removes one of them,",
-        "`tests/features/test_compat.py` fails and names it.",
+        "`features/compat.py` and `runtime/torch_compat.py`. If a release removes one of them,",
+        "`tests/features/test_compat.py` fails and names it. With torch 2.9, pickled checkpoints",
+        "(`pytorch_model.bin`) are refused: it cannot tell whether such a file is complete.",
         "",
     ]
     return "\n".join(lines)
