@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 # Imported modules stay. Searching them for garbage again and again took longer than many tests, so
 # collection is off until all tests are imported, and then ignores what was imported.
 gc.disable()
+# Waiting for the disk took a tenth of the tests' time, and no test cuts the power.
+os.fsync = os.fdatasync = lambda fd: None
 
 import multimodal_zoo  # noqa: E402
 import zoo  # noqa: E402

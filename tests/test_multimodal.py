@@ -137,7 +137,7 @@ def test_features_are_those_of_the_whole_model(
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_calibrates(zoo_folder: Folder, model_type: str, tmp_path: Path) -> None:
     case = cases.make_case(zoo_folder(model_type), tmp_path / "case")
-    report = case.calibrate(tmp_path / "out")
+    report = case.calibrate(tmp_path / "out", measure=False)
     served = [row["router"] for row in report.layers]
     assert len(served) == 2
     for row in report.layers:

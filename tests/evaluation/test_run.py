@@ -36,7 +36,7 @@ def test_scores_are_those_of_the_testbed_problem_by_problem(specialists, sums, t
 
 @pytest.mark.parametrize("domain", ["math", "code", "chat"])
 def test_specialists_score_as_in_the_testbed(domain, specialists, tmp_path):
-    asked = problems(domain, split="test", count=48, seed=5)
+    asked = problems(domain, split="test", count=16, seed=5)
     task = write_task(tmp_path, asked, verify="evaluation.cases:as_the_testbed")
     models = list(specialists.values())
     report = run(models, [task], tmp_path / "out")

@@ -50,7 +50,7 @@ def main() -> None:
         code = INTERRUPTED if _pressed else UNFORESEEN
     sys.stdout.flush()
     sys.stderr.flush()
-    # Every file is closed by now. Unloading torch would take another third of a second.
+    # Every file is closed by now. Unloading torch would take another half second.
     os._exit(code if isinstance(code, int) else 0)
 
 

@@ -10,7 +10,6 @@ from moemerge.cli.console import interruptible
 from moemerge.cli.flags import Config, Out, Reporting, add_verb, given
 from moemerge.cli.repairs import remaining_work
 from moemerge.config.settings import MergeSettings, PlanSettings
-from moemerge.runtime.process import without_garbage_collection
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Plan and check everything, read no tensor.")
@@ -39,9 +38,8 @@ def merge(
     dry_run: DryRun = False,
 ) -> None:
     """Merge models as CONFIG states (a mergekit YAML is a valid config) into the folder OUT."""
-    with without_garbage_collection():
-        from moemerge import api
-        from moemerge.cli.render import merge_report
+    from moemerge import api
+    from moemerge.cli.render import merge_report
 
     if dry_run:
         report = api.validate(config, out_folder, settings=settings)
@@ -54,9 +52,8 @@ def merge(
 
 def validate(config: Config, settings: PlanSettings, reporting: Reporting) -> None:
     """Check a config and its models without reading a tensor, and estimate memory and disk."""
-    with without_garbage_collection():
-        from moemerge import api
-        from moemerge.cli.render import merge_report
+    from moemerge import api
+    from moemerge.cli.render import merge_report
 
     report = api.validate(config, **given(settings))
     table = merge_report(report, verbose=reporting.verbose)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from moemerge.errors import ResourceError
 
@@ -191,20 +190,3 @@ def _create_context(number: int) -> None:
         ordinal, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(ordinal), number) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal)
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Pause garbage collection, for imports; their objects are left out of later collections, too.
-
-    Modules stay, so each collection would search a growing heap in vain: a tenth of the time to
-    import torch and this package.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
