@@ -15,7 +15,7 @@ import lzma
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -199,25 +199,34 @@ def natural_strong() -> str:
     return markdown(("model", "loss", "gap closed", "general", "math", "time"), rows)
 
 
-def pruned() -> str:
-    """Return the accuracy of pruned specialists, before and after each repair."""
+def pruned(columns: Mapping[str, tuple[str, str]]) -> str:
+    """Return the accuracy of pruned specialists; columns are titles of (score, repair)."""
     record = recorded("prune")
     solved = {
-        (
-            row["domain"],
-            row["kept"],
-            row["repair"],
-        ): f"{100 * row['solved'] / record['problems']:.1f}"
+        tuple(row[key] for key in ("domain", "kept", "score", "repair")): row["solved"]
         for row in record["measured"]
     }
+
+    def cell(*key: object) -> str:
+        return f"{100 * solved[key] / record['problems']:.1f}" if key in solved else ""
+
     domains = ("math", "code")
-    repairs = {"none": "pruned", "calibrate": "calibrate", "refit": "refit"}
+    counts = sorted({row["kept"] for row in record["measured"]}, reverse=True)
     rows = [
-        (str(kept), *(solved.get((d, kept, repair), "") for d in domains for repair in repairs))
-        for kept in dict.fromkeys(row["kept"] for row in record["measured"])
+        (str(kept), *(cell(d, kept, *variant) for d in domains for variant in columns.values()))
+        for kept in counts
     ]
-    titles = (f"{domain}: {title}" for domain in domains for title in repairs.values())
+    titles = (f"{domain}: {title}" for domain in domains for title in columns)
     return markdown((f"kept of {record['experts']}", *titles), rows)
+
+
+def pruned_repairs() -> str:
+    names = {"pruned": "none", "calibrate": "calibrate", "refit": "refit"}
+    return pruned({title: ("reap", repair) for title, repair in names.items()})
+
+
+def pruned_scores() -> str:
+    return pruned({f"`{score}`": (score, "none") for score in ("reap", "norm", "frequency")})
 
 
 def percent(share: float) -> str:
@@ -690,7 +699,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "choices": choices,
     "method-times": method_times,
     "distill": distilled,
-    "prune": pruned,
+    "prune": pruned_repairs,
+    "prune-scores": pruned_scores,
 }
 FILES: dict[str, Callable[[], str]] = {
     "evidence-methods.md": file_of_methods,

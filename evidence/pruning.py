@@ -13,64 +13,81 @@ from pathlib import Path
 from typing import Any
 
 import moemerge
-from moemerge.pruning.settings import RepairAfter
+from moemerge.pruning.settings import ExpertScore, RepairAfter
 from moemerge.testbed import bundled_set
 from moemerge.testbed.demo import PROBLEMS, accuracy, draw_test_problems, one_thread
 
 EXPERTS = 24
 KEPT = (20, 16, 12, 8)
 DOMAINS = ("math", "code")
-REPAIRS: tuple[RepairAfter, ...] = ("none", "calibrate", "refit")
+VARIANTS: tuple[tuple[ExpertScore, RepairAfter], ...] = (
+    ("reap", "none"),
+    ("reap", "calibrate"),
+    ("reap", "refit"),
+    ("norm", "none"),
+    ("frequency", "none"),
+)
 ROWS = 512
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="JSON file to write")
-    parser.add_argument("--score", default="reap", choices=["reap", "norm", "frequency"])
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if options.out.exists():
+        rows = json.loads(options.out.read_text())["measured"]
+    known = {(row["domain"], row["kept"], row["score"], row["repair"]) for row in rows}
     with one_thread(), tempfile.TemporaryDirectory() as folder:
-        trained = bundled_set()
         for domain in DOMAINS:
-            problems = draw_test_problems(domain, PROBLEMS)
-            model = trained.models[domain]
-            solved = accuracy(model, problems, device=options.device)
-            rows.append(
-                {"domain": domain, "kept": EXPERTS, "repair": "none", "solved": sum(solved)}
-            )
-            print(rows[-1], flush=True)
-            for kept in KEPT:
-                for repair in REPAIRS:
-                    out, begin = Path(folder) / f"{domain}-{kept}-{repair}", time.perf_counter()
-                    moemerge.prune(
-                        model,
-                        out,
-                        data={domain: trained.data[domain]},
-                        keep=kept / EXPERTS,
-                        score=options.score,
-                        repair=repair,
-                        limit=ROWS,
-                        measure=False,
-                        device=options.device,
-                        dtype="float32",
-                    )
-                    seconds = time.perf_counter() - begin
-                    solved = accuracy(out, problems, device=options.device)
-                    row = {"domain": domain, "kept": kept, "repair": repair, "solved": sum(solved)}
-                    rows.append({**row, "seconds": round(seconds, 1)})
-                    print(rows[-1], flush=True)
+            for kept in (EXPERTS, *KEPT):
+                for score, repair in VARIANTS if kept < EXPERTS else VARIANTS[:1]:
+                    if (domain, kept, score, repair) in known:
+                        continue
+                    out = Path(folder) / f"{domain}-{kept}-{score}-{repair}"
+                    row = measure(domain, kept, score, repair, out, options.device)
+                    rows.append(row)
+                    print(row, flush=True)
+                    write(options.out, rows)
+
+
+def measure(
+    domain: str, kept: int, score: ExpertScore, repair: RepairAfter, out: Path, device: str
+) -> dict[str, Any]:
+    """Prune a specialist, and return how many problems it solves."""
+    trained, begin = bundled_set(), time.perf_counter()
+    model = trained.models[domain]
+    if kept < EXPERTS:
+        moemerge.prune(
+            model,
+            out,
+            data={domain: trained.data[domain]},
+            keep=kept / EXPERTS,
+            score=score,
+            repair=repair,
+            limit=ROWS,
+            measure=False,
+            device=device,
+            dtype="float32",
+        )
+        model = out
+    seconds = time.perf_counter() - begin
+    solved = accuracy(model, draw_test_problems(domain, PROBLEMS), device=device)
+    row = {"domain": domain, "kept": kept, "score": score, "repair": repair}
+    return {**row, "solved": sum(solved), "seconds": round(seconds, 1)}
+
+
+def write(out: Path, rows: list[dict[str, Any]]) -> None:
     document = {
         "version": moemerge.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "experts": EXPERTS,
         "problems": PROBLEMS,
         "rows": ROWS,
-        "score": options.score,
         "measured": rows,
     }
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
