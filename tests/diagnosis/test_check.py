@@ -142,7 +142,8 @@ def test_check_text_is_refused_early(case: cases.Case, tmp_path: Path) -> None:
     ("own", "check", "memorised"),
     [
         (Lead(0.30, 0.01), Lead(0.06, 0.01), True),
-        (Lead(0.30, 0.01), Lead(0.20, 0.01), False),  # two thirds of the lead are there
+        (Lead(0.507, 0.03), Lead(0.300, 0.026), True),  # measured: 25 epochs on 150 rows
+        (Lead(0.30, 0.01), Lead(0.24, 0.01), False),  # most of the lead is there
         (Lead(0.30, 0.01), Lead(-0.10, 0.01), True),  # worse than the merge elsewhere
         (Lead(0.30, 0.09), Lead(0.06, 0.09), False),  # too few documents
         (Lead(0.015, 0.001), Lead(0.006, 0.001), False),  # too small to matter

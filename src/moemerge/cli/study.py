@@ -111,13 +111,15 @@ def _refuse_failures(failures: Sequence[Failure]) -> None:
 
 def _shown_tables(report: StudyReport, legend: str) -> Group:
     """Return the verdicts and the main table of every experiment with its heading."""
-    from moemerge.experiments.report import heading, main_table, verdicts
+    from moemerge.experiments.report import heading, main_table, perplexity_table, verdicts
 
     parts: list[Text | NumberTable] = []
     for summary in report.summaries:
         parts.append(Text(heading(summary), style="bold"))
         parts += [Text(line) for line in verdicts(summary)]
         parts.append(_drawn(main_table(summary)))
+        if (losses := perplexity_table(summary)).rows:
+            parts += [Text(""), _drawn(losses)]
         parts.append(Text(""))
     parts.append(Text(legend, style="dim"))
     parts.append(Text(f"All tables and figures: {report.written[0]}"))

@@ -13,9 +13,10 @@ from moemerge.diagnosis.verdict import NOTICEABLE
 from moemerge.features.losses import DocumentLosses
 
 # A source has memorised its text if its lead over the merged model shrinks by more than this share
-# on check text ...
-MEMORISED_SHARE: Final = 0.5
-# ... and by more than this number of standard errors.
+# on check text. The merged model has part of the memory, so the whole lead never disappears: of a
+# specialist trained for 25 epochs on 150 rows, 0.30 of 0.51 nats were left.
+MEMORISED_SHARE: Final = 0.25
+# It must also shrink by more than this number of standard errors.
 SURE: Final = 3.0
 
 
