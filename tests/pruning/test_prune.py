@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -146,6 +147,26 @@ def test_a_quantised_model_keeps_its_codes(
         assert written.quantisation is not None
         assert set(written) == set(expected)
         assert all(torch.equal(written[name], expected[name]) for name in written)
+
+
+def test_layers_beyond_the_model_are_dropped(
+    zoo_folder: Folder, data: dict[str, Path], tmp_path: Path
+) -> None:
+    """A fourth layer on disk (multi-token prediction) has no scores."""
+    folder = shutil.copytree(zoo_folder("glm4_moe"), tmp_path / "base")
+    zoo.tiny_tokenizer(folder)
+    (shard,) = folder.glob("*.safetensors")
+    tensors = load_file(shard)
+    own = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.")}
+    tensors |= {n.replace("layers.2", "layers.3"): t.clone() for n, t in own.items()}
+    save_file(tensors, shard, metadata={"format": "pt"})
+    config = {**zoo.read_config(folder), "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    report = moemerge.prune(folder, tmp_path / "out", data=data, **CPU).pruning
+    assert any("layers 3 (multi-token prediction) are dropped" in n for n in report.notices)
+    assert not any("layers.3." in name for name in zoo.tensors(tmp_path / "out"))
+    assert zoo.read_config(tmp_path / "out")["num_nextn_predict_layers"] == 0
+    zoo.assert_loads(tmp_path / "out")
 
 
 def test_a_killed_repair_is_resumed(

@@ -118,14 +118,12 @@ def run_prune(request: PruneRequest, progress: Progress) -> PruneReport:
     """Prune into `request.out`, which appears complete or not at all."""
     start = time.perf_counter()
     job = prepare(request)
-    for notice in job.text.notices:
-        progress.note(notice)
     most = batch_tokens(job.model, job.stream.device)
     batches = make_batches(job.domains, batch_tokens=most)
     scores, memory = score_experts(job.model, batches, job.stream, job.routers, progress)
     kept = {router.layer: kept_experts(job, router, scores[router.layer]) for router in job.routers}
-    notices = [*job.text.notices, *_unreached(job, scores)]
-    for notice in notices[len(job.text.notices) :]:
+    notices = [*job.text.notices, *_unreached(job, scores), *_dropped(job.model)]
+    for notice in notices:
         progress.note(notice)
     report = PruneReport(
         model=job.model.label,
@@ -247,6 +245,18 @@ def _unreached(job: PruneJob, scores: Mapping[int, LayerScores]) -> list[str]:
     return [
         f"no token reaches {total} experts in {layers} layers, so they have the lowest score; "
         "other text may need them"
+    ]
+
+
+def _dropped(model: OpenModel) -> list[str]:
+    """Return a notice if the checkpoint has layers that the model never runs."""
+    layers = {model.architecture.layer_of(name) for name in model.checkpoint.tensors}
+    beyond = sorted(n for n in layers if n is not None and n >= model.architecture.num_layers)
+    if not beyond:
+        return []
+    return [
+        f"layers {', '.join(map(str, beyond))} (multi-token prediction) are dropped: the model "
+        "never runs them here, so their experts have no scores"
     ]
 
 
