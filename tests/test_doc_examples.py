@@ -84,7 +84,7 @@ def scratch(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, path in models.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(path)
-    for seed, name in enumerate(["math", "math-test", "code", "code-test", "general"]):
+    for seed, name in enumerate(["math", "math-test", "code", "code-test", "general", "unseen"]):
         write_text(tmp_path / f"{name}.jsonl", seed=seed, rows=12)
     shutil.copytree(models["math"], tmp_path / "merged")
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -29,7 +29,7 @@ from moemerge.refitting import loop
 from moemerge.runtime.progress import Silent
 from refitting.cases import Case, make_case
 
-FAST: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "router": "keep"}
+FAST: dict[str, Any] = {"ridge": 0.01, "holdout": 0.2, "router": "keep", "measure": False}
 
 
 @pytest.fixture(scope="module")
