@@ -132,9 +132,9 @@ def test_every_setting_is_a_flag_with_its_own_words(verb: str, settings: type[St
 
 
 def test_what_is_only_checked_replaces_nothing() -> None:
-    """A flag that would do nothing is not offered."""
+    """A flag that would do nothing is not offered; --overwrite is about the report of --json."""
     offered = {option.name for option in VERBS["validate",].params}
-    assert set(MergeSettings.model_fields) - offered == {"overwrite", "allow_nonfinite"}
+    assert set(MergeSettings.model_fields) - offered == {"allow_nonfinite"}
 
 
 def test_the_list_of_commands_shows_no_type_of_switches() -> None:

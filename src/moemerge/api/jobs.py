@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
@@ -110,6 +111,7 @@ def diagnose(
     check: Mapping[str, Files] | None = None,
     settings: DiagnosisSettings | None = None,
     report: str | Path | None = None,
+    overwrite: bool = False,
     progress: Progress | None = None,
     **keywords: Unpack[DiagnoseKeywords],
 ) -> Diagnosis:
@@ -121,7 +123,7 @@ def diagnose(
     of a source, that source is measured as well. `experts` are files with the kept experts of
     sources that have more experts than `model`, as for `calibrate`. Pass the settings as one
     object, or one by one: `diagnose(..., swaps=True, max_tokens=20_000)`. `report` is an HTML page
-    to write.
+    to write, and `overwrite` allows it to replace an earlier one.
     """
     from moemerge.diagnosis.job import DiagnosisRequest
     from moemerge.diagnosis.page import page_path
@@ -138,7 +140,11 @@ def diagnose(
         check={name: files_of(files) for name, files in (check or {}).items()},
         experts=keywords.get("experts") or {},
     )
-    page = None if report is None or not leads() else page_path(report)
+    page = None
+    if report is not None and leads():
+        texts = chain(*request.data.values(), *request.check.values())
+        inputs = (model, *sources.values(), *request.against, *texts)
+        page = page_path(report, inputs, overwrite=overwrite)
     diagnosis = run_diagnosis(request, Silent() if progress is None else progress)
     if page is not None:
         write_page(diagnosis.to_json(), page)

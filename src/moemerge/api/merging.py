@@ -232,7 +232,7 @@ def run(
     if output.report is not None:
         from moemerge.diagnosis.page import page_path
 
-        page_path(output.report)
+        page_path(output.report, (), overwrite=settings.overwrite)
     chosen = [name for name in MergeSettings.model_fields if name in settings.model_fields_set]
     flags = {name: value for own in changes.values() for name, value in own.items()}
     flags |= {name: getattr(settings, name) for name in chosen}

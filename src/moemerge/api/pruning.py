@@ -94,6 +94,10 @@ def prune(
         if settings.repair == "none":
             return PrunedReport(run_prune(request, progress))
         check_output(out, overwrite=output.overwrite)
+        if output.report is not None:
+            from moemerge.diagnosis.page import page_path
+
+            page_path(output.report, (), overwrite=output.overwrite)
         with temporary_sibling(out) as folder:
             pruned = run_prune(replace(request, out=folder / "pruned"), progress)
             done = _repair(request, folder / "pruned", output, progress)

@@ -23,6 +23,7 @@ from moemerge.checkpoint.tensors import format_size
 from moemerge.errors import CheckpointError, MoeMergeError, ResourceError
 from moemerge.runtime.devices import free_disk
 from moemerge.runtime.files import lock_folder, sync_folder
+from moemerge.runtime.outputs import check_name
 from moemerge.runtime.process import is_alive
 
 KEPT_FOLDER: Final = "moemerge_tasks"  # parts of the merged models, see `merging.kept`
@@ -60,6 +61,7 @@ def check_output(out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = 
 
     `overwrite` is None if the caller has no such option.
     """
+    check_name(out)
     target = _real(out)
     for folder in map(_real, inputs):
         if _of_this_run(folder, target):
@@ -73,21 +75,6 @@ def check_output(out: Path, *, overwrite: bool | None, inputs: Sequence[Path] = 
     if os.path.lexists(target):
         _check_replaceable(out, target, overwrite)
     _check_writable(out, target)
-
-
-def check_output_file(out: Path, *, overwrite: bool) -> None:
-    """Refuse an output file that must not or cannot be written, before any work is done."""
-    if out.is_dir():
-        raise CheckpointError(f"the output {out} is a folder", hint="name a file")
-    if os.path.lexists(out) and not overwrite:
-        raise CheckpointError(
-            f"the output {out} exists", hint="choose another name, or allow it: `overwrite=True`"
-        )
-    parent = out.absolute().parent
-    if not parent.is_dir():
-        raise CheckpointError(f"the output {out} cannot be made: there is no folder {parent}")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise CheckpointError(f"the output {out} cannot be made: {parent} is not writable")
 
 
 def _of_this_run(folder: Path, target: Path) -> bool:

@@ -33,7 +33,7 @@ FIRST = (
 )
 # Commands that share the module of another one.
 SHARED = {"validate": "merge"}
-HELPERS = ("app", "console", "flags", "render", "repairs", "wording")
+HELPERS = ("app", "console", "flags", "paths", "render", "repairs", "wording")
 
 
 class Verbs(CommandGroup):

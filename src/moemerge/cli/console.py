@@ -38,6 +38,7 @@ from moemerge.cli import INTERRUPTED
 from moemerge.cli.wording import in_flags
 from moemerge.errors import CheckpointError
 from moemerge.runtime.files import write_whole
+from moemerge.version import __version__
 
 # Characters that move the cursor, change colours or reverse the text direction.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -141,15 +142,22 @@ def deliver_json(value: Any, target: str) -> None:
     if target == STDOUT:
         show_json(value)
         return
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    # The first key marks the file as ours: `--overwrite` replaces no other.
+    text = json.dumps({"moemerge": __version__, **value}, indent=2, ensure_ascii=False) + "\n"
     try:
         path = Path(target)
-        if path.exists() and not path.is_file():  # a pipe, or /dev/stderr
+        if is_stream(path):
             path.write_text(text, encoding="utf-8")
         else:
             write_whole(path, text.encode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"--json {target}: cannot be written: {error.strerror}") from error
+
+
+def is_stream(path: Path) -> bool:
+    """Return whether this is a pipe or a device, also if it is redirected to a file."""
+    device = path.absolute().parent in (Path("/dev"), Path("/dev/fd"))
+    return device or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 # Seconds between two lines of progress if stderr is not a terminal.

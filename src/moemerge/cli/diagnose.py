@@ -65,6 +65,7 @@ def diagnose(
             experts=experts,
             settings=settings,
             report=report,
+            overwrite=reporting.overwrite,
             progress=bar,
         )
     table = diagnosis_report(diagnosis, verbose=reporting.verbose)

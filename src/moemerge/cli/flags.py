@@ -24,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import OptionInfo
 
 from moemerge.cli.console import STDOUT, Bar, deliver_json, err, out, progress
+from moemerge.cli.paths import check_paths
 from moemerge.cli.wording import in_flags, speak_of
 from moemerge.config.faults import parse_settings
 from moemerge.config.fields import Strict
@@ -82,7 +83,7 @@ Page = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE", help="Write an HTML page of the routing there."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace outputs that exist.")]
 Resume = Annotated[
     bool,
     typer.Option("--resume", help="Continue a killed run (the same command does so without it)."),
@@ -115,20 +116,6 @@ Device = Annotated[
 ]
 
 
-def _writable(target: str | None) -> str | None:
-    """Told before any work, which would be lost."""
-    if target is None or target == STDOUT:
-        return target
-    path = Path(target)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"--json {target}: "
-            + ("is a folder" if path.is_dir() else f"there is no folder {path.parent}"),
-            hint="name a file in a folder that exists, or - for stdout",
-        )
-    return target
-
-
 def _log(verbosity: int) -> int:
     """Send the log to stderr, with times. Logging is configured only here."""
     logger = logging.getLogger("moemerge")
@@ -150,10 +137,10 @@ class Reporting:
         typer.Option(
             metavar="FILE",
             help="Write the report there; - is stdout.",
-            callback=_writable,
             rich_help_panel=ADVANCED,
         ),
     ] = None
+    overwrite: Overwrite = False
     quiet: Quiet = False
     verbosity: Annotated[
         int,
@@ -284,7 +271,10 @@ def with_flags(
     if sum(map(_is_option, flags.values())) <= FEW:
         flags = _together(flags)
 
+    replaces = any(parameter.annotation == Out for parameter in declared)
+
     def command(**values: Any) -> None:
+        check_paths(values, replaces=replaces)
         function(**{name: make(values) for name, make in build.items()})
 
     command.__doc__ = function.__doc__

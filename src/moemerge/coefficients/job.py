@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from moemerge.architectures.names import split_layer
 from moemerge.architectures.opened import OpenModel, open_model
-from moemerge.checkpoint.output import check_output_file
 from moemerge.coefficients.settings import CoefficientMethod, CoefficientSettings
 from moemerge.config.coefficients import NeuronGroups
 from moemerge.config.models import ModelRef
@@ -17,6 +17,7 @@ from moemerge.errors import UsageError
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
 from moemerge.lockstep.inputs import check_same_tokens, read_text, require_streamable
 from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.statistics.provenance import all_units
 from moemerge.text.batches import Batch, make_batches
 from moemerge.text.domains import Domain
@@ -66,7 +67,12 @@ class CoefficientsJob:
 def prepare(request: CoefficientsRequest) -> CoefficientsJob:
     """Check output, models and files; read the text with the base's tokenizer."""
     settings = request.settings
-    check_output_file(request.out, overwrite=request.overwrite)
+    check_output_file(
+        request.out,
+        FileKind.COEFFICIENTS,
+        overwrite=request.overwrite,
+        inputs=(request.base, *request.models.values(), *chain(*request.data.values())),
+    )
     missing = [name for name in request.models if name not in request.data]
     if missing:
         raise UsageError(

@@ -12,7 +12,6 @@ import torch
 
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.checkpoint import require_space
-from moemerge.checkpoint.output import check_output_file
 from moemerge.collecting.settings import CollectingSettings
 from moemerge.config.models import ModelRef
 from moemerge.config.parameters import StatisticsKind
@@ -20,6 +19,7 @@ from moemerge.errors import DataError
 from moemerge.features.settings import StreamSettings, batch_tokens, forward_dtype
 from moemerge.runtime.devices import resolve_device
 from moemerge.runtime.dtypes import dtype_name
+from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.runtime.ranks import Ranks, own_device
 from moemerge.statistics import Provenance
 from moemerge.statistics.file import stored_shape
@@ -74,7 +74,12 @@ def prepare(request: CollectRequest, ranks: Ranks) -> CollectingJob:
     """Check output, files, model and space; read the text."""
     settings = request.settings
     if ranks.leads:
-        check_output_file(request.out, overwrite=request.overwrite)
+        check_output_file(
+            request.out,
+            FileKind.STATISTICS,
+            overwrite=request.overwrite,
+            inputs=(request.model, *request.data),
+        )
     if not request.data:
         raise DataError("no text given", hint="name at least one file: `data=FILE.jsonl`")
     check_files({DOMAIN: request.data})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import unicodedata
@@ -13,7 +14,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final, TypeVar
 
-from moemerge.checkpoint.output import check_output_file
 from moemerge.config.faults import parse_settings
 from moemerge.config.models import ModelLike
 from moemerge.data.settings import DataSettings
@@ -27,6 +27,8 @@ from moemerge.generation.prompts import (
     read_prompts,
 )
 from moemerge.registry import did_you_mean
+from moemerge.runtime.journals import completions_path
+from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.text.reading import Rows
 from moemerge.text.rows import TextRow, TextSource, read_rows, row_fields
 from moemerge.verification.judgement import Verifier
@@ -142,14 +144,19 @@ class Selected:
 def check_request(request: DataRequest) -> None:
     """Refuse contradictions, before any file is read."""
     settings = request.settings
-    check_output_file(request.out, overwrite=request.overwrite)
+    inputs = (request.model, *request.prompts, *request.text, *settings.against)
+    check_output_file(request.out, FileKind.ROWS, overwrite=request.overwrite, inputs=inputs)
     if not request.out.name.endswith(OUTPUT_SUFFIXES):
         raise UsageError(
             f"the output {request.out} is of an unknown kind",
             hint=f"name it {' or '.join(OUTPUT_SUFFIXES)}",
         )
-    if settings.completions is not None:  # an existing file is replaced
-        check_output_file(settings.completions, overwrite=True)
+    if settings.completions is not None:
+        # An unfinished run may have written it.
+        overwrite = request.overwrite or completions_path(request.out).exists()
+        check_output_file(settings.completions, FileKind.ROWS, overwrite=overwrite, inputs=inputs)
+        if os.path.realpath(settings.completions) == os.path.realpath(request.out):
+            raise UsageError(f"completions and rows would both be written to {request.out}")
     if bool(request.prompts) == bool(request.text):
         raise UsageError(
             "give prompts or plain text, one of them",

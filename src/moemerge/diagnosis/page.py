@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,17 @@ from moemerge.diagnosis.verdict import NOTICEABLE
 from moemerge.errors import MoeMergeError
 from moemerge.lockstep.inputs import JobText
 from moemerge.lockstep.request import RepairRequest
-from moemerge.report.files import check_page_path
 from moemerge.report.page import require_page, write_page
+from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.ranks import SINGLE, Ranks
 
 
-def page_path(report: str | Path) -> Path:
-    """Return the path of a page; refuse one that cannot be written."""
+def page_path(report: str | Path, inputs: Iterable[object], *, overwrite: bool) -> Path:
+    """Return the path of a page; refuse one that must not or cannot be written."""
     require_page()
     path = Path(report)
-    check_page_path(path)
+    check_output_file(path, FileKind.PAGE, overwrite=overwrite, inputs=inputs, what="the report")
     return path
 
 
@@ -65,7 +66,9 @@ class BeforeAndAfter:
             check=repair.check,
             command=command,
         )
-        path = None if report is None else page_path(report)
+        texts = chain(*repair.data.values(), *repair.check.values())
+        inputs = (repair.merged, *repair.sources.values(), *texts)
+        path = None if report is None else page_path(report, inputs, overwrite=repair.overwrite)
         return cls(request, prepare(request, SINGLE).text, repair.out, path)
 
     @property

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from moemerge.evaluation.perplexity import measure_texts
 from moemerge.evaluation.report import EvaluationReport, TaskScores, compare_models
 from moemerge.evaluation.settings import EvaluationSettings
 from moemerge.lockstep.output_files import earlier_report
-from moemerge.report.files import check_page_path, report_bytes, report_document
+from moemerge.report.files import report_bytes, report_document
 from moemerge.report.scores import write_scores_page
 from moemerge.runtime.files import make_folder, write_whole
+from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.runtime.progress import Progress, counted
 from moemerge.text.rows import write_rows
 from moemerge.version import __version__
@@ -47,7 +49,14 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
     if request.output.lm_eval:
         require_lm_eval()
     if request.output.report is not None:
-        check_page_path(request.output.report)
+        texts = chain(*request.data.values())
+        check_output_file(
+            request.output.report,
+            FileKind.PAGE,
+            overwrite=request.output.overwrite,
+            inputs=(*request.models, *texts),
+            what="the report",
+        )
     if request.output.card:
         check_cards({name: str(model) for name, model in job.models.items()})
     with opened_verifiers(job, progress) as verifiers:

@@ -89,6 +89,7 @@ class EvaluationOutputSettings(Strict):
     )
     lm_eval: Texts = Field((), description="tasks of lm-eval, or files of its kind, as well")
     report: Path | None = Field(None, description="write an HTML page of the results there")
+    overwrite: Flag = Field(False, description="replace an earlier report")
     card: Flag = Field(
         False, description="write the scores into the README.md of each model folder (model-index)"
     )
@@ -101,6 +102,7 @@ class EvaluationOutKeywords(EvaluationKeywords, total=False):
     rescore: bool
     lm_eval: str | Sequence[str] | tuple[str, ...]
     report: str | Path | None
+    overwrite: bool
     card: bool
 
 

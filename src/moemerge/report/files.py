@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from moemerge.errors import UsageError
 from moemerge.runtime.files import write_whole
 
 REPORT_NAME = "moemerge_report.json"
@@ -103,16 +102,6 @@ def compressed(text: str) -> str:
     """Compress to base64: a third of the size, and no text in it can end a script element."""
     # mtime=0: the same document produces the same page.
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()
-
-
-def check_page_path(path: Path) -> None:
-    """Refuse a path at which a page cannot be written, before any work is done."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"the report {path} cannot be written: "
-            + ("it is a folder" if path.is_dir() else f"there is no folder {path.parent}"),
-            hint="name an HTML file in a folder that exists",
-        )
 
 
 def save_page(text: str, path: Path) -> Path:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from moemerge.checkpoint.output import check_output_file, output_error, writing
+from moemerge.checkpoint.output import output_error, writing
 from moemerge.checkpoint.safetensors_file import HEADER_ALIGNMENT, LENGTH_BYTES, METADATA
 from moemerge.checkpoint.tensors import as_bytes
 from moemerge.config.documents import Provenance
@@ -25,6 +25,7 @@ from moemerge.config.parameters import StatisticsKind
 from moemerge.errors import CheckpointError, MoeMergeError
 from moemerge.runtime.files import remove_stale, sync_folder
 from moemerge.runtime.lazy import torch
+from moemerge.runtime.outputs import FileKind, check_output_file
 from moemerge.runtime.process import thread_pool
 from moemerge.statistics.file import FORMAT_NUMBER, STATISTICS_FORMAT
 
@@ -61,7 +62,7 @@ class StatisticsWriter:
         overwrite: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        check_output_file(out, overwrite=overwrite)
+        check_output_file(out, FileKind.STATISTICS, overwrite=overwrite)
         self.out = out
         self._overwrite = overwrite
         self._kind: StatisticsKind = kind
@@ -180,7 +181,7 @@ class StatisticsWriter:
             os.ftruncate(self._fd, LENGTH_BYTES + self._reserved + self._end)
             self._put(memoryview(struct.pack("<Q", self._reserved) + header), 0)
             os.fsync(self._fd)
-            check_output_file(self.out, overwrite=self._overwrite)
+            check_output_file(self.out, FileKind.STATISTICS, overwrite=self._overwrite)
             os.rename(self._path, self._target)
         with contextlib.suppress(OSError):  # the file is already in place and complete
             sync_folder(self._target.parent)
