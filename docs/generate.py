@@ -173,6 +173,19 @@ def distilled() -> str:
     return markdown(headings, rows)
 
 
+def distilled_testbed() -> str:
+    """Return the accuracies of the repaired average of the bundled specialists."""
+    measured = recorded("distill-testbed")["rows"]
+    own = {name: measured[f"{name} specialist"][name] for name in ("math", "code", "chat")}
+    rows = {"specialists, each on its own domain": own, **measured}
+    shown = [
+        (name, *(f"{row[part]:.1f}" for part in own), f"{(row['math'] + row['code']) / 2:.1f}")
+        for name, row in rows.items()
+        if not name.endswith(" specialist")
+    ]
+    return markdown(("correct answers, %", "math", "code", "chat", "mean of math and code"), shown)
+
+
 UNSEEN_MODELS = {
     "linear": "weight average",
     "linear+refit": "refit",
@@ -701,6 +714,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "distill": distilled,
     "prune": pruned_repairs,
     "prune-scores": pruned_scores,
+    "distill-testbed": distilled_testbed,
 }
 FILES: dict[str, Callable[[], str]] = {
     "evidence-methods.md": file_of_methods,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +75,11 @@ def main() -> None:
         if given.pop("base", False):
             sources["base"], data["base"] = bundle.base, bundle.data["chat"]
         folders[name] = args.work / str(number)
-        begin = time.perf_counter()
         repair: Any = getattr(moemerge, command)
         report = repair(folders[start], folders[name], sources=sources, data=data, **given)
-        more: dict[str, Any] = {"seconds": round(time.perf_counter() - begin, 1)}
+        more: dict[str, Any] = {}
         if command == "distill":
-            more |= {"rate": report.learning_rate, "steps": report.kept_step}
+            more = {"rate": report.learning_rate, "steps": report.kept_step}
             more["tried"] = {f"{rate:.3g}": value for rate, value in report.tried_rates.items()}
         measure(name, folders[name], **more)
     if args.json is not None:

@@ -34,7 +34,7 @@ from moemerge.lockstep.output import PERMANENT, Output, RefusedResultError
 from moemerge.lockstep.report import RepairReport
 from moemerge.lockstep.request import RepairRequest, request_key
 from moemerge.lockstep.states import SavedStates, mark_complete
-from moemerge.runtime.devices import available_memory, deterministic
+from moemerge.runtime.devices import available_memory, deterministic, release_cached
 from moemerge.runtime.dtypes import dtype_name
 from moemerge.runtime.progress import Progress
 from moemerge.runtime.timing import Stopwatch, Timings, peak_memory
@@ -232,6 +232,7 @@ def _distil(
             for number, domain in enumerate(job.text.domains)
         }
     states.keep_teachers()
+    release_cached(stream.device)  # what the teachers took
     with stopwatch.span("load"):
         loading = StudentOptions(job.optimiser, job.size.recompute, settings.lora, settings.seed)
         student = Student(

@@ -47,8 +47,8 @@ class DistillSettings(RepairSettings):
     )
     learning_rate: Annotated[Rate, read_by(read_rate, Rate)] = Field(
         "auto",
-        description="highest learning rate (auto: the one with the lowest held-out divergence "
-        "after short trials)",
+        description="highest learning rate (auto: chosen by the held-out divergence after short "
+        "trials)",
     )
     batch: PositiveInt = Field(32, description="rows of a step, over all processes")
     only: Only | None = Field(

@@ -34,6 +34,9 @@ PATIENCE: Final = 2  # evaluations without a gain after which a training stops
 # Learning rates that `auto` chooses from.
 RATES: Final = tuple(10.0 ** (exponent / 2) for exponent in range(-12, -3))
 TRIAL: Final = 0.1  # of the steps: how long a rate is tried
+# Short trials favour low rates, which gain less later. So the highest rate is taken whose trial
+# ends with a divergence of at most this many times the lowest.
+SLACK: Final = 1.2
 
 
 @dataclass(frozen=True)
@@ -268,8 +271,7 @@ class Trainer:
     # --- the rate ---
 
     def choose_rate(self) -> tuple[float, dict[float, float]]:
-        """Return the rate with the lowest held-out divergence after a short training, and the
-        divergence after each rate that was tried.
+        """Return a rate, and the held-out divergence after a short training with each rate tried.
 
         The search walks downhill over `RATES`. A rate at which training diverges counts as
         infinitely bad.
@@ -293,7 +295,7 @@ class Trainer:
                 at, moved = at + direction, True
             if moved:
                 break
-        return RATES[at], tried
+        return highest_good(tried), tried
 
     def _trial(self, rate: float, steps: int) -> float:
         self.progress.start(f"trying the rate {rate:.2g}", steps, unit="steps")
@@ -315,6 +317,11 @@ def _order(seed: int, name: str, epoch: int, count: int) -> list[int]:
     order = list(range(count))
     random.Random(f"{seed} {zlib.crc32(name.encode())} {epoch}").shuffle(order)
     return order
+
+
+def highest_good(tried: Mapping[float, float]) -> float:
+    """Return the highest rate whose divergence is close to the lowest."""
+    return max(rate for rate, value in tried.items() if value <= SLACK * min(tried.values()))
 
 
 def set_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:

@@ -79,6 +79,12 @@ def attention_without_plans() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(was)
 
 
+def release_cached(device: torch.device) -> None:
+    """Return GPU memory that torch has reserved but does not use."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 @contextlib.contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
     """Use algorithms on a GPU inside the block that give the same bits in every run.
