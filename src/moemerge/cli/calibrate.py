@@ -21,7 +21,7 @@ EXAMPLES = """
   moemerge calibrate merged/ out/ --source a=A --data a=a.jsonl \\
       --source b=B --data b=b.jsonl --weight b=2 --layers last:4
   moemerge calibrate merged/ out/ --source a=A --data a=a.jsonl \\
-      --check a=unseen.jsonl
+      --check a=b.jsonl
 """
 
 

@@ -21,7 +21,7 @@ EXAMPLES = """
   moemerge distill merged/ out/ --source a=A --data a=a.jsonl \\
       --source b=B --data b=b.jsonl --steps 60 --learning-rate 1e-4
   moemerge distill merged/ out/ --source a=A --data a=a.jsonl \\
-      --check a=unseen.jsonl
+      --check a=b.jsonl
 """
 
 

@@ -22,7 +22,7 @@ EXAMPLES = """
       --source b=B --data b=b.jsonl --weight b=2 \\
       --parts attention,experts --ridge 0.01
   moemerge refit merged/ out/ --source a=A --data a=a.jsonl \\
-      --check a=unseen.jsonl
+      --check a=b.jsonl
 """
 
 
