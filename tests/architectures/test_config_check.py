@@ -76,6 +76,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_experts": 4}, "counts 4 experts"),
     ({"num_experts_per_tok": 9}, "each token goes to 9 experts"),
     ({"num_hidden_layers": 4}, "counts 4 layers, the tensors make 3"),
+    ({"num_hidden_layers": 2}, "the config has 2 layers, but the tensors have a layer 2"),
     ({"num_hidden_layers": ...}, "num_hidden_layers.* is missing; the tensors make it 3"),
     ({"vocab_size": 127}, "vocab_size is 127, but model.embed_tokens.weight makes it 128"),
     ({"vocab_size": ...}, "vocab_size is missing; model.embed_tokens.weight makes it 128"),

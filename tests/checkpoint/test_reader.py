@@ -67,6 +67,21 @@ def test_duplicate_tensors_without_an_index_are_refused(make_folder: MakeFolder)
         Checkpoint.open(make_folder(files=files))
 
 
+def test_duplicate_tensors_with_an_index_must_be_equal(make_folder: MakeFolder) -> None:
+    index = {"x": "a.safetensors", "y": "b.safetensors"}
+    for value in (1.0, 2.0):
+        files = {
+            "a.safetensors": {"x": torch.ones(2)},
+            "b.safetensors": {"x": torch.full((2,), value), "y": torch.ones(1)},
+        }
+        folder = make_folder(str(value), files, weight_map=index)
+        if value == 1.0:
+            assert sorted(Checkpoint.open(folder)) == ["x", "y"]
+            continue
+        with pytest.raises(CheckpointError, match=r"'x' is in .*a.safetensors and, with other"):
+            Checkpoint.open(folder)
+
+
 def test_a_missing_numbered_shard_is_noticed_without_an_index(make_folder: MakeFolder) -> None:
     folder = make_folder(files={"model-00002-of-00002.safetensors": {"x": torch.ones(2)}})
     with pytest.raises(CheckpointError, match=r"but not model-00001-of-00002\.safetensors"):

@@ -204,7 +204,8 @@ def test_help_ends_with_examples():
         assert f"moemerge {verb}" in result.stdout.split("Examples")[-1]
 
 
-def test_ctrl_c_exits_130_and_leaves_nothing(models, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_merge_leaves_nothing(models, tmp_path, number, code):
     """WUDI with very many steps: long enough to be interrupted in the middle."""
     base, a, b = models
     config = tmp_path / "wudi.yml"
@@ -216,9 +217,9 @@ def test_ctrl_c_exits_130_and_leaves_nothing(models, tmp_path):
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".out.partial*")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "interrupted" in errors
     assert "Traceback" not in errors
     assert not list(tmp_path.glob("*out*"))

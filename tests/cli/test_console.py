@@ -117,7 +117,7 @@ def ended(reaction: str) -> tuple[int, str]:
 
 
 def test_ctrl_c_before_the_command_has_begun() -> None:
-    assert ended("raise") == (130, "error: interrupted; nothing was left behind\n")
+    assert ended("raise") == (130, "error: interrupted; nothing was left behind by this run\n")
 
 
 def test_a_library_that_makes_another_error_of_it() -> None:
@@ -136,8 +136,8 @@ def test_errors_that_nobody_foresaw_are_one_sentence_and_a_log(tmp_path: Path) -
     assert done.returncode == 1
     (log,) = tmp_path.iterdir()
     assert done.stderr == (
-        "error: this should not have happened (ModuleNotFoundError); nothing was left behind, and "
-        f"{log} says where: please report it\n"
+        "error: this should not have happened (ModuleNotFoundError); no incomplete output was left "
+        f"behind, and {log} has details: please report it\n"
     )
     assert "Traceback" in log.read_text()
     assert log.stat().st_mode & 0o077 == 0  # it may name what is private

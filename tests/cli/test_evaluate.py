@@ -47,6 +47,13 @@ def test_scores_pairs_and_what_is_to_do(models, task, tmp_path):
     assert "math − chat" in again.output
 
 
+def test_draws_are_bounded(models, task, tmp_path):
+    result = run(*models, "--out", str(tmp_path / "out"), "--task", task, "--draws", "100000000000")
+    assert result.exit_code == 2
+    assert "--draws" in result.output
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [

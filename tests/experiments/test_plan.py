@@ -200,6 +200,7 @@ def test_seeds_share_what_does_not_depend_on_them():
     [
         ({"evaluate": {"tasks": ["gsm8k"], "seed": "{seed}"}}, "all seeds share their tasks"),
         ({"seeds": [1, 1]}, "the same seed twice"),
+        ({"seeds": list(range(5000))}, "5000 seeds, at most 100"),
         ({"seeds": "1"}, "seeds"),
         (
             {

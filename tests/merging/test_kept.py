@@ -153,6 +153,25 @@ def test_what_is_refused(folder, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_another_base_and_parts_of_another_model_are_refused(folder, tmp_path):
+    shared = tmp_path / "shared"
+    settings = config(folder, "task_arithmetic", {"keep": "tall"})
+    moemerge.merge(settings, shared, device="cpu")
+    with pytest.raises(CheckpointError, match="not the base of this merge"):
+        moemerge.extract(shared, "math", tmp_path / "x", base=folder / "code")
+    kept = shared / "moemerge_tasks"
+    shutil.copy(kept / "1" / "model.safetensors", kept / "0" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not what this merge wrote"):
+        moemerge.extract(shared, "math", tmp_path / "x")
+    other = {**settings, "parameters": {"lambda": 0.5}}
+    moemerge.merge(other, tmp_path / "other", device="cpu")
+    shutil.rmtree(kept)
+    shutil.copytree(tmp_path / "other" / "moemerge_tasks", kept)
+    with pytest.raises(CheckpointError, match="not what this merge wrote"):
+        moemerge.extract(shared, "math", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
 SLICES = [{"sources": [{"model": name, "layer_range": [0, 2]} for name in (*NAMES, "base")]}]
 
 

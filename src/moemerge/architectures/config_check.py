@@ -150,7 +150,7 @@ def _sparsity_faults(architecture: Architecture) -> Iterator[str]:
 
 
 def _layer_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> Iterator[str]:
-    """Check the depth. Further layers in the tensors are allowed: multi-token prediction."""
+    """Check the depth. Only layers of multi-token prediction may follow the last one."""
     text, layers = architecture.text_config, architecture.num_layers
     found = 1 + max((n for n in map(architecture.layer_of, tensors) if n is not None), default=-1)
     counted = architecture.layer_key.count or any(text.get(key) for key in _DEPTH_BY_LIST)
@@ -159,6 +159,14 @@ def _layer_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> 
     for key in _DEPTH_LISTS:
         if isinstance(text.get(key), list) and len(text[key]) != layers:
             yield f"{key} has {len(text[key])} entries for {layers} layers"
+    # A layer of multi-token prediction has tensors that no other layer has.
+    parts: dict[int, set[str]] = {}
+    for name in tensors if counted and found > layers else ():
+        if (layer := architecture.layer_of(name)) is not None:
+            parts.setdefault(layer, set()).add(name.partition(f".{layer}.")[2])
+    for layer in sorted(n for n in parts if n >= layers):
+        if any(parts[layer] == parts.get(other) for other in range(layers)):
+            yield f"the config has {layers} layers, but the tensors have a layer {layer}"
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,9 @@ def _union(
     file_of: dict[str, TensorFile] = {}
     for file_name, file in files.items():
         for name in file.tensors:
-            if weight_map.get(name, file_name) != file_name:
+            place = weight_map.get(name, file_name)
+            if place != file_name:
+                _require_equal(name, files[place], file)
                 continue
             if name in file_of:
                 raise CheckpointError(
@@ -175,6 +177,17 @@ def _union(
                 )
             file_of[name] = file
     return file_of
+
+
+def _require_equal(name: str, first: TensorFile, second: TensorFile) -> None:
+    """Refuse a tensor that two files store with different values."""
+    infos = first.tensors[name], second.tensors[name]
+    same = infos[0].dtype == infos[1].dtype and infos[0].shape == infos[1].shape
+    if not same or first.sample(name, infos[0].nbytes) != second.sample(name, infos[1].nbytes):
+        raise CheckpointError(
+            f"tensor {name!r} is in {first.path} and, with other values, in {second.path}",
+            hint="the shards are of different models or versions; fetch all of them again",
+        )
 
 
 # --- companions -----------------------------------------------------------------------------------

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 UNFORESEEN = 1  # the exit code after an unexpected error
-NOTHING_LEFT = "interrupted; nothing was left behind"
+NOTHING_LEFT = "interrupted; nothing was left behind by this run"
+TERMINATED = 143  # the exit code after SIGTERM
 
 # The requested command, set by `main`: only its module is imported. An unknown name imports all
 # commands.
 asked = ""
 
-_pressed = False
+_pressed = 0  # the signal that interrupted the command
+_process = 0  # the id of the process that runs the command
 
 
 def main() -> None:
@@ -28,7 +30,11 @@ def main() -> None:
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):  # unless the parent ignores it
         signal.signal(signal.SIGINT, _note)
-    global asked
+    # torchrun stops its processes by SIGTERM, also those that wait for others and cannot clean up.
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "WORLD_SIZE" not in os.environ:
+        signal.signal(signal.SIGTERM, _note)
+    global asked, _process
+    _process = os.getpid()
     asked = next(iter(sys.argv[1:]), "")
     code: object = 0
     try:
@@ -48,6 +54,8 @@ def main() -> None:
     except BaseException as error:
         sys.stderr.write("error: interrupted\n" if _pressed else f"error: {_unforeseen(error)}\n")
         code = INTERRUPTED if _pressed else UNFORESEEN
+    if code == INTERRUPTED and _pressed == signal.SIGTERM:
+        code = TERMINATED
     sys.stdout.flush()
     sys.stderr.flush()
     # Every file is closed by now. Unloading torch would take another half second.
@@ -72,12 +80,18 @@ def _unforeseen(error: BaseException) -> str:
             log.write(f"moemerge {sys.argv[1:]}\n\n")
             log.write("".join(traceback.format_exception(error)))
     except OSError:
-        return f"{what}, and no log of it could be written; nothing was left behind"
-    return f"{what}; nothing was left behind, and {name} says where: please report it"
+        return f"{what}, and no log of it could be written; no incomplete output was left behind"
+    return f"{what}; no incomplete output was left behind, and {name} has details: please report it"
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C as usual and record it: interrupted libraries may raise other errors."""
+    """Handle Ctrl-C as usual, and SIGTERM like it, so that temporary files are removed.
+
+    The signal is recorded: interrupted libraries may raise other errors.
+    """
     global _pressed
-    _pressed = True
+    if number == signal.SIGTERM and os.getpid() != _process:  # a fork has nothing to clean up
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    _pressed = number
     signal.default_int_handler(number, frame)

@@ -104,6 +104,7 @@ class KeptModel(FileSchema):
     folder: Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
     model: str
     scale: Finite
+    digest: str | None = None  # of its file; older merges have none
 
 
 class KeptDocument(FileSchema):
@@ -111,6 +112,7 @@ class KeptDocument(FileSchema):
 
     keep: Literal["tall", "emr", "twin"]
     base: str
+    base_fingerprint: str | None = None
     tasks: dict[str, KeptModel]
 
 

@@ -49,12 +49,11 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
     if request.output.lm_eval:
         require_lm_eval()
     if request.output.report is not None:
-        texts = chain(*request.data.values())
         check_output_file(
             request.output.report,
             FileKind.PAGE,
             overwrite=request.output.overwrite,
-            inputs=(*request.models, *texts),
+            inputs=(*request.models, *chain(*request.data.values())),
             what="the report",
         )
     if request.output.card:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -48,7 +48,7 @@ class EvaluationSettings(EngineSettings):
     workers: PositiveInt | None = Field(
         None, description="answers judged at a time (default: one for each core)"
     )
-    draws: PositiveInt = Field(
+    draws: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         10_000, description="draws of problems behind every interval and p value"
     )
     # Of the task `perplexity` alone:

@@ -34,6 +34,8 @@ from moemerge.evaluation.settings import PERPLEXITY, EvaluationSettings
 from moemerge.generation.settings import Texts
 from moemerge.tuning.settings import TuningSettings
 
+MOST_SEEDS: Final = 100
+
 BASE = "base"  # what the base is called where names of sources stand
 Keep = Literal["models", "results"]
 FigureKind = Literal["groups", "bars", "lines", "layers", "none"]
@@ -231,6 +233,11 @@ class StudyConfig(Strict):
         seeds = data.get("seeds", ())
         if isinstance(seeds, list) and len({str(seed) for seed in seeds}) < len(seeds):
             raise FaultsError.one("the same seed twice: name each once", "seeds")
+        if isinstance(seeds, list) and len(seeds) > MOST_SEEDS:
+            words = (
+                f"{len(seeds)} seeds, at most {MOST_SEEDS}: the whole study is repeated for each"
+            )
+            raise FaultsError.one(words, "seeds")
         return data
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +29,10 @@ from moemerge.report.files import (
     report_bytes,
     report_document,
 )
-from moemerge.runtime.files import read_object
+from moemerge.runtime.files import file_digest, read_object
 from moemerge.runtime.lazy import torch
 from moemerge.runtime.progress import Progress
+from moemerge.statistics.provenance import model_fingerprint
 from moemerge.version import __version__
 
 if TYPE_CHECKING:
@@ -82,10 +83,12 @@ def extract_model(
     reference = kept.base if base is None else base
     origin = open_model("base", reference)
     require_one_family([ours, origin])
+    _require_base(kept, origin)
     inputs = [path for m in (ours, origin) for path in m.checkpoint.folders]
     check_output(out, overwrite=overwrite, inputs=inputs)
     require_space(out, ours.checkpoint.total_bytes)
     entry = kept.tasks[name]
+    _require_parts(ours, document, folder / entry.folder / SINGLE, entry.digest)
     with _Parts(folder / entry.folder) as parts:
         extraction = _Extraction(ours, origin, parts, kept.keep, entry.scale)
         with CheckpointPatch(ours.checkpoint, out, overwrite=overwrite, inputs=inputs) as patch:
@@ -106,6 +109,30 @@ def extract_model(
                 patch.add_bytes(file, data)
             patch.commit()
     return report
+
+
+def _require_base(kept: KeptDocument, base: OpenModel) -> None:
+    """Refuse another base than that of the merge. Older merges do not name theirs."""
+    found = model_fingerprint(base.checkpoint, base.architecture)
+    if kept.base_fingerprint not in (None, found):
+        raise CheckpointError(
+            f"{base.label} is not the base of this merge: its weights differ",
+            hint=f"the merge used {kept.base}; name it, or an exact copy: `base=MODEL`",
+        )
+
+
+def _require_parts(
+    shared: OpenModel, manifest: Mapping[str, Any], file: Path, digest: str | None
+) -> None:
+    """Refuse parts of another model or merge, and changed ones."""
+    report = shared.checkpoint.path / REPORT_NAME
+    merge = read_object(report).get("merge") if report.exists() else None
+    stated = merge.get("tasks") if isinstance(merge, dict) else None
+    if (stated and stated != manifest) or digest not in (None, file_digest(file)):
+        raise CheckpointError(
+            f"{file.parent} is not what this merge wrote: it is of another model, or was changed",
+            hint="restore it, or make the merge again",
+        )
 
 
 def _companions(checkpoint: Checkpoint, report: ExtractReport) -> dict[str, bytes]:

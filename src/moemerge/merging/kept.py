@@ -19,14 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from moemerge.architectures.opened import OpenModel
 from moemerge.checkpoint import CheckpointWriter, TensorInfo
+from moemerge.checkpoint.folder import SINGLE
 from moemerge.checkpoint.output import KEPT_FOLDER
 from moemerge.config.schema import Keep, KeptModels
 from moemerge.merging.methods._spectra import Spectrum
 from moemerge.merging.plan import MergePlan, UnitMerge
 from moemerge.report.files import report_bytes
 from moemerge.runtime.dtypes import Dtype
+from moemerge.runtime.files import file_digest
 from moemerge.runtime.lazy import torch
+from moemerge.statistics.provenance import model_fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,10 +140,15 @@ def part_name(key: str, part: str) -> str:
 class ModelKeeper:
     """Writes the kept parts of every model. A thread-safe context manager."""
 
-    def __init__(self, plan: MergePlan, settings: KeptModels, base: str, folder: Path) -> None:
+    def __init__(
+        self, plan: MergePlan, settings: KeptModels, base: OpenModel, place: str, folder: Path
+    ) -> None:
         self._plan = plan
         self._settings = settings
-        self._base = base
+        self._base = {
+            "base": place,
+            "base_fingerprint": model_fingerprint(base.checkpoint, base.architecture),
+        }
         self._folder = folder / KEPT_FOLDER
         self._lock = threading.Lock()
         merges = [merge for block in plan.blocks for merge in block.merges]
@@ -177,11 +186,12 @@ class ModelKeeper:
                 "folder": str(number),
                 "model": self._plan.models[model].checkpoint.label,
                 "scale": self._scale(model),
+                "digest": file_digest(self._folder / str(number) / SINGLE),
                 "bytes": self.nbytes,
             }
             for number, model in enumerate(self._models)
         }
-        manifest = {**self._settings.model_dump(), "base": self._base, "tasks": kept}
+        manifest = {**self._settings.model_dump(), **self._base, "tasks": kept}
         (self._folder / KEPT_MANIFEST).write_bytes(report_bytes(manifest))
         return manifest
 

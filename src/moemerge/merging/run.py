@@ -300,7 +300,8 @@ def keeping(job: MergeJob, folder: Path) -> AbstractContextManager[ModelKeeper |
     kept, base = job.loaded.config.tasks, job.loaded.merge.base_model
     if kept is None or base is None:
         return nullcontext()
-    return ModelKeeper(job.plan, kept, str(base.absolute()), folder)
+    model = job.models[job.loaded.merge.name_of(base)]
+    return ModelKeeper(job.plan, kept, model, str(base.absolute()), folder)
 
 
 def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> None:
