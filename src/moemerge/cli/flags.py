@@ -72,6 +72,7 @@ Experts = Annotated[
         "--experts",
         metavar="NAME=FILE",
         help="JSON file with the kept experts of that source, if it has more. Repeat it.",
+        rich_help_panel=ADVANCED,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
