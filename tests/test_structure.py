@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "moemerge"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 MAX_LINES = 450
-MAX_PARAMETERS = 9
+MAX_PARAMETERS = 8
 
 # Parts of torch that only some modules may use. Paths are relative to src/moemerge.
 CONFINED = {
@@ -121,7 +121,8 @@ def test_parameter_lists_stay_short() -> None:
     long = {
         f"{within(path)}:{function.name}"
         for path in FILES
-        if not within(path).startswith("cli/")  # a command has one for each flag
+        # A command has a parameter for each flag, a public function for each keyword.
+        if not within(path).startswith(("api/", "cli/"))
         for function in functions(nodes(path))
         if len(parameters(function)) > MAX_PARAMETERS and not is_triton_kernel(function)
     }

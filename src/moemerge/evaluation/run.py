@@ -65,8 +65,8 @@ def run_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluation
         job, answers, scored, bridged_scores(job, progress) if request.output.lm_eval else []
     )
     if job.texts:
-        texts, notices = measure_texts(job, progress)
-        report = replace(report, perplexity=texts, notices=(*report.notices, *notices))
+        measured, notices = measure_texts(job, progress)
+        report = replace(report, perplexity=measured, notices=(*report.notices, *notices))
     report = replace(report, seconds=time.monotonic() - begun)
     _keep(job, scored, report)
     return report

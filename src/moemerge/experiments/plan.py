@@ -129,8 +129,9 @@ class _Planner:
         self.schemas = method_schemas()
         asked = [n for n in dict.fromkeys(self.config.evaluate.tasks) if n != PERPLEXITY]
         self.tasks = tuple(find_task(name) for name in asked)
-        self.texts_measured = self.config.evaluate.texts([task.name for task in self.tasks])
-        loaded.refuse(self._perplexity_faults())
+        names = [task.name for task in self.tasks]
+        loaded.refuse(self.config.evaluate.perplexity_faults(names))
+        self.texts_measured = self.config.evaluate.texts(names)
         self.domains = tuple(dict.fromkeys(task.settings.domain for task in self.tasks))
         self.models: dict[str, StudyNode] = {}
         self.recipes = dict(recipes(self.config))
@@ -151,15 +152,6 @@ class _Planner:
             ]
         )
         self.merges = {name: self.merge(name) for name in self.config.merges}
-
-    def _perplexity_faults(self) -> list[Fault]:
-        evaluate = self.config.evaluate
-        if PERPLEXITY in evaluate.tasks and not self.texts_measured:
-            return [Fault(("evaluate", "data"), "the task perplexity needs text: NAME: FILE")]
-        if not self.tasks:
-            text = "besides perplexity, a study needs a task whose problems are solved"
-            return [Fault(("evaluate", "tasks"), text)]
-        return []
 
     def plan(self) -> StudyPlan:
         tables = self.config.tables or {

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypedDict
 
 from pydantic import Field, model_validator
 
-from moemerge.config.faults import FaultsError, listed, shown
+from moemerge.config.faults import Fault, FaultsError, listed, shown
 from moemerge.config.fields import (
     ChatTemplateField,
     Files,
@@ -145,6 +145,15 @@ class EvaluateBlock(EvaluationSettings):
         if PERPLEXITY not in self.tasks:
             return {}
         return {name: files for name, files in self.data.items() if name not in tasks}
+
+    def perplexity_faults(self, tasks: Collection[str]) -> list[Fault]:
+        """Return what the task perplexity lacks; `tasks` are the others."""
+        if PERPLEXITY in self.tasks and not self.texts(tasks):
+            return [Fault(("evaluate", "data"), "the task perplexity needs text: NAME: FILE")]
+        if not tasks:
+            text = "besides perplexity, a study needs a task whose problems are solved"
+            return [Fault(("evaluate", "tasks"), text)]
+        return []
 
     @property
     def settings(self) -> EvaluationSettings:
