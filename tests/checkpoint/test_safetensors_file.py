@@ -152,6 +152,14 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, case: str) -> None:
     assert caught.value.hint
 
 
+def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path: Path) -> None:
+    header = b'{"data_offsets":' * 300_000  # not even JSON
+    path = tmp_path / "many.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(CheckpointError, match="has 300000 tensors, at most 250000"):
+        SafetensorsFile(path)
+
+
 def test_an_oversized_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "big.safetensors"
     with open(path, "wb") as file:

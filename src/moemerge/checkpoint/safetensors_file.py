@@ -34,6 +34,7 @@ MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 HEADER_ALIGNMENT: Final = 8
 METADATA: Final = "__metadata__"
 MAX_NAME_LENGTH: Final = 1024
+MOST_TENSORS: Final = 250_000  # the largest known models have 210,000, in many files
 MOST_ELEMENTS: Final = 2**63 - 1  # torch's limit
 REPLACE_FILE: Final = "the file is damaged or was not fully downloaded; fetch it again"
 
@@ -142,6 +143,11 @@ def read_header(
     """Parse and check the header of an open file of `size` bytes."""
     length = _header_length(fd, size, path)
     raw = os.pread(fd, length, LENGTH_BYTES)
+    if (count := raw.count(b'"data_offsets"')) > MOST_TENSORS:
+        raise CheckpointError(
+            f"{path} has {count} tensors, at most {MOST_TENSORS} are read from one file",
+            hint="save the model in several shards",
+        )
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
         if b"\\ud" in raw.lower():  # lone surrogates, which cannot be encoded
