@@ -383,3 +383,12 @@ def test_threads_read_adapted_tensors(tmp_path: Path, base: Path) -> None:
     expected = {name: ours[name] for name in ours}
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda n: torch.equal(ours[n], expected[n]), list(ours) * 20))
+
+
+def test_a_scaling_beyond_float32_is_refused(base: Path, tmp_path: Path) -> None:
+    module = "model.layers.0.self_attn.q_proj"
+    tensors = {f"{module}.lora_A.weight": torch.ones(2, 16)}
+    tensors[f"{module}.lora_B.weight"] = torch.ones(16, 2)
+    adapter = write_adapter(tmp_path / "adapter", tensors, lora_alpha=1e300)
+    with pytest.raises(CheckpointError, match=r"lora_alpha of 1e\+300"):
+        Checkpoint.open(f"{base}+{adapter}")

@@ -23,6 +23,13 @@ def model(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_loop_of_links_is_refused(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match="cannot be used: Too many levels"):
+        check_output(tmp_path / "loop", overwrite=overwrite)
+
+
 def test_existing_output_needs_overwrite(tmp_path: Path) -> None:
     out = model(tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"exists\n.*overwrite=True"):

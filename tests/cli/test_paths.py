@@ -147,3 +147,12 @@ def test_a_name_that_is_not_utf8_is_refused_first(here: Path, command: str) -> N
     assert result.exit_code == 3, result.output
     assert "is not UTF-8" in result.stderr
     assert state(here) == before
+
+
+@pytest.mark.parametrize("length", [250, 255, 256])
+def test_a_name_that_is_too_long_is_refused(here: Path, length: int) -> None:
+    before = set(here.iterdir())
+    result = moemerge("merge", "c.yml", "o" * length)
+    assert result.exit_code == 3, result.output
+    assert "File name too long" in result.output
+    assert set(here.iterdir()) == before

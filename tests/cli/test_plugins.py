@@ -122,6 +122,7 @@ def test_a_function_of_a_plugin_judges(plugin: Path) -> None:
     [
         ("gone.py", None, "does not exist"),
         ("notes.txt", "", "is no Python file"),
+        ("odd_plugin.py", "raise BaseException('odd')\n", "line 1: BaseException: odd"),
         ("broken_plugin.py", "x = 1\ny = x / 0\n", "line 2: ZeroDivisionError: division by zero"),
         ("wrong_plugin.py", "def (\n", "SyntaxError"),
         ("json.py", "", "the name of another module, 'json'"),

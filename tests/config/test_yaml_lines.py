@@ -42,6 +42,12 @@ def test_scalars(text: str, value: object) -> None:
     assert type(read) is type(value)
 
 
+@pytest.mark.parametrize("text", ["9" * 4400, "0x" + "f" * 5000])
+def test_numbers_that_python_cannot_print_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="line 1, column 4: not valid YAML"):
+        read_yaml(f"a: {text}\n", "x.yml")
+
+
 def test_numbers_keep_their_type_when_written_back() -> None:
     data = {"a": "1e-6", "b": 1e-6, "c": "010", "d": "yes", "e": "1:30", "f": 3, "g": "2024-01-01"}
     assert read_yaml(yaml.dump(data, Dumper=Dumper), "x.yml").data == data

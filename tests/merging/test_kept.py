@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import moemerge
 import zoo
@@ -147,7 +148,13 @@ def test_what_is_refused(folder, tmp_path):
     with pytest.raises(UsageError, match="did you mean 'math'"):
         moemerge.extract(tmp_path / "shared", "mth", tmp_path / "x")
     mask = tmp_path / "shared" / "moemerge_tasks" / "0" / "model.safetensors"
-    mask.write_bytes(mask.read_bytes()[:-5])
+    whole = mask.read_bytes()
+    parts = load_file(mask)
+    first = next(iter(parts))
+    save_file({**parts, first: parts[first].unsqueeze(0)}, mask)
+    with pytest.raises(CheckpointError, match="not what this merge wrote"):
+        moemerge.extract(tmp_path / "shared", "math", tmp_path / "x")
+    mask.write_bytes(whole[:-5])
     with pytest.raises(CheckpointError):
         moemerge.extract(tmp_path / "shared", "math", tmp_path / "x")
     assert not (tmp_path / "x").exists()

@@ -148,7 +148,10 @@ def load_plugin(path: str | Path) -> None:
     sys.modules[name] = module  # before it runs: dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever the user's file does when it is imported
+    except KeyboardInterrupt:
+        del sys.modules[name]
+        raise
+    except BaseException as error:  # whatever the user's file does when it is imported
         del sys.modules[name]
         raise UsageError(
             f"the plugin {path} cannot be imported: {_line(error, file)}"

@@ -52,6 +52,7 @@ _REFUSED: Final = {
     "monteclora_config": "MonteCLoRA samples its weights",
 }
 MOST_REPEATS, MOST_CHARACTERS = 3, 1000  # in a pattern of module names
+FLOAT32_MAX: Final = 3.4028234663852886e38
 # Initialisations that change the base weights; the adapter does not contain this change.
 _BASE_CHANGING_INITS: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -68,7 +69,13 @@ class LoraSettings:
     def scaling_of(self, key: str) -> float:
         document, rank = self.document, self.rank_of(key)
         alpha = float(_by_pattern(document.alpha_pattern, key, document.lora_alpha))
-        return alpha / (math.sqrt(rank) if document.use_rslora else rank)
+        scaling = alpha / (math.sqrt(rank) if document.use_rslora else rank)
+        if abs(scaling) > FLOAT32_MAX:
+            raise CheckpointError(
+                f"the adapter's lora_alpha of {alpha:g} for {key} is beyond float32",
+                hint=f"correct it in its {CONFIG}",
+            )
+        return scaling
 
     def parameters_of(self, module: str) -> list[str]:
         """Return the parameters of a module that `target_parameters` names, in declared order."""

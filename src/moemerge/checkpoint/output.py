@@ -89,7 +89,7 @@ def _of_this_run(folder: Path, target: Path) -> bool:
 
 def _check_writable(out: Path, target: Path) -> None:
     parent = target if os.path.ismount(target) else target.parent
-    while not parent.exists():
+    while not os.path.exists(parent):
         parent = parent.parent
     if not parent.is_dir():
         raise CheckpointError(
@@ -112,6 +112,11 @@ def _check_replaceable(out: Path, target: Path, overwrite: bool | None) -> None:
         ) from None
     except FileNotFoundError:  # another run has just moved it
         return
+    except OSError as error:  # a loop of symbolic links, a folder that cannot be read
+        raise CheckpointError(
+            f"the output {out} cannot be used: {error.strerror}",
+            hint="choose another output folder",
+        ) from error
     if os.path.ismount(target) and {p.name for p in entries} - _OF_A_DISK:
         raise CheckpointError(
             f"the output {out} is a mount point and not empty, so it cannot be replaced as a whole",

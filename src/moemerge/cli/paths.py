@@ -37,7 +37,7 @@ def check_paths(values: Mapping[str, Any], *, replaces: bool) -> None:
         return
     outputs = {what: Path(values[name]) for name, what in _FILES.items() if _is_file(values, name)}
     folder = next((Path(values[name]) for name in _FOLDERS if values.get(name)), None)
-    if not outputs and (folder is None or (replaces and not folder.exists())):
+    if not outputs and (folder is None or (replaces and not os.path.exists(folder))):
         return
     own = {*_FILES, *_FOLDERS}
     inputs = [path for name in values if name not in own for path in _inputs(name, values[name])]

@@ -90,4 +90,7 @@ def remaining_work(out_folder: Path) -> Callable[[], str | None]:
 
 def _inode(folder: Path) -> int | None:
     """Return a number that differs for a folder that has replaced another."""
-    return folder.stat().st_ino if folder.exists() else None
+    try:
+        return folder.stat().st_ino
+    except OSError:  # it does not exist, or cannot: a name too long, a loop of links
+        return None

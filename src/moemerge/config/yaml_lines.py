@@ -18,6 +18,7 @@ import yaml
 from moemerge.config.faults import Fault, Path, path_text
 from moemerge.errors import ConfigError
 
+MAX_BITS: Final = 14_000  # of a whole number: Python prints at most 4,300 digits
 MAX_NODES: Final = 200_000  # aliases of aliases can describe more data than memory holds
 
 _FLOAT: Final = re.compile(
@@ -56,7 +57,10 @@ def _whole_number(loader: Loader, node: yaml.ScalarNode) -> int:
     text = str(node.value).replace("_", "")
     digits = text.lstrip("+-").lower()
     base = {"0x": 16, "0b": 2}.get(digits[:2], 10)
-    return int(text, base)
+    number = int(text, base)
+    if number.bit_length() > MAX_BITS:
+        raise ValueError(f"a number of {number.bit_length()} bits")
+    return number
 
 
 Loader.add_constructor(f"{_TAG}int", _whole_number)

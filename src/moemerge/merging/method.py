@@ -308,7 +308,9 @@ def load_plugins() -> tuple[str, ...]:
     for entry in plugins:
         try:
             entry.load()
-        except (Exception, SystemExit) as error:  # a plugin may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin may raise anything
             raise UsageError(
                 f"the plugin {entry.name!r} ({entry.value}) cannot be imported: "
                 f"{in_one_line(error)}",

@@ -180,7 +180,7 @@ def _meminfo() -> list[str]:
 def free_disk(folder: Path) -> int:
     """Return the free bytes on the disk of `folder`, which may not exist yet."""
     folder = folder.absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
