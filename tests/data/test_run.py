@@ -217,7 +217,7 @@ def test_requests_that_make_no_sense_are_refused_at_once(
 
 
 def test_outputs_that_exist_or_are_of_another_kind_are_refused(folder, prompts, tmp_path):
-    with pytest.raises(CheckpointError, match="exists"):
+    with pytest.raises(CheckpointError, match="is also an input"):
         run_data(request(folder, prompts, prompts=[prompts], keep="prompt"), Silent())
     nowhere = tmp_path / "nowhere" / "c.jsonl"
     with pytest.raises(CheckpointError, match="there is no folder"):

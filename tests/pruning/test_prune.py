@@ -242,7 +242,7 @@ def test_the_command(base: Path, data: dict[str, Path], tmp_path: Path) -> None:
     words += ["--repair", "refit", "--device", "cpu", "--json", str(file)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    assert json.loads(file.read_text()).keys() == {"pruning", "refit"}
+    assert json.loads(file.read_text()).keys() == {"moemerge", "pruning", "refit"}
     assert "6 of 8 experts kept" in result.stdout
     # The map of another tool, in a file.
     plain = tmp_path / "kept.json"
