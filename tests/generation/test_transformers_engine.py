@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import quantised_zoo as qz
 from moemerge.config.faults import parse_settings
-from moemerge.errors import ResourceError
+from moemerge.errors import NumericalError, ResourceError
 from moemerge.generation import transformers_engine
 from moemerge.generation.drawing import draw, signed, uniform
 from moemerge.generation.engine import CompletionRequest, Finish
@@ -143,3 +144,13 @@ def test_what_does_not_fit_is_refused_with_an_estimate(with_tokenizer, numbers, 
     monkeypatch.setattr(transformers_engine, "available_memory", lambda device: 1000)
     with pytest.raises(ResourceError, match="one completion of 19 tokens needs"):
         list(engine.generate(wanted(), 5))
+
+
+def test_a_model_whose_logits_are_nan_is_refused(with_tokenizer, numbers) -> None:
+    folder = with_tokenizer("olmoe")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(NumericalError, match="its logits are NaN"):
+        TransformersEngine(folder, numbers, settings(), Notes())

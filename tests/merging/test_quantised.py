@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import moemerge
 import quantised_zoo as qz
 import zoo
 from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding
-from moemerge.errors import UsageError
+from moemerge.errors import NumericalError, UsageError
 
 Folder = Callable[..., Path]
 
@@ -278,3 +279,26 @@ def test_an_adapter_on_a_quantised_base(published: Callable[..., Any], tmp_path:
     changed = {name for name in before if not equal(before[name], after[name])}
     weight = "model.layers.1.self_attn.q_proj.weight"
     assert changed == {weight, f"{weight}_scale_inv"}
+
+
+def test_an_input_scale_that_is_nan_is_refused(
+    published: Callable[..., Any], tmp_path: Path
+) -> None:
+    folders = []
+    for i, (_, quantised) in enumerate(published("qwen fp8")[1:]):
+        folder = Path(shutil.copytree(quantised, tmp_path / f"m{i}"))
+        file = sorted(folder.glob("*.safetensors"))[0]
+        tensors = load_file(file)
+        weight = next(name for name in tensors if name.endswith(".weight_scale_inv"))
+        scale = weight.replace(".weight_scale_inv", ".input_scale")
+        tensors[scale] = torch.tensor(float("nan"))
+        save_file(tensors, file, {"format": "pt"})
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            listed = json.loads(index.read_text())
+            listed["weight_map"][scale] = file.name
+            index.write_text(json.dumps(listed))
+        folders.append(folder)
+    with pytest.raises(NumericalError, match="input_scale holds non-finite values"):
+        moemerge.merge(linear(*folders), tmp_path / "out", requantize="same")
+    assert not (tmp_path / "out").exists()

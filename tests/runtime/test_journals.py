@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,19 @@ def test_lines_are_read_while_another_run_writes(tmp_path: Path) -> None:
         with (tmp_path / "f").open("ab") as stream:
             stream.write(b'{"text": "ha')
         assert read_lines(tmp_path / "f", HEAD) == LINES[:1]
+
+
+def test_a_file_that_cannot_grow_is_reported_and_stays_usable(tmp_path: Path) -> None:
+    whole = written(tmp_path / "f")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, hard))
+    try:
+        with (
+            LineStore(tmp_path / "f", HEAD) as file,
+            pytest.raises(DataError, match="cannot be written: File too large"),
+        ):
+            file.add({"text": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with LineStore(tmp_path / "f", HEAD) as file:
+        assert file.lines == LINES

@@ -11,6 +11,7 @@ from moemerge.checkpoint.quantised.tensor import QuantisedInfo, Rounding, Writte
 from moemerge.checkpoint.reader import Checkpoint
 from moemerge.checkpoint.tensors import TensorInfo
 from moemerge.checkpoint.writer import CheckpointWriter
+from moemerge.errors import NumericalError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +81,13 @@ class QuantisingWriter:
         self.errors = RoundingErrors()
         for info, source in quantised.values():
             for part in info.kept:
-                writer.write(part.name, source.stored(part.name))
+                stored = source.stored(part.name)
+                if not bool(stored.float().isfinite().all()):
+                    raise NumericalError(
+                        f"{source.label}: {part.name} holds non-finite values (NaN or infinity)",
+                        hint="repair that model, or leave `requantize` out",
+                    )
+                writer.write(part.name, stored)
 
     def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
         """Write like `CheckpointWriter`; rows of a quantised tensor must be multiples of `step`."""

@@ -25,7 +25,7 @@ from transformers import (
 
 from moemerge.checkpoint import Checkpoint, format_size
 from moemerge.config.models import ModelLike
-from moemerge.errors import ResourceError
+from moemerge.errors import NumericalError, ResourceError
 from moemerge.features.loading import build_skeleton
 from moemerge.features.settings import stored_dtype
 from moemerge.features.weights import Weights
@@ -150,6 +150,7 @@ class TransformersEngine:
             self._label = checkpoint.label
             self._model = _load(checkpoint, settings.dtype, self._device)
             self._ends = end_tokens(self._model, tokenizer, checkpoint.path)
+        _require_numbers(self._model, self._label)
         self._why_not = why_not(self._model)
         if self._why_not is not None:
             progress.note(
@@ -253,6 +254,17 @@ def end_tokens(
     for value in named:
         ends.update(value if isinstance(value, list | tuple) else [value])
     return frozenset(token for token in ends if isinstance(token, int))
+
+
+@torch.inference_mode()
+def _require_numbers(model: PreTrainedModel, label: str) -> None:
+    """Refuse a model whose logits are NaN: its answers would be empty or random."""
+    ids = torch.tensor(PROMPTS[:1], device=model.device)
+    if bool(model(input_ids=ids, use_cache=False).logits.isnan().any()):
+        raise NumericalError(
+            f"{label}: its logits are NaN",
+            hint="its weights or config.json are damaged, or the dtype is too narrow for them",
+        )
 
 
 def _context(model: PreTrainedModel) -> int:

@@ -136,10 +136,17 @@ class LineStore:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         # ASCII: a text cut within a character may contain lone surrogates, which UTF-8 cannot hold.
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        if self._durable:
-            os.fsync(self._file.fileno())
+        data = json.dumps(line).encode() + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._file.fileno(), data) :]
+            if self._durable:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be written: {error.strerror}",
+                hint="free some space or raise the limit; the same command then continues",
+            ) from error
 
 
 def read_lines(
