@@ -154,25 +154,6 @@ def natural_text() -> str:
     return markdown(("gap closed by", *(f"{run}: {merge}" for run, merge in columns)), rows)
 
 
-def distilled() -> str:
-    """Return the models of `moemerge distill` with their losses."""
-    record = recorded("natural-text")["distill_command"]
-    rows = [
-        (
-            row["model"],
-            f"{row['loss']:.3f}",
-            percent(row["closed"]) if row["seconds"] else "",
-            f"{row['general']:.3f}",
-            f"{row['math']:.3f}",
-            f"{row['seconds']:.0f} s" if row["seconds"] else "",
-        )
-        for row in record["rows"]
-    ]
-    rows.append(("specialists, each on its own domain", f"{record['specialists']:.3f}", *[""] * 4))
-    headings = ("natural text, strong fine-tuning", "loss", "gap closed", "general", "math", "time")
-    return markdown(headings, rows)
-
-
 def distilled_testbed() -> str:
     """Return the accuracies of the repaired average of the bundled specialists."""
     measured = recorded("distill-testbed")["rows"]
@@ -711,7 +692,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "choices": choices,
     "method-times": method_times,
-    "distill": distilled,
     "prune": pruned_repairs,
     "prune-scores": pruned_scores,
     "distill-testbed": distilled_testbed,
