@@ -165,6 +165,7 @@ def test_mtp_layers_are_kept_and_passed_over(case_of: CaseOf, tmp_path: Path) ->
 def _add_layer(tensors: dict[str, torch.Tensor]) -> None:
     own = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.")}
     tensors |= {n.replace("layers.2", "layers.3"): t.clone() for n, t in own.items()}
+    tensors["model.layers.3.enorm.weight"] = own["model.layers.2.input_layernorm.weight"].clone()
 
 
 def test_tied_embeddings_stay_tied(case_of: CaseOf, tmp_path: Path) -> None:

@@ -149,6 +149,6 @@ def test_what_the_system_lacks_is_named() -> None:
     for error, what in ((too_many, "(ulimit -n)"), (MemoryError(), "the memory was not enough")):
         sentence = cli._unforeseen(error)
         assert what in sentence
-        log = re.search(r"and (\S+) says where", sentence)
+        log = re.search(r"and (\S+) has details", sentence)
         assert log is not None
         Path(log[1]).unlink()

@@ -159,12 +159,14 @@ def _layer_faults(architecture: Architecture, tensors: Mapping[str, Header]) -> 
     for key in _DEPTH_LISTS:
         if isinstance(text.get(key), list) and len(text[key]) != layers:
             yield f"{key} has {len(text[key])} entries for {layers} layers"
-    # A layer of multi-token prediction has tensors that no other layer has.
+    # A layer of multi-token prediction is stated, or has tensors that no other layer has.
+    stated = text.get("num_nextn_predict_layers")
+    known = layers + (stated if isinstance(stated, int) else 0)
     parts: dict[int, set[str]] = {}
-    for name in tensors if counted and found > layers else ():
+    for name in tensors if counted and found > known else ():
         if (layer := architecture.layer_of(name)) is not None:
             parts.setdefault(layer, set()).add(name.partition(f".{layer}.")[2])
-    for layer in sorted(n for n in parts if n >= layers):
+    for layer in sorted(n for n in parts if n >= known):
         if any(parts[layer] == parts.get(other) for other in range(layers)):
             yield f"the config has {layers} layers, but the tensors have a layer {layer}"
 
