@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # Two workers: the suite is sized for two cores, and torch runs one thread in each.
 JOBS ?= 2
 
-.PHONY: demo test lint typecheck imports rooms unit slow docs fuzz faults versions clean
+.PHONY: demo test lint typecheck imports rooms unit slow docs fuzz fuzz-parsers faults versions clean
 
 # The demo needs the package and its report page; development needs every extra.
 $(DEMO_STAMP): pyproject.toml constraints.txt
@@ -60,12 +60,19 @@ FUZZ ?=
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.fuzz.run --count $(COUNT) --seed $(SEED) $(FUZZ)
 
-# Every call that writes fails in turn, and every verb is killed: the tables of docs/reliability.md.
-KILLS ?= 104
+# Every parser in one process, guided by coverage.
+EXECUTIONS ?= 10000000
+fuzz-parsers: $(STAMP)
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.fuzz_parsers --count $(EXECUTIONS) --seed $(SEED)
+
+# Every call that writes fails in turn, every verb is killed, and the power fails (needs strace): the
+# tables of docs/reliability.md.
+KILLS ?= 160
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.run
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.kills --count $(KILLS)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.faults.limits
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tools.power_loss
 
 # The fast tests with the oldest supported releases and with the newest: docs/compatibility.md.
 versions:

@@ -1,4 +1,4 @@
-"""Campaigns that try to break the package: hostile files, failing system calls, killed processes.
+"""Campaigns that try to break the package: hostile files, failing calls, kills, power loss.
 
 Run them from the repository root: `python -m tools.fuzz.run`, `python -m tools.faults.run`. They
 build their models with the tests' tiny model zoo, so the tests folder must be importable.

@@ -125,7 +125,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kills-") as scratch:
         where = Path(scratch) / "corpus"
         corpus.build(where)
-        verbs.extend(where)
         killer = Killer(where, Path(scratch), arguments.seed)
         begun = time.monotonic()
         for number in range(arguments.count):

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.fuzz import cases, harness
+from tools.fuzz import cases, situations
 
-QUESTIONS = ("what is one plus two", "compute two plus two", "why", "how is x equal to y", "what")
 GREEDY = ("--samples", "1", "--temperature", "0", "--max-new-tokens", "6")
-TASK = (
-    "title: Sums\ndomain: math\ndata: sums.jsonl\nverify: exact\nmax_new_tokens: 6\nproblems: 5\n"
-)
-KEPT = (
-    "merge_method: emr\nbase_model: base\nmodels:\n  - {model: math, name: math}\n"
-    "  - {model: code, name: code}\ntasks: {keep: emr}\n"
-)
-WEIGHED = (
-    "merge_method: task_arithmetic\nbase_model: base\nmodels:\n  - {model: math, name: math}\n"
-    "  - {model: code, name: code}\nparameters: {weight: 1.0}\n"
-    "data: {math: math.jsonl, code: code.jsonl}\n"
-)
-STUDY = (
-    "title: Two\nbase: base\nsources: {math: math, code: code}\n"
-    "data: {math: math.jsonl, code: code.jsonl}\n"
-    "merges:\n  average: {merge_method: linear, parameters: {weight: 0.5}}\n"
-    "repairs:\n  HARC: {calibrate: {max_tokens: 60}}\n"
-    "evaluate: {tasks: [sums.yml], samples: 1, temperature: 0, limit: 3}\n"
-    "diagnose: {limit: 2, holdout: 0.0}\n"
-)
 
 
 @dataclass(frozen=True)
@@ -76,20 +54,15 @@ VERBS: Mapping[str, Verb] = {
     "coefficients": Verb(("coefficients", "acm", "weighed.yml", "out", "-q")),
     "extract": Verb(("extract", "shared", "math", "out", "-q")),
     "swap-routers": Verb(cases.SWAP),
+    "distill": Verb(
+        (*situations.command("distill"), "--device", "cpu", "--seed", "1", "-q"), ("--resume",)
+    ),
+    "prune": Verb((*situations.command("prune"), "--repair", "refit", "-q"), ("--resume",)),
+    "perplexity": Verb(
+        (*situations.command("perplexity"), "-q"), made=("results.json",), grows=True
+    ),
 }
 _TIMES = re.compile(rb'("?\w*seconds"?: *|[\d.]+ s\b|\d{4}-\d\d-\d\d[T ][\d:]+)[\d.e-]*')
-
-
-def extend(corpus: Path) -> None:
-    """Add the files that only these commands need to the fuzzer's corpus."""
-    rows = [{"prompt": text, "response": "one", "answer": "one"} for text in QUESTIONS]
-    (corpus / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    texts = {"sums.yml": TASK, "kept.yml": KEPT, "weighed.yml": WEIGHED, "study.yml": STUDY}
-    for name, text in texts.items():
-        (corpus / name).write_text(text)
-    merge = ("merge", "kept.yml", "shared", "-q")
-    ended = harness.command(merge, corpus, corpus.with_suffix(".log"))
-    assert ended.code == 0, ended.output
 
 
 def content(verb: Verb, out: Path) -> dict[str, bytes]:

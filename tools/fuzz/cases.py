@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.fuzz import held_out, mutations
+from tools.fuzz import held_out, mutations, situations
 from tools.fuzz.corpus import CALIBRATE
-from tools.fuzz.harness import MEMORY_LIMIT, OURS, Ended, command, in_child, tree
+from tools.fuzz.harness import MEMORY_LIMIT, OURS, TIME_LIMIT, Ended, command, in_child, tree
 from tools.fuzz.mutations import Mutation
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ FEW = (*ROWS, "--max-tokens", "100")
 PACKED = tuple("math=rows.jsonl.gz" if part == "math=math.jsonl" else part for part in CALIBRATE)
 STATS = ("stats", "merged", "out", "--data", "rows.jsonl", "-q")
 RESUME = (*CALIBRATE, "--resume")
+MESSAGE = re.compile(r"^(error: |╭─ Error ─)", re.MULTILINE)  # ours, or typer's of a flag
+# What an unfinished run may leave next to OUT.
+UNFINISHED = re.compile(r"\..*\.(journal|training|completions|judgements)(/|$)")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,11 @@ class Kind:
     mutations: tuple[Mutation, ...]
     commands: tuple[tuple[str, ...], ...]
     journal: bool = False  # whether the folder has the journal of a killed run
+    situation: situations.Situation | None = None  # changes more than one file
+
+
+def _short(*names: str) -> tuple[tuple[str, ...], ...]:
+    return tuple((*situations.COMMANDS[name], "-q") for name in names)
 
 
 KINDS: Mapping[str, Kind] = {
@@ -116,6 +125,28 @@ KINDS: Mapping[str, Kind] = {
     ),
     "own report": Kind(("merged/moemerge_report.json",), mutations.JSON, (CALIBRATE, DIAGNOSE)),
     "own config": Kind(("merged/moemerge_config.yml",), mutations.YAML, (CALIBRATE, DIAGNOSE)),
+    "task": Kind(("sums.yml",), mutations.YAML, _short("evaluate")),
+    "study": Kind(("study.yml",), mutations.YAML, (("study", "study.yml", "out", "--dry-run"),)),
+    "prompts": Kind(("sums.jsonl",), mutations.ROWS, _short("data", "evaluate", "tune")),
+    "text of distill, prune and perplexity": Kind(
+        ("math.jsonl",), mutations.ROWS, _short("distill", "prune", "perplexity", "coefficients")
+    ),
+    "kept experts": Kind(
+        ("experts.json", "pruned/moemerge_report.json", "pruned/config.json"),
+        mutations.JSON,
+        _short("repair of pruning"),
+    ),
+    "kept models": Kind(
+        ("shared/moemerge_tasks/tasks.json", "shared/moemerge_report.json"),
+        mutations.JSON,
+        _short("extract"),
+    ),
+    "masks": Kind(
+        ("shared/moemerge_tasks/0/model.safetensors", "shared/model.safetensors"),
+        mutations.SAFETENSORS,
+        _short("extract"),
+    ),
+    **{name: Kind((), (), (), situation=one) for name, one in situations.SITUATIONS.items()},
 }
 
 
@@ -133,6 +164,8 @@ class Case:
         rng = random.Random(f"{self.kind}/{self.seed}")
         skipped = shutil.ignore_patterns("tmp", *([] if kind.journal else [".out.journal"]))
         shutil.copytree(corpus, folder, ignore=skipped)
+        if kind.situation is not None:
+            return [*kind.situation(folder, rng), "-q"]
         file = rng.choice(kind.files)
         path = folder / file
         command = rng.choice(kind.commands)
@@ -157,16 +190,34 @@ class Result:
         return self.outcome not in ("accepted", "refused")
 
 
-def run(case: Case, corpus: Path, folder: Path) -> Result:
+def run(case: Case, corpus: Path, folder: Path, limit: float = TIME_LIMIT) -> Result:
     """Run a case in `folder` and remove the folder."""
     try:
         arguments = case.prepare(corpus, folder)
-        (folder / "tmp").mkdir()
-        before = tree(folder)
-        ended = command(arguments, folder, folder.with_suffix(".log"))
-        return Result(case, arguments, judge(ended, before, folder, arguments), ended)
+        (folder / "tmp").mkdir(exist_ok=True)
+        before, inputs = tree(folder), contents(folder)
+        ended = command(arguments, folder, folder.with_suffix(".log"), limit)
+        outcome = judge(ended, before, folder, arguments)
+        changed = sorted(
+            name for name, data in inputs.items() if contents(folder, name).get(name) != data
+        )
+        if changed and outcome in ("accepted", "refused"):
+            outcome = f"changed an input: {changed[0]}"
+        return Result(case, arguments, outcome, ended)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def contents(folder: Path, only: str = "") -> dict[str, bytes]:
+    """Return the content of the input files: all that are no output or unfinished work."""
+    paths = [folder / only] if only else folder.rglob("*")
+    return {
+        name: path.read_bytes()
+        for path in paths
+        if path.is_file()
+        and path.stat().st_size  # /dev/zero has none
+        and not (name := str(path.relative_to(folder))).startswith(("out", ".out", "tmp"))
+    }
 
 
 def judge(ended: Ended, before: set[str], folder: Path, arguments: Sequence[str]) -> str:
@@ -179,30 +230,43 @@ def judge(ended: Ended, before: set[str], folder: Path, arguments: Sequence[str]
         return "traceback"
     if "\x1b" in ended.output:
         return "escape sequence on the terminal"
-    after = tree(folder)
-    made = {path for path in after - before if path.split(os.sep)[0] != "out"}
+    made = tree(folder) - before
     if ended.code in OURS:
-        if not ended.output.startswith("error:") and "\nerror:" not in ended.output:
+        if not MESSAGE.search(ended.output):
             return "no message"
-        made = {path for path in made if not path.startswith(".out.journal")}
-        left = made | {path for path in after - before if path == "out"}
-        return f"left behind: {sorted(left)[0]}" if left else "refused"
+        grows = arguments[0] in ("evaluate", "study")  # finished parts stay in OUT
+        left = {p for p in made if not UNFINISHED.match(p) and not (grows and p.startswith("out"))}
+        return f"left behind: {sorted(left)[0]!r}" if left else "refused"
     if ended.code != 0:
         logs = [log.read_text() for log in (folder / "tmp").glob("moemerge-error-*")]
         return f"exit code {ended.code}: {' | '.join(' '.join(logs).splitlines()[-3:])}"
-    if made:
-        return f"left behind: {sorted(made)[0]}"
+    named = {"out", "out.jsonl", *(_top(part, folder) for part in arguments)}
+    left = {path for path in made if path.split(os.sep)[0] not in named}
+    if left:
+        return f"left behind: {sorted(left)[0]!r}"
     checked = in_child(
-        lambda: check_output(folder, arguments), folder, folder.with_suffix(".check")
+        lambda: check_outputs(folder, arguments, before), folder, folder.with_suffix(".check")
     )
     return "accepted" if checked.code == 0 else f"bad output: {checked.output.strip()[-300:]}"
 
 
-def check_output(folder: Path, arguments: Sequence[str]) -> None:
+def _top(argument: str, folder: Path) -> str:
+    """Return the first part of a path inside the folder."""
+    return os.path.relpath(os.path.realpath(folder / argument), os.path.realpath(folder)).split(
+        "/"
+    )[0]
+
+
+def check_outputs(folder: Path, arguments: Sequence[str], before: set[str]) -> None:
+    """Check every model that the command made."""
+    for name in sorted({"out", *arguments}):
+        config = f"{name}/config.json"
+        if name and os.path.isfile(folder / config) and config not in before:
+            check_output(folder, folder / name, arguments)
+
+
+def check_output(folder: Path, out: Path, arguments: Sequence[str]) -> None:
     """Check that the output is finite, correct and loads in transformers."""
-    out = folder / "out"
-    if not out.is_dir():
-        return
     import torch
     from transformers import AutoModelForCausalLM, logging
 
@@ -225,12 +289,17 @@ def check_output(folder: Path, arguments: Sequence[str]) -> None:
 def expected(folder: Path, arguments: Sequence[str]) -> dict[str, Tensor]:
     """Return the tensors that can be computed without moemerge.
 
-    These are all tensors of a linear merge, and all but the routers of a calibration.
+    These are all tensors of a linear merge, and all but the routers of a calibration. Where files
+    of other models were exchanged, they are the tensors without the exchange.
     """
     import torch
 
     import zoo
 
+    if situations.SAME in arguments:
+        word = arguments[2] if arguments[0] == "extract" else arguments[1]
+        known = zoo.tensors(folder / "expected" / f"{arguments[0]}-{word}")
+        return {name: value.double() for name, value in known.items()}
     if tuple(arguments) == LINEAR:
         math, code = zoo.tensors(folder / "math"), zoo.tensors(folder / "code")
         return {name: (math[name].double() + code[name].double()) / 2 for name in math}

@@ -62,32 +62,65 @@ CALIBRATION = """calibration:
   alpha: 0.9
 """
 TOKENS = "tokenizer: {source: union, tokens: {<s>: {source: math}}}\nchat_template: auto\n"
+QUESTIONS = ("what is one plus two", "compute two plus two", "why", "how is x equal to y", "what")
+TASK = (
+    "title: Sums\ndomain: math\ndata: sums.jsonl\nverify: exact\nmax_new_tokens: 6\nproblems: 5\n"
+)
+KEPT = (
+    "merge_method: emr\nbase_model: base\nmodels:\n  - {model: math, name: math}\n"
+    "  - {model: code, name: code}\ntasks: {keep: emr}\n"
+)
+WEIGHED = (
+    "merge_method: task_arithmetic\nbase_model: base\nmodels:\n  - {model: math, name: math}\n"
+    "  - {model: code, name: code}\nparameters: {weight: 1.0}\n"
+    "data: {math: math.jsonl, code: code.jsonl}\n"
+)
+STUDY = (
+    "title: Two\nbase: base\nsources: {math: math, code: code}\n"
+    "data: {math: math.jsonl, code: code.jsonl}\n"
+    "merges:\n  average: {merge_method: linear, parameters: {weight: 0.5}}\n"
+    "repairs:\n  HARC: {calibrate: {max_tokens: 60}}\n"
+    "evaluate: {tasks: [sums.yml], samples: 1, temperature: 0, limit: 3}\n"
+    "diagnose: {limit: 2, holdout: 0.0}\n"
+)
+CONFIGS = {
+    "linear.yml": PLAIN.format(math="math"),
+    "ties.yml": MERGE.format(method="ties", math="math", more=", density: 0.5"),
+    "adapted.yml": PLAIN.format(math="math+adapter"),
+    "pickled.yml": PLAIN.format(math="pickled"),
+    "tokens.yml": PLAIN.format(math="math") + TOKENS,
+    "run.yml": PLAIN.format(math="math") + CALIBRATION,
+    "gram.yml": STATISTICS.format(method="regmean", kind="gram"),
+    "fisher.yml": STATISTICS.format(method="fisher", kind="fisher"),
+    "kept.yml": KEPT,
+    "weighed.yml": WEIGHED,
+}
 
 
 def build(folder: Path) -> Path:
     """Write everything to `folder`; files refer to each other by relative paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    ended = in_child(lambda: _write(folder), folder, folder.with_suffix(".log"), limit=120)
+    ended = in_child(lambda: write_files(folder), folder, folder.with_suffix(".log"), limit=120)
     assert ended.code == 0, ended.output
     _run(folder, "merge", "linear.yml", "merged", "-q")
+    _run(folder, "merge", "kept.yml", "shared", "-q")
+    _run(folder, "prune", "merged", "pruned", "--data", "m=math.jsonl", "--keep", "0.75", "-q")
+    report = json.loads((folder / "pruned" / "moemerge_report.json").read_bytes())
+    (folder / "experts.json").write_text(json.dumps(report["pruning"]["experts"]))
     for name in ("math", "code"):
         for kind in ("gram", "fisher"):
-            _run(
-                folder,
-                "stats",
-                name,
-                f"{name}.{kind}",
-                "--data",
-                f"{name}.jsonl",
-                "--kind",
-                kind,
-                "-q",
-            )
+            out = (f"{name}.{kind}", "--data", f"{name}.jsonl")
+            _run(folder, "stats", name, *out, "--kind", kind, "-q")
+    # What some commands must produce, if they accept changed files at all.
+    for name in ("math", "code"):
+        _run(folder, "extract", "shared", name, f"expected/extract-{name}", "-q")
+    for kind in ("gram", "fisher"):
+        _run(folder, "merge", f"{kind}.yml", f"expected/merge-{kind}.yml", "-q")
     _journal(folder)
     return folder
 
 
-def _write(folder: Path) -> None:
+def write_files(folder: Path) -> None:
     """Write the files that no command makes."""
     base = zoo.build(
         "olmoe",
@@ -114,17 +147,9 @@ def _write(folder: Path) -> None:
         write_text(folder / f"{name}.jsonl", seed=number, rows=8)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "rows.jsonl.gz").write_bytes(gzip.compress((folder / "rows.jsonl").read_bytes()))
-    configs = {
-        "linear.yml": PLAIN.format(math="math"),
-        "ties.yml": MERGE.format(method="ties", math="math", more=", density: 0.5"),
-        "adapted.yml": PLAIN.format(math="math+adapter"),
-        "pickled.yml": PLAIN.format(math="pickled"),
-        "tokens.yml": PLAIN.format(math="math") + TOKENS,
-        "run.yml": PLAIN.format(math="math") + CALIBRATION,
-        "gram.yml": STATISTICS.format(method="regmean", kind="gram"),
-        "fisher.yml": STATISTICS.format(method="fisher", kind="fisher"),
-    }
-    for name, text in configs.items():
+    rows = [{"prompt": text, "response": "one", "answer": "one"} for text in QUESTIONS]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in (CONFIGS | {"sums.yml": TASK, "study.yml": STUDY}).items():
         (folder / name).write_text(text)
 
 

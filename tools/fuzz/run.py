@@ -6,11 +6,12 @@ python -m tools.fuzz.run --count 8000 --seed 1 [--kind rows] [--only SEED] [--co
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tools.fuzz import cases, corpus, harness
@@ -29,6 +30,9 @@ def main() -> int:
     )
     parser.add_argument("--held-out", action="store_true", help="use the held-out mutations")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
+    parser.add_argument(
+        "--limit", type=float, default=harness.TIME_LIMIT, help="seconds that a case may take"
+    )
     parser.add_argument("--corpus", type=Path, help="folder of the corpus, built if missing")
     arguments = parser.parse_args()
     kinds = arguments.kind or list(cases.KINDS)
@@ -43,7 +47,10 @@ def main() -> int:
             chosen = choose(kinds, arguments)
         end = time.monotonic() + arguments.seconds
         chosen = itertools.takewhile(lambda _: time.monotonic() < end, chosen)
-        return report(chosen, where, Path(scratch) / "case", whole=arguments.only is not None)
+        run = functools.partial(
+            cases.run, corpus=where, folder=Path(scratch) / "case", limit=arguments.limit
+        )
+        return report(chosen, run, whole=arguments.only is not None)
 
 
 def choose(kinds: Sequence[str], arguments: argparse.Namespace) -> Iterator[cases.Case]:
@@ -65,12 +72,14 @@ def controls(kinds: Sequence[str]) -> Iterator[cases.Case]:
                 yield cases.Case(name, -1 - at)
 
 
-def report(chosen: Iterator[cases.Case], corpus: Path, folder: Path, *, whole: bool) -> int:
+def report(
+    chosen: Iterator[cases.Case], run: Callable[[cases.Case], cases.Result], *, whole: bool
+) -> int:
     """Run the cases, print their outcomes, and return the exit code."""
     counts: dict[str, Counter[str]] = {}
     begun = time.monotonic()
     for case in chosen:
-        result = cases.run(case, corpus, folder)
+        result = run(case)
         bad = result.bad or (case.seed < 0 and result.outcome != "accepted")
         counts.setdefault(case.kind, Counter())["bad" if bad else result.outcome] += 1
         if bad or whole:
@@ -79,6 +88,8 @@ def report(chosen: Iterator[cases.Case], corpus: Path, folder: Path, *, whole: b
             )
             print(f"{case.kind!r} --only {case.seed}: {result.outcome}", flush=True)
             print(f"    {' '.join(result.arguments)}\n    {output[-3000:]}", flush=True)
+        if (done := sum(c.total() for c in counts.values())) % 500 == 0:
+            print(f"{done} cases, {time.monotonic() - begun:.0f} s", flush=True)
     for kind, counted in counts.items():
         print(f"{kind}: {', '.join(f'{n} {what}' for what, n in sorted(counted.items()))}")
     total = sum(counts.values(), Counter[str]())
