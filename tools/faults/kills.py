@@ -2,8 +2,9 @@
 
     python -m tools.faults.kills [--count 100] [--seed 1] [--verb tune]
 
-Kills come at random times. Afterwards OUT must be absent or complete. A second run, with `--resume`
-if the command has it, must produce the bytes of an undisturbed run. No hidden folder, journal or
+SIGKILL, SIGTERM or SIGINT comes at a random time. Afterwards OUT must be absent or complete,
+and a process that ended by itself has removed its temporary files. A second run, with `--resume` if
+the command has it, must produce the bytes of an undisturbed run. No hidden folder, journal or
 temporary file may remain.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -52,12 +54,19 @@ class Killer:
         verb, folder = verbs.VERBS[name], self._fresh()
         before = harness.tree(folder)
         limit = self._rng.uniform(0.02, 1.02) * self._seconds[name]
-        killed = self._run(verb.arguments, folder, limit)
-        outcome = self._judge(name, verb, folder, before)
+        by = self._rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+        killed = self._run(verb.arguments, folder, limit, by)
+        hidden = [path for path in harness.tree(folder) - before if ".partial" in path]
+        if killed.code > 0 and hidden:
+            outcome = f"BAD: {by.name} left {hidden[0]}"
+        elif "Traceback" in killed.output and limit > 0.3:
+            outcome = f"BAD: {by.name} printed a traceback"
+        else:
+            outcome = self._judge(name, verb, folder, before)
         self.table.setdefault(name, Counter())[outcome] += 1
-        print(f"{name}, killed after {limit:.2f} s: {outcome}", flush=True)
+        print(f"{name}, {by.name} after {limit:.2f} s: {outcome}", flush=True)
         if outcome.startswith("BAD"):
-            self.bad.append(f"{name}, killed after {limit:.2f} s: {outcome}")
+            self.bad.append(f"{name}, {by.name} after {limit:.2f} s: {outcome}")
             print(f"    {killed.output.strip()[-300:]}", flush=True)
 
     def _judge(self, name: str, verb: verbs.Verb, folder: Path, before: set[str]) -> str:
@@ -100,8 +109,14 @@ class Killer:
         (folder / "tmp").mkdir()
         return folder
 
-    def _run(self, arguments: tuple[str, ...], folder: Path, limit: float) -> harness.Ended:
-        return harness.command(arguments, folder, self._scratch / "log", limit=limit)
+    def _run(
+        self,
+        arguments: tuple[str, ...],
+        folder: Path,
+        limit: float,
+        by: signal.Signals = signal.SIGKILL,
+    ) -> harness.Ended:
+        return harness.command(arguments, folder, self._scratch / "log", limit, ends_by=by)
 
     def print(self) -> None:
         kinds = [k for k in (AGAIN, GROWN, ALONE) if any(k in c for c in self.table.values())]

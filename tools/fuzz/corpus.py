@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+import quantised_zoo
 import zoo
 from calibration.cases import write_text
 from tools.fuzz.harness import command, in_child
@@ -92,6 +93,7 @@ CONFIGS = {
     "run.yml": PLAIN.format(math="math") + CALIBRATION,
     "gram.yml": STATISTICS.format(method="regmean", kind="gram"),
     "fisher.yml": STATISTICS.format(method="fisher", kind="fisher"),
+    "fp8.yml": PLAIN.format(math="base-fp8").replace("model: code", "model: code-fp8"),
     "kept.yml": KEPT,
     "weighed.yml": WEIGHED,
 }
@@ -142,6 +144,9 @@ def write_files(folder: Path) -> None:
     shutil.copytree(code, pickled)
     torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
     (pickled / "model.safetensors").unlink()
+    for name in ("base", "code"):
+        section, blocks = quantised_zoo.fp8_config(8, 8), quantised_zoo.block_fp8(8, 8)
+        quantised_zoo.convert(folder / name, folder / f"{name}-fp8", section, blocks)
     _adapter(folder / "adapter")
     for number, name in enumerate(("math", "code")):
         write_text(folder / f"{name}.jsonl", seed=number, rows=8)

@@ -79,19 +79,32 @@ def start(work: Callable[[], None], folder: Path, log: Path) -> int:
     return child
 
 
-def in_child(work: Callable[[], None], folder: Path, log: Path, limit: float = TIME_LIMIT) -> Ended:
-    """Run `work` in a child process in `folder`, within limits; its output goes to `log`."""
+def in_child(
+    work: Callable[[], None],
+    folder: Path,
+    log: Path,
+    limit: float = TIME_LIMIT,
+    ends_by: signal.Signals = signal.SIGKILL,
+) -> Ended:
+    """Run `work` in a child process in `folder`, within limits; its output goes to `log`.
+
+    After `limit` seconds the child gets the signal `ends_by`, and has `TIME_LIMIT` to end.
+    """
     begun = time.monotonic()
     child = start(work, folder, log)
     handle = os.pidfd_open(child)
     try:
         over = not select.select([handle], [], [], limit)[0]
+        if over and ends_by != signal.SIGKILL:
+            os.kill(child, ends_by)
+            select.select([handle], [], [], TIME_LIMIT)
     finally:
         os.close(handle)
     if over:
         with contextlib.suppress(ProcessLookupError):  # it may not lead its process group yet
             os.killpg(child, signal.SIGKILL)
-        os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
     _, status, used = os.wait4(child, 0)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)  # processes that it started
@@ -109,6 +122,7 @@ def _become(work: Callable[[], None], folder: Path, log: Path) -> None:
     code = 70
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
         os.chdir(folder)
         null, out = (
             os.open(os.devnull, os.O_RDONLY),
@@ -144,9 +158,10 @@ def command(
     log: Path,
     limit: float = TIME_LIMIT,
     first: Callable[[], None] = lambda: None,
+    ends_by: signal.Signals = signal.SIGKILL,
 ) -> Ended:
     """Run `first` and then `moemerge ARGUMENTS` in `folder`, with temporary files in its `tmp`."""
-    return in_child(work_of(arguments, folder, first), folder, log, limit)
+    return in_child(work_of(arguments, folder, first), folder, log, limit, ends_by)
 
 
 def work_of(

@@ -49,6 +49,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
         *("tune", "merged", "out", "--data", "sums.jsonl", "--steps", "1", "--batch", "2"),
         *("--lora", "2"),
     ),
+    "study": ("study", "study.yml", "out", "--dry-run"),
     "coefficients": ("coefficients", "acm", "weighed.yml", "out", *SMALL),
     "extract": ("extract", "shared", "math", "out"),
     "swap-routers": ("swap-routers", "merged", "out", "--from", "code"),
