@@ -303,10 +303,14 @@ def test_a_quantised_model_is_refused(case: cases.Case, tmp_path: Path) -> None:
     )
 
 
-def test_auto_dtype_is_the_checkpoint_s(case_of: CaseOf) -> None:
+def test_auto_dtype_is_the_checkpoint_s_on_a_gpu_and_float32_on_a_cpu(case_of: CaseOf) -> None:
     model = open_model("merged", case_of("olmoe", dtype=torch.bfloat16).merged)
-    assert forward_dtype("auto", model) == torch.bfloat16
-    assert forward_dtype("float32", model) == torch.float32
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert forward_dtype("auto", model, cpu) == torch.float32
+    assert forward_dtype("auto", model, gpu) == torch.bfloat16
+    assert forward_dtype("bfloat16", model, cpu) == torch.bfloat16
+    double = open_model("merged", case_of("olmoe", dtype=torch.float64).merged)
+    assert forward_dtype("auto", double, cpu) == torch.float64
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def per_sequence(delta: torch.Tensor, x: torch.Tensor, counts: list[int]) -> tor
 def test_gram_of_half_precision_features_is_summed_in_full() -> None:
     x = random(5 * TOKENS_PER_SUM + 7, 12).bfloat16()
     exact = x.double().T @ x.double()
-    assert float((gram_sum(x) - exact).abs().max() / exact.abs().max()) < 1e-6
+    assert float((gram_sum(x) - exact).abs().max() / exact.abs().max()) < 2e-6
 
 
 def test_a_moment_is_a_mean_over_all_that_came() -> None:

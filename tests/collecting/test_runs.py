@@ -19,9 +19,10 @@ import multimodal_zoo
 import zoo
 from collecting.cases import Collect, Folder
 from moemerge.architectures.architecture import Architecture
+from moemerge.architectures.opened import open_model
 from moemerge.checkpoint import Checkpoint
 from moemerge.collecting.forward import StateStore
-from moemerge.collecting.job import CollectRequest, prepare
+from moemerge.collecting.job import CollectRequest, _forward_dtype, prepare
 from moemerge.collecting.run import run_collect
 from moemerge.collecting.settings import CollectingSettings
 from moemerge.errors import ArchitectureError, CheckpointError, DataError, NumericalError
@@ -164,7 +165,7 @@ def test_an_interrupted_run_leaves_nothing(
 
 
 def test_the_dtype_of_the_forward(model_folder: Folder, text: Path, tmp_path: Path) -> None:
-    """The checkpoint's, or the one that is asked for; gradients of float16 would underflow."""
+    """Float32 on a CPU, unless another one is asked for."""
 
     def dtype(stored: torch.dtype, **settings: Any) -> str:
         chosen = CollectingSettings(device="cpu", **settings)
@@ -173,11 +174,18 @@ def test_the_dtype_of_the_forward(model_folder: Folder, text: Path, tmp_path: Pa
             CollectRequest(folder, tmp_path / "a", [text], chosen), SINGLE
         ).provenance.dtype
 
-    assert dtype(torch.bfloat16, kind="fisher") == "bfloat16"
-    assert dtype(torch.float16) == "float16"
-    assert dtype(torch.float16, dtype="float32") == "float32"
-    assert dtype(torch.float16, kind="fisher") == "float32"
-    assert dtype(torch.float16, kind="sensitivity") == "float32"
+    assert dtype(torch.bfloat16) == "float32"
+    assert dtype(torch.bfloat16, dtype="bfloat16", kind="fisher") == "bfloat16"
+
+
+def test_gradients_of_float16_checkpoints_are_float32(model_folder: Folder) -> None:
+    """They would underflow; other statistics use the checkpoint's dtype on a GPU."""
+    model = open_model("model", model_folder("olmoe", dtype=torch.float16))
+    gpu = torch.device("cuda")
+    assert _forward_dtype(CollectingSettings(), model, gpu) == torch.float16
+    assert _forward_dtype(CollectingSettings(kind="fisher"), model, gpu) == torch.float32
+    asked = CollectingSettings(kind="fisher", dtype="float16")
+    assert _forward_dtype(asked, model, gpu) == torch.float16
 
 
 def test_a_tied_head_has_no_statistics(

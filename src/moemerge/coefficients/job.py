@@ -96,7 +96,9 @@ def prepare(request: CoefficientsRequest) -> CoefficientsJob:
         base=base,
         models=models,
         domains={domain.name: domain for domain in text.domains},
-        stream=StreamSettings(device, forward_dtype(settings.dtype, base), settings.offload),
+        stream=StreamSettings(
+            device, forward_dtype(settings.dtype, base, device), settings.offload
+        ),
         places=layer_places(base),
         notices=tuple(notices),
     )

@@ -92,7 +92,7 @@ def prepare(request: CollectRequest, ranks: Ranks) -> CollectingJob:
         require_space(request.out, _output_bytes(settings.kind, shapes))
     folder = model.checkpoint.tokenizer_folder
     domain = load_domain(DOMAIN, request.data, load_tokenizer(folder), TextSettings.of(settings))
-    dtype = _forward_dtype(settings, model)
+    dtype = _forward_dtype(settings, model, device)
     return CollectingJob(
         request=request,
         model=model,
@@ -116,9 +116,11 @@ def prepare(request: CollectRequest, ranks: Ranks) -> CollectingJob:
     )
 
 
-def _forward_dtype(settings: CollectingSettings, model: OpenModel) -> torch.dtype:
+def _forward_dtype(
+    settings: CollectingSettings, model: OpenModel, device: torch.device
+) -> torch.dtype:
     """Return the dtype of the forward pass: gradients avoid float16 unless it was requested."""
-    dtype = forward_dtype(settings.dtype, model)
+    dtype = forward_dtype(settings.dtype, model, device)
     backward = settings.kind in ("fisher", "sensitivity")
     small = settings.dtype == "auto" and backward and dtype == torch.float16
     return torch.float32 if small else dtype

@@ -72,7 +72,9 @@ DEVICE: Any = Field("auto", description="where to compute: auto, cpu, cuda or cu
 PUSH_TO_HUB: Any = Field(
     None, description="upload OUT, once it is whole, to this model of the hub: NAME or ORG/NAME"
 )
-DTYPE: Any = Field("auto", description="dtype of the forward pass (auto: the checkpoint's)")
+DTYPE: Any = Field(
+    "auto", description="dtype of the forward pass (auto: the checkpoint's on a GPU, else float32)"
+)
 REQUANTIZE: Any = Field(
     "no",
     description="write quantised weights as floats (no), or as the model had them whose config the "

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
-import torch
 
 from moemerge.architectures.opened import OpenModel, open_model
 from moemerge.errors import DataError
@@ -77,8 +76,7 @@ def _losses(
     job: EvaluationJob, model: OpenModel, domains: Sequence[Domain], progress: Progress
 ) -> NextTokenLoss:
     device = resolve_device(job.settings.device)
-    half = job.settings.dtype != "auto" or device.type != "cpu"
-    dtype = forward_dtype(job.settings.dtype, model) if half else torch.float32
+    dtype = forward_dtype(job.settings.dtype, model, device)
     fitting = LOGITS_BYTES // (vocabulary_size(model) * dtype.itemsize)
     most = min(batch_tokens(model, device), DEFAULT_BATCH_TOKENS, fitting)
     losses = NextTokenLoss(SINGLE)

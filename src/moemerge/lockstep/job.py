@@ -143,7 +143,9 @@ def run_repair(request: RepairRequest[S], progress: Progress, steps: RepairSteps
     with WarmUp() as warm_up:
         merged, sources = open_models(request, steps.require)
         device = own_device(resolve_device(settings.device))
-        stream = StreamSettings(device, forward_dtype(settings.dtype, merged), settings.offload)
+        stream = StreamSettings(
+            device, forward_dtype(settings.dtype, merged, device), settings.offload
+        )
         opened = OpenedRepair(
             request=request, merged=merged, sources=sources, stream=stream, ranks=ranks
         )

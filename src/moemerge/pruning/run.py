@@ -174,7 +174,7 @@ def prepare(request: PruneRequest) -> PruneJob:
     sliced_tensors(model, {r.layer: range(count) for r in routers})  # refuses unknown layouts
     text = read_text(model, request.data, request.data, settings)
     device = own_device(resolve_device(settings.device))
-    stream = StreamSettings(device, forward_dtype(settings.dtype, model), settings.offload)
+    stream = StreamSettings(device, forward_dtype(settings.dtype, model, device), settings.offload)
     return PruneJob(request, model, tuple(routers), count, text, stream)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from moemerge.architectures.opened import OpenModel
 from moemerge.errors import UsageError
-from moemerge.features.settings import forward_dtype
+from moemerge.features.settings import stored_dtype
 from moemerge.lockstep.experts import ExpertMaps, maps_json
 from moemerge.lockstep.inputs import (
     JobText,
@@ -107,7 +107,7 @@ def prepare(opened: OpenedRepair[RefitSettings]) -> RefitJob:
 
 def _require_wide_enough(merged: OpenModel, dtype: torch.dtype) -> None:
     """Refuse a dtype that would round the merged weights, to which the update is added."""
-    stored = forward_dtype("auto", merged)
+    stored = stored_dtype(merged.checkpoint)
     if dtype.itemsize < stored.itemsize:
         raise UsageError(
             f"{merged.label} is stored in {dtype_name(stored)}; computing in {dtype_name(dtype)} "

@@ -255,7 +255,9 @@ def _cholesky(gram: Tensor, damping: float) -> Tensor | None:
     damped = gram.clone()
     damped.diagonal().add_(damping)
     lower, info = torch.linalg.cholesky_ex(damped)
-    return lower if int(info) == 0 else None
+    # Some LAPACK builds factorise NaN without a word.
+    works = (info == 0) & torch.isfinite(lower.diagonal()).all()
+    return lower if bool(works) else None
 
 
 @dataclass(frozen=True)
