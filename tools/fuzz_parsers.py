@@ -35,7 +35,11 @@ from moemerge.architectures.config_check import check_config
 from moemerge.checkpoint.adapter import open_adapter
 from moemerge.checkpoint.folder import open_folder
 from moemerge.checkpoint.safetensors_file import read_header
+from moemerge.checkpoint.tensors import parse_size
+from moemerge.config.coefficients import read_coefficients
 from moemerge.errors import MoeMergeError
+from moemerge.evaluation.settings import load_task
+from moemerge.experiments.study_file import load_study
 from moemerge.lockstep.experts import read_experts
 from moemerge.lockstep.journal import Entry, Journal
 from moemerge.runtime.files import parse_object
@@ -68,6 +72,8 @@ TOKENS = (
         b",",
         b'"',
         b"  ",
+        b"(?i)",
+        b"\\\\1",
         b"9" * 400,
     ),
 )
@@ -135,6 +141,21 @@ class Parsers:
         # A text without a line break would be a path.
         return load_config(data.decode("utf-8-sig", "replace") + "\n")
 
+    def task(self, data: bytes) -> object:
+        self._file.write_bytes(data)
+        return load_task(self._file)
+
+    def study(self, data: bytes) -> object:
+        self._file.write_bytes(data)
+        return load_study(self._file)
+
+    def coefficients(self, data: bytes) -> object:
+        self._file.write_bytes(data)
+        return read_coefficients(self._file)
+
+    def size(self, data: bytes) -> object:
+        return parse_size(data.decode("utf-8", "replace"))
+
     def model_config(self, data: bytes) -> None:
         config = parse_object(data.decode("utf-8", "replace"), "config.json")
         check_config(config, self._shapes, "config.json")
@@ -188,7 +209,13 @@ def targets(folder: Path) -> dict[str, Target]:
         "key of a journal": Target(parsers.journal_key, [kept["key.json"]], 5),
         "adapter config": Target(parsers.adapter, [adapter.read_bytes()], 20),
         "index": Target(parsers.index, [_small_index(folder)], 10),
+        "size": Target(parsers.size, [b"5GB", b"1.5 MiB"], 50),
         "YAML config": Target(parsers.config, configs, 1, mutations.yaml_lines),
+        "task": Target(parsers.task, [corpus.TASK.encode()], 1, mutations.yaml_lines),
+        "study": Target(parsers.study, [corpus.STUDY.encode()], 1, mutations.yaml_lines),
+        "coefficients": Target(
+            parsers.coefficients, [corpus.COEFFICIENTS.encode()], 1, mutations.yaml_lines
+        ),
     }
 
 

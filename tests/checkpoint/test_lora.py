@@ -247,6 +247,7 @@ REFUSED: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "no rank": (pair(), {"r": None}, "r must be a whole number"),
     "qalora": (pair(), {"use_qalora": True}, "use_qalora is set"),
     "pissa": (pair(), {"init_lora_weights": "pissa_niter_4"}, "changed the base weights"),
+    "flags in a pattern": (pair(), {"rank_pattern": {"(?i)q": 2}}, "not a regular expression"),
     "unknown module": (pair("model.layers.9.q_proj"), {}, "match nothing in"),
     "stray tensor": ({**pair(), "model.new.weight": torch.ones(2)}, {}, "model.new.weight"),
     "half a pair": ({f"{Q}.lora_A.weight": torch.ones(2, 16)}, {}, "without the other half"),

@@ -84,6 +84,7 @@ STUDY = (
     "evaluate: {tasks: [sums.yml], samples: 1, temperature: 0, limit: 3}\n"
     "diagnose: {limit: 2, holdout: 0.0}\n"
 )
+COEFFICIENTS = "coefficients:\n  math: {model: 0.5, model.layers.0: 1.0}\n  code: {model: 0.25}\n"
 CONFIGS = {
     "linear.yml": PLAIN.format(math="math"),
     "ties.yml": MERGE.format(method="ties", math="math", more=", density: 0.5"),

@@ -95,9 +95,14 @@ class LoraSettings:
 
 def _by_pattern(patterns: Mapping[str, float] | None, key: str, default: float) -> float:
     for pattern, value in (patterns or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", key):
+        if re.fullmatch(_whole(pattern), key):
             return value
     return default
+
+
+def _whole(pattern: str) -> str:
+    """Return PEFT's expression for a pattern: it matches the end of a module's name."""
+    return rf"(.*\.)?({pattern})"
 
 
 @dataclass
@@ -180,7 +185,7 @@ def _check_pattern(pattern: str, path: Path) -> None:
     """
     hint = "name the modules plainly, such as layers.0.self_attn.q_proj"
     try:
-        re.compile(pattern)
+        re.compile(_whole(pattern))
     except (re.error, RecursionError, OverflowError) as error:
         raise CheckpointError(
             f"{path}: the pattern {pattern[:80]!r} is not a regular expression: {error}", hint=hint

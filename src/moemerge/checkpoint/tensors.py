@@ -101,7 +101,7 @@ _UNITS: Final[dict[str, int]] = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE: Final = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size(size: str | int) -> int:
