@@ -162,17 +162,18 @@ def swapped(repaired: float) -> tuple[Swap, ...]:
 def test_swaps_bound_what_is_advised() -> None:
     rows = [row(n, 0.3) for n in range(8)]
     text = advice(rows, swaps=swapped(1.996))  # 2 %
-    assert "Do not calibrate: the weights cost the loss, not the routers. Refit" in text
-    assert "calibrating them helps" not in text
+    assert "Do not calibrate: the weights cost the loss, not the routers. Distil" in text
+    assert "calibrating brings" not in text
     assert "--layers" not in text
     assert "--swaps" not in text
     words = verdict_of([total(rows)], swaps=swapped(1.996)).words
     assert "The routers are not the problem: the sources' own routers win back 2.0%" in words
     text = advice(rows, swaps=swapped(1.9))
-    assert "calibrating them helps" in text
+    assert "calibrating brings them closer" in text
     assert "--swaps" not in text
     assert "The routers cost loss" in verdict_of([total(rows)], swaps=swapped(1.9)).words
     assert "--swaps bounds what any repair of routers can gain" in advice(rows)
+    assert "predicts this text better than its sources (-0.100 nats)" in advice(rows, loss=1.7)
 
 
 def test_a_model_that_routes_no_better_is_recommended_for_its_loss_alone() -> None:

@@ -83,17 +83,15 @@ def advise(measured: Measurements) -> tuple[str, ...]:
         advice.append("Little to repair: calibrating the routers cannot gain much here.")
     elif not routers_matter(measured.swaps):
         advice.append(
-            "Do not calibrate: the weights cost the loss, not the routers. Refit the linear maps "
-            "to the sources (moemerge refit), or try another merge method."
+            "Do not calibrate: the weights cost the loss, not the routers. Distil from the sources "
+            "(moemerge distill) or refit the linear maps to them (moemerge refit): on models "
+            "trained on natural text, these closed about 65 % and 25 % of the gap."
         )
     else:
         advice += _cause(about)
         advice += _where(about)
         if not measured.swaps:
-            advice.append(
-                "Whether the mismatch costs loss is not measured: --swaps bounds what any repair "
-                "of routers can gain."
-            )
+            advice.append(_unmeasured(about.overall.loss_gap))
     advice += _experts(about.rows)
     advice += _locality(about.overall)
     if MODEL not in best:
@@ -102,6 +100,17 @@ def advise(measured: Measurements) -> tuple[str, ...]:
     own = [row for row in measured.rows if row.model == MODEL]
     choice = _choice([models[name] for name in best], models[MODEL], measured.names)
     return (*choice, *elsewhere, *advice, *_swapped(measured.swaps), *_few_tokens(own))
+
+
+def _unmeasured(gap: float | None) -> str:
+    """State what is known about the cost of the mismatch if routers were not swapped."""
+    bound = "--swaps bounds what any repair of routers can gain."
+    if gap is not None and gap <= 0:
+        return (
+            f"The model predicts this text better than its sources ({gap:+.3f} nats), so the "
+            f"mismatch may cost nothing: use text that the sources predict well. {bound}"
+        )
+    return f"Whether the mismatch costs loss is not measured: {bound}"
 
 
 def _choice(best: Sequence[Overall], own: Overall, names: Mapping[str, str]) -> list[str]:
@@ -160,7 +169,7 @@ def _cause(about: _Subject) -> list[str]:
     if same >= ROUTERS_OWN * mismatch:
         if about.calibrated.issuperset(about.layers):
             return [f"The routers themselves still disagree ({numbers})."]
-        return [f"The routers themselves disagree ({numbers}): calibrating them helps."]
+        return [f"The routers themselves disagree ({numbers}): calibrating brings them closer."]
     words = f"the features drifted by {percent(drift)}"
     if same <= FEATURES_OWN * mismatch:
         start = f"The routers agree on the same features, but {words} ({numbers}): "
