@@ -236,6 +236,8 @@ def test_a_merge_is_first_compared_with_its_base_and_its_best_source() -> None:
     assert report.verdicts[1].startswith("a is not better than its source, c: -75.0 points")
     report = replace(report_of(few, some, [1] * 21 + [0] * 19), inputs={"c": {"b": "base"}})
     assert report.headline.startswith("c is not distinguishable from the base, b: +2.5 points")
+    report = replace(report_of(few, few), inputs={"a": {"b": "base"}})
+    assert report.headline.startswith("a is not distinguishable from the base, b: +0.0 points")
     # A merge that is better than all its inputs is not held back, nor by another, worse merge.
     inputs = {"c": {"b": "base"}, "a": {"b": "base"}}
     report = replace(report_of(few, some, many), inputs=inputs)

@@ -111,7 +111,7 @@ class PairedDifference:
             self,
             first=self.second,
             second=self.first,
-            difference=-self.difference,
+            difference=0.0 - self.difference,  # of a tie +0.0
             interval=(-high, -low),
             won=self.lost,
             lost=self.won,
