@@ -184,8 +184,12 @@ class _Heads:
         heads = _first(text, _HEADS)
         if not heads or not hidden:
             return None
-        dim = _first(text, _HEAD_DIM) or hidden // heads
-        return cls(heads, _first(text, _KEY_VALUE_HEADS) or heads, dim)
+        dim, key_value = _first(text, _HEAD_DIM), _first(text, _KEY_VALUE_HEADS)
+        return cls(
+            query=heads,
+            key_value=heads if key_value is None else key_value,
+            dim=hidden // heads if dim is None else dim,
+        )
 
     def sizes(self, text: Mapping[str, Any]) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Return the axis and the possible sizes of each projection that heads determine."""

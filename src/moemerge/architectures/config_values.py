@@ -43,7 +43,8 @@ _INTEGERS_OR_NULL = re.compile(
 )
 # One number, or one for each layer.
 _COUNTS = re.compile(r"^(moe_intermediate_size|num_experts|num_local_experts|n_routed_experts)$")
-_POSITIVE_NUMBERS = re.compile(r"^(rope_theta|rope_local_base_freq)$")
+# Far below 1, the angles of later tokens are infinite in float32.
+_ROPE_BASES = re.compile(r"^(rope_theta|rope_local_base_freq)$")
 _NORM_EPS = re.compile(r"(^|_)norm_eps(ilon)?$")
 # transformers refuses whole numbers here.
 _FLOATS = re.compile(r"^(initializer_range|router_jitter_noise)$")
@@ -120,7 +121,7 @@ _TYPES: Final[tuple[tuple[re.Pattern[str], Test, str], ...]] = (
     (_POSITIVE_INTEGERS, lambda v: _is_integer(v) and v > 0, "a positive whole number"),
     (_INTEGERS_OR_NULL, _or_null(_is_integer), "a whole number"),
     (_COUNTS, _is_count, "a whole number"),
-    (_POSITIVE_NUMBERS, _is_positive, "a positive finite number"),
+    (_ROPE_BASES, lambda v: _is_number(v) and v >= 1, "a finite number of at least 1"),
     (_NORM_EPS, lambda v: _is_float(v) and v > 0, "a positive finite number with a decimal point"),
     (_FLOATS, _is_float, "a finite number with a decimal point"),
     (_FLOATS_OR_NULL, _or_null(_is_float), "a finite number with a decimal point"),
