@@ -223,14 +223,17 @@ def test_results_are_not_written_through_a_link(specialists, sums, tmp_path, pla
     assert not list(kept.iterdir())
 
 
-def test_a_folder_in_place_of_an_index_is_refused(specialists, sums, tmp_path):
+def test_a_folder_in_place_of_completions_or_their_index_is_refused(specialists, sums, tmp_path):
     task, out = write_task(tmp_path, sums[:2]), tmp_path / "out"
     run([specialists["math"]], [task], out)
     (index,) = (out / "completions").glob("*.json")
-    index.unlink()
-    index.mkdir()
-    with pytest.raises(DataError, match="cannot be read"):
-        run([specialists["math"]], [task], out, rescore=True)
+    (out / "completions" / "other-0.json").write_text(index.read_text())  # without completions
+    assert run([specialists["math"]], [task], out, rescore=True).rows
+    for path, message in ((index.with_suffix(".jsonl"), "written"), (index, "read")):
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(DataError, match=f"{path.name} cannot be {message}"):
+            run([specialists["math"]], [task], out, rescore=True)
 
 
 def test_a_merge_knows_its_base_and_sources_among_the_models(specialists, sums, tmp_path):

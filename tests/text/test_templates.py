@@ -88,3 +88,9 @@ def test_a_template_that_is_none_is_named(tokenizer: Tokenizer) -> None:
     tokenizer.chat_template = "{% if"
     with pytest.raises(TokenizerError, match="chat template cannot be used"):
         templates.render_turns(TURNS, tokenizer, "row 1", add_generation_prompt=False)
+
+
+def test_half_a_character_is_named(tokenizer: Tokenizer) -> None:
+    tokenizer.chat_template = "{{ 'x\\ud800' }}"
+    with pytest.raises(DataError, match=r"row 1: .* makes half a character"):
+        templates.render_turns(TURNS, tokenizer, "row 1", add_generation_prompt=False)

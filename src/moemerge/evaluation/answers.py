@@ -84,6 +84,10 @@ class CompletionIndex:
     def completions(self) -> Path:
         return self.path.with_suffix(".jsonl")
 
+    def written(self) -> float:
+        """Return when a completion was last added; 0 if the file is missing."""
+        return self.completions.stat().st_mtime if self.completions.exists() else 0.0
+
     @classmethod
     def of(cls, out: Path, model: str, made_by: Mapping[str, Any]) -> CompletionIndex:
         """Open or create the index of this model and these sampling settings."""
@@ -272,7 +276,7 @@ def recall(job: EvaluationJob, progress: Progress) -> AnswersByModel:
             progress.note(
                 f"{index.model}: the folder has answers of two versions; the newer ones are used"
             )
-            index = max(before, index, key=lambda i: i.completions.stat().st_mtime)
+            index = max(before, index, key=CompletionIndex.written)
         indexes[index.model][place] = index
     wanted = [str(model) for model in job.models.values()] or list(indexes)
     if not wanted:

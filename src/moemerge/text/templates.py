@@ -57,7 +57,15 @@ def render_turns(
         pieces = template.generate(
             **{**names, **values, "add_generation_prompt": add_generation_prompt}
         )
-        return "".join(environment.weighed(pieces))
+        text = "".join(environment.weighed(pieces))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: the tokenizer's chat template makes half a character (a lone surrogate)",
+            hint="remove it from chat_template.jinja or tokenizer_config.json of the model",
+        ) from error
+    return text
 
 
 @functools.lru_cache(maxsize=8)
