@@ -39,6 +39,8 @@ WRITES = {
     "prune": 2,
     "swap-routers": 4,
     "extract": 3,
+    "extract-lora": 3,
+    "convert": 2,
     "tune": 2,
 }
 _WRITTEN = re.compile(

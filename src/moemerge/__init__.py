@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
     from moemerge.api import calibrate as calibrate
     from moemerge.api import collect_statistics as collect_statistics
+    from moemerge.api import convert as convert
     from moemerge.api import diagnose as diagnose
     from moemerge.api import distill as distill
     from moemerge.api import evaluate as evaluate
     from moemerge.api import extract as extract
+    from moemerge.api import extract_lora as extract_lora
     from moemerge.api import find_coefficients as find_coefficients
     from moemerge.api import inspect as inspect
     from moemerge.api import load_config as load_config
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from moemerge.evaluation.settings import EvaluationSettings as EvaluationSettings
     from moemerge.experiments.settings import StudySettings as StudySettings
     from moemerge.experiments.study import study as study
+    from moemerge.exporting.settings import ExtractLoraSettings as ExtractLoraSettings
     from moemerge.merging.method import merge_method as merge_method
     from moemerge.merging.wrapper import merge_wrapper as merge_wrapper
     from moemerge.pruning.settings import PruneSettings as PruneSettings
@@ -59,8 +62,9 @@ if TYPE_CHECKING:
 # The public names of each module.
 _PUBLIC = {
     "moemerge.api": (
-        "calibrate collect_statistics diagnose distill evaluate extract find_coefficients inspect "
-        "load_config make_data merge prune refit run swap_routers tune validate"
+        "calibrate collect_statistics convert diagnose distill evaluate extract extract_lora "
+        "find_coefficients inspect load_config make_data merge prune refit run swap_routers tune "
+        "validate"
     ),
     "moemerge.checkpoint": "Checkpoint",
     "moemerge.calibration.settings": "CalibrationSettings",
@@ -79,6 +83,7 @@ _PUBLIC = {
         "ArchitectureError CheckpointError ConfigError DataError MoeMergeError NumericalError "
         "ResourceError TokenizerError UsageError"
     ),
+    "moemerge.exporting.settings": "ExtractLoraSettings",
     "moemerge.experiments.study": "study",
     "moemerge.merging.method": "merge_method",
     "moemerge.merging.wrapper": "merge_wrapper",

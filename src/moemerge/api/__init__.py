@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moemerge.api.jobs import collect_statistics as collect_statistics
+    from moemerge.api.jobs import convert as convert
     from moemerge.api.jobs import diagnose as diagnose
     from moemerge.api.jobs import evaluate as evaluate
     from moemerge.api.jobs import extract as extract
+    from moemerge.api.jobs import extract_lora as extract_lora
     from moemerge.api.jobs import make_data as make_data
     from moemerge.api.jobs import swap_routers as swap_routers
     from moemerge.api.jobs import tune as tune
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
     from moemerge.api.repairs import refit as refit
 
 _PARTS = {
-    "jobs": "collect_statistics diagnose evaluate extract make_data swap_routers tune",
+    "jobs": (
+        "collect_statistics convert diagnose evaluate extract extract_lora make_data swap_routers "
+        "tune"
+    ),
     "listing": "config_schema inspect list_architectures list_methods list_wrappers load_plugin",
     "merging": "find_coefficients load_config merge run validate",
     "pruning": "prune",

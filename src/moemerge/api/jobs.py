@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, get_args
 
 from moemerge.architectures.config_check import check_model_config
 from moemerge.architectures.opened import open_model
@@ -23,6 +23,11 @@ from moemerge.evaluation.settings import (
     EvaluationOutKeywords,
     EvaluationOutputSettings,
     EvaluationSettings,
+)
+from moemerge.exporting.settings import (
+    ExpertLayoutName,
+    ExtractLoraKeywords,
+    ExtractLoraSettings,
 )
 from moemerge.runtime.progress import Progress, Silent, counted
 from moemerge.runtime.ranks import leads
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
     from moemerge.diagnosis.results import Diagnosis
     from moemerge.diagnosis.swap import SwapReport
     from moemerge.evaluation.report import EvaluationReport
+    from moemerge.exporting.convert import ConvertReport
+    from moemerge.exporting.extract_lora import ExtractLoraReport
     from moemerge.merging.extract import ExtractReport
     from moemerge.text.rows import TextSource
     from moemerge.tuning.output import TuningReport
@@ -197,6 +204,53 @@ def extract(
     progress = Silent() if progress is None else progress
     check_model_config(open_model(str(shared), shared))
     return extract_model(shared, task, Path(out), base=base, overwrite=overwrite, progress=progress)
+
+
+@with_keywords(ExtractLoraKeywords, ExtractLoraSettings)
+def extract_lora(
+    model: ModelLike,
+    base: ModelLike,
+    out: str | Path,
+    *,
+    settings: ExtractLoraSettings | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **keywords: Unpack[ExtractLoraKeywords],
+) -> ExtractLoraReport:
+    """Write the difference of `model` and `base` as a LoRA adapter in PEFT's format to `out`.
+
+    Pass the settings as one object, or one by one: `extract_lora(..., rank=32)`.
+    """
+    settings = settings_for(ExtractLoraSettings, settings, keywords, "extract_lora")
+    from moemerge.exporting.extract_lora import extract_lora as run
+
+    for one in (model, base):
+        check_model_config(open_model(str(one), one))
+    progress = Silent() if progress is None else progress
+    return run(model, base, Path(out), settings, overwrite=overwrite, progress=progress)
+
+
+def convert(
+    model: ModelLike,
+    out: str | Path,
+    *,
+    layout: ExpertLayoutName,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Write `model` with its experts in another layout to `out`, bit for bit.
+
+    `per-expert` is the layout in which most families are published, `fused` that of transformers'
+    models in memory.
+    """
+    from moemerge.exporting.convert import convert as run
+
+    if layout not in get_args(ExpertLayoutName):
+        known = ", ".join(get_args(ExpertLayoutName))
+        raise UsageError(f"unknown layout {layout!r}", hint=f"known: {known}")
+    check_model_config(open_model(str(model), model))
+    progress = Silent() if progress is None else progress
+    return run(model, Path(out), layout, overwrite=overwrite, progress=progress)
 
 
 @with_keywords(CollectingKeywords, CollectingSettings)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CACHE_BYTES: Final = 256 * 2**20
 # PEFT reads stacks of these families as (experts, in, out), which matters for square matrices.
-_TRANSPOSED_STACKS: Final = frozenset({"gpt_oss", "aria", "aria_text", "openai_privacy_filter"})
+TRANSPOSED_STACKS: Final = frozenset({"gpt_oss", "aria", "aria_text", "openai_privacy_filter"})
 
 # A stacked parameter, and the names of its matrices if experts are stored separately.
 _SPLITS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
@@ -270,7 +270,7 @@ class LoraChanges:
             return (True,)
         if place.row is None:
             return (self._adapter.settings.document.fan_in_fan_out,)
-        transposed = self._config.get("model_type") in _TRANSPOSED_STACKS
+        transposed = self._config.get("model_type") in TRANSPOSED_STACKS
         return (transposed, not transposed)
 
     def _add_bias(self, pair: LoraPair) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -228,6 +228,11 @@ class NameMap:
 
 def map_names(model: PreTrainedModel, checkpoint: Checkpoint) -> NameMap:
     """Map names on disk to names in memory, by transformers' table."""
+    return map_stored(model, checkpoint.tensors, checkpoint.label)
+
+
+def map_stored(model: PreTrainedModel, stored: Iterable[str], label: str) -> NameMap:
+    """Map names of tensors to names in memory; `label` is for messages."""
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
@@ -238,7 +243,7 @@ def map_names(model: PreTrainedModel, checkpoint: Checkpoint) -> NameMap:
     used_by: dict[str, WeightConverter | None] = {}
     unused: list[str] = []
     # transformers stacks experts in natural order, and some renamings count in it.
-    for name in sorted(checkpoint.tensors, key=dot_natural_key):
+    for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:
             target, pattern = rename_source_key(name, [], [], prefix, known)
@@ -247,12 +252,13 @@ def map_names(model: PreTrainedModel, checkpoint: Checkpoint) -> NameMap:
             continue
         if pattern is None and target in sources:
             raise CheckpointError(
-                f"{checkpoint.label}: {sources[target][0][1]} and {name} are both {target}",
+                f"{label}: {sources[target][0][1]} and {name} are both {target}",
                 hint="the folder mixes two layouts; keep one",
             )
         used_by[target] = None if pattern is None else by_pattern[pattern]
         sources.setdefault(target, []).append((pattern or name, name))
     recipes = {
-        target: Recipe(target, tuple(stored), used_by[target]) for target, stored in sources.items()
+        target: Recipe(target, tuple(made_of), used_by[target])
+        for target, made_of in sources.items()
     }
     return NameMap(recipes, tuple(unused))

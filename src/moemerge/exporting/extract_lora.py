@@ -1,0 +1,441 @@
+"""Write the difference of a model and its base as a LoRA: `moemerge extract-lora`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+from torch import Tensor
+
+from moemerge.architectures.opened import OpenModel, open_model
+from moemerge.architectures.roles import WHOLE
+from moemerge.checkpoint import TensorInfo, hub_ids, require_space
+from moemerge.checkpoint.adapter import CONFIG, PREFIX
+from moemerge.checkpoint.folder import ADAPTER_WEIGHTS
+from moemerge.checkpoint.output import OutputFolder, check_output, writing
+from moemerge.checkpoint.reader import AdaptedCheckpoint, as_ref
+from moemerge.checkpoint.safetensors_file import build_header
+from moemerge.checkpoint.tensors import as_bytes
+from moemerge.config.dump import dump_document
+from moemerge.config.models import ModelLike
+from moemerge.errors import ArchitectureError, CheckpointError, NumericalError
+from moemerge.exporting.factors import Factors, factorise
+from moemerge.exporting.settings import ExtractLoraSettings
+from moemerge.exporting.targets import Kind, Target, adapter_config, factor_names, find_targets
+from moemerge.exporting.units import StoredUnits
+from moemerge.lockstep.models import require_same_family
+from moemerge.report.files import (
+    CARD_NAME,
+    CONFIG_NAME,
+    REPORT_NAME,
+    in_code,
+    model_card,
+    report_bytes,
+    report_document,
+)
+from moemerge.runtime.devices import resolve_device
+from moemerge.runtime.dtypes import Dtype
+from moemerge.runtime.files import write_file
+from moemerge.runtime.progress import Progress, counted, first_few
+from moemerge.version import __version__
+
+DEFAULT_RANK: Final = 16
+BLOCK_BYTES: Final = 64 * 2**20  # of a matrix in float32 that is read at once
+_WEIGHTS: Final = ADAPTER_WEIGHTS[0]
+
+
+@dataclass(frozen=True)
+class ExtractedParameter:
+    """One parameter: its rank in the adapter and what the rank loses.
+
+    `change` is ‖W - base‖ / ‖base‖, and `error` ‖W - base - BA‖ / ‖W - base‖.
+    """
+
+    name: str
+    role: str
+    rank: int | None  # None: stored whole, or not in the adapter
+    norm: float  # ‖W - base‖
+    change: float
+    error: float
+
+
+@dataclass(frozen=True)
+class ExtractLoraReport:
+    """What the adapter contains, and its error."""
+
+    model: str
+    base: str
+    output: str
+    settings: dict[str, Any]
+    parameters: tuple[ExtractedParameter, ...]
+    adapter_bytes: int
+    notices: tuple[str, ...]
+    seconds: float
+
+    def error(self, role: str | None = None) -> float:
+        """Return ‖error‖ / ‖change‖ of all parameters, or of those of one role."""
+        rows = [row for row in self.parameters if role in (None, row.role)]
+        norm = math.hypot(*(row.norm for row in rows))
+        return math.hypot(*(row.norm * row.error for row in rows)) / norm if norm else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        roles = dict.fromkeys(row.role for row in self.parameters)
+        return {
+            **asdict(self),
+            "error": self.error(),
+            "error_by_role": {role: self.error(role) for role in roles},
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def extract_lora(
+    model: ModelLike,
+    base: ModelLike,
+    out: Path,
+    settings: ExtractLoraSettings,
+    *,
+    overwrite: bool,
+    progress: Progress,
+) -> ExtractLoraReport:
+    """Write the adapter to `out`, which appears complete or not at all."""
+    begin = time.perf_counter()
+    tuned, origin = open_model(str(model), model), open_model(str(base), base)
+    require_same_family(origin, tuned, hint="name the model that it was trained from")
+    inputs = [folder for m in (tuned, origin) for folder in m.checkpoint.folders]
+    check_output(out, overwrite=overwrite, inputs=inputs)
+    if isinstance(origin.checkpoint, AdaptedCheckpoint):
+        raise CheckpointError(
+            f"{origin.label} is a base with an adapter, and a second adapter cannot be applied",
+            hint="merge it first: `moemerge merge` with `merge_method: passthrough`",
+        )
+    if settings.rank is None and settings.energy is None:
+        settings = settings.model_copy(update={"rank": DEFAULT_RANK})
+    pair = _Pair(StoredUnits(tuned), StoredUnits(origin), resolve_device(settings.device))
+    # A tensor that both models do without is computed by the model itself.
+    known = {*pair.tuned.by_key, *pair.origin.by_key}
+    targets = [t for t in find_targets(origin, settings.layout) if t.units[0].key in known]
+    for unit in (unit for target in targets for unit in target.units):
+        for side in pair.sides:
+            side.find(unit)
+    place = OutputFolder(out, overwrite=overwrite, inputs=inputs)
+    try:
+        with writing(out):
+            _rehearse(origin, place.path, targets, settings)
+            adapter = _AdapterWriter(pair, settings, place.path)
+            adapter.run(targets, progress)
+            require_space(out, adapter.nbytes)
+            adapter.finish(str(as_ref(base).absolute()))
+            report = ExtractLoraReport(
+                model=tuned.label,
+                base=origin.label,
+                output=str(out),
+                settings=settings.model_dump(exclude_none=True),
+                parameters=tuple(adapter.rows),
+                adapter_bytes=adapter.nbytes,
+                notices=tuple(_notices(adapter, pair, targets)),
+                seconds=time.perf_counter() - begin,
+            )
+            for name, data in _companions(report).items():
+                write_file(place.path / name, data)
+        for checkpoint in (tuned.checkpoint, origin.checkpoint):
+            checkpoint.require_unchanged()
+        place.commit()
+    finally:
+        place.abort()
+    return report
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The model and its base."""
+
+    tuned: StoredUnits
+    origin: StoredUnits
+    device: torch.device
+
+    @property
+    def sides(self) -> tuple[StoredUnits, StoredUnits]:
+        return self.tuned, self.origin
+
+
+@dataclass(frozen=True)
+class _ChangedMatrix:
+    """One matrix of a parameter (or a vector), read in the loaded model's layout."""
+
+    pair: _Pair
+    target: Target
+    expert: int
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int] | None]:
+        """The rows to read at once; None for all. Only whole tensors are read in parts."""
+        shape = self.target.shape
+        slots = {side.find(unit).slot for unit in self.target.units for side in self.pair.sides}
+        step = max(1, BLOCK_BYTES // (4 * shape[1])) if len(shape) == 2 else 0
+        if not step or shape[0] <= step or slots != {WHOLE}:
+            return [None]
+        return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+    @cached_property
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        return self._read(None)
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the change and the base, in blocks of rows. A small matrix is read once."""
+        for span in self._spans:
+            yield self._whole if span is None else self._read(span)
+
+    def changes(self) -> Iterator[Tensor]:
+        return (change for change, _ in self.blocks())
+
+    def _read(self, span: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+        after, before = (self._side(side, span) for side in self.pair.sides)
+        change = after - before
+        if not bool(change.isfinite().all()):
+            raise NumericalError(
+                f"{self.target.name} holds NaN or infinity in one of the models",
+                hint="extract an adapter from sound models",
+            )
+        return change, before
+
+    def _side(self, side: StoredUnits, span: tuple[int, int] | None) -> Tensor:
+        units, stacked = self.target.units_of(self.expert), self.target.stacked
+        if units[0].slot == WHOLE:
+            read = side.read(units[0], span)
+            return read.to(self.pair.device, torch.promote_types(read.dtype, torch.float32))
+        shape = (1, *self.target.shape[1:]) if stacked else self.target.shape
+        block = side.assemble(units, shape, torch.float32, self.expert)
+        return (block.squeeze(0) if stacked else block).to(self.pair.device)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A changed parameter: the factors of each expert, and squared norms."""
+
+    target: Target
+    factors: Sequence[Factors | None]  # None for a zero matrix, or a parameter without factors
+    change: float
+    base: float
+    error: float
+
+    @property
+    def rank(self) -> int | None:
+        return max((found.a.shape[0] for found in self.factors if found is not None), default=None)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return A and B in PEFT's form: (experts * rank, in) and (out, rank * experts)."""
+        (out, width), rank, count = self.target.matrix, self.rank or 0, len(self.factors)
+        dtype = next(found.a.dtype for found in self.factors if found is not None)
+        a = torch.zeros(count, rank, width, dtype=dtype)
+        b = torch.zeros(out, rank, count, dtype=dtype)
+        for expert, found in enumerate(self.factors):
+            if found is not None:
+                right, left = found.a.cpu(), found.b.cpu()
+                if self.target.flipped:
+                    right, left = left.T, right.T
+                a[expert, : right.shape[0]] = right
+                b[:, : right.shape[0], expert] = left
+        return a.view(-1, width), b.view(out, -1)
+
+    def row(self) -> ExtractedParameter:
+        return ExtractedParameter(
+            self.target.name,
+            str(self.target.role),
+            self.rank,
+            math.sqrt(self.change),
+            math.sqrt(self.change / self.base) if self.base else 1.0,
+            math.sqrt(self.error / self.change),
+        )
+
+
+class _AdapterWriter:
+    """Writes factors one after the other, and at the end the adapter's files."""
+
+    def __init__(self, pair: _Pair, settings: ExtractLoraSettings, folder: Path) -> None:
+        self._pair = pair
+        self._settings = settings
+        self._dtype: torch.dtype = getattr(torch, settings.dtype)
+        self._folder = folder
+        self._spool = folder / f"{_WEIGHTS}.partial"  # a header needs all ranks, so it comes last
+        self._infos: list[TensorInfo] = []
+        self._written: list[Target] = []
+        self.rows: list[ExtractedParameter] = []
+        self.left_out: list[str] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self._infos)
+
+    def run(self, targets: Sequence[Target], progress: Progress) -> None:
+        progress.start("extracting", len(targets), unit="parameters")
+        # The names of factors depend on which parameters of a module have changed.
+        by_owner: dict[str, list[Target]] = defaultdict(list)
+        for target in targets:
+            by_owner[target.owner].append(target)
+        with open(self._spool, "wb") as file:
+            for group in by_owner.values():
+                self._module(group, file)
+                progress.advance(len(group))
+        progress.finish()
+
+    def _module(self, group: Sequence[Target], file: BinaryIO) -> None:
+        changes = [change for change in map(self._change, group) if change is not None]
+        names = factor_names([change.target for change in changes])
+        for change in changes:
+            self.rows.append(change.row())
+            if change.target.low_rank:
+                self._written.append(change.target)
+                for name, tensor in zip(names[change.target.name], change.tensors(), strict=True):
+                    self._write(name, tensor, file)
+            elif change.target.kind is Kind.NONE:
+                self.left_out.append(change.target.name)
+        if any(change.target.kind is Kind.SAVED for change in changes):
+            for target in group:  # PEFT replaces the whole module
+                self._written.append(target)
+                tensor = self._pair.tuned.assemble(target.units, target.shape, self._dtype)
+                self._write(PREFIX + target.name, tensor, file)
+
+    def _change(self, target: Target) -> _Change | None:
+        """Compute the factors of a parameter; None if it has not changed."""
+        factors: list[Factors | None] = []
+        change = base = error = 0.0
+        for expert in range(target.experts):
+            matrix, found = _ChangedMatrix(self._pair, target, expert), None
+            if target.low_rank:
+                shape = (target.shape[-2], target.shape[-1])
+                most = min(self._settings.rank or max(shape), *shape)
+                found = factorise(matrix.changes, shape, most, self._settings.energy)
+                found = None if found is None else found.to(self._dtype)
+            factors.append(found)
+            start = 0
+            for block, before in matrix.blocks():
+                change += float(block.double().square().sum())
+                base += float(before.double().square().sum())
+                if found is not None:
+                    rows = found.b[start : start + block.shape[0]]
+                    block = block - rows.to(block.dtype) @ found.a.to(block.dtype)
+                elif target.kind is Kind.SAVED:
+                    block = (block + before).to(self._dtype).to(block.dtype) - before - block
+                error += float(block.double().square().sum())
+                start += len(block) if block.dim() else 1
+        return _Change(target, factors, change, base, error) if change else None
+
+    def _write(self, name: str, tensor: Tensor, file: BinaryIO) -> None:
+        self._infos.append(TensorInfo.of(name, tensor.dtype, tuple(tensor.shape)))
+        file.write(as_bytes(tensor.contiguous()))
+
+    def finish(self, base: str) -> None:
+        """Write the adapter's two files. Refuse models without a difference."""
+        if not self._infos:
+            raise CheckpointError(
+                f"{self._pair.tuned.model.label} and {self._pair.origin.model.label} do not differ "
+                "in anything that an adapter can change",
+                hint="check which models were named",
+            )
+        ranks = {row.name: row.rank for row in self.rows if row.rank is not None}
+        write_adapter(self._folder, self._infos, self._spool)
+        self._spool.unlink()
+        write_config(self._folder, self._written, ranks, self._settings, base)
+
+
+def write_adapter(folder: Path, infos: Sequence[TensorInfo], data: Path | None) -> None:
+    """Write the weights: a header, and the tensors in the same order; None for zeros."""
+    header, _ = build_header(infos)
+    with open(folder / _WEIGHTS, "wb") as file:
+        file.write(header)
+        if data is None:
+            file.truncate(len(header) + sum(info.nbytes for info in infos))
+        else:
+            with open(data, "rb") as source:
+                shutil.copyfileobj(source, file, BLOCK_BYTES)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_config(
+    folder: Path,
+    targets: Sequence[Target],
+    ranks: Mapping[str, int],
+    settings: ExtractLoraSettings,
+    base: str,
+) -> None:
+    config = adapter_config(targets, ranks, settings.layout, base)
+    write_file(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _rehearse(
+    base: OpenModel, folder: Path, targets: Sequence[Target], settings: ExtractLoraSettings
+) -> None:
+    """Refuse, before anything is computed, an adapter that could not be merged into its base."""
+    names = factor_names(targets)
+    infos = []
+    for target in targets:
+        if target.low_rank:
+            out, width = target.matrix
+            shapes = ((target.experts, width), (out, target.experts))
+            infos += [
+                TensorInfo.of(name, Dtype.FLOAT32, shape)
+                for name, shape in zip(names[target.name], shapes, strict=True)
+            ]
+    kept = [target for target in targets if target.low_rank]
+    try:
+        write_adapter(folder, infos, None)
+        write_config(folder, kept, dict.fromkeys(names, 1), settings, "")
+        AdaptedCheckpoint(base.checkpoint.path, folder).close()
+    except CheckpointError as error:
+        raise ArchitectureError(
+            f"{base.label}: an adapter in the layout {settings.layout!r} cannot be merged into it "
+            f"({error.message})",
+            hint="choose another `layout`",
+        ) from error
+
+
+def _notices(adapter: _AdapterWriter, pair: _Pair, targets: Sequence[Target]) -> list[str]:
+    notices = []
+    if adapter.left_out:
+        notices.append(
+            f"{counted(len(adapter.left_out), 'changed tensor')} cannot be part of an adapter: "
+            f"{first_few(adapter.left_out)}; the error includes them"
+        )
+    covered = {unit.key for target in targets for unit in target.units}
+    unused = [unit.tensor for key, unit in pair.tuned.by_key.items() if key not in covered]
+    if unused:
+        notices.append(
+            f"{counted(len(unused), 'stored tensor')} are not part of the loaded model and were "
+            f"not compared: {first_few(unused)}"
+        )
+    return notices
+
+
+def _companions(report: ExtractLoraReport) -> dict[str, bytes]:
+    command = {"model": report.model, "base": report.base, **report.settings}
+    config = dump_document({"extract-lora": command})
+    words = (
+        f"{counted(sum(row.rank is not None for row in report.parameters), 'matrix', 'matrices')} "
+        f"or stacks have factors. The adapter misses {report.error():.3g} of the change's norm."
+    )
+    card = model_card(
+        title=Path(report.output).name,
+        summary=f"The difference of `{in_code(report.model)}` and `{in_code(report.base)}` as a "
+        "LoRA.",
+        hub_models=hub_ids(report.base),
+        sections=[("Extraction", words)],
+        config=config,
+        version=__version__,
+        tags=("lora", "peft", "moemerge"),
+    )
+    return {
+        CONFIG_NAME: config.encode(),
+        CARD_NAME: card.encode(),
+        REPORT_NAME: report_bytes(report_document(__version__, extract_lora=report.to_json())),
+    }

@@ -1,0 +1,46 @@
+"""`moemerge convert`: the same model in another layout, and back to the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import moemerge
+import zoo
+from moemerge.errors import ArchitectureError, UsageError
+
+# Plain, other names, sigmoid with a selection bias, separate parts of one tensor, multimodal.
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "kimi_linear")
+
+
+def same(first: Path, second: Path) -> None:
+    ours, theirs = zoo.tensors(first), zoo.tensors(second)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype
+        assert torch.equal(value, theirs[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back(family: str, zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """The fused layout is what transformers saves; per-expert is the published one."""
+    published = zoo_folder(family, dtype=torch.bfloat16)
+    fused = zoo_folder(family, dtype=torch.bfloat16, fused=True)
+    report = moemerge.convert(published, tmp_path / "fused", layout="fused")
+    assert report.tensors_after < report.tensors_before
+    same(tmp_path / "fused", fused)
+    moemerge.convert(tmp_path / "fused", tmp_path / "back", layout="per-expert")
+    same(tmp_path / "back", published)
+    assert (tmp_path / "back" / "config.json").is_file()
+
+
+def test_refusals(zoo_folder: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(UsageError, match="has the per-expert layout already"):
+        moemerge.convert(zoo_folder("olmoe"), out, layout="per-expert")
+    with pytest.raises(ArchitectureError, match="would not load the per-expert layout"):
+        moemerge.convert(zoo_folder("gpt_oss"), out, layout="per-expert")
+    assert not out.exists()
