@@ -1,5 +1,5 @@
 """Methods that decide element by element: consensus_ta, consensus_ties, ram, ramplus_tl, pcb, awd,
-arcee_fusion."""
+arcee_fusion, magmax."""
 
 from __future__ import annotations
 
@@ -143,3 +143,12 @@ def test_arcee_fusion_takes_outliers_alone(merge):
 def test_models_equal_to_the_base_give_the_base(merge, name):
     base = normal(5, 4)
     torch.testing.assert_close(merge(name, [base, base], base=base), base)
+
+
+def test_magmax_by_hand(merge):
+    """The largest change wins with its sign, whatever the others agree on; the first of equals."""
+    base = [1.0, 1.0, 1.0, 1.0]
+    tensors = [[1.5, 0.0, 1.0, 3.0], [1.5, 3.0, 1.0, -1.0], [-1.0, 2.0, 1.0, 1.0]]
+    assert merge("magmax", tensors, base=base).tolist() == [-1.0, 3.0, 1.0, 3.0]
+    halved = merge("magmax", tensors, base=base, lambda_=0.5)
+    assert halved.tolist() == [0.0, 2.0, 1.0, 2.0]

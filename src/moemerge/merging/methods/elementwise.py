@@ -1,4 +1,6 @@
-"""Methods that treat each element alone: linear, passthrough, task arithmetic, nearswap, EMR."""
+"""Methods that treat each element alone: linear, passthrough, task arithmetic, nearswap, EMR,
+MagMax.
+"""
 
 from __future__ import annotations
 
@@ -164,4 +166,29 @@ def emr(inputs: Sequence[ModelTensor], base: Tensor, options: NoParams, unit: Un
         for delta in deltas:
             torch.maximum(largest, delta * sign, out=largest)
         torch.addcmul(origin[at], sign, largest, out=out[at])
+    return out.view(base.shape)
+
+
+@dataclass(frozen=True)
+class MagmaxOptions:
+    lambda_: float = param(1.0, key="lambda", help="factor on the merged task vector")
+
+
+@merge_method("magmax", base=BasePolicy.REQUIRED, options=MagmaxOptions, elementwise=True)
+def magmax(
+    inputs: Sequence[ModelTensor], base: Tensor, options: MagmaxOptions, unit: UnitInfo
+) -> Tensor:
+    """Take each element's largest change, with its sign: θ_0 + λ δ_i with i = argmax |δ_i|.
+
+    Of equally large changes, the first model's is taken.
+    """
+    origin = flat(base)
+    models = [flat(i.tensor) for i in inputs]
+    out = torch.empty_like(origin)
+    for at in chunks(origin):
+        largest = models[0][at] - origin[at]
+        for model in models[1:]:
+            delta = model[at] - origin[at]
+            largest = torch.where(delta.abs() > largest.abs(), delta, largest)
+        torch.add(origin[at], largest, alpha=options.lambda_, out=out[at])
     return out.view(base.shape)
