@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -19,6 +20,7 @@ from moemerge.api.jobs import (
 )
 from moemerge.api.listing import method_schemas, wrapper_schemas
 from moemerge.api.repairs import run_repair
+from moemerge.api.stages import staged
 from moemerge.calibration.settings import CALIBRATION, CalibrationKeywords
 from moemerge.checkpoint import check_output
 from moemerge.checkpoint.output import temporary_sibling
@@ -100,10 +102,11 @@ def merge(
     renames the result to `out`.
     """
     settings = settings_for(MergeSettings, settings, keywords, "merge")
-    loaded = load_config(config, lenient=settings.lenient).merge_alone()
     progress = Silent() if progress is None else progress
-    with uploaded(Path(out), settings.push_to_hub if leads() else None, progress):
-        return _merge(loaded, Path(out), settings, progress)
+    with staged(config, Path(out), settings, partial(_merge, progress=progress)) as last:
+        loaded = last.merge_alone()
+        with uploaded(Path(out), settings.push_to_hub if leads() else None, progress):
+            return _merge(loaded, Path(out), settings, progress)
 
 
 def _merge(
@@ -147,15 +150,15 @@ def validate(
     of text that nothing reads.
     """
     settings = settings_for(MergeSettings, settings, keywords, "validate")
-    loaded = load_config(config, lenient=settings.lenient)
-    if settings.push_to_hub is not None:
-        from moemerge.checkpoint.hub import check_upload
+    with staged(config, None if out is None else Path(out), settings) as loaded:
+        if settings.push_to_hub is not None:
+            from moemerge.checkpoint.hub import check_upload
 
-        check_upload(settings.push_to_hub)
-    _validate_repairs(loaded)
-    check_recipes(loaded)
-    loaded = replace(loaded, warnings=(*loaded.warnings, *loaded.unused_text))
-    return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
+            check_upload(settings.push_to_hub)
+        _validate_repairs(loaded)
+        check_recipes(loaded)
+        loaded = replace(loaded, warnings=(*loaded.warnings, *loaded.unused_text))
+        return merging.plan_merge(loaded, settings, None if out is None else Path(out)).report
 
 
 @dataclass(frozen=True)
@@ -216,9 +219,20 @@ def run(
     if "overwrite" in given:
         values["overwrite"] = output.overwrite
     settings = settings_for(MergeSettings, settings, values, "run")
-    loaded = load_config(config, lenient=settings.lenient)
     progress = Silent() if progress is None else progress
-    out = Path(out)
+    with staged(config, Path(out), settings, partial(_merge, progress=progress)) as loaded:
+        return _run(config, loaded, Path(out), settings, output, overrides, progress)
+
+
+def _run(
+    config: ConfigSource,
+    loaded: LoadedConfig,
+    out: Path,
+    settings: MergeSettings,
+    output: OutputSettings,
+    overrides: Mapping[str, Mapping[str, Any]],
+    progress: Progress,
+) -> RunReport:
     _refuse_unused(loaded.repairs, overrides, output.report)
     repo = output.push_to_hub or settings.push_to_hub
     if not loaded.repairs:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moemerge.cli.console import STDOUT, is_stream
-from moemerge.config.yaml_lines import read_document
+from moemerge.config.yaml_lines import read_documents
 from moemerge.errors import UsageError
 from moemerge.runtime import ranks
 from moemerge.runtime.outputs import FileKind, check_apart, check_output_file
@@ -86,7 +86,8 @@ def _inputs(name: str, value: Any) -> Iterator[Path]:
                 continue
             yield path
             if path.is_file() and (name in _CONFIGS or path.suffix in _YAML):
-                for inner in _texts(read_document(path)[1].data):
+                documents = read_documents(path)[1]
+                for inner in _texts([document.data for document in documents]):
                     # Paths of a study start from its file.
                     yield from filter(_is_input, {Path(inner), path.parent / inner})
 

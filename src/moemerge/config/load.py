@@ -60,6 +60,14 @@ _PAIRED: Final[tuple[Path, ...]] = (
 
 
 @dataclass(frozen=True)
+class EarlierStages:
+    """Merges of the same file whose results exist while the last one runs."""
+
+    prefix: str  # of their folders
+    documents: tuple[str, ...]  # their configs as YAML, in the order in which they ran
+
+
+@dataclass(frozen=True)
 class LoadedConfig:
     """A config without faults, and what the runners derive from it."""
 
@@ -72,6 +80,11 @@ class LoadedConfig:
     statistics: StatisticsRequest | None = None
     recipes: Mapping[str, TextRequest] = field(default_factory=dict)  # all of them, by file
     coefficients: Coefficients | None = None  # they multiply the models' weights
+    earlier: EarlierStages | None = None  # the merges of the same file that this one uses
+
+    def shown(self, text: str) -> str:
+        """Return a text with the names of earlier stages in place of their temporary folders."""
+        return text if self.earlier is None else text.replace(self.earlier.prefix, "")
 
     @property
     def repair(self) -> RequestedRepair | None:

@@ -1,8 +1,7 @@
 """YAML files that users write, with the line of every key, and how faults in them are told.
 
-Strict where PyYAML is lax: duplicate keys are faults, one file holds one document, only plain data
-is built, and numbers follow YAML 1.2 where YAML 1.1 surprises: `1e-6` is a number, `1:30` and
-`2024-01-01` are text.
+Strict where PyYAML is lax: duplicate keys are faults, only plain data is built, and numbers follow
+YAML 1.2 where YAML 1.1 surprises: `1e-6` is a number, `1:30` and `2024-01-01` are text.
 """
 
 from __future__ import annotations
@@ -98,21 +97,29 @@ class Document:
 
 def read_yaml(text: str, where: str) -> Document:
     """Read one YAML document that is a mapping; syntax errors name line and column."""
+    return _single(read_all(text, where), where)
+
+
+def read_all(text: str, where: str) -> list[Document]:
+    """Read every document of a YAML text; lines are those of the text."""
     try:
         nodes = _compose(text)
-        if len(nodes) > 1:
-            raise ConfigError(
-                f"{where}: holds {len(nodes)} documents separated by '---', expected one",
-                hint="moemerge runs one merge per file: put each document into its own file and "
-                "use the output folder of one as a model of the next",
-            )
         if not nodes:
             raise ConfigError(f"{where}: the file is empty", hint="it needs at least merge_method")
-        return _Builder(nodes[0]).document(where)
+        return [_Builder(node).document(where) for node in nodes]
     except yaml.YAMLError as error:
         raise _syntax_error(error, where) from None
     except RecursionError:
         raise ConfigError(f"{where}: the YAML is nested too deeply") from None
+
+
+def _single(documents: Sequence[Document], where: str) -> Document:
+    if len(documents) > 1:
+        raise ConfigError(
+            f"{where}: holds {len(documents)} documents separated by '---', expected one",
+            hint="`merge`, `run` and `validate` accept several; put each into its own file here",
+        )
+    return documents[0]
 
 
 def _compose(text: str) -> list[yaml.Node]:
@@ -256,11 +263,17 @@ class FaultReporter:
 
 
 def read_document(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Document]:
-    """Return a config's name for messages, and its content."""
+    """Return a config's name for messages, and its content. Refuse several documents."""
+    where, documents = read_documents(source)
+    return where, _single(documents, where)
+
+
+def read_documents(source: str | FilePath | Mapping[str, Any]) -> tuple[str, list[Document]]:
+    """Return a config's name for messages, and all its documents."""
     if isinstance(source, Mapping):
-        return _UNNAMED, Document(data=source)
+        return _UNNAMED, [Document(data=source)]
     if isinstance(source, str) and "\n" in source:
-        return _UNNAMED, read_yaml(source, _UNNAMED)
+        return _UNNAMED, read_all(source, _UNNAMED)
     where = str(source)
     try:
         with open(source, "rb") as file:  # a pipe will do
@@ -271,4 +284,4 @@ def read_document(source: str | FilePath | Mapping[str, Any]) -> tuple[str, Docu
         raise ConfigError(
             f"{where}: not UTF-8 text (byte {error.start})", hint="a config is a YAML file"
         ) from None
-    return where, read_yaml(text, where)
+    return where, read_all(text, where)

@@ -2,7 +2,7 @@
 
 from moemerge.merging import methods as methods  # registers the methods
 from moemerge.merging.method import METHODS, load_plugins, merge_method
-from moemerge.merging.run import MergeJob, plan_merge, run_merge
+from moemerge.merging.run import MergeJob, plan_merge, run_merge, write_placeholder
 from moemerge.merging.wrapper import WRAPPERS, merge_wrapper
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "merge_wrapper",
     "plan_merge",
     "run_merge",
+    "write_placeholder",
 ]

@@ -57,7 +57,7 @@ from moemerge.report.files import (
 )
 from moemerge.runtime.devices import check_device, resolve_device
 from moemerge.runtime.progress import Progress, counted
-from moemerge.runtime.ranks import Ranks, alone, own_device
+from moemerge.runtime.ranks import SINGLE, Ranks, alone, own_device
 from moemerge.text.rows import check_text
 from moemerge.version import __version__
 
@@ -118,14 +118,16 @@ class MergeJob:
             )
         merge = self.loaded.merge
         report = describe_plan(self.plan, merge.schema.name, _describe_router(merge), merge.bases)
+        shown = self.loaded.shown
         return replace(
             report,
+            models=tuple(replace(m, reference=shown(m.reference)) for m in report.models),
             wraps=tuple(reader.schema.name for reader in merge.wraps),
             coefficients=_describe_coefficients(self.loaded.coefficients),
             statistics={} if request is None else describe_statistics(request, self.statistics),
             statistics_seconds=self.statistics_seconds,
             settings=_changed_settings(self.settings),
-            notices=(*report.notices, *notices),
+            notices=tuple(map(shown, (*report.notices, *notices))),
         )
 
     @property
@@ -277,6 +279,17 @@ def run_merge(
     return ranks.broadcast_object(report)
 
 
+def write_placeholder(job: MergeJob, out: Path) -> None:
+    """Write the merged model with all files, but without its weights: sparse files of zeros.
+
+    Later stages of a config are planned with it.
+    """
+    with open_writer(job.plan, out, job.settings, SINGLE) as writer:
+        _write_companions(writer, job, job.report)
+        writer.take_over(list(writer.missing()))
+        writer.commit()
+
+
 def _commit(writer: CheckpointWriter, job: MergeJob, report: MergeReport) -> None:
     document = report_document(__version__, merge=report.to_json())
     writer.add_bytes(REPORT_NAME, report_bytes(document))
@@ -309,7 +322,9 @@ def _write_companions(writer: CheckpointWriter, job: MergeJob, report: MergeRepo
     for name, path in job.files.copied.items():
         writer.add_file(path, name)
     config = job.loaded.config.model_copy(update={"seed": job.plan.seed})
-    config_text = dump_config(config, absolute=True)
+    config_text = job.loaded.shown(dump_config(config, absolute=True))
+    if job.loaded.earlier is not None:
+        config_text = "---\n".join((*job.loaded.earlier.documents, config_text))
     made = {
         **job.files.made,
         CONFIG_NAME: config_text.encode(),

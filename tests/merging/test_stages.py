@@ -1,0 +1,83 @@
+"""A config of several merges: the same model as the merges one by one, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import moemerge
+import zoo
+from moemerge.errors import CheckpointError, ConfigError, MoeMergeError
+
+
+@pytest.fixture
+def file(zoo_folder: Callable[..., Path], tmp_path: Path) -> Path:
+    a, b, c = (zoo_folder("olmoe", seed=seed) for seed in range(3))
+    path = tmp_path / "stages.yml"
+    path.write_text(
+        f"""
+name: half
+merge_method: linear
+models: [{{model: {a}, parameters: {{weight: 1}}}}, {{model: {b}, parameters: {{weight: 1}}}}]
+---
+merge_method: task_arithmetic
+base_model: half
+models: [{{model: {c}, parameters: {{weight: 0.5}}}}]
+"""
+    )
+    return path
+
+
+def test_stages_are_the_merges_one_by_one(
+    file: Path, zoo_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    planned = moemerge.validate(file)
+    assert [model.reference for model in planned.models if model.base] == ["half"]
+    assert [p.name for p in tmp_path.iterdir()] == ["stages.yml"]
+    moemerge.merge(file, tmp_path / "out")
+    a, b, c = (zoo.tensors(zoo_folder("olmoe", seed=seed)) for seed in range(3))
+    for name, value in zoo.tensors(tmp_path / "out").items():
+        half = (a[name] + b[name]) / 2
+        torch.testing.assert_close(value, half + 0.5 * (c[name] - half), msg=name)
+    assert {p.name for p in tmp_path.iterdir()} == {"stages.yml", "out"}
+    for text in ("moemerge_config.yml", "README.md", "moemerge_report.json"):
+        assert "partial" not in (tmp_path / "out" / text).read_text(), text
+    moemerge.merge(tmp_path / "out" / "moemerge_config.yml", tmp_path / "again")
+    again = zoo.tensors(tmp_path / "again")
+    assert all(torch.equal(v, again[n]) for n, v in zoo.tensors(tmp_path / "out").items())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "message"),
+    [
+        ("base_model: half", "base_model: hlaf", MoeMergeError, "half|hlaf"),
+        ("task_arithmetic", "task_arithmetics", ConfigError, "line 6: .*did you mean"),
+        ("merge_method: linear", "merge_method: linear\nrefit: {}", MoeMergeError, "refit"),
+    ],
+)
+def test_a_fault_of_the_last_stage_stops_the_first(
+    file: Path, tmp_path: Path, old: str, new: str, error: type[Exception], message: str
+) -> None:
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(error, match=message):
+        moemerge.merge(file, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["stages.yml"]
+
+
+def test_nothing_is_left_of_a_failed_run(file: Path, tmp_path: Path) -> None:
+    """The last merge fails after the first is made: its model holds NaN."""
+    bad = tmp_path / "bad"
+    model = Path(file.read_text().split("models: [{model: ")[-1].split(",")[0])
+    zoo.perturb(model, bad, seed=5)
+    values = zoo.tensors(bad)
+    values["lm_head.weight"][0, 0] = torch.nan
+    from safetensors.torch import save_file
+
+    save_file(values, bad / "model.safetensors", metadata={"format": "pt"})
+    file.write_text(file.read_text().replace(str(model), str(bad)))
+    with pytest.raises((CheckpointError, MoeMergeError), match="NaN"):
+        moemerge.merge(file, tmp_path / "out")
+    assert {p.name for p in tmp_path.iterdir()} == {"stages.yml", "bad"}
